@@ -1,5 +1,5 @@
 """`python -m dtrain` is the `dtrain` command."""
 
-from dtrain.cli import command
+from dtrain.commands.cli import command
 
 command()

@@ -8,17 +8,17 @@ from pathlib import Path
 
 # Who calls anything of these modules starts a process or a whole run; so does who calls a test's helper that does.
 STARTING_MODULES = {
-    "dtrain.cli",
-    "dtrain.hosts",
+    "dtrain.commands.cli",
+    "dtrain.launch.hosts",
     "dtrain.launch",
-    "dtrain.plan",
-    "dtrain.environments.crew",
-    "dtrain.environments.stepping",
-    "dtrain.rollout.rewards.Rewards",
-    "dtrain.rollout.rewards.code_sandbox",
-    "dtrain.rollout.rewards.python_tests.PythonTests",
-    "dtrain.rollout.rewards.scoring",
-    "dtrain.trainer",
+    "dtrain.commands.plan",
+    "dtrain.rl.environments.timeout_pool",
+    "dtrain.rl.environments.stepping",
+    "dtrain.rl.rewards.Rewards",
+    "dtrain.rl.rewards.code_sandbox",
+    "dtrain.rl.rewards.python_tests.PythonTests",
+    "dtrain.rl.rewards.scoring",
+    "dtrain.run.trainer",
     "multiprocessing",
     "subprocess",
 }

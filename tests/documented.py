@@ -19,9 +19,9 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from dtrain import config
-from dtrain.checkpoint.hub import is_id
-from dtrain.cli import _parser, main
+from dtrain import recipe as config
+from dtrain.base.hub import is_id
+from dtrain.commands.cli import _parser, main
 from tests.pages import ROOT, Command
 from tests.serve.serving import make_model, wait_until
 from tests.world import fork

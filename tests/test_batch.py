@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtrain.batch import IGNORE, collate, complete, document_ids, documents, real_tokens, trained_tokens, trim
+from dtrain.base.batch import IGNORE, collate, complete, document_ids, documents, real_tokens, trained_tokens, trim
 
 
 def row(length, start=10):

@@ -7,10 +7,10 @@ import time
 import pytest
 
 from dtrain import data, models
-from dtrain.checkpoint.model_files import indexed_files
-from dtrain.errors import UserError
-from dtrain.models.config import read_config
-from dtrain.preflight import preflight
+from dtrain.base.errors import UserError
+from dtrain.base.model_directory import indexed_files
+from dtrain.models.read_config import read_config
+from dtrain.run.preflight import preflight
 from tests.tiny import tiny_recipe, write_model
 
 DEEP = 100_000

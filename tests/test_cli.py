@@ -6,8 +6,8 @@ import sys
 import pytest
 
 import dtrain
-from dtrain import config
-from dtrain.cli import main
+from dtrain import recipe as config
+from dtrain.commands.cli import main
 from tests.tiny import tiny_recipe
 
 
@@ -24,9 +24,8 @@ def write(tmp_path, *overrides):
 
 
 def test_version_and_help_load_no_torch():
-    code = (
-        "import sys; from dtrain.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit as e: assert not e.code\n"
-    )
+    code = "import sys; from dtrain.commands.cli import main\ntry: main(sys.argv[1:])\n"
+    code += "except SystemExit as e: assert not e.code\n"
     code += "assert 'torch' not in sys.modules and 'omegaconf' not in sys.modules"
     for arguments in (["--version"], ["--help"], ["run", "--help"]):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
@@ -116,7 +115,8 @@ def test_export_and_generate_answer_a_missing_directory(tmp_path, capsys):
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve"])
 def test_a_missing_directory_is_told_before_torch_is_loaded(tmp_path, command):
-    code = "import sys; from dtrain.cli import main\nassert main(sys.argv[1:]) == 1 and 'torch' not in sys.modules"
+    code = "import sys; from dtrain.commands.cli import main\n"
+    code += "assert main(sys.argv[1:]) == 1 and 'torch' not in sys.modules"
     given = [sys.executable, "-c", code, command, str(tmp_path / "gone")]
     done = subprocess.run(given, capture_output=True, text=True, check=True, input="")
     assert "gone: no such directory" in done.stderr

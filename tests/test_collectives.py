@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain import config
-from dtrain.losses.hidden import head_tile_rows
+from dtrain import recipe as config
+from dtrain.losses.head.weighted_sum import head_tile_rows
 from dtrain.methods import METHODS
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy

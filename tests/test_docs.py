@@ -10,16 +10,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dtrain import config
-from dtrain.check import DIGESTS
-from dtrain.cli import _parser
-from dtrain.config import other_tools, words
-from dtrain.data import formats
-from dtrain.data.labelled import read_label
-from dtrain.data.preferences import normalise_pair
-from dtrain.data.prompts import normalise_prompt
-from dtrain.losses import policy_options, preference_options, token_options
-from dtrain.rollout.rewards import options as rewards
+from dtrain import recipe as config
+from dtrain.commands.cli import _parser
+from dtrain.data.formats import formats
+from dtrain.data.formats.labelled import read_label
+from dtrain.data.formats.preferences import normalise_pair
+from dtrain.data.formats.prompts import normalise_prompt
+from dtrain.losses.policy import options as policy_options
+from dtrain.losses.preference import options as preference_options
+from dtrain.losses.token import options as token_options
+from dtrain.recipe import key_aliases as words
+from dtrain.recipe import other_tools
+from dtrain.rl.rewards import options as rewards
+from dtrain.run.check import DIGESTS
 from tests.documented import MODELS, TINY, TINY_GRPO, Directory, tiny_model
 from tests.pages import ROOT, Command, Page, all_pages
 from tools import coming_from, metrics_reference, plan_recipes, recipe_reference
@@ -33,7 +36,7 @@ PROMISED = (
     "docs/coming-from.md",
     "docs/metrics.md",
     "docs/recipe.md",
-    *(f"dtrain/{room}/README.md" for room in ("data", "parallel", "losses", "checkpoint", "rollout", "methods")),
+    *(f"dtrain/{room}/README.md" for room in ("data", "parallel", "losses", "checkpoint", "rl", "methods")),
 )
 SECTIONS = sorted({key.split(".")[0] for key in config.keys() if "." in key})
 KEY = re.compile(rf"((?:{'|'.join(SECTIONS)})(?:\.\w+)+)(?:\[\d+\]\.(\w+))?(?:\s?[=:].*)?")
@@ -205,7 +208,7 @@ def test_the_tables_of_losses_and_rewards_are_the_code_s():
             assert {"null": None, "false": False}.get(
                 value, value if not value[0].isdigit() else float(value)
             ) == options[name], name
-    rows = {table[0][0]: table for table in page("dtrain/rollout/README.md").tables}["name"]
+    rows = {table[0][0]: table for table in page("dtrain/rl/README.md").tables}["name"]
     for row in rows[1:]:
         assert set(re.findall(r"`(\w+)`", row[2])) == set(rewards.REWARDS[row[0].strip("`")])
     assert len(rows) - 1 == len(rewards.REWARDS)

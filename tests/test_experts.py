@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain import models
-from dtrain.models.config import Experts
-from dtrain.models.moe import SparseMLP, share_routing
+from dtrain.models.common.config import Experts
+from dtrain.models.common.moe import SparseMLP, share_routing
 from dtrain.parallel.experts import spread_experts
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Packed
-from dtrain.preflight import preflight
-from dtrain.trainer import Trainer
+from dtrain.run.preflight import preflight
+from dtrain.run.trainer import Trainer
 from tests.models.oracle import VARIANTS
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
 from dtrain.policy.trained import choose_trained
-from dtrain.preflight import preflight
+from dtrain.run.preflight import preflight
 from tests.test_parity import MESHES, assert_parity, overrides_of, recipe_of, sampled
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_model

@@ -1,7 +1,8 @@
-"""Imports run downwards: the rooms in their order, what none of them loads, and who reads the environment."""
+"""The order of the packages, and what none of them loads. Figures that may only fall stand beside their tests."""
 
 import ast
 import importlib
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,89 +12,35 @@ from pathlib import Path
 import pytest
 
 import dtrain
-from tests.depends import imported, tree_of
+from tests.depends import tree_of
+from tests.tiny import write_model, write_rows
+from tools.package_map import README, package_table
 
 PACKAGE = Path(dtrain.__file__).parent
-
-# From top to bottom: a room imports from floors below its own.
-FLOORS = (
-    ("__main__",),
-    ("cli",),
-    ("typed",),
-    ("chat",),
-    ("serve", "evaluation", "versions", "push", "report"),
-    ("hosts",),
-    ("launch",),
-    ("plan", "faces"),
-    ("remote", "environments"),
-    ("trainer",),
-    ("preflight", "preview"),
-    ("check",),
-    ("lora_section",),
-    ("summary",),
-    ("resume", "sizing", "eval_section", "dry_run"),
-    ("methods",),
-    ("policy",),
-    ("models", "rollout", "checkpoint", "data", "losses", "optim", "metrics"),
-    ("attention", "optimizers"),
-    ("parallel",),
-    ("batch", "orphans", "randomness", "nucleus", "addresses", "arguments"),
-)
-# Beside the core: who needs one loads it by name (`import_module`), where a command or a recipe asks for it.
-ROOMS = {
-    "faces",
-    "hosts",
-    "plan",
-    "remote",
-    "environments",
-    "serve",
-    "evaluation",
-    "versions",
-    "push",
-    "chat",
-    "report",
-}
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-# Along a floor: a model reads its weights through checkpoint, an export and a generation build the model they are of,
-# a cache of data knows its files by checkpoint's digests.
-DOORS = {
-    ("models", "checkpoint"),
-    ("checkpoint", "models"),
-    ("data", "checkpoint"),
-    ("serve", "remote"),
-    ("rollout", "models"),
-    ("rollout", "checkpoint"),
-    ("rollout", "data"),
-}
-KNOW_THE_RECIPE = {
-    "cli",
-    "typed",
-    "launch",
-    "preflight",
-    "preview",
-    "check",
-    "lora_section",
-    "eval_section",
-    "trainer",
-    "resume",
-    "sizing",
-    "dry_run",
-    "summary",
-    "methods",
-    "policy",
-} | ROOMS
+# dtrain.models hands out from_pretrained, which reads files.
+EXCEPTIONS = {("models/__init__.py", "checkpoint")}
+MOST_LINES_OF_SFT = 30_000
+MOST_FILES_THAT_KNOW_THE_RECIPE = 53  # beside the package recipe
+NOT_FOR_SFT = ("rl", "inference", "commands/chat", "commands/eval", "commands/plan", "commands/push", "commands/report")
 FOREIGN = {"numpy", "transformers", "ray"}
 EXTRAS = {"plotly", "pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """
-    dtrain dtrain.errors dtrain.config dtrain.check dtrain.methods.facts dtrain.cli dtrain.launch dtrain.preflight
-    dtrain.models.config dtrain.losses.policy_options dtrain.losses.preference_options
-    dtrain.data dtrain.data.files dtrain.data.formats dtrain.data.tokenizer dtrain.data.template dtrain.data.sample
-    dtrain.data.preferences dtrain.data.pairs dtrain.data.prompts
-    dtrain.checkpoint dtrain.checkpoint.files dtrain.checkpoint.rundir dtrain.rollout dtrain.rollout.rewards
-    dtrain.rollout.rewards.calls dtrain.remote.http dtrain.remote.ahead dtrain.remote.shared_directory
-    dtrain.serve.answers dtrain.environments.calls dtrain.metrics dtrain.push.command dtrain.report.compare
-    dtrain.report.live
+    dtrain dtrain.base.errors dtrain.recipe dtrain.run.check dtrain.methods.spec dtrain.commands.cli dtrain.launch
+    dtrain.commands.run dtrain.run.preflight dtrain.models.common.config dtrain.models.read_config
+    dtrain.losses.policy.options dtrain.losses.preference.options dtrain.losses.token.options
+    dtrain.data dtrain.data.sources.files dtrain.data.formats.formats dtrain.data.text.tokenizer
+    dtrain.data.text.template dtrain.data.formats.sample dtrain.data.formats.preferences dtrain.data.formats.pairs
+    dtrain.data.formats.prompts dtrain.checkpoint dtrain.base.files dtrain.run.directory dtrain.inference
+    dtrain.rl.rewards dtrain.rl.rewards.calls dtrain.rl.remote.http dtrain.rl.remote.prefetch
+    dtrain.rl.remote.shared_directory dtrain.commands.serve.answers dtrain.rl.environments.calls dtrain.run.metrics
+    dtrain.commands.push.command dtrain.commands.report.compare dtrain.commands.report.live
 """.split()
+SFT = """
+import json, sys
+from dtrain import run
+run(json.loads(sys.argv[1]), [])
+print("\\n" + json.dumps([getattr(m, "__file__", None) for n, m in sys.modules.items() if n.split(".")[0] == "dtrain"]))
+"""
 
 
 @cache
@@ -101,54 +48,96 @@ def trees() -> dict[Path, ast.Module]:
     return {path.relative_to(PACKAGE): tree_of(path) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def room_of(path: Path) -> str:
-    return path.parts[0].removesuffix(".py")
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted name -> file, of every module."""
+    parts = {path: ("dtrain", *path.with_suffix("").parts) for path in trees()}
+    return {".".join(name[:-1] if name[-1] == "__init__" else name): path for path, name in parts.items()}
 
 
-def at_run_time(tree: ast.Module) -> ast.Module:
-    """Without what type checkers alone read."""
-    lines = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
-    return ast.Module(lines, [])
+def package_of(path: Path) -> str:
+    return path.parts[0] if len(path.parts) > 1 else ""
 
 
-def rooms_used() -> Iterator[tuple[str, str, str]]:
-    """(file, its room, a room that it imports from)."""
-    for path, tree in trees().items():
-        for name in imported(at_run_time(tree)):
-            parts = name.split(".")
-            if parts[0] == "dtrain" and len(parts) > 1 and room_of(path) not in ("__init__", parts[1]):
-                yield str(path), room_of(path), parts[1]
+def imports_of(path: Path) -> Iterator[tuple[Path, bool]]:
+    """The files that a file imports, lazy imports and those by name included; and whether for type checkers alone."""
+
+    def names(node: ast.AST, for_types: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            types = for_types or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, types) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                yield from ((f"{child.module}.{alias.name}", types) for alias in child.names)
+            elif isinstance(child, ast.Constant) and isinstance(child.value, str) and child.value in modules():
+                yield child.value, types
+            yield from names(child, types)
+
+    for name, types in names(trees()[path], False):
+        while name and name not in modules():
+            name = name.rpartition(".")[0]
+        if name and name != "dtrain" and modules()[name] != path:
+            yield modules()[name], types
 
 
-def test_every_room_has_its_floor():
-    assert {room_of(path) for path in trees()} - FLOOR.keys() == {
-        "__init__",
-        "errors",
-        "config",
-        "json_files",
-        "patterns",
-        "ranges",
-    }
+def test_every_package_stands_in_the_order():
+    assert {package_of(path) for path in trees()} == {"", *dtrain.PACKAGES}
+    assert {str(path) for path in trees() if not package_of(path)} == {"__init__.py", "__main__.py"}
 
 
-def test_imports_run_downwards():
+def test_imports_run_in_the_order_of_the_packages():
+    order = {name: place for place, name in enumerate(dtrain.PACKAGES)}
     wrong = [
         f"{path} imports {used}"
-        for path, room, used in rooms_used()
-        if used in FLOOR and not (FLOOR.get(room, len(FLOORS)) < FLOOR[used] or (room, used) in DOORS)
-        if used not in ROOMS or room in ROOMS
+        for path in trees()
+        for used, _ in imports_of(path)
+        if (home := package_of(path)) and (there := package_of(used)) and order[there] < order[home]
+        if (str(path), there) not in EXCEPTIONS
     ]
     assert not wrong
 
 
-def test_the_core_imports_no_room_beside_it():
-    found = set()
-    for path, tree in trees().items():
-        nodes = ast.walk(at_run_time(tree))
-        statements = ast.Module([node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)], [])
-        used = {name.split(".")[1] for name in imported(statements) if name.startswith("dtrain.")} & ROOMS
-        found |= {(str(path), room) for room in used if room_of(path) not in ROOMS}
-    assert not found
+def test_no_files_import_one_another_in_a_circle():
+    users = {path: {used for used, types in imports_of(path) if not types} for path in trees()}
+    done: set[Path] = set()
+    while ready := [path for path, used in users.items() if path not in done and used <= done]:
+        done |= set(ready)
+    assert not sorted(map(str, users.keys() - done)), "these import one another, or files that do"
+
+
+def test_files_that_know_the_recipe_become_fewer():
+    knowing = [
+        str(path)
+        for path, tree in trees().items()
+        if package_of(path) != "recipe"
+        if any(isinstance(node, ast.Name) and node.id == "Recipe" for node in ast.walk(tree))
+        or any(isinstance(node, ast.alias) and node.name == "Recipe" for node in ast.walk(tree))
+    ]
+    assert len(knowing) <= MOST_FILES_THAT_KNOW_THE_RECIPE, knowing
+
+
+def test_what_a_run_of_sft_loads(tmp_path):
+
+    write_rows(tmp_path / "rows.jsonl", count=40)
+    recipe = {
+        "method": "sft",
+        "run": {"name": "x", "dir": str(tmp_path / "runs")},
+        "launch": {"nproc": 1, "device": "cpu"},
+        "model": {"path": str(write_model(tmp_path / "llama")), "init": "scratch"},
+        "data": {"train": {"path": str(tmp_path / "rows.jsonl")}, "max_length": 64},
+        "train": {"steps": 2, "global_batch": 2, "micro_batch": 1, "dtype": "float32"},
+        "scheduler": {"warmup_steps": 0},
+        "checkpoint": {"every": None, "export": "none"},
+        "metrics": {"tensorboard": False, "plan": False},
+    }
+    command = [sys.executable, "-c", SFT, json.dumps(recipe)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr
+    files = [Path(file) for file in json.loads(done.stdout.splitlines()[-1]) if file]
+    names = [str(file.relative_to(PACKAGE)) for file in files]
+    assert not [name for name in names if name.startswith(NOT_FOR_SFT)]
+    lines = sum(len(file.read_text().splitlines()) for file in files)
+    assert lines <= MOST_LINES_OF_SFT, sorted(names)
 
 
 @pytest.mark.parametrize("name", ["dtrain.losses", "dtrain.methods", "dtrain.parallel.context"])
@@ -167,9 +156,8 @@ def test_names_that_are_imported_late_are_those_that_type_checkers_see(name):
         module.gone  # noqa: B018
 
 
-def test_only_the_upper_rooms_know_the_recipe():
-    knowing = {room for _, room, used in rooms_used() if used == "config"}
-    assert knowing - {"config"} <= KNOW_THE_RECIPE
+def test_the_map_of_the_packages_is_what_they_say_of_themselves():
+    assert package_table() in README.read_text(), "python tools/package_map.py writes it"
 
 
 def test_nobody_but_the_methods_asks_for_a_method_s_name():
@@ -188,19 +176,28 @@ def test_nobody_but_the_methods_asks_for_a_method_s_name():
 
 def test_no_foreign_package_and_extras_only_where_they_are_needed():
     for path, tree in trees().items():
-        assert not {name.split(".")[0] for name in imported(tree)} & FOREIGN, path
         top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
-        assert not {part for name in imported(top) for part in name.split(".")} & EXTRAS, path
+        assert not {name.split(".")[0] for name in _imported(tree)} & FOREIGN, path
+        assert not {part for name in _imported(top) for part in name.split(".")} & EXTRAS, path
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    """Every dotted name that is imported anywhere in `tree`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def test_the_environment_is_read_in_one_place():
-    reading = [
+    reading = {
         str(path)
         for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
-    ]
-    assert set(reading) <= {"launch/start.py", "plan/children.py"}  # the latter writes, for a process of its own
+    }
+    assert reading <= {"launch/start.py", "commands/plan/children.py"}  # the latter writes, for its own process
 
 
 def test_what_needs_no_torch_loads_none():
@@ -208,3 +205,9 @@ def test_what_needs_no_torch_loads_none():
     code += "    assert not {'torch', 'transformers'} & sys.modules.keys(), name"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_package_run_is_a_function_too():
+    import dtrain.run.trainer
+
+    assert callable(dtrain.run) and dtrain.run.trainer.train

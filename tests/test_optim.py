@@ -10,9 +10,9 @@ import transformers
 from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR, SequentialLR
 
-from dtrain.config import schema
-from dtrain.errors import UserError
-from dtrain.optim import OPTIMIZERS, SCHEDULES, build_optimizer, build_scheduler
+from dtrain.base.errors import UserError
+from dtrain.optim.update import OPTIMIZERS, SCHEDULES, build_optimizer, build_scheduler
+from dtrain.recipe import schema
 from tests.world import run_world
 
 

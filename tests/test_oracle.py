@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dtrain import config, data
+from dtrain import data
+from dtrain import recipe as config
 from tests.test_trainer import run, trajectory
 from tests.tiny import write_model, write_rows
 

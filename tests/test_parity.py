@@ -136,7 +136,7 @@ VARIANTS = {
     "offload where there is nothing to offload": ("dp2", ["parallel.cpu_offload=true"]),
     "no accumulation": ("dp2 tp2", ["train.micro_batch=6"]),
     "one row at a time": ("tp2+sp cp2", ["train.micro_batch=1"]),
-    "a plan by its path": ("tp2+sp", ["parallel.custom_plan=dtrain.models.layers.DECODER_PLAN"]),
+    "a plan by its path": ("tp2+sp", ["parallel.custom_plan=dtrain.models.common.decoder.DECODER_PLAN"]),
     "a table of one's own": (
         "dp2 tp2",
         ["parallel.custom_plan={model.layers.*.mlp: block, model.layers.*.mlp.*_proj: colwise, "

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from dtrain.data.hub_files import _fits
-from dtrain.models.quantization_config import skips, unquantized
-from dtrain.patterns import endmatch, fullmatch, pattern_error, python_error
+from dtrain.base.name_patterns import endmatch, fullmatch, pattern_error, python_error
+from dtrain.data.sources.hub_files import _fits
+from dtrain.models.common.quantization_config import skips, unquantized
 
 NAMES = [
     "model.layers.0.self_attn.q_proj",

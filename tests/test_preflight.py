@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from dtrain import config
-from dtrain.errors import RecipeError
+from dtrain import recipe as config
+from dtrain.base.errors import RecipeError
 from dtrain.parallel.runtime import Runtime
-from dtrain.preflight import not_here, preflight, shapes
-from dtrain.trainer import train
+from dtrain.run.preflight import not_here, preflight, shapes
+from dtrain.run.trainer import train
 from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs
 
 

@@ -7,8 +7,8 @@ from shutil import copytree
 
 import pytest
 
-from dtrain import config
-from dtrain.preflight import preflight
+from dtrain import recipe as config
+from dtrain.run.preflight import preflight
 from tests.models import published
 from tests.tiny import VOCAB, write_model
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import config
-from dtrain.cli import main
-from dtrain.errors import UserError
-from dtrain.plan.beside import PlannedPeak
-from dtrain.plan.hardware import GPUS
-from dtrain.plan.plan import make_plan
-from dtrain.plan.report import as_json, text
-from dtrain.preflight import preflight
-from dtrain.rollout.rewards.find import find
+from dtrain import recipe as config
+from dtrain.base.errors import UserError
+from dtrain.commands.cli import main
+from dtrain.commands.plan.beside import PlannedPeak
+from dtrain.commands.plan.hardware import GPUS
+from dtrain.commands.plan.plan import make_plan
+from dtrain.commands.plan.report import as_json, text
+from dtrain.rl.rewards.find import find
+from dtrain.run.preflight import preflight
 from tests.checkpoint.processes import ROOT
 from tests.serve.serving import make_model
 from tests.test_trainer import run

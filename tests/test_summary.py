@@ -2,8 +2,8 @@
 
 import json
 
-from dtrain.cli import main
-from dtrain.summary import closing
+from dtrain.commands.cli import main
+from dtrain.run.summary import closing
 from tests.test_trainer import run
 from tests.tiny import tiny_grpo, tiny_recipe
 

@@ -82,8 +82,8 @@ def test_too_much_held_out_is_refused(tmp_path):
 
 
 def test_exact_match_counts(arithmetic, tmp_path):
+    from dtrain.inference.generate import Tokenizer, encode_prompt, generate
     from dtrain.models import build, init_weights, read_config
-    from dtrain.rollout.generate import Tokenizer, encode_prompt, generate
 
     directory = arithmetic / "model"
     model, tokenizer = build(read_config(directory)), Tokenizer.from_directory(directory)

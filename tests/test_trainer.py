@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.checkpoint.store import CheckpointStore
-from dtrain.errors import Stopped, UserError
+from dtrain.base.errors import Stopped, UserError
+from dtrain.checkpoint.dcp.store import CheckpointStore
+from dtrain.commands.plan.beside import Peak
 from dtrain.parallel.runtime import Runtime, StopFlag
-from dtrain.plan.beside import Peak
-from dtrain.trainer import train, train_checked
+from dtrain.run.trainer import train, train_checked
 from tests.tiny import tiny_recipe, write_rows
 from tests.world import run_world
 
@@ -169,8 +169,8 @@ def interrupt(recipe, world_size, step):
 
 def stopped_at(rank, recipe, world_size, step):
     """A run whose last rank is sent a signal just before it logs `step`."""
-    from dtrain.metrics import Recorder
-    from dtrain.trainer import Trainer
+    from dtrain.run.metrics import Recorder
+    from dtrain.run.trainer import Trainer
 
     runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
 

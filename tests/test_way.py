@@ -29,6 +29,8 @@ def test_the_way_of_a_batch_is_short(method, tmp_path):
 
 def test_what_a_loss_calls_is_counted(tmp_path):
     ((_, found),) = run_world(counted, 1, "sft", tmp_path)
-    assert {"methods/sft.py", "models/layers.py", "losses/hidden.py", "optim.py"} <= set(found["step"])
-    assert {"data/cache.py", "data/rows.py", "trainer.py"} <= set(found["way"])
-    assert found["frames"][0] == "trainer.py:train_checked" and found["frames"][-1] == "methods/sft.py:loss"
+    assert {"methods/sft.py", "models/common/decoder.py", "losses/head/weighted_sum.py", "optim/update.py"} <= set(
+        found["step"]
+    )
+    assert {"data/rows/cache.py", "data/rows/rows.py", "run/trainer.py"} <= set(found["way"])
+    assert found["frames"][0] == "run/trainer.py:train_checked" and found["frames"][-1] == "methods/sft.py:loss"

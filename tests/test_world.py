@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from dtrain.orphans import end_with
+from dtrain.base.orphans import end_with
 from tests.world import fork, run_world
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")

@@ -4,8 +4,8 @@ import json
 import random
 from pathlib import Path
 
-from dtrain import config
-from dtrain.config.schema import Recipe
+from dtrain import recipe as config
+from dtrain.recipe.schema import Recipe
 
 VOCAB = 67
 
@@ -200,7 +200,7 @@ def save_weights(directory: Path, seed: int = 0) -> Path:
     from safetensors.torch import save_file
 
     from dtrain import models
-    from dtrain.checkpoint.file_rows import joints
+    from dtrain.checkpoint.huggingface.file_rows import joints
 
     model = models.build(models.read_config(directory))
     models.init_weights(model, seed)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-from dtrain.orphans import end_with
+from dtrain.base.orphans import end_with
 
 # Before any kernel has run: a fork does not take OpenMP's threads along, and the child's first large kernel would wait
 # for them without end.

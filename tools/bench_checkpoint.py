@@ -34,10 +34,10 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dtrain import models
-from dtrain.checkpoint.background import Saver
-from dtrain.checkpoint.retention import Retention
-from dtrain.checkpoint.training_state import allocate_state, training_tensors
-from dtrain.models.config import parse_config
+from dtrain.checkpoint.dcp.background import Saver
+from dtrain.checkpoint.dcp.retention import Retention
+from dtrain.checkpoint.dcp.training_state import allocate_state, training_tensors
+from dtrain.models.read_config import parse_config
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor

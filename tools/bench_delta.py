@@ -41,7 +41,7 @@ def make_inputs(length: int, key_heads: int, value_heads: int, size: int) -> dic
 
 def forward(side: str, part: str, inputs: list[Tensor]) -> Tensor:
     if side == "dtrain":
-        from dtrain.attention.delta import LinearMask, causal_conv, gated_delta
+        from dtrain.attention.linear.layer import LinearMask, causal_conv, gated_delta
 
         mask = LinearMask.of(None, inputs[0].shape[1])
         return gated_delta(*inputs, mask)[0] if part == "rule" else causal_conv(*inputs, mask)

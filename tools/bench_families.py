@@ -30,7 +30,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dtrain import models
-from dtrain.losses.hidden import weighted_logprob_sum
+from dtrain.losses.head.weighted_sum import weighted_logprob_sum
 from tests.models.oracle import grads
 
 SIDES = ("transformers", "dtrain")

@@ -60,9 +60,9 @@ def write_model(directory: Path) -> None:
 
 
 def dtrain_side(directory: Path, case: dict, _: int) -> dict:
+    from dtrain.inference.engine import Engine
+    from dtrain.inference.request import Request, SamplingParams
     from dtrain.models import from_pretrained
-    from dtrain.rollout.engine import Engine
-    from dtrain.rollout.request import Request, SamplingParams
 
     model = from_pretrained(directory)
 

@@ -18,9 +18,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import dtrain
-from dtrain import config, trainer
+from dtrain import recipe as config
 from dtrain.methods.method import Method
 from dtrain.parallel.runtime import Runtime
+from dtrain.run import trainer
 from tests.methods.test_dpo_runs import recipe_of
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 

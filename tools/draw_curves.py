@@ -7,8 +7,8 @@
 import sys
 from pathlib import Path
 
-from dtrain.metrics import records
-from dtrain.push import curve
+from dtrain.commands.push import curve
+from dtrain.run.metrics import records
 
 
 def main(run: str, out: str) -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from dtrain import models
-from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import UserError
-from dtrain.rollout.generate import encode_prompt, generate, load
+from dtrain.base.errors import UserError
+from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.inference.generate import encode_prompt, generate, load
 
 
 def read_problems(path: Path) -> list[tuple[str, str]]:

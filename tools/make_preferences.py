@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dtrain.data.template import choose_template
-from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import UserError
-from dtrain.rollout.generate import generate, load
+from dtrain.base.errors import UserError
+from dtrain.data.text.template import choose_template
+from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.inference.generate import generate, load
 
 BATCH = 256  # problems sampled together
 

@@ -16,10 +16,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dtrain import config
-from dtrain.plan.hardware import GPUS, USABLE
-from dtrain.plan.plan import Plan, make_plan
-from dtrain.plan.report import gib
+from dtrain import recipe as config
+from dtrain.commands.plan.hardware import GPUS, USABLE
+from dtrain.commands.plan.plan import Plan, make_plan
+from dtrain.commands.plan.report import gib
 from tests import test_recipes
 
 SIZES = (24, 48, 80, 141)  # GB, as GPUs are sold

@@ -3,7 +3,7 @@
 
     .venv/bin/python tools/recipe_reference.py
 
-All of it comes from dtrain/config/schema.py: the sections' docstrings, their fields, and the text under each field.
+All of it comes from dtrain/recipe/schema.py: the sections' docstrings, their fields, and the text under each field.
 tests/test_docs.py holds the page to it.
 """
 
@@ -18,12 +18,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dtrain.config import schema
+from dtrain.recipe import schema
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipe.md"
 HEAD = """# Every key of a recipe
 
-`tools/recipe_reference.py` writes this page from [dtrain/config/schema.py](../dtrain/config/schema.py). A key that a
+`tools/recipe_reference.py` writes this page from [dtrain/recipe/schema.py](../dtrain/recipe/schema.py). A key that a
 recipe leaves out has its default. [recipes/README.md](../recipes/README.md) shows how to write recipes and overrides.
 """
 WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text", type(None): "null", Any: "any value"}

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from dtrain.attention.blocks import ByMasks, OneBlock, blocks_for
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
 
 if TYPE_CHECKING:
     from dtrain.attention.packing import Packing

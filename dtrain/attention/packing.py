@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dtrain.parallel.layout import chunks_of
+from dtrain.parallel.context.layout import chunks_of
 
 
 @dataclass

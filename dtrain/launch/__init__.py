@@ -9,7 +9,7 @@ rehearsal    what the processes of a run would refuse before its first step, fou
 devices      the device of a rank, and what is wrong with it or with those of all ranks together
 place        where a rank is among those of its run, by what torchrun and SLURM say
 
-Ranks that torchrun or srun started watch over one another: `dtrain.hosts`.
+Ranks that torchrun or srun started watch over one another: `dtrain.launch.hosts`.
 """
 
 from dtrain.launch.start import launch, validate, work

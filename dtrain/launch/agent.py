@@ -14,31 +14,32 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dtrain.checkpoint.files import replace_text
-from dtrain.config import Recipe, hidden, load, origins, to_yaml, with_origins_of
-from dtrain.errors import Stopped, UserError
+from dtrain.base.errors import Stopped, UserError
+from dtrain.base.files import replace_text
+from dtrain.base.orphans import end_with
 from dtrain.launch.devices import choose_device
 from dtrain.launch.job import job_directory
+from dtrain.launch.last_checkpoint import newest_checkpoint
 from dtrain.launch.rank import (
     STOPPING,
     OutOfMemory,
+    PlanBeside,
     RankPlace,
     Train,
     log_file,
-    newest_checkpoint,
-    on_signals,
     resumed,
     run_rank,
     write_to_log,
 )
+from dtrain.launch.signals import on_signals
 from dtrain.launch.workers import LOOK_SECONDS, RankProcess, heartbeat
-from dtrain.orphans import end_with
+from dtrain.recipe import Recipe, hidden, load, origins, to_yaml, with_origins_of
 
 if TYPE_CHECKING:
     from dtrain.parallel.runtime import StopFlag
@@ -70,15 +71,22 @@ class ExitReport:
     signum: int = 0  # that it was stopped by
 
 
-def run_workers(recipe: Recipe, threads: int | None, environ: Mapping[str, str], train: Train | None = None) -> None:
+def run_workers(
+    recipe: Recipe,
+    threads: int | None,
+    environ: Mapping[str, str],
+    train: Train | None = None,
+    plan: PlanBeside | None = None,
+) -> None:
     """Run `recipe` in `launch.nproc` processes. Ends when all of them have; raises as `launch.launch`."""
     nproc = recipe.launch.nproc
     # Of no rank's number: rank 0 tells itself what is only noted.
     choose_device(recipe.launch.device, RankPlace(-1, -1, nproc, nproc, environ=dict(environ)))
     with job_directory() as job:
-        target = [train.__module__, train.__qualname__] if train else ["dtrain.trainer", "train"]
+        target = [train.__module__, train.__qualname__] if train else ["dtrain.run.trainer", "train_checked"]
         setup = {"launcher": os.getpid(), "target": target, "threads": threads, "path": sys.path}
         setup["origins"] = origins(recipe)
+        setup["plan"] = None if plan is None else [plan.__module__, plan.__qualname__]
         (job / "recipe.yaml").write_text(to_yaml(recipe, plain=True), encoding="utf-8")  # for this user alone
         (job / "job.json").write_text(json.dumps(setup), encoding="utf-8")
         asked: list[int] = []
@@ -215,11 +223,11 @@ def work(job: Path, fd: int, place: RankPlace) -> None:
             recipe = with_origins_of(load(job / "recipe.yaml"), setup["origins"])
             if place.rank > 0:
                 write_to_log(recipe, place.rank)
-            train = getattr(importlib.import_module(setup["target"][0]), setup["target"][1])
+            train, plan = _imported(setup["target"]), _imported(setup["plan"])
             if asked:
                 status = 1  # for the others, which may wait for this one
                 raise Stopped(asked[0], "stopped before training began; there was nothing to save")
-            run_rank(resumed(recipe) if place.attempt else recipe, place, stop, setup["threads"], train)
+            run_rank(resumed(recipe) if place.attempt else recipe, place, stop, setup["threads"], train, plan=plan)
         except BaseException as error:  # told by the launcher, in whose hands it is not lost
             kind = next(kind for kind, of in KINDS.items() if isinstance(error, of))
             status = status if kind == "stopped" else 1
@@ -232,6 +240,11 @@ def work(job: Path, fd: int, place: RankPlace) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # a process group that is half up must not hold the process back
+
+
+def _imported(target: Sequence[str] | None) -> Any:
+    """Return the function that (module, name) is, or None."""
+    return None if target is None else getattr(importlib.import_module(target[0]), target[1])
 
 
 def _listen(link: socket.socket, asked: list[int], stop: "StopFlag", main: int) -> None:

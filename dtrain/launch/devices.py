@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtrain.config import Recipe
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
 from dtrain.launch.place import RankPlace
+from dtrain.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
 
 PREFIX, LOCK = "dtrain-", "lock"
 BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -5,7 +5,10 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+
+# Variables of the environment, read by torch and by NCCL: the network interface to use.
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)

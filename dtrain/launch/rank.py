@@ -3,32 +3,30 @@
 import importlib
 import os
 import resource
-import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from dtrain.addresses import loopback
-from dtrain.config import Recipe
-from dtrain.errors import UserError
+from dtrain.base.addresses import loopback
+from dtrain.base.errors import UserError
+from dtrain.base.orphans import descendants, kill
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
-from dtrain.launch.place import RankPlace
-from dtrain.launch.workers import LOOK_SECONDS, StallTimer, heartbeat
-from dtrain.methods.facts import facts_of
-from dtrain.orphans import descendants, kill
+from dtrain.launch.last_checkpoint import newest_checkpoint
+from dtrain.launch.place import GLOO, NCCL, RankPlace
+from dtrain.launch.signals import on_signals
+from dtrain.launch.workers import StallTimer, heartbeat
+from dtrain.methods.spec import facts_of
+from dtrain.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
 
     from dtrain.parallel.runtime import Runtime, StopFlag
-    from dtrain.plan.beside import PlannedPeak
 
 
 class OutOfMemory(UserError):
@@ -38,13 +36,24 @@ class OutOfMemory(UserError):
 T = TypeVar("T")
 Train = Callable[[Recipe, "Runtime"], None]
 
-PLAN_SECONDS = 120.0  # that a run on GPUs waits for its plan, before it reads weights
-FILE_SECONDS = 3.0  # for the file system to answer, once a rank is lost
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # of the environment, read by torch and by NCCL
 
-SAME_SECONDS = 1.0  # two signals closer than this are one: `timeout` and torchrun pass on what the group got too
-END_SECONDS = 5.0  # for the main thread to unwind after a second signal
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is how batch systems announce a pre-emption
+class PlannedPeak(Protocol):
+    """The plan of a run, worked out beside it (`commands.plan.beside.PlannedPeak`)."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *problem: object) -> None: ...
+
+    def peak(self, wait: float = 0.0) -> Any: ...
+
+    def too_much(self, memory: int, wait: float) -> Any: ...
+
+
+PlanBeside = Callable[[Recipe, int, str], PlannedPeak]
+"""(recipe, world size, device type) -> its plan, to be worked out beside the run."""
+
+PLAN_SECONDS = 120.0  # that a run on GPUs waits for its plan, before it reads weights
+
 STOPPING = b"\nsaving and stopping; press Ctrl-C again to end at once, losing what is not saved\n"
 
 
@@ -55,10 +64,11 @@ def run_rank(
     threads: int | None,
     train: Train | None = None,
     terminal: int | None = None,
+    plan: PlanBeside | None = None,
 ) -> None:
     """Set this rank up with `threads` CPU threads (None: torch's choice), train, and take its process group down again.
 
-    `train` defaults to `dtrain.trainer.train_checked`. `terminal` is a file that a lost rank is told on, beside this
+    `train` defaults to `run.trainer.train_checked`. `terminal` is a file that a lost rank is told on, beside this
     process's stderr. Raises what `train` raises, a UserError where memory ran out, and Unavailable where another rank
     was lost.
     """
@@ -75,12 +85,11 @@ def run_rank(
         planned = None
         wants_plan = device.type == "cuda" if recipe.metrics.plan == "auto" else recipe.metrics.plan
         has_cuda = torch.cuda.is_initialized()  # of an earlier run in this process: it survives no fork
-        if place.rank == 0 and wants_plan and not has_cuda:
-            beside = importlib.import_module("dtrain.plan.beside")
-            planned = stack.enter_context(beside.PlannedPeak(recipe, place.world_size, device.type))
+        if plan is not None and place.rank == 0 and wants_plan and not has_cuda:
+            planned = stack.enter_context(plan(recipe, place.world_size, device.type))
         hosts = met = None
         if place.watches:
-            hosts = importlib.import_module("dtrain.hosts.watch")
+            hosts = importlib.import_module("dtrain.launch.hosts.watch")
             met = stack.enter_context(hosts.watch(recipe, place, stop, terminal))
             recipe = resumed(recipe) if met.attempt > place.attempt else recipe
         stack.enter_context(memory_errors(recipe, place, device))
@@ -101,12 +110,12 @@ def run_rank(
             hosts.same_on_all(recipe)
         peak = planned.peak if planned else None
         runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, peak, wait)
-        (train or importlib.import_module("dtrain.trainer").train_checked)(recipe, runtime)
+        (train or importlib.import_module("dtrain.run.trainer").train_checked)(recipe, runtime)
     if place.world_size > 1:
         dist.destroy_process_group()
 
 
-def _unfit_devices(recipe: Recipe, planned: "PlannedPeak | None", devices: Sequence[DeviceFacts]) -> Sequence[str]:
+def _unfit_devices(recipe: Recipe, planned: PlannedPeak | None, devices: Sequence[DeviceFacts]) -> Sequence[str]:
     """Why the run cannot go on with the GPUs of its ranks, their memory included; what is only told, on stderr."""
     import torch
 
@@ -136,7 +145,13 @@ def loopback_only(place: RankPlace, *, nccl: bool) -> Iterator[None]:
             place.environ.pop(key, None)
 
 
-def run_in_place(recipe: Recipe, place: RankPlace, threads: int | None, train: Train | None = None) -> None:
+def run_in_place(
+    recipe: Recipe,
+    place: RankPlace,
+    threads: int | None,
+    train: Train | None = None,
+    plan: PlanBeside | None = None,
+) -> None:
     """`run_rank` in a process that nobody of ours watches over: it answers signals itself."""
     from dtrain.parallel.runtime import StopFlag
 
@@ -159,7 +174,7 @@ def run_in_place(recipe: Recipe, place: RankPlace, threads: int | None, train: T
     if place.world_size == 1:  # whether one rank of several hangs, or waits for another, it cannot know
         look = partial(_end_if_hung, recipe, stop, threading.get_ident(), StallTimer(recipe.launch.lost_after))
     with on_signals(ask, look=look):
-        run_rank(recipe, place, stop, threads, train, terminal)
+        run_rank(recipe, place, stop, threads, train, terminal, plan)
 
 
 def _end_if_hung(recipe: Recipe, stop: "StopFlag", main: int, stalled: StallTimer) -> None:
@@ -183,36 +198,7 @@ def told_to_all(place: RankPlace | None) -> Iterator[None]:
     except UserError as problem:
         if place is None or not place.watches:
             raise
-        importlib.import_module("dtrain.hosts.watch").fail_together(place, problem)
-
-
-def newest_checkpoint(recipe: Recipe) -> str:
-    """Where the same command goes on, in words."""
-    checkpoints = recipe.run.directory / "checkpoints"
-    saved = within(FILE_SECONDS, partial(_newest, checkpoints))
-    return saved or f"{checkpoints} does not answer: the same command goes on at the last checkpoint there"
-
-
-def within(seconds: float, act: Callable[[], T]) -> T | None:
-    """What `act` gives or raises, or None where it takes longer; it then goes on in its thread, which does not hold the
-    process back."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(act())
-        except BaseException as error:  # raised below
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return done.result() if wait([done], seconds).done else None
-
-
-def _newest(checkpoints: Path) -> str:
-    steps = [int(path.name[5:]) for path in checkpoints.glob("step-*") if path.name[5:].isdecimal()]
-    if steps:
-        return f"The last checkpoint is {checkpoints / f'step-{max(steps)}'}: the same command goes on there"
-    return "No checkpoint was saved yet: the same command starts over"
+        importlib.import_module("dtrain.launch.hosts.watch").fail_together(place, problem)
 
 
 def resumed(recipe: Recipe) -> Recipe:
@@ -277,48 +263,3 @@ def write_to_log(recipe: Recipe, rank: int) -> None:
 
 def log_file(recipe: Recipe, rank: int) -> Path:
     return recipe.run.directory / f"log-rank{rank}.txt"
-
-
-@contextmanager
-def on_signals(
-    ask: Callable[[int], None], signals: Iterable[int] = STOP_SIGNALS, look: Callable[[], None] | None = None
-) -> Iterator[None]:
-    """The first of `signals` calls `ask`, and from then on `look` is called every LOOK_SECONDS, in a thread; a second
-    one raises KeyboardInterrupt with its number, and where the block does not end by that, the process ends within
-    seconds. Main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    owner = os.getpid()
-    asked: list[float] = []
-    last: list[int] = []
-    ended = threading.Event()
-
-    def handle(signum: int, frame: object) -> None:
-        if os.getpid() != owner:  # a forked helper: the run's own process decides for both
-            if signum == signal.SIGTERM:
-                signal.signal(signum, signal.SIG_DFL)
-                os.kill(os.getpid(), signum)
-        elif not asked:
-            asked.append(time.monotonic())
-            ask(signum)
-        elif time.monotonic() - asked[0] > SAME_SECONDS:
-            last.append(signum)
-            raise KeyboardInterrupt(signum)
-
-    def insist() -> None:
-        while not ended.wait(LOOK_SECONDS):
-            if asked and look is not None:
-                look()
-            if last and not ended.wait(END_SECONDS):  # code of the user's may catch everything
-                kill(descendants(owner))
-                os._exit(128 + last[0])
-
-    threading.Thread(target=insist, daemon=True).start()
-    previous = {signum: signal.signal(signum, handle) for signum in signals}
-    try:
-        yield
-    finally:
-        ended.set()
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)

@@ -13,19 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from dtrain.check import notes
-from dtrain.config import Recipe, hidden, hiding, read, sizes
-from dtrain.errors import RecipeError, UserError
+from dtrain.base.errors import RecipeError, UserError
+from dtrain.base.import_paths import search_path
 from dtrain.launch import agent
 from dtrain.launch.place import RankPlace, find_place, number
-from dtrain.launch.rank import Train, run_in_place, told_to_all
-from dtrain.preflight import named_code, not_here, preflight, to_copy, together, with_local_model, with_small_files
-from dtrain.rollout.worker import search_path
+from dtrain.launch.rank import PlanBeside, Train, run_in_place, told_to_all
+from dtrain.recipe import Recipe, hidden, hiding, read, sizes
+from dtrain.run.check import notes
+from dtrain.run.preflight import named_code, not_here, preflight, to_copy, together, with_local_model, with_small_files
 
 
-def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) -> Recipe:
+def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, plan: PlanBeside | None = None) -> Recipe:
     """Run `recipe`, or what it gives, to its end, in place or in processes of its own, and return it as it was run.
-    `train` defaults to `dtrain.trainer.train_checked`.
+    `train` defaults to `dtrain.run.trainer.train_checked`. plan: works out the run's plan beside it, where metrics.plan
+    asks for one; a function of a module, for workers to import.
 
     Raises UserError (RecipeError for the recipe's own problems, before anything starts), Stopped after SIGINT, SIGTERM
     or SIGUSR1, KeyboardInterrupt after a second Ctrl-C, agent.WorkerFailed when a worker died of anything else.
@@ -39,7 +40,7 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) ->
         with told_to_all(place or find_place(os.environ, 1)):
             raise
     with hiding(recipe):
-        _start(recipe, place, train)
+        _start(recipe, place, train, plan)
     return recipe
 
 
@@ -54,7 +55,7 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     loaded, awaited, refused = with_small_files(with_local_model(given))
     size = loaded.launch.nproc if world_size is None else world_size
     found = together([*found, *refused], preflight(loaded, size, awaited))
-    rehearsal = import_module("dtrain.launch.rehearsal").rehearse  # with torch
+    rehearsal = import_module("dtrain.launch.validate").rehearse  # with torch
     heard = rehearsal(loaded, max(size, 1), os.environ, here=here, known=found, awaited=awaited)
     found = list(dict.fromkeys([*found, *(hidden(problem, loaded) for problem in heard.problems)]))
     if found:
@@ -66,12 +67,12 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     return [hidden(line, loaded) for line in lines]
 
 
-def _start(recipe: Recipe, place: RankPlace | None, train: Train | None) -> None:
+def _start(recipe: Recipe, place: RankPlace | None, train: Train | None, plan: PlanBeside | None) -> None:
     _admit_code(recipe, place is None or place.rank == 0)
     if place is None and recipe.launch.nproc == 1:
         _note_tasks(os.environ)
     if place is None and recipe.launch.nproc > 1:
-        agent.run_workers(recipe, _threads(recipe.launch.nproc), os.environ, train)
+        agent.run_workers(recipe, _threads(recipe.launch.nproc), os.environ, train, plan)
     else:
         place, run = place or RankPlace(environ=os.environ), run_in_place
         if place.started_by == "torchrun":  # it tells of the first error, whichever rank had it, where it finds that
@@ -79,7 +80,7 @@ def _start(recipe: Recipe, place: RankPlace | None, train: Train | None) -> None
 
             run = record(run)
         per_task = number(os.environ, "SLURM_CPUS_PER_TASK", 0) if place.started_by == "slurm" else None
-        run(recipe, place, _threads(place.local_world_size, per_task), train)
+        run(recipe, place, _threads(place.local_world_size, per_task), train, plan)
 
 
 def _checked(recipe: Recipe, world_size: int) -> Recipe:

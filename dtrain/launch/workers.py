@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtrain.orphans import descendants, kill
+from dtrain.base.orphans import descendants, kill
 
 if TYPE_CHECKING:
     from dtrain.parallel.runtime import StopFlag

@@ -17,11 +17,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dtrain.methods.method import Method, RunContext
+    from dtrain.methods.method import Method
     from dtrain.methods.registry import METHODS
 
-_HOMES = {"METHODS": "registry", "Method": "method", "RunContext": "method"}
-__all__ = ["METHODS", "Method", "RunContext"]
+_HOMES = {"METHODS": "registry", "Method": "method"}
+__all__ = ["METHODS", "Method"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.batch import Batch
-from dtrain.config.schema import Recipe
+from dtrain.base.batch import Batch
+from dtrain.base.run_context import RunContext
 from dtrain.data import Rows
 from dtrain.losses import (
     KlSums,
@@ -17,10 +17,11 @@ from dtrain.losses import (
     topk_kl_sum_from_hidden_states,
     topk_logits_from_hidden_states,
 )
-from dtrain.methods.method import Method, RunContext
+from dtrain.methods.method import Method
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource
 from dtrain.policy.teacher import Teacher
+from dtrain.recipe.schema import Recipe
 
 
 class DistillMethod(Method):
@@ -104,3 +105,6 @@ class DistillMethod(Method):
     def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         val_loss = self._factor * sums["kl"] / max(sums["trained"], 1)
         return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.divergences(sums).items()}}
+
+
+build = DistillMethod

@@ -12,20 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.batch import IGNORE, Batch, document_ids, documents, rows_in, sum_by_document
-from dtrain.config.schema import Dpo, Recipe
+from dtrain.base.batch import IGNORE, Batch, document_ids, documents, rows_in, sum_by_document
+from dtrain.base.run_context import RunContext
 from dtrain.data import GlobalBatch, Rows
-from dtrain.losses.preference import (
+from dtrain.losses.preference.losses import (
     combined_preference_loss,
     length_desensitised_weights,
     preference_rewards,
     preference_weights,
 )
-from dtrain.losses.preference_options import SFT, over_the_batch
-from dtrain.methods.method import MethodWithReference, RunContext
+from dtrain.losses.preference.options import SFT, over_the_batch
+from dtrain.methods.method import MethodWithReference
 from dtrain.methods.precompute import at_first_labels, reference_table, table_name
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource, Loss
+from dtrain.recipe.schema import Dpo, Recipe
 
 FIELDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "accuracy", "pair_weight")
 
@@ -242,3 +243,6 @@ class DpoMethod(MethodWithReference):
 def _labels_of_chosen(batch: Batch) -> Tensor:
     """[n, S]: where the labels of chosen completions are."""
     return (batch["labels"] != IGNORE) & (document_ids(batch) % 2 == 0) if rows_in(batch) else batch["labels"] != IGNORE
+
+
+build = DpoMethod

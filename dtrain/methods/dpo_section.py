@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dtrain.config import words
-from dtrain.config.schema import Recipe
-from dtrain.losses.preference_options import DIVERGENCES, KWARGS, LOSSES, OFF, RANGES, SFT, over_the_batch
-from dtrain.ranges import NUMBER, is_number, nearest, shown, sizes_for
+from dtrain.base.ranges import NUMBER, is_number, nearest, shown, sizes_for
+from dtrain.losses.preference.options import DIVERGENCES, KWARGS, LOSSES, OFF, RANGES, SFT, over_the_batch
+from dtrain.methods.spec import Facts
+from dtrain.recipe import key_aliases as words
+from dtrain.recipe.schema import Recipe
 
-# As `dtrain.check.RANGES`.
+# As `dtrain.run.check.RANGES`.
 SECTION_RANGES = (
     ("dpo.sft_weight", lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10"),
     ("dpo.ld_alpha", lambda v: 0 <= v <= 1, "from 0 to 1, or null for no weights"),
@@ -125,3 +126,38 @@ def loss_problems(
     if "exo_pair" in names and label_smoothing == 0:
         found.append("dpo.label_smoothing=0: exo_pair needs more than 0 and less than 0.5; its paper uses 1e-3")
     return found
+
+
+class DpoFacts(Facts):
+    kind = "pairs"
+    ranges = SECTION_RANGES
+    adapter_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 1e-6
+    curves = MappingProxyType({**Facts.curves, "accuracy": "accuracy"})
+
+    def problems(self, recipe: Recipe) -> list[str]:
+        return problems(recipe)
+
+    def refuses(self, recipe: Recipe, format: str) -> str | None:
+        if format == "question":
+            return super().refuses(recipe, format)
+        if format not in ("auto", "preference", "tokenized"):
+            return "method=dpo trains on pairs; set it to preference, or method=sft"
+        return None
+
+    def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
+        return other_reference("dpo", recipe.dpo.reference)
+
+    def needs_reference(self, recipe: Recipe) -> bool:
+        """Not where every loss of the list goes without."""
+        section = recipe.dpo
+        names = [section.loss] if isinstance(section.loss, str) else section.loss
+        reads = any(LOSSES[name].needs_reference for name in names if name in LOSSES)
+        return reads and section.reference not in (None, "none")
+
+    def holds_reference(self, recipe: Recipe) -> bool:
+        return self.needs_reference(recipe) and not recipe.dpo.precompute
+
+
+def facts(recipe: Recipe | None = None) -> DpoFacts:
+    """The facts of this method."""
+    return DpoFacts()

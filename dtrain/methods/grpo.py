@@ -15,22 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.batch import IGNORE, Batch
-from dtrain.config.schema import Recipe
+from dtrain.base.batch import IGNORE, Batch
+from dtrain.base.errors import UserError
+from dtrain.base.randomness import key
+from dtrain.base.run_context import RunContext
 from dtrain.data import GlobalBatch, Rows, Tokenizer
-from dtrain.data.order import permute
-from dtrain.errors import UserError
+from dtrain.data.rows.order import permute
 from dtrain.losses import TrainingSamplingParams
-from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
-from dtrain.methods.collect import Collector, Rollout, SampleTable, lengths_of
-from dtrain.methods.engines import open_engine, open_episodes, open_rewards, refuse_graphs
-from dtrain.methods.grpo_section import has_episodes
-from dtrain.methods.method import MethodWithReference, RolloutMethod, RunContext
+from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
+from dtrain.methods.method import MethodWithReference
+from dtrain.methods.rollout_method import RolloutMethod
 from dtrain.policy import DynamicShapes, Packed, Policy
 from dtrain.policy.reward_model import RewardModel
 from dtrain.policy.score import LogprobSource, Loss
-from dtrain.randomness import key
-from dtrain.rollout.rewards.columns import lacking_columns
+from dtrain.recipe.schema import Recipe
+from dtrain.rl.collect import Collector, Rollout, SampleTable, lengths_of
+from dtrain.rl.engines import open_engine, open_episodes, open_rewards, refuse_graphs
+from dtrain.rl.rewards.columns import lacking_columns
 
 FIELDS = (
     *("kl", "entropy", "mismatch_kl", "approx_kl", "ratio"),
@@ -53,7 +54,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
     def _longest(self) -> int:
         """Tokens that the model may draw for a prompt, in all turns."""
         section = self.recipe.grpo
-        turns = section.max_turns if has_episodes(section) else 1
+        turns = section.max_turns if section.has_episodes else 1
         return min(turns * section.sampling.max_new_tokens, self.recipe.data.max_length)
 
     @property
@@ -78,7 +79,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
         if found:
             raise UserError("\n".join(dict.fromkeys(found)))
         if section.engine == "http":
-            import_module("dtrain.remote.http").read_key(section.server.api_key_file)
+            import_module("dtrain.rl.remote.http").read_key(section.server.api_key_file)
 
     def refuse_device(self, device: torch.device) -> None:
         refuse_graphs(self.recipe, device)
@@ -262,3 +263,6 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
                 f"more than grpo.max_mismatch={most}: training on them would be wrong. {fix}; or raise "
                 "grpo.max_mismatch"
             )
+
+
+build = GrpoMethod

@@ -2,18 +2,22 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from dtrain.config import words
-from dtrain.config.schema import Grpo, Recipe, Reward
-from dtrain.losses.policy_options import LOSSES, RANGES, SHARED, is_clip
+from dtrain.base.ranges import NUMBER, hint, is_number, nearest, sizes_for
+from dtrain.data.formats.prompts import PromptOptions
+from dtrain.losses.policy.options import LOSSES, RANGES, SHARED, is_clip
 from dtrain.methods.dpo_section import base_problems
-from dtrain.ranges import NUMBER, hint, is_number, nearest, sizes_for
-from dtrain.rollout.rewards import options as rewards
+from dtrain.methods.spec import REWARD_MODEL, Facts
+from dtrain.recipe import key_aliases as words
+from dtrain.recipe.schema import Grpo, Recipe, Reward
+from dtrain.rl.rewards import options as rewards
+from dtrain.rl.tools import tool_schemas
 
 
 def sampling_ranges(section: str) -> tuple:
-    """Of `sampling` in this section, as `dtrain.check.RANGES`."""
+    """Of `sampling` in this section, as `dtrain.run.check.RANGES`."""
     return (
         (
             f"{section}.sampling.temperature",
@@ -27,7 +31,7 @@ def sampling_ranges(section: str) -> tuple:
     )
 
 
-# As `dtrain.check.RANGES`.
+# As `dtrain.run.check.RANGES`.
 SECTION_RANGES = (
     ("grpo.prompts_per_step", lambda v: v >= 1, "at least 1"),
     ("grpo.group_size", lambda v: v >= 1, "at least 1"),
@@ -81,11 +85,6 @@ def problems(recipe: Recipe) -> list[str]:
     return found
 
 
-def has_episodes(section: Grpo) -> bool:
-    """Whether something answers completions."""
-    return section.environment is not None or section.verifiers.name is not None or bool(section.tools)
-
-
 def no_room(section: str, drawn: int, longest: int) -> str:
     """What is said of completions of so many tokens within so many."""
     return (
@@ -135,7 +134,7 @@ def _rewards(recipe: Recipe) -> list[str]:
     rates, weight = section.reward_model.path, section.reward_model.weight
     if not is_number(weight):
         found.append(f"grpo.reward_model.weight={weight} must be a finite number{sizes_for(weight)}")
-    if rates is not None and has_episodes(section):
+    if rates is not None and section.has_episodes:
         found.append(
             "grpo.reward_model rates a prompt and one completion, and grpo.environment, grpo.verifiers and grpo.tools "
             "make several turns: leave one of them out"
@@ -174,7 +173,7 @@ def _tools(recipe: Recipe) -> list[str]:
             if tool.schema is None:
                 found.append(
                     f"{key}.schema is required by mcp: name a file with what the server offers, which "
-                    f'`python -m dtrain.environments.mcp "{tool.mcp}" > tools.json` writes'
+                    f'`python -m dtrain.rl.environments.mcp "{tool.mcp}" > tools.json` writes'
                 )
         elif not set(".:") & set(tool.fn or ""):
             named = f"={tool.fn} must be" if tool.fn else " is missing: give"
@@ -296,7 +295,7 @@ def _combinations(loss: str, options: Mapping[str, Any]) -> list[str]:
 
 def reward_problems(listed: Sequence[Reward]) -> list[str]:
     """What is wrong with `grpo.rewards`, a line each; each is a `config.schema.Reward`. Import paths are not
-    looked up here: `dtrain.rollout.rewards.find` does."""
+    looked up here: `dtrain.rl.rewards.find` does."""
     found = []
     for index, reward in enumerate(listed):
         key, name = f"grpo.rewards[{index}]", reward.fn
@@ -336,3 +335,65 @@ def _of_options(key: str, name: str, options: Mapping[str, Any]) -> list[str]:
         bounds = options["target_tokens"], options["max_tokens"]
         found.append(f"{at['target_tokens']}={bounds[0]} must be below {at['max_tokens']}={bounds[1]}")
     return found
+
+
+class GrpoFacts(Facts):
+    kind = "prompts"
+    ranges = SECTION_RANGES
+    adapter_rates = (5e-6, "1e-5")  # full tuning takes 1e-6
+    curves = MappingProxyType({"reward_mean": "reward", "val_reward_mean": "validation reward"})
+    best = ("loss", "val_reward_mean")
+    more_steps = "a smaller grpo.prompts_per_step"
+
+    def problems(self, recipe: Recipe) -> list[str]:
+        return problems(recipe)
+
+    def refuses(self, recipe: Recipe, format: str) -> str | None:
+        if format in ("preference", "text"):
+            return "method=grpo draws its own answers to prompts; give it messages, question or prompt_completion"
+        return None
+
+    def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
+        is_another = self.needs_reference(recipe) and recipe.grpo.reference not in ("start", "base")
+        rates = self.reward_model(recipe)
+        found = [("grpo.reference", recipe.grpo.reference)] if is_another else []
+        return found + ([(REWARD_MODEL, rates)] if rates else [])
+
+    def reward_model(self, recipe: Recipe) -> str | None:
+        return recipe.grpo.reward_model.path
+
+    def code(self, recipe: Recipe) -> list[tuple[str, str | None, str]]:
+        named = [(f"grpo.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(recipe.grpo.rewards)]
+        for i, one in enumerate(recipe.grpo.tools):
+            named += [(f"grpo.tools[{i}].fn", one.fn, "tool"), (f"grpo.tools[{i}].mcp", one.mcp, "server of tools")]
+        named.append(("grpo.verifiers.name", recipe.grpo.verifiers.name, "environment of verifiers"))
+        return [*named, ("grpo.environment", recipe.grpo.environment, "environment")]
+
+    def prompts(self, recipe: Recipe) -> PromptOptions:
+        section = recipe.grpo
+        room = recipe.data.max_length, section.sampling.max_new_tokens
+        tools = [schema for _, schema in tool_schemas(section.tools)] if section.tools else []
+        return PromptOptions.within(
+            *room, section.system_prompt, tools=tools, answers=section.verifiers.name is not None
+        )
+
+    def longest_row(self, recipe: Recipe) -> int:
+        """Packed, a micro-batch is one row."""
+        return recipe.data.max_length * (recipe.train.micro_batch if recipe.data.packing else 1)
+
+    def is_dynamic(self, recipe: Recipe) -> bool:
+        return recipe.train.dynamic_batch or recipe.grpo.dynamic_batch
+
+    def automatic_batch(self, recipe: Recipe, rows: int) -> int:
+        return recipe.grpo.prompts_per_step * recipe.grpo.group_size
+
+    def needs_reference(self, recipe: Recipe) -> bool:
+        return bool(recipe.grpo.beta)
+
+    def sends_weights(self, recipe: Recipe) -> bool:
+        return recipe.grpo.server.weights == "broadcast"
+
+
+def facts(recipe: Recipe | None = None) -> GrpoFacts:
+    """The facts of this method."""
+    return GrpoFacts()

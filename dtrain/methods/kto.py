@@ -14,18 +14,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dtrain.batch import IGNORE, Batch, collate, document_ids, documents, trim
-from dtrain.config.schema import Recipe
+from dtrain.base.batch import IGNORE, Batch, collate, document_ids, documents, trim
+from dtrain.base.errors import UserError
+from dtrain.base.randomness import key
+from dtrain.base.run_context import RunContext
 from dtrain.data import GlobalBatch, Rows
-from dtrain.data.labelled import is_wanted
-from dtrain.data.order import pack
-from dtrain.data.rows import row_of
-from dtrain.errors import UserError
-from dtrain.losses import unpaired
-from dtrain.methods.method import MethodWithReference, RunContext
+from dtrain.data.formats.labelled import is_wanted
+from dtrain.data.rows.order import pack
+from dtrain.data.rows.rows import row_of
+from dtrain.losses.preference import unpaired
+from dtrain.methods.method import MethodWithReference
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource, Loss
-from dtrain.randomness import key
+from dtrain.recipe.schema import Recipe
 
 LOOKED_AT = 256  # replies, for whether there are both kinds
 
@@ -189,3 +190,6 @@ def _split(batch: Batch) -> tuple[Batch, Batch]:
     is_own = (batch["desirable"] != 0).any(1)
     own, others = ({name: stream[rows] for name, stream in batch.items()} for rows in (is_own, ~is_own))
     return trim(own), trim(others)
+
+
+build = KtoMethod

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.batch import Batch
-from dtrain.config.schema import Grpo
+from dtrain.base.batch import Batch
+from dtrain.base.run_context import RunContext
 from dtrain.data import Cursor, Rows, Tokenizer
-from dtrain.methods.collect import Collector, PromptRow, Rollout, lengths_of
 from dtrain.methods.distill import DistillMethod
-from dtrain.methods.engines import open_engine
-from dtrain.methods.method import RolloutMethod, RunContext
-from dtrain.methods.rollout_buffer import Buffer, Sample
+from dtrain.methods.rollout_method import RolloutMethod
 from dtrain.policy import Policy
+from dtrain.recipe.schema import Grpo
+from dtrain.rl.buffer import Buffer, Sample
+from dtrain.rl.collect import Collector, PromptRow, Rollout, lengths_of
+from dtrain.rl.engines import open_engine
 
 
 class OnPolicyDistillMethod(RolloutMethod, DistillMethod):
@@ -140,3 +141,6 @@ def _buffer(samples: Sequence[Sample]) -> Buffer:
     """All of them count, and train what was drawn or is marked."""
     all_of_them: Tensor = torch.ones(len(samples), dtype=torch.bool)
     return Buffer.of(samples, torch.zeros(len(samples)), all_of_them, all_of_them)
+
+
+build = OnPolicyDistillMethod

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dtrain.batch import IGNORE, Batch, collate, document_ids, documents, sum_by_document
-from dtrain.checkpoint.identity import digest
+from dtrain.base.batch import IGNORE, Batch, collate, document_ids, documents, sum_by_document
+from dtrain.base.identity import digest
+from dtrain.base.ranks import Ranks
 from dtrain.data import Rows
-from dtrain.data.order import pack
-from dtrain.losses.preference import length_desensitised_weights
-from dtrain.parallel.ranks import Ranks
+from dtrain.data.rows.order import pack
+from dtrain.losses.preference.losses import length_desensitised_weights
 from dtrain.policy import Batching, Policy
 
 WINDOW = 1024  # pairs scored between looks at how many rows they make

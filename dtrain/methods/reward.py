@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.batch import Batch, documents
-from dtrain.checkpoint.model_files import padding_token
-from dtrain.config.schema import Recipe
+from dtrain.base.batch import Batch, documents
+from dtrain.base.run_context import RunContext
+from dtrain.checkpoint.huggingface.model_files import padding_token
 from dtrain.data import GlobalBatch, Rows
-from dtrain.methods.method import Method, RunContext
+from dtrain.methods.method import Method
 from dtrain.policy import Policy
 from dtrain.policy.reward_model import at_the_ends
 from dtrain.policy.score import LogprobSource, Loss
+from dtrain.recipe.schema import Recipe
 
 
 class RewardMethod(Method):
@@ -116,3 +117,6 @@ class RewardMethod(Method):
     def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         val_loss = sums["loss"] / max(sums["count"], 1)
         return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.fields(sums).items()}}
+
+
+build = RewardMethod

@@ -6,12 +6,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dtrain.batch import Batch
-from dtrain.config.schema import Recipe
-from dtrain.losses import token_losses
-from dtrain.losses.token_options import LOSSES
+from dtrain.base.batch import Batch
+from dtrain.losses.token import formulas as token_losses
+from dtrain.losses.token.options import LOSSES
 from dtrain.methods.method import Method
 from dtrain.policy.score import LogprobSource
+from dtrain.recipe.schema import Recipe
 
 
 class SftMethod(Method):
@@ -41,3 +41,6 @@ class SftMethod(Method):
         """Means over every trained token of the set: summed over all batches and ranks, and divided once."""
         count = max(sums["trained"], 1)
         return {"val_loss": sums["lost"] / count, "val_token_accuracy": sums["correct"] / count}
+
+
+build = SftMethod

@@ -20,18 +20,23 @@
 
 from typing import Any
 
-from dtrain.models.config import ModelConfig, Rope, parse_config, read_config
+from dtrain.models.common.config import ModelConfig, Rope
+from dtrain.models.read_config import parse_config, read_config
 
 __all__ = ["ModelConfig", "Rope", "build", "from_pretrained", "init_weights", "parse_config", "read_config"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("build", "from_pretrained"):
-        from dtrain.models import registry
+    if name == "build":
+        from dtrain.models.registry import build
 
-        return getattr(registry, name)
+        return build
+    if name == "from_pretrained":
+        from dtrain.checkpoint.huggingface.pretrained import from_pretrained
+
+        return from_pretrained
     if name == "init_weights":
-        from dtrain.models.init import init_weights
+        from dtrain.models.common.init import init_weights
 
         return init_weights
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

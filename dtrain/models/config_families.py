@@ -5,10 +5,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dtrain.models.config import FULL, LINEAR, SLIDING, Experts, LinearAttention, ModelConfig
-from dtrain.models.config_gemma import read_gemma3, read_gemma3_multimodal, read_gemma4, read_gemma4_multimodal
-from dtrain.models.config_gpt_oss import read_gpt_oss
-from dtrain.models.config_parts import (
+from dtrain.models.common.config import FULL, LINEAR, SLIDING, Experts, LinearAttention, ModelConfig
+from dtrain.models.common.config_fields import Fields, shown
+from dtrain.models.common.config_parts import (
     common_fields,
     read_experts,
     read_layer_types,
@@ -17,8 +16,9 @@ from dtrain.models.config_parts import (
     with_one_rope,
     written_window,
 )
-from dtrain.models.fields import Fields, shown
-from dtrain.models.rope_config import PHI_KINDS, read_olmo_ropes, read_rope
+from dtrain.models.common.rope_config import PHI_KINDS, read_olmo_ropes, read_rope
+from dtrain.models.config_gemma import read_gemma3, read_gemma3_multimodal, read_gemma4, read_gemma4_multimodal
+from dtrain.models.config_gpt_oss import read_gpt_oss
 
 
 def _llama(architecture: str, fields: Fields) -> ModelConfig:

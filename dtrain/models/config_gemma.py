@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dtrain.models.config import FULL, SLIDING, KeyHeads, ModelConfig, PerLayer
-from dtrain.models.config_parts import (
+from dtrain.models.common.config import FULL, SLIDING, KeyHeads, ModelConfig, PerLayer
+from dtrain.models.common.config_fields import Fields, shown
+from dtrain.models.common.config_parts import (
     common_fields,
     read_experts,
     read_layer_types,
@@ -12,8 +13,7 @@ from dtrain.models.config_parts import (
     used_window,
     written_window,
 )
-from dtrain.models.fields import Fields, shown
-from dtrain.models.rope_config import read_gemma4_ropes, read_gemma_ropes
+from dtrain.models.common.rope_config import read_gemma4_ropes, read_gemma_ropes
 
 # What the published Gemma3 checkpoints leave out of their text_config.
 _GEMMA3_DEFAULTS = {

@@ -1,14 +1,14 @@
 """config.json of gpt-oss, as transformers and OpenAI's files write it. Imports no torch."""
 
-from dtrain.models.config import FULL, SLIDING, ModelConfig
-from dtrain.models.config_parts import (
+from dtrain.models.common.config import FULL, SLIDING, ModelConfig
+from dtrain.models.common.config_fields import Fields, shown
+from dtrain.models.common.config_parts import (
     common_fields,
     read_experts,
     read_layer_types,
     used_window,
     with_one_rope,
 )
-from dtrain.models.fields import Fields, shown
 
 _DEFAULTS = {
     "vocab_size": 201_088,

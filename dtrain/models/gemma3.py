@@ -7,10 +7,10 @@ over each head of q and k, all multiplying by 1 + weight; embeddings scaled by s
 import torch
 from torch import Tensor
 
-from dtrain.models.config import ModelConfig
-from dtrain.models.functions import rms_norm
-from dtrain.models.layers import DECODER_PLAN, Attention, Decoder, GatedMLP, Layer, RMSNorm
-from dtrain.models.tower import TextTower
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import DECODER_PLAN, Attention, Decoder, GatedMLP, Layer, RMSNorm
+from dtrain.models.common.functions import rms_norm
+from dtrain.models.common.tower import TextTower
 
 
 class Gemma3RMSNorm(RMSNorm):

@@ -12,10 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dtrain.attention.decode import Cached
-from dtrain.models.config import Experts, ModelConfig
-from dtrain.models.functions import ACTIVATIONS, gated, rms_norm, rotate
-from dtrain.models.layers import (
+from dtrain.models.common.cache import Cached
+from dtrain.models.common.config import Experts, ModelConfig
+from dtrain.models.common.decoder import (
     DECODER_PLAN,
     Attention,
     Decoder,
@@ -28,8 +27,9 @@ from dtrain.models.layers import (
     plan_of,
     rounded,
 )
-from dtrain.models.moe import Choose, Router, SparseMLP
-from dtrain.models.tower import TextTower
+from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm, rotate
+from dtrain.models.common.moe import Choose, Router, SparseMLP
+from dtrain.models.common.tower import TextTower
 from dtrain.parallel.tensor import VocabEmbedding
 
 Keys = tuple[Tensor, Tensor]  # of one layer, as the kernel gathers them

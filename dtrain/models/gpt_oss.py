@@ -8,9 +8,9 @@ Files have the experts as stacks of transposed matrices, gate and up joined colu
 import torch
 from torch import Tensor, nn
 
-from dtrain.models.config import ModelConfig
-from dtrain.models.layers import DECODER_PLAN, Attention, CausalLM, Decoder, plan_of
-from dtrain.models.moe import SPARSE_PLAN, SparseLayer
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, plan_of
+from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.olmo import OlmoRMSNorm
 from dtrain.parallel.placement import LocalParameters
 

@@ -6,9 +6,9 @@ names of a mixture of experts, of which the dense ones use the shared expert alo
 
 from torch import Tensor
 
-from dtrain.models.config import ModelConfig
-from dtrain.models.functions import gated
-from dtrain.models.layers import DECODER_PLAN, CausalLM, Decoder, GatedMLP, PreNormLayer
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import DECODER_PLAN, CausalLM, Decoder, GatedMLP, PreNormLayer
+from dtrain.models.common.functions import gated
 
 
 class GraniteLayer(PreNormLayer):

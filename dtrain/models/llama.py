@@ -4,8 +4,8 @@ Pre-norm layers, SwiGLU, rotary positions (with Llama 3.1's scaling where the co
 What varies between checkpoints is all in the config: biases, tied embeddings, window, rotary scaling.
 """
 
-from dtrain.models.config import ModelConfig
-from dtrain.models.layers import CausalLM, Decoder, PreNormLayer
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import CausalLM, Decoder, PreNormLayer
 
 
 class LlamaForCausalLM(CausalLM):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.models.config import ModelConfig, Rope
-from dtrain.models.layers import DECODER_PLAN, Attention, CausalLM, Decoder, PreNormLayer, Rotary, plan_of
-from dtrain.models.moe import SPARSE_PLAN, SparseLayer
-from dtrain.models.tower import TextTower
+from dtrain.models.common.config import ModelConfig, Rope
+from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, PreNormLayer, Rotary, plan_of
+from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
+from dtrain.models.common.tower import TextTower
 
 
 class ScaledAttention(Attention):

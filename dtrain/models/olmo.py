@@ -7,9 +7,9 @@ layers to each full one, and scales the rotary positions of full layers alone.
 import torch
 from torch import Tensor
 
-from dtrain.models.config import ModelConfig
-from dtrain.models.functions import rms_norm, rotate
-from dtrain.models.layers import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Layer, RMSNorm, Rotary
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Layer, RMSNorm, Rotary
+from dtrain.models.common.functions import rms_norm, rotate
 from dtrain.parallel.collectives import enter_region, leave_region
 
 

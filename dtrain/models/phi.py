@@ -3,8 +3,8 @@
 The files join q, k and v, and gate and up, which the model holds apart (`ModelConfig.fused`).
 """
 
-from dtrain.models.config import ModelConfig
-from dtrain.models.layers import CausalLM, Decoder, PreNormLayer
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import CausalLM, Decoder, PreNormLayer
 
 
 class Phi3ForCausalLM(CausalLM):

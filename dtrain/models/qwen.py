@@ -5,9 +5,9 @@ Llama's layer; Qwen2 with biases on q, k and v, Qwen3 without them and with an R
 
 from functools import partial
 
-from dtrain.models.config import ModelConfig
-from dtrain.models.layers import DECODER_PLAN, CausalLM, Decoder, PreNormLayer, RMSNorm, plan_of
-from dtrain.models.moe import SPARSE_PLAN, SparseLayer
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import DECODER_PLAN, CausalLM, Decoder, PreNormLayer, RMSNorm, plan_of
+from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 
 
 class Qwen2ForCausalLM(CausalLM):

@@ -12,13 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.attention.decode import Cached
-from dtrain.attention.delta import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
+from dtrain.attention.linear.layer import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
 from dtrain.attention.packing import Packing
-from dtrain.models.config import LINEAR, ModelConfig
-from dtrain.models.functions import rms_norm
-from dtrain.models.gemma3 import Gemma3RMSNorm
-from dtrain.models.layers import (
+from dtrain.models.common.cache import Cached
+from dtrain.models.common.config import LINEAR, ModelConfig
+from dtrain.models.common.decoder import (
     DECODER_PLAN,
     Attention,
     Decoder,
@@ -30,8 +28,10 @@ from dtrain.models.layers import (
     Rotary,
     plan_of,
 )
-from dtrain.models.moe import SPARSE_PLAN, SparseLayer
-from dtrain.models.tower import TextTower
+from dtrain.models.common.functions import rms_norm
+from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
+from dtrain.models.common.tower import TextTower
+from dtrain.models.gemma3 import Gemma3RMSNorm
 from dtrain.parallel.placement import LocalParameters
 
 

@@ -5,10 +5,10 @@ Rotary positions of an image's tokens have three axes; those of a text are equal
 
 from functools import partial
 
-from dtrain.models.config import ModelConfig
-from dtrain.models.layers import Decoder, PreNormLayer, RMSNorm
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import Decoder, PreNormLayer, RMSNorm
+from dtrain.models.common.tower import TextTower
 from dtrain.models.qwen import Qwen3ForCausalLM
-from dtrain.models.tower import TextTower
 
 
 class Qwen2_5_VLText(TextTower):

@@ -1,58 +1,45 @@
-"""From a ModelConfig to a model: which class an architecture has, and how it is built and loaded."""
+"""From a ModelConfig to a model: which class an architecture has, and how it is built."""
 
-from collections.abc import Callable
-from pathlib import Path
+from importlib import import_module
 
 import torch
 
 from dtrain.attention.kernels import choose_kernel
-from dtrain.models.adapter_config import AdapterConfig, linears
-from dtrain.models.adapters import add_adapters
-from dtrain.models.config import SLIDING, ModelConfig, read_config
-from dtrain.models.gemma3 import Gemma3ForCausalLM
-from dtrain.models.gemma4 import Gemma4ForCausalLM
-from dtrain.models.gpt_oss import GptOssForCausalLM
-from dtrain.models.granite import GraniteForCausalLM, GraniteMoeHybridForCausalLM
-from dtrain.models.layers import CausalLM
-from dtrain.models.llama import LlamaForCausalLM
-from dtrain.models.mistral import MistralForCausalLM, MixtralForCausalLM
-from dtrain.models.moe import share_routing
-from dtrain.models.nf4 import quantize_linears
-from dtrain.models.olmo import OlmoForCausalLM
-from dtrain.models.phi import Phi3ForCausalLM
-from dtrain.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
-from dtrain.models.qwen3_5 import Qwen3_5ForCausalLM
-from dtrain.models.qwen_vl import Qwen2_5_VLText, Qwen3_VLText
-from dtrain.models.smollm import SmolLM3ForCausalLM
+from dtrain.models.common.adapter_config import AdapterConfig
+from dtrain.models.common.adapters import add_adapters
+from dtrain.models.common.config import SLIDING, ModelConfig
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.moe import share_routing
 from dtrain.parallel.placement import exact_modules
 
-FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": LlamaForCausalLM,
-    "MixtralForCausalLM": MixtralForCausalLM,
-    "Ministral3ForCausalLM": MistralForCausalLM,
-    "Mistral3ForConditionalGeneration": MistralForCausalLM,
-    "Qwen2_5_VLForConditionalGeneration": Qwen2_5_VLText,
-    "Qwen3VLForConditionalGeneration": Qwen3_VLText,
-    "Qwen2ForCausalLM": Qwen2ForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
-    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
-    "Phi3ForCausalLM": Phi3ForCausalLM,
-    "Olmo2ForCausalLM": OlmoForCausalLM,
-    "Olmo3ForCausalLM": OlmoForCausalLM,
-    "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
-    "GraniteForCausalLM": GraniteForCausalLM,
-    "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
-    "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
-    "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,
-    "Qwen3_5MoeForCausalLM": Qwen3_5ForCausalLM,
-    "Qwen3_5MoeForConditionalGeneration": Qwen3_5ForCausalLM,
-    "Gemma3ForCausalLM": Gemma3ForCausalLM,
-    "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
-    "Gemma4ForCausalLM": Gemma4ForCausalLM,
-    "Gemma4ForConditionalGeneration": Gemma4ForCausalLM,
-    "GptOssForCausalLM": GptOssForCausalLM,
+FAMILIES: dict[str, str] = {
+    "LlamaForCausalLM": "llama:LlamaForCausalLM",
+    "MistralForCausalLM": "llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "mistral:MixtralForCausalLM",
+    "Ministral3ForCausalLM": "mistral:MistralForCausalLM",
+    "Mistral3ForConditionalGeneration": "mistral:MistralForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": "qwen_vl:Qwen2_5_VLText",
+    "Qwen3VLForConditionalGeneration": "qwen_vl:Qwen3_VLText",
+    "Qwen2ForCausalLM": "qwen:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "qwen:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "qwen:Qwen3MoeForCausalLM",
+    "Phi3ForCausalLM": "phi:Phi3ForCausalLM",
+    "Olmo2ForCausalLM": "olmo:OlmoForCausalLM",
+    "Olmo3ForCausalLM": "olmo:OlmoForCausalLM",
+    "SmolLM3ForCausalLM": "smollm:SmolLM3ForCausalLM",
+    "GraniteForCausalLM": "granite:GraniteForCausalLM",
+    "GraniteMoeHybridForCausalLM": "granite:GraniteMoeHybridForCausalLM",
+    "Qwen3_5ForCausalLM": "qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM": "qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5:Qwen3_5ForCausalLM",
+    "Gemma3ForCausalLM": "gemma3:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "gemma3:Gemma3ForCausalLM",
+    "Gemma4ForCausalLM": "gemma4:Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration": "gemma4:Gemma4ForCausalLM",
+    "GptOssForCausalLM": "gpt_oss:GptOssForCausalLM",
 }
+"""Architecture -> module of this package and class, loaded when a model of it is built."""
 
 
 def build(
@@ -74,7 +61,8 @@ def build(
         kernel, device=device.type, window=SLIDING in config.layer_types, documents=True, cache=True, backward=True
     )
     with torch.device("meta"):
-        model = FAMILIES[config.architecture](config)
+        module, _, name = FAMILIES[config.architecture].partition(":")
+        model: CausalLM = getattr(import_module(f"dtrain.models.{module}"), name)(config)
     if config.experts is not None:
         model.routing = share_routing(model, config.experts.count)
     hold_in(model, dtype)
@@ -92,38 +80,3 @@ def hold_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
     model.to(dtype)
     for module in exact_modules(model).values():
         module.to(torch.promote_types(dtype, torch.float32))
-
-
-def from_pretrained(
-    path: str | Path,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    *,
-    nf4: bool = False,
-    labels: int | None = None,
-) -> CausalLM:
-    """The model in a Hugging Face directory, its weights (safetensors, one file or an index) in `dtype` on `device`; or
-    an adapter in PEFT's layout, with its base. nf4: whether an adapter's base is rounded to 4 bits. labels: as of
-    `read_config`; 0 for a classifier, too.
-
-    Raises UserError: no such directory, a config that cannot be used, weights that are missing or do not fit, a base
-    that is not found.
-    """
-    from dtrain.checkpoint.adapter_files import read_adapter
-    from dtrain.checkpoint.huggingface import read_weights
-    from dtrain.checkpoint.peft_config import base_of, is_adapter_directory, outputs_in, read_adapter_config
-
-    if not is_adapter_directory(path):
-        model = build(read_config(path, labels), dtype, device)
-        read_weights(model, path)
-        return model
-    base, adapter = base_of(Path(path)), read_adapter_config(Path(path))
-    config = read_config(base, None if labels is None else outputs_in(Path(path)) or labels)
-    model = build(config, dtype, "meta", adapter=adapter)
-    if nf4 or config.unquantized is not None:  # the base is in 4 bits
-        quantize_linears(model, dtype, adapter.saved(linears(config)))
-    model.to_empty(device=device)
-    model.tie_weights()
-    read_weights(model, base)
-    read_adapter(model, path)
-    return model

@@ -3,8 +3,8 @@
 
 from torch import Tensor, nn
 
-from dtrain.models.config import ModelConfig
-from dtrain.models.layers import Attention, CausalLM, Decoder, PreNormLayer, Rotary
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import Attention, CausalLM, Decoder, PreNormLayer, Rotary
 
 
 class UnturnedAttention(Attention):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
 from dtrain.parallel.placement import LocalParameters
 from dtrain.parallel.tensor import MODULES, STYLES, ParallelModel, Stack, Style, TensorParallel, replicated
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.batch import IGNORE, PADDING_DOCUMENT, ROW_STREAMS, STREAMS, Batch, complete, trim
-from dtrain.data.order import pack
-from dtrain.parallel.ranks import Ranks
-from dtrain.randomness import key
+from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, ROW_STREAMS, STREAMS, Batch, complete, trim
+from dtrain.base.randomness import key
+from dtrain.base.ranks import Ranks
+from dtrain.data.rows.order import pack
 
 OWN = ("document_ids", "label_index")  # names that a loss finds in its micro-batch beside the caller's
 

@@ -10,30 +10,33 @@
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from dtrain import models
-from dtrain.attention import delta_flash, delta_proof
+from dtrain.attention.check_varlen import prove
 from dtrain.attention.context import GatherKernel, VarlenGatherKernel
 from dtrain.attention.kernels import HALF, Kernel, SdpaKernel, choose_kernel
-from dtrain.attention.proof import prove
 from dtrain.attention.ring import RingKernel, VarlenRingKernel
 from dtrain.attention.varlen import VarlenKernel
-from dtrain.checkpoint.huggingface import read_weights
-from dtrain.config.schema import Recipe
-from dtrain.errors import UserError
-from dtrain.models.adapters import init_adapters
-from dtrain.models.config import SLIDING, ModelConfig
-from dtrain.models.layers import CausalLM
+from dtrain.base.errors import UserError
+from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.huggingface.read import read_weights
+from dtrain.models.common.adapters import init_adapters
+from dtrain.models.common.config import SLIDING, ModelConfig
+from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.experts import spread_experts
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.mesh import Mesh
-from dtrain.parallel.ranks import Ranks
 from dtrain.policy.precision import Precision
 from dtrain.policy.trained import choose_trained
+from dtrain.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from dtrain.attention.linear.flash import FlashDelta
 
 Proof = Callable[[], str | None]
 Every = Callable[[Proof], list[str | None]]
@@ -194,7 +197,7 @@ def choose_delta(
     precision: Precision,
     device: torch.device,
     every: Every | None = None,
-) -> tuple[delta_flash.FlashDelta | None, str]:
+) -> "tuple[FlashDelta | None, str]":
     """flash-linear-attention where it is wanted and sound on every cp rank, or None and why it is not taken, "" where
     it is not wanted. UserError where it is not sound and `model.linear_attention` insists. every: as of
     `choose_attention`."""
@@ -202,6 +205,9 @@ def choose_delta(
     is_able = device.type == "cuda" and precision.compute in HALF
     if sizes is None or wanted == "torch" or (wanted == "auto" and not is_able):
         return None, ""
+    from dtrain.attention.linear import check_flash as delta_proof
+    from dtrain.attention.linear import flash as delta_flash
+
     rule = delta_flash.installed()
 
     def proof() -> str | None:
@@ -231,7 +237,7 @@ def _first_of(proof: Proof, every: Every | None) -> str | None:
 
 
 def _compile(model: CausalLM, recipe: Recipe, device: torch.device) -> None:
-    from dtrain.models import regions  # loads torch's compiler
+    from dtrain.models.common import compiled as regions
 
     if recipe.train.activation_checkpointing == "mlp":
         model.uncompiled = (

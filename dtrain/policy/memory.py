@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from dtrain.models.layers import CausalLM
+from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.fsdp import give_weights_back
 from dtrain.parallel.placement import local_tensor
 

@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from dtrain.batch import COMPLETED, Batch, documents, next_tokens, real_tokens, trained_tokens
-from dtrain.checkpoint.huggingface import read_weights
-from dtrain.config.schema import Recipe
+from dtrain.base.batch import COMPLETED, Batch, documents, next_tokens, real_tokens, trained_tokens
+from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.losses import TrainingSamplingParams
-from dtrain.models.config import ModelConfig
-from dtrain.models.layers import CausalLM
-from dtrain.optim import LossScale, Updater, build_optimizer, build_scheduler
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import CausalLM
+from dtrain.optim.update import LossScale, Updater, build_optimizer, build_scheduler
 from dtrain.parallel.fsdp import give_weights_back, sync_gradients
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
@@ -33,6 +32,7 @@ from dtrain.policy.reference import Reference
 from dtrain.policy.saved import Saved
 from dtrain.policy.score import Loss, Scorer
 from dtrain.policy.weights import WeightsOut
+from dtrain.recipe.schema import Recipe
 
 
 class Policy(Saved, Memory, WeightsOut):
@@ -73,7 +73,7 @@ class Policy(Saved, Memory, WeightsOut):
         """The recipe's optimizer over the parameters and its schedule over `total_steps` optimizer steps."""
         train = self.recipe.train
         if self.precision.master == torch.bfloat16 and self.recipe.parallel.reduce_each:
-            from dtrain.optimizers.sums import GradientSums
+            from dtrain.optim.sums import GradientSums
 
             self._sums = GradientSums(self.model.named_parameters(), self.recipe.run.seed)
         named = self.model.named_parameters()

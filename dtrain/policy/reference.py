@@ -6,9 +6,9 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from dtrain.checkpoint.training_state import frozen_names, model_tensors
-from dtrain.models.adapter_config import is_adapter
-from dtrain.models.adapters import adapters_off
+from dtrain.checkpoint.dcp.training_state import frozen_names, model_tensors
+from dtrain.models.common.adapter_config import is_adapter
+from dtrain.models.common.adapters import adapters_off
 from dtrain.parallel.fsdp import give_weights_back, weights_changed
 from dtrain.parallel.placement import local_tensor, on_its_device
 

@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, collate, document_ids, rows_in
+from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, collate, document_ids, rows_in
+from dtrain.base.errors import UserError
+from dtrain.base.ranges import LARGEST_REWARD
 from dtrain.data import Tokenizer
-from dtrain.data.pairs import PairEncoder
-from dtrain.data.template import choose_template
-from dtrain.errors import UserError
-from dtrain.models.config import read_config
-from dtrain.models.layers import CausalLM
+from dtrain.data.formats.pairs import PairEncoder
+from dtrain.data.text.template import choose_template
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.read_config import read_config
 from dtrain.parallel.fsdp import give_weights_back
 from dtrain.policy.batching import DynamicShapes, assemble
 from dtrain.policy.build import build_model
 from dtrain.policy.policy import Policy
 from dtrain.policy.score import Scorer
 from dtrain.policy.teacher import beside
-from dtrain.ranges import LARGEST_REWARD
 
 
 class RewardModel:

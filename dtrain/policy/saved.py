@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dtrain.checkpoint import hub
-from dtrain.checkpoint.adapter_files import AdapterFiles, read_adapter, write_adapter
-from dtrain.checkpoint.huggingface_write import write_directory
-from dtrain.checkpoint.model_files import copy_companions
-from dtrain.checkpoint.store import Beside, CheckpointStore, Sizes
-from dtrain.checkpoint.training_state import (
+from dtrain.base import hub
+from dtrain.base.errors import UserError
+from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.store import Beside, CheckpointStore, Sizes
+from dtrain.checkpoint.dcp.training_state import (
     SCORE,
     frozen_names,
     model_tensors,
@@ -25,16 +24,17 @@ from dtrain.checkpoint.training_state import (
     restore_optimizer,
     training_tensors,
 )
-from dtrain.config.schema import Recipe
-from dtrain.errors import UserError
-from dtrain.models.adapter_config import is_adapter
-from dtrain.models.layers import CausalLM
-from dtrain.optim import LossScale, Updater
+from dtrain.checkpoint.huggingface.model_files import copy_companions
+from dtrain.checkpoint.huggingface.write import write_directory
+from dtrain.checkpoint.peft.files import AdapterFiles, read_adapter, write_adapter
+from dtrain.models.common.adapter_config import is_adapter
+from dtrain.models.common.decoder import CausalLM
+from dtrain.optim.update import LossScale, Updater
 from dtrain.parallel.fsdp import give_weights_back, weights_changed
 from dtrain.parallel.placement import on_its_device
-from dtrain.parallel.ranks import Ranks
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
+from dtrain.recipe.schema import Recipe
 
 
 class Saved:

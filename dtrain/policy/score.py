@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.attention.packing import Packing
-from dtrain.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, document_ids, documents, sum_by_document
+from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, document_ids, documents, sum_by_document
 from dtrain.losses import (
     HeadInput,
     HeadLogprobs,
@@ -26,12 +26,12 @@ from dtrain.losses import (
     topk_logits_from_hidden_states,
     weighted_logprob_sum,
 )
-from dtrain.losses.policy_losses import Documents
-from dtrain.losses.token_losses import TokenLossFn
-from dtrain.losses.vocabulary import compute_dtype
-from dtrain.models.layers import CausalLM
+from dtrain.losses.head.vocabulary import compute_dtype
+from dtrain.losses.policy.sequences import Documents
+from dtrain.losses.token.formulas import TokenLossFn
+from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.collectives import leave_region
-from dtrain.parallel.context import cut_streams, gather_tokens, pad_right
+from dtrain.parallel.context.batch import cut_streams, gather_tokens, pad_right
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import ScoreHead
 

@@ -7,15 +7,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dtrain.config.schema import Model
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
 from dtrain.losses import HeadInput
-from dtrain.models.config import ModelConfig, read_config
-from dtrain.models.layers import CausalLM
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.read_config import read_config
 from dtrain.policy.build import build_model
 from dtrain.policy.policy import Policy
 from dtrain.policy.precision import Precision
 from dtrain.policy.score import Head, Inputs
+from dtrain.recipe.schema import Model
 
 Result = TypeVar("Result")
 

@@ -6,15 +6,15 @@ from dataclasses import asdict
 import torch
 from torch import nn
 
-from dtrain.checkpoint.peft_config import adapter_of
-from dtrain.config.patterns import matched, unmatched
-from dtrain.config.schema import Recipe, Train
-from dtrain.errors import UserError
-from dtrain.models.adapter_config import is_adapter
-from dtrain.models.adapters import add_adapters
-from dtrain.models.layers import CausalLM
-from dtrain.models.nf4 import quantize_linears
+from dtrain.base.errors import UserError
+from dtrain.base.patterns import matched, unmatched
+from dtrain.checkpoint.peft.config import adapter_of
+from dtrain.models.common.adapter_config import is_adapter
+from dtrain.models.common.adapters import add_adapters
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.nf4 import quantize_linears
 from dtrain.parallel.placement import exact_modules
+from dtrain.recipe.schema import Recipe, Train
 
 
 def choose_trained(model: CausalLM, recipe: Recipe, dtype: torch.dtype) -> None:
@@ -52,7 +52,7 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 def _left_out(names: dict[nn.Parameter, list[str]], section: Train) -> set[nn.Parameter]:
     """What the patterns of `section` leave out. A pattern names parameters as `named_parameters` does; `*` stands for
     any part. A parameter of several names (a tied head) matches if one of its names does."""
-    if problems := unmatched(section, [name for known in names.values() for name in known]):
+    if problems := unmatched(section.parameter_patterns, [name for known in names.values() for name in known]):
         raise UserError(problems[0])
     only, frozen = section.train_only, section.freeze
     out = {

@@ -2,7 +2,7 @@
 An adapter is merged into what is sent.
 
 Three ways: the tensors themselves (`full_tensors`), a broadcast over a process group of its own (`init_collective`,
-`broadcast_weights_for_collective`; the receiving side is rollout/weights.py), or handles of shared memory on one host
+`broadcast_weights_for_collective`; `weight_buckets` has the receiving side), or handles of shared memory on one host
 (`prepare_weights_for_ipc`, `get_weights_ipc_handles`).
 """
 
@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
-from dtrain.checkpoint.merged import whole_weights, wider
-from dtrain.models.layers import CausalLM
+from dtrain.checkpoint.huggingface.merged import whole_weights, wider
+from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.fsdp import give_weights_back
 from dtrain.policy.precision import Precision
-from dtrain.rollout.weights import BUCKET_BYTES, Info, WeightReceiver, buckets, flatten, weight_group
+from dtrain.policy.weight_buckets import BUCKET_BYTES, Info, WeightReceiver, buckets, flatten, weight_group
 
 __all__ = ["BUCKET_BYTES", "Info", "WeightReceiver", "WeightsOut", "buckets"]
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.config.schema import Recipe
-from dtrain.models.config import ModelConfig
-from dtrain.models.layers import CausalLM
+from dtrain.base.hardware import free_memory
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel import context
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.build import build_model
 from dtrain.policy.policy import Policy
-from dtrain.rollout.budget import free_memory
+from dtrain.recipe.schema import Recipe
 
 MIB = 2**20
 
@@ -52,7 +52,7 @@ class DTensorPolicyWorker(Policy):
             raise NotImplementedError(
                 "DTensorPolicyWorker(recipe, config, mesh, runtime) takes dtrain's recipe, and reads no config, "
                 "tokenizer or processor of NeMo-RL's: write a recipe (dtrain/methods/README.md has its keys beside "
-                "NeMo-RL's), and load it with dtrain.config.load"
+                "NeMo-RL's), and load it with dtrain.recipe.load"
             )
         if init_optimizer and recipe.train.steps is None:
             raise ValueError("train.steps=null gives the schedule no length: set it, or init_optimizer=False here")

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from dtrain.errors import UserError
-from dtrain.models.adapter_config import is_adapter
+from dtrain.base.errors import UserError
+from dtrain.models.common.adapter_config import is_adapter
 from tests.test_trainer import metrics, run, weights
 from tests.tiny import save_weights, tiny_recipe, write_model
 

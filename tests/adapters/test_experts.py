@@ -8,15 +8,15 @@ import torch
 pytest.importorskip("peft")
 
 from dtrain import models
-from dtrain.checkpoint.export import export
-from dtrain.checkpoint.file_rows import as_in_files
-from dtrain.errors import UserError
-from dtrain.models.adapter_config import AdapterConfig, adaptable
-from dtrain.models.adapters import adapters_off
-from dtrain.models.moe import by_expert
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.huggingface.export import export
+from dtrain.checkpoint.huggingface.file_rows import as_in_files
+from dtrain.models.common.adapter_config import AdapterConfig, adaptable
+from dtrain.models.common.adapters import adapters_off
+from dtrain.models.common.moe import by_expert
 from dtrain.parallel.experts import collect, spread
-from dtrain.preflight import preflight
-from dtrain.remote.adapter import refusal
+from dtrain.rl.remote.adapter import refusal
+from dtrain.run.preflight import preflight
 from tests.adapters.by_peft import IDS, SHAPES, load_adapter, load_base, logits, save_adapter, save_base
 from tests.test_experts import MESHES, assert_same, recipe_of
 from tests.test_trainer import run, trajectory, weights

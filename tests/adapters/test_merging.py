@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 pytest.importorskip("peft")
 
 from dtrain import models
-from dtrain.checkpoint.export import export
-from dtrain.checkpoint.merged import merge
-from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.huggingface.export import export
+from dtrain.checkpoint.huggingface.merged import merge
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tests.adapters.by_peft import IDS, SHAPES, TIED, load_adapter, load_base, logits, save_adapter, save_base
 from tests.adapters.test_step_adapters import DORA, SAVED, equal, trained
 from tests.test_trainer import run
@@ -191,7 +191,7 @@ def test_frozen_weights_come_from_the_base(tmp_path):
 
 
 def test_nf4_runs_are_merged_into_what_they_computed_with(tmp_path):
-    from dtrain.models.nf4 import dequantize, quantize
+    from dtrain.models.common.nf4 import dequantize, quantize
 
     sizes = {"hidden_size": 64, "intermediate_size": 128}
     write_model(tmp_path / "qwen2-tied", "qwen2", **sizes)
@@ -220,7 +220,7 @@ def test_nf4_runs_are_merged_into_what_they_computed_with(tmp_path):
 
 
 def test_an_adapter_of_a_base_that_is_in_4_bits(tmp_path):
-    from dtrain.models.nf4 import dequantize
+    from dtrain.models.common.nf4 import dequantize
     from tests.adapters.test_nf4 import base as make_base
     from tests.adapters.test_nf4 import stored_as_bitsandbytes
 
@@ -245,7 +245,7 @@ def test_an_adapter_of_a_base_that_is_in_4_bits(tmp_path):
 def test_the_command(tmp_path, capsys):
     base = save_base(tmp_path / "base", "qwen3")
     save_adapter(base, tmp_path / "adapter")
-    from dtrain.cli import main
+    from dtrain.commands.cli import main
 
     assert main(["export", str(tmp_path / "adapter"), str(tmp_path / "out"), "--folded"]) == 0
     assert capsys.readouterr().out.startswith(f"wrote {tmp_path / 'out'} from the adapter {tmp_path / 'adapter'}")

@@ -6,7 +6,7 @@ A gradient of a replicated A or B that is not summed over tp moves the loss by a
 import pytest
 import torch
 
-from dtrain.checkpoint.peft_config import adapter_of
+from dtrain.checkpoint.peft.config import adapter_of
 from tests.test_parity import MESHES, assert_parity, overrides_of, recipe_of, sampled
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_grpo, tiny_recipe

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dtrain import models
-from dtrain.checkpoint import quantized
-from dtrain.checkpoint.file_rows import FileRows
-from dtrain.checkpoint.huggingface import read_weights
-from dtrain.checkpoint.safetensor_files import WeightFiles
-from dtrain.errors import UserError
-from dtrain.models.nf4 import LEVELS, dequantize, product, quantize, quantize_linears
-from dtrain.models.nf4_config import misfits
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.huggingface import quantized
+from dtrain.checkpoint.huggingface.file_rows import FileRows
+from dtrain.checkpoint.huggingface.read import read_weights
+from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
+from dtrain.models.common.nf4 import LEVELS, dequantize, product, quantize, quantize_linears
+from dtrain.models.common.nf4_config import misfits
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime

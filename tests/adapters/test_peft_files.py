@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("peft")
 
-from dtrain import config, models
-from dtrain.checkpoint.adapter_files import read_adapter, write_adapter
-from dtrain.checkpoint.export import export
-from dtrain.checkpoint.peft_config import (
+from dtrain import models
+from dtrain import recipe as config
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.dcp.training_state import model_tensors
+from dtrain.checkpoint.huggingface.export import export
+from dtrain.checkpoint.peft.config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     adapter_of,
@@ -26,13 +28,13 @@ from dtrain.checkpoint.peft_config import (
     peft_config,
     read_adapter_config,
 )
-from dtrain.checkpoint.training_state import model_tensors
-from dtrain.config.schema import Lora
-from dtrain.errors import UserError
-from dtrain.models.adapter_config import AdapterConfig, linears, modules
+from dtrain.checkpoint.peft.files import read_adapter, write_adapter
+from dtrain.models.common.adapter_config import AdapterConfig, linears, modules
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
-from dtrain.preflight import preflight
+from dtrain.recipe.schema import Lora
+from dtrain.run import check
+from dtrain.run.preflight import preflight
 from tests.adapters.by_peft import IDS, SHAPES, STACKS, TIED, load_adapter, load_base, logits, save_adapter, save_base
 from tests.tiny import save_weights, tiny_recipe, write_model
 from tests.world import run_world
@@ -187,8 +189,7 @@ MESHES = {
 
 
 def read_on_a_mesh(rank, recipe, adapter):
-    from dtrain import config
-    from dtrain.models.config import read_config
+    from dtrain.models.read_config import read_config
     from dtrain.parallel.mesh import build_mesh
     from dtrain.policy.build import build_model
     from dtrain.policy.precision import choose_precision
@@ -489,7 +490,7 @@ def test_an_adapter_of_another_base_is_refused(made):
 
     def found(model):
         recipe = tiny_recipe(made, "model.init=pretrained", f"lora={{path: {adapter}}}", f"model.path={model}")
-        return [one for one in preflight(recipe, 1) if "base_model" in one], config.notes(recipe)
+        return [one for one in preflight(recipe, 1) if "base_model" in one], check.notes(recipe)
 
     assert found(made / "base") == found(copy) == ([], [])
     [problem], notes = found(other)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.models.adapter_config import is_adapter
-from dtrain.models.adapters import adapted_layers, adapters_off, init_adapters
+from dtrain.models.common.adapter_config import is_adapter
+from dtrain.models.common.adapters import adapted_layers, adapters_off, init_adapters
 from dtrain.policy.reference import Reference
 from dtrain.policy.trained import choose_trained
-from dtrain.preflight import preflight
+from dtrain.run.preflight import preflight
 from tests.methods.test_dpo_runs import recipe_of as dpo_recipe
 from tests.test_parity import assert_parity
 from tests.test_trainer import metrics, run, trajectory, weights

@@ -6,16 +6,18 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from dtrain import config, models
-from dtrain.cli import main
-from dtrain.config.schema import Lora
-from dtrain.errors import RecipeError, UserError
-from dtrain.models.adapter_config import AdapterConfig, linears, modules
-from dtrain.models.adapters import add_adapters
-from dtrain.models.layers import DECODER_PLAN, Linear
+from dtrain import models
+from dtrain import recipe as config
+from dtrain.base.errors import RecipeError, UserError
+from dtrain.commands.cli import main
+from dtrain.models.common.adapter_config import AdapterConfig, linears, modules
+from dtrain.models.common.adapters import add_adapters
+from dtrain.models.common.decoder import DECODER_PLAN, Linear
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.tensor import colwise
-from dtrain.preflight import load, preflight
+from dtrain.recipe.schema import Lora
+from dtrain.run import check
+from dtrain.run.preflight import load, preflight
 from tests.models import published
 from tests.tiny import FAMILIES, tiny_grpo, tiny_recipe, write_model, write_pairs
 from tests.world import run_world
@@ -214,7 +216,7 @@ def test_what_is_sound_is_let_through(problems, overrides):
     ],
 )
 def test_a_low_learning_rate_is_noted(overrides, told):
-    notes = config.notes(config.load("sft", overrides))
+    notes = check.notes(config.load("sft", overrides))
     assert [] == notes if told is None else [told in note for note in notes] == [True]
     assert all("10 times that of full fine-tuning is usual" in note for note in notes)
 

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 pytest.importorskip("peft")
 
-from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
-from dtrain.checkpoint.store import MANIFEST, CheckpointStore
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.dcp.store import MANIFEST, CheckpointStore
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from tests.adapters.by_peft import load_adapter, load_base
 from tests.test_trainer import run
 from tests.tiny import save_weights, tiny_recipe, write_model

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 pytest.importorskip("peft")
 
 from dtrain import models
-from dtrain.checkpoint.export import export
-from dtrain.checkpoint.peft_config import ADAPTER_CONFIG
-from dtrain.cli import main
-from dtrain.errors import UserError
-from dtrain.rollout.generate import load
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.huggingface.export import export
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG
+from dtrain.commands.cli import main
+from dtrain.inference.generate import load
 from tests.adapters.test_step_adapters import DORA, SAVED, equal, trained
 from tests.test_trainer import run
 from tests.tiny import save_weights, tiny_recipe, write_model

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtrain.attention.decode import SMALLEST_SLOT, KeyValues, slot_size
+from dtrain.inference.kv_cache import SMALLEST_SLOT, KeyValues, slot_size
 
 
 @pytest.mark.parametrize(("length", "size"), [(1, 32), (32, 32), (33, 64), (64, 64), (65, 128), (1000, 1024)])

@@ -5,9 +5,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dtrain.attention import delta, delta_chunks
-from dtrain.attention.delta import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
-from dtrain.attention.delta_flash import FlashDelta
+from dtrain.attention.linear import chunks as delta_chunks
+from dtrain.attention.linear import layer as delta
+from dtrain.attention.linear.flash import FlashDelta
+from dtrain.attention.linear.layer import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
 from dtrain.parallel.checkpointing import _keep_expensive
 from tests.attention.fla import chunk_gated_delta_rule
 from tests.attention.recurrence import Sizes, alone, heads, inputs, packed

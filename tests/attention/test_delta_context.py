@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain.attention import delta_chunks
-from dtrain.attention.delta import LinearMask, causal_conv, gated_delta
-from dtrain.attention.delta_flash import FlashDelta
+from dtrain.attention.linear import chunks as delta_chunks
+from dtrain.attention.linear.flash import FlashDelta
+from dtrain.attention.linear.layer import LinearMask, causal_conv, gated_delta
 from dtrain.attention.packing import Packing
-from dtrain.parallel.layout import join_sequence, shard_sequence
+from dtrain.parallel.context.layout import join_sequence, shard_sequence
 from tests.attention.fla import chunk_gated_delta_rule
 from tests.attention.recurrence import Sizes, alone, heads, inputs, packed
 from tests.world import run_world

@@ -8,7 +8,7 @@ import torch
 
 from dtrain.attention.blocks import ByMasks, Products
 from dtrain.attention.kernels import KERNELS, Abilities, SdpaKernel, Span, Visibility, choose_kernel
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
 
 
 def written_out(q, k, v, seen, scale, sinks=None):

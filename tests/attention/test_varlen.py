@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dtrain.attention.check_varlen import prove
 from dtrain.attention.kernels import Visibility
 from dtrain.attention.packing import Packing
-from dtrain.attention.proof import prove
 from dtrain.attention.varlen import Flash, Segments, VarlenKernel
 from tests.attention.flash import WrittenFlash
 from tests.attention.test_kernels import VISIBILITIES, brute_force, written_out

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dtrain import cli
+from dtrain.commands import cli
 from tests.serve.serving import make_model, naive
 from tests.serve.test_adapters import make_adapter
 
@@ -89,13 +89,13 @@ def test_a_model_without_a_template_is_refused(model, chat, tmp_path):
 
 
 def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(model):
-    from dtrain.chat.conversation import Conversation
-    from dtrain.data.prompts import PromptEncoder, PromptOptions
-    from dtrain.data.template import choose_template
-    from dtrain.data.tokenizer import Tokenizer
+    from dtrain.commands.chat.conversation import Conversation
+    from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
+    from dtrain.data.text.template import choose_template
+    from dtrain.data.text.tokenizer import Tokenizer
+    from dtrain.inference.engine import Engine
+    from dtrain.inference.request import SamplingParams
     from dtrain.models import from_pretrained
-    from dtrain.rollout.engine import Engine
-    from dtrain.rollout.request import SamplingParams
 
     tokenizer = Tokenizer.from_directory(model)
     template = choose_template(model, tokenizer.special_tokens)

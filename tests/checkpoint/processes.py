@@ -9,10 +9,10 @@ import uuid
 from functools import partial
 from pathlib import Path
 
-from dtrain import config
-from dtrain.checkpoint.store import CheckpointStore
-from dtrain.orphans import end_with
-from dtrain.parallel.ranks import Ranks
+from dtrain import recipe as config
+from dtrain.base.orphans import end_with
+from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.store import CheckpointStore
 
 ROOT = Path(__file__).parents[2]
 MARK = "DTRAIN_TEST_MARK"

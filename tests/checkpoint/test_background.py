@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain.checkpoint.background import Saver
-from dtrain.checkpoint.retention import Retention
-from dtrain.checkpoint.store import CheckpointStore
-from dtrain.checkpoint.training_state import training_tensors
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.dcp.background import Saver
+from dtrain.checkpoint.dcp.retention import Retention
+from dtrain.checkpoint.dcp.store import CheckpointStore
+from dtrain.checkpoint.dcp.training_state import training_tensors
 from dtrain.parallel.mesh import init_one_process_group
 from dtrain.parallel.runtime import Runtime
-from dtrain.trainer import Trainer, train
+from dtrain.run.trainer import Trainer, train
 from tests.checkpoint.tiny import on_mesh, seeded, whole
 from tests.test_trainer import run, trajectory, weights
 from tests.tiny import tiny_recipe

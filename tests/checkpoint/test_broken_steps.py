@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.checkpoint.store import _text_checksum
+from dtrain.checkpoint.dcp.store import _text_checksum
 from tests.checkpoint.processes import checkpoints
 from tests.checkpoint.test_crafted import forge
 from tests.test_trainer import run

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from dtrain import data, models
-from dtrain.checkpoint.export import export
-from dtrain.checkpoint.files import checksum
-from dtrain.checkpoint.store import _text_checksum
-from dtrain.errors import UserError
-from dtrain.rollout.generate import generate_text
+from dtrain.base.errors import UserError
+from dtrain.base.files import checksum
+from dtrain.checkpoint.dcp.store import _text_checksum
+from dtrain.checkpoint.huggingface.export import export
+from dtrain.inference.generate import generate_text
 from tests.checkpoint.processes import checkpoints
 from tests.test_trainer import run
 from tests.tiny import tiny_recipe, write_model

@@ -11,11 +11,11 @@ import transformers as hf
 from safetensors.torch import load_file
 
 from dtrain import models
-from dtrain.checkpoint.export import export
-from dtrain.checkpoint.rundir import RunDirectory
-from dtrain.checkpoint.store import CheckpointStore
-from dtrain.checkpoint.training_state import optimizer_state, training_tensors
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.dcp.store import CheckpointStore
+from dtrain.checkpoint.dcp.training_state import optimizer_state, training_tensors
+from dtrain.checkpoint.huggingface.export import export
+from dtrain.run.directory import RunDirectory
 from tests.checkpoint.families import FAMILIES, MULTIMODAL, logits, save_family
 from tests.test_trainer import run
 from tests.tiny import save_weights, tiny_recipe, write_model
@@ -184,7 +184,7 @@ def test_memory_stays_near_one_tensor(tmp_path):
     code = textwrap.dedent(f"""
         import resource
         from dtrain import models
-        from dtrain.checkpoint.export import export
+        from dtrain.checkpoint.huggingface.export import export
         models.build(models.read_config({str(source)!r}), device="meta")
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         export({str(tmp_path / "run")!r}, {str(tmp_path / "out")!r})

@@ -10,13 +10,14 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from dtrain import cli, models
-from dtrain.checkpoint import hub
-from dtrain.checkpoint.huggingface_write import write_directory
-from dtrain.checkpoint.peft_config import base_of
-from dtrain.errors import UserError
+from dtrain import models
+from dtrain.base import hub
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.huggingface.write import write_directory
+from dtrain.checkpoint.peft.config import base_of
+from dtrain.commands import cli
 from dtrain.launch import launch
-from dtrain.preflight import load, not_here, preflight
+from dtrain.run.preflight import load, not_here, preflight
 from tests.tiny import tiny_grpo, tiny_recipe, write_model
 
 NAME = "someone/Tiny-0.1B"

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dtrain import models
-from dtrain.checkpoint.huggingface import read_weights
-from dtrain.checkpoint.training_state import model_tensors
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.dcp.training_state import model_tensors
+from dtrain.checkpoint.huggingface.read import read_weights
 from tests.checkpoint.families import FAMILIES, MULTIMODAL, logits, save_family
 from tests.checkpoint.tiny import Tiny, on_mesh, seeded, whole
 from tests.world import run_world
@@ -233,7 +233,7 @@ def test_reading_needs_one_tensor_beside_the_model(tmp_path):
     code = textwrap.dedent(f"""
         import resource, torch
         from torch import nn
-        from dtrain.checkpoint.huggingface import read_weights
+        from dtrain.checkpoint.huggingface.read import read_weights
 
         class Model(nn.Module):
             ignored_checkpoint_names = ()

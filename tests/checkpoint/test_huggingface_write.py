@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dtrain import models
-from dtrain.checkpoint.huggingface_write import write_directory
-from dtrain.checkpoint.training_state import model_tensors
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.dcp.training_state import model_tensors
+from dtrain.checkpoint.huggingface.write import write_directory
 from tests.checkpoint.families import FAMILIES, MULTIMODAL, logits, save_family
 from tests.checkpoint.tiny import on_mesh, seeded
 from tests.world import run_world
@@ -219,7 +219,7 @@ def test_writing_needs_one_tensor_beside_the_model(tmp_path):
     code = textwrap.dedent(f"""
         import resource, torch
         from torch import nn
-        from dtrain.checkpoint.huggingface_write import write_directory
+        from dtrain.checkpoint.huggingface.write import write_directory
 
         class Model(nn.Module):
             ignored_checkpoint_names = ()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.checkpoint import identity
-from dtrain.checkpoint.identity import digests
-from dtrain.errors import Stopped, UserError
+from dtrain.base import identity
+from dtrain.base.errors import Stopped, UserError
+from dtrain.base.identity import digests
 from tests.checkpoint.processes import checkpoints
 from tests.test_trainer import interrupt, metrics, run, trajectory
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
@@ -175,8 +175,8 @@ def test_rows_that_changed_their_source_are_other_data(tmp_path):
 
 def without_digests(recipe, step):
     """The step as an earlier dtrain saved it."""
-    from dtrain.checkpoint.files import checksum
-    from dtrain.checkpoint.store import _text_checksum
+    from dtrain.base.files import checksum
+    from dtrain.checkpoint.dcp.store import _text_checksum
 
     path = checkpoints(recipe).path(step)
     state = json.loads((path / "state.json").read_text())

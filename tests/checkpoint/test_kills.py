@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.checkpoint.retention import Retention
-from dtrain.checkpoint.store import CheckpointStore
-from dtrain.orphans import end_with
-from dtrain.parallel.ranks import Ranks
+from dtrain.base.orphans import end_with
+from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.retention import Retention
+from dtrain.checkpoint.dcp.store import CheckpointStore
 from tests.checkpoint.processes import Processes, checkpoints, rows
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_grpo, tiny_recipe

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.checkpoint.export import export
-from dtrain.checkpoint.rundir import RunDirectory
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.huggingface.export import export
+from dtrain.run.directory import RunDirectory
 from tests.test_trainer import run
 from tests.tiny import tiny_recipe
 

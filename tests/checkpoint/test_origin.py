@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.errors import Stopped, UserError
-from dtrain.preflight import preflight
+from dtrain.base.errors import Stopped, UserError
+from dtrain.run.preflight import preflight
 from tests.checkpoint.processes import Processes, checkpoints
 from tests.methods.test_dpo_runs import fields_of, recipe_of, rows_of
 from tests.test_trainer import assert_same, interrupt, metrics, run, trajectory

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain import trainer
-from dtrain.checkpoint.pieces import Piece
-from dtrain.checkpoint.retention import Retention
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.dcp.pieces import Piece
+from dtrain.checkpoint.dcp.retention import Retention
 from dtrain.methods import METHODS
 from dtrain.methods.sft import SftMethod
 from dtrain.parallel.runtime import Runtime
-from dtrain.preflight import preflight
+from dtrain.run import trainer
+from dtrain.run.preflight import preflight
 from tests.checkpoint.processes import checkpoints
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_rows
@@ -80,7 +80,7 @@ def test_auto_does_not_start_over_by_itself(saved):
 
 
 def test_a_checkpoint_of_a_newer_dtrain_is_refused_and_not_left_out(saved):
-    from dtrain.checkpoint.store import _text_checksum
+    from dtrain.checkpoint.dcp.store import _text_checksum
 
     path = checkpoints(saved).path(10) / "manifest.json"
     content = json.loads(path.read_text())["content"] | {"format": 2}

@@ -4,8 +4,8 @@ import random
 import pytest
 import torch
 
-from dtrain.checkpoint.rng import random_state, set_random_state
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.dcp.rng import random_state, set_random_state
 
 
 def draws():

@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from dtrain.checkpoint.rundir import RunDirectory, guard
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.run.directory import RunDirectory, guard
 
 HOLDER = textwrap.dedent("""
     import os, sys, time
-    from dtrain.checkpoint.rundir import RunDirectory
+    from dtrain.run.directory import RunDirectory
     RunDirectory(sys.argv[1]).hold()
     child = os.fork() if sys.argv[2] == "fork" else 1
     if child:
@@ -72,12 +72,12 @@ def test_the_lock_dies_with_its_holder_even_when_its_workers_live(holder, tmp_pa
 def test_a_released_directory_can_be_held_by_another_process(tmp_path):
     with RunDirectory(tmp_path).hold(wait=0):
         pass
-    code = "import sys; from dtrain.checkpoint.rundir import RunDirectory; RunDirectory(sys.argv[1]).hold(wait=0)"
+    code = "import sys; from dtrain.run.directory import RunDirectory; RunDirectory(sys.argv[1]).hold(wait=0)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
 
 
 def test_importing_it_loads_no_torch():
-    code = "import sys, dtrain.checkpoint.rundir; assert 'torch' not in sys.modules"
+    code = "import sys, dtrain.run.directory; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

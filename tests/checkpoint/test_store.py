@@ -13,11 +13,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dtrain.checkpoint.files import checksum
-from dtrain.checkpoint.retention import Retention
-from dtrain.checkpoint.store import CheckpointStore, locate
-from dtrain.checkpoint.training_state import model_tensors
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.base.files import checksum
+from dtrain.checkpoint.dcp.retention import Retention
+from dtrain.checkpoint.dcp.store import CheckpointStore, locate
+from dtrain.checkpoint.dcp.training_state import model_tensors
 from tests.checkpoint.tiny import on_mesh, seeded, whole
 from tests.world import run_world
 
@@ -133,8 +133,8 @@ def test_a_full_disk_is_said_and_leaves_what_was_saved(tmp_path):
     # RLIMIT_FSIZE stands in for the full disk: the write fails inside torch.save, which hides the reason.
     code = textwrap.dedent(f"""
         import resource, signal, torch
-        from dtrain.checkpoint.store import CheckpointStore
-        from dtrain.errors import UserError
+        from dtrain.checkpoint.dcp.store import CheckpointStore
+        from dtrain.base.errors import UserError
         store = CheckpointStore({str(tmp_path)!r})
         store.save(1, {{"a": torch.ones(1000)}}, {{}})
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -153,7 +153,7 @@ def forged(store, table):
     """Put `table` in place of a step's own, with a manifest that agrees."""
     path = store.path(1) / "tensors.json"
     path.write_text(json.dumps(table))
-    from dtrain.checkpoint.store import _text_checksum
+    from dtrain.checkpoint.dcp.store import _text_checksum
 
     manifest = json.loads((store.path(1) / "manifest.json").read_text())
     manifest["content"]["files"]["tensors.json"] = checksum(path)

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from dtrain.checkpoint.store import CheckpointStore
-from dtrain.checkpoint.training_state import (
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.dcp.store import CheckpointStore
+from dtrain.checkpoint.dcp.training_state import (
     allocate_state,
     model_tensors,
     optimizer_state,
     restore_optimizer,
     training_tensors,
 )
-from dtrain.errors import UserError
 from tests.checkpoint.tiny import VOCAB, on_mesh, seeded, whole
 from tests.world import run_world
 

@@ -8,9 +8,10 @@ from dataclasses import is_dataclass
 import pytest
 import yaml
 
-from dtrain import config
-from dtrain.config import schema, words
-from dtrain.errors import RecipeError, UserError
+from dtrain import recipe as config
+from dtrain.base.errors import RecipeError, UserError
+from dtrain.recipe import key_aliases as words
+from dtrain.recipe import schema
 
 # The block of recipe.md, less what it shows as an example: run.name, launch.nproc, the paths, data.val, train.steps.
 DEFAULTS = """
@@ -256,7 +257,8 @@ def test_shipped_recipes_are_found_by_name_and_all_load():
 
 
 def test_config_and_preflight_import_no_torch():
-    code = "import sys, dtrain, dtrain.cli, dtrain.preflight, dtrain.launch; assert 'torch' not in sys.modules"
+    code = "import sys, dtrain, dtrain.commands.cli, dtrain.run.preflight, dtrain.launch\n"
+    code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

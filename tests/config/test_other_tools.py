@@ -9,9 +9,10 @@ import transformers
 import yaml
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 
-from dtrain import config
-from dtrain.config import other_tools, words
-from dtrain.optim import build_optimizer, build_scheduler
+from dtrain import recipe as config
+from dtrain.optim.update import build_optimizer, build_scheduler
+from dtrain.recipe import key_aliases as words
+from dtrain.recipe import other_tools
 from tools import coming_from
 
 BARE = {
@@ -390,7 +391,6 @@ UNFIT = [
     ("TRL", "optim: lion_8bit", "optim=lion_8bit is not carried over"),
     ("TRL", "max_prompt_length: 100", "not carried over: max_prompt_length"),
     ("TRL", "truncation_mode: keep_end", "which keeps the start of a row"),
-    ("TRL", "label_smoothing_factor: 0.1", "not carried over: label_smoothing_factor"),
     ("TRL", "warmup_ratio: 0.1", "rounds a share of warm-up up"),
     ("TRL", "dtype: auto", "dtype=auto is not carried over"),
     ("TRL", "packing_strategy: wrapped", "wrapped packing cuts samples"),

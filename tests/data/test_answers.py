@@ -2,9 +2,9 @@
 
 import pytest
 
-from dtrain.data.replies import Replies
-from dtrain.data.template import ChatTemplate
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.data.text.replies import Replies
+from dtrain.data.text.template import ChatTemplate
 from tests.data import templates
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}

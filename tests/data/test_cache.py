@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.checkpoint import identity
-from dtrain.data import cache, pool
-from dtrain.data.cache import Source, open_cache
-from dtrain.data.formats import Text
-from dtrain.data.sample import Encoder
-from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import UserError
+from dtrain.base import identity
+from dtrain.base.errors import UserError
+from dtrain.data.formats.formats import Text
+from dtrain.data.formats.sample import Encoder
+from dtrain.data.rows import cache, pool
+from dtrain.data.rows.cache import Source, open_cache
+from dtrain.data.text.tokenizer import Tokenizer
 from tests.data.makers import byte_level, save, write_jsonl
 
 
@@ -133,8 +133,8 @@ BUILD = """
 import sys, time
 from pathlib import Path
 from dtrain.data import cache
-from dtrain.data.sample import Encoder
-from dtrain.data.tokenizer import Tokenizer
+from dtrain.data.formats.sample import Encoder
+from dtrain.data.text.tokenizer import Tokenizer
 model, file, root, wait = sys.argv[1:]
 coder = Encoder(Tokenizer.from_directory(model), None, max_length=64)
 add = cache._Writer.add

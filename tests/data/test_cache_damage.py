@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from dtrain.data.cache import Source, open_cache
-from dtrain.data.sample import Encoder
-from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.data.formats.sample import Encoder
+from dtrain.data.rows.cache import Source, open_cache
+from dtrain.data.text.tokenizer import Tokenizer
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.world import run_world
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from dtrain import config
-from dtrain.check import check
-from dtrain.config import schema
-from dtrain.data.sources import open_rows
-from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import UserError
-from dtrain.preflight import preflight
-from dtrain.resume import compare
+from dtrain import recipe as config
+from dtrain.base.errors import UserError
+from dtrain.data.sources.sources import open_rows
+from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.recipe import schema
+from dtrain.run.check import check
+from dtrain.run.preflight import preflight
+from dtrain.run.resume import compare
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.tiny import tiny_recipe

@@ -8,8 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dtrain.data import files
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.data.sources import files
 
 ROWS = [{"text": f"row {number}\nüber", "n": number} for number in range(700)]
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from dtrain.data.formats import Conversation, PromptCompletion, Text, TokenizedRow, detect, normalise
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.data.formats.formats import Conversation, PromptCompletion, Text, TokenizedRow, detect, normalise
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
 

@@ -8,13 +8,13 @@ import sys
 import pytest
 from huggingface_hub import constants
 
-from dtrain import cli
-from dtrain.data import hub as data_hub
-from dtrain.data.hub import Pick, cached, download
-from dtrain.data.hub_files import choose
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.commands import cli
+from dtrain.data.sources import hub as data_hub
+from dtrain.data.sources.hub import Pick, cached, download
+from dtrain.data.sources.hub_files import choose
 from dtrain.launch import launch
-from dtrain.preflight import load, not_here, preflight
+from dtrain.run.preflight import load, not_here, preflight
 from tests.loopback_hub import hub, jsonl, parquet  # noqa: F401 (a fixture)
 from tests.tiny import tiny_recipe, write_rows
 

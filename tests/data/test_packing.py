@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from dtrain.data.order import Order, Share, pack, permute
+from dtrain.data.rows.order import Order, Share, pack, permute
 
 
 def best_fit_decreasing(lengths, capacity):

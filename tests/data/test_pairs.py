@@ -10,22 +10,22 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from dtrain.batch import collate, document_ids
-from dtrain.config.schema import Model
-from dtrain.data import cache
-from dtrain.data import rows as rows_module
-from dtrain.data.cache import Source, open_cache
-from dtrain.data.encoder import LONG
-from dtrain.data.files import Chunk
-from dtrain.data.pairs import EQUAL, EQUAL_CUT, PairEncoder, fit
-from dtrain.data.preferences import normalise_pair
-from dtrain.data.rows import Batches, Cursor, Rows
-from dtrain.data.sample import Encoder
-from dtrain.data.sources import open_rows
-from dtrain.data.template import choose_template
-from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import UserError
-from dtrain.preview import preview
+from dtrain.base.batch import collate, document_ids
+from dtrain.base.errors import UserError
+from dtrain.commands.preview import preview
+from dtrain.data.formats.encoder import LONG
+from dtrain.data.formats.pairs import EQUAL, EQUAL_CUT, PairEncoder, fit
+from dtrain.data.formats.preferences import normalise_pair
+from dtrain.data.formats.sample import Encoder
+from dtrain.data.rows import cache
+from dtrain.data.rows import rows as rows_module
+from dtrain.data.rows.cache import Source, open_cache
+from dtrain.data.rows.rows import Batches, Cursor, Rows
+from dtrain.data.sources.files import Chunk
+from dtrain.data.sources.sources import open_rows
+from dtrain.data.text.template import choose_template
+from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.recipe.schema import Model
 from tests.data import templates
 from tests.data.makers import byte_level, metaspace, save, write_jsonl
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from dtrain.cli import main
-from dtrain.config import to_yaml
+from dtrain.base.errors import UserError
+from dtrain.commands.cli import main
 from dtrain.data import PromptOptions, Tokenizer, open_rows
-from dtrain.data.judged import Judged
-from dtrain.errors import UserError
-from dtrain.preflight import preflight
+from dtrain.data.formats.labels import Judged
+from dtrain.recipe import to_yaml
+from dtrain.run.preflight import preflight
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.data.test_pairs import section

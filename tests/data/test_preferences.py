@@ -2,9 +2,9 @@
 
 import pytest
 
-from dtrain.data.formats import detect, normalise
-from dtrain.data.preferences import ChatPair, TextPair, TokenPair, normalise_pair
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.data.formats.formats import detect, normalise
+from dtrain.data.formats.preferences import ChatPair, TextPair, TokenPair, normalise_pair
 
 ASK, AGAIN = {"role": "user", "content": "hi"}, {"role": "user", "content": "and?"}
 GOOD, BAD = {"role": "assistant", "content": "ho"}, {"role": "assistant", "content": "no"}

@@ -2,9 +2,9 @@
 
 import pytest
 
+from dtrain.base.errors import UserError
 from dtrain.data import Tokenizer, open_rows
-from dtrain.data.prompts import PromptOptions, normalise_prompt
-from dtrain.errors import UserError
+from dtrain.data.formats.prompts import PromptOptions, normalise_prompt
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.data.test_pairs import section

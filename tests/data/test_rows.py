@@ -7,12 +7,12 @@ from itertools import islice
 import pytest
 import torch
 
-from dtrain.data import rows as rows_module
-from dtrain.data.cache import Source, open_cache
-from dtrain.data.rows import Batches, Cursor, Rows
-from dtrain.data.sample import Encoder
-from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.data.formats.sample import Encoder
+from dtrain.data.rows import rows as rows_module
+from dtrain.data.rows.cache import Source, open_cache
+from dtrain.data.rows.rows import Batches, Cursor, Rows
+from dtrain.data.text.tokenizer import Tokenizer
 from tests.data.makers import byte_level, save, write_jsonl
 
 

@@ -4,12 +4,12 @@ import pytest
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
-from dtrain.data.files import Chunk
-from dtrain.data.formats import normalise
-from dtrain.data.sample import CUT, LONG, UNTRAINED, Encoder
-from dtrain.data.template import choose_template
-from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.data.formats.formats import normalise
+from dtrain.data.formats.sample import CUT, LONG, UNTRAINED, Encoder
+from dtrain.data.sources.files import Chunk
+from dtrain.data.text.template import choose_template
+from dtrain.data.text.tokenizer import Tokenizer
 from tests.data import templates
 from tests.data.makers import byte_level, metaspace, save
 

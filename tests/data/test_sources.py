@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from dtrain.config.schema import Model
-from dtrain.data.sources import open_rows
-from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import UserError
-from dtrain.preview import preview
+from dtrain.base.errors import UserError
+from dtrain.commands.preview import preview
+from dtrain.data.sources.sources import open_rows
+from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.recipe.schema import Model
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from dtrain.data.files import formats_of, kind_of, parse, read_chunks
-from dtrain.data.formats import normalise
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.data.formats.formats import normalise
+from dtrain.data.sources.files import formats_of, kind_of, parse, read_chunks
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.data.test_columns import opened, section

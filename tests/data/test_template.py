@@ -10,10 +10,10 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerFast
 
-from dtrain.data import sandbox
-from dtrain.data.template import ChatTemplate, choose_template
-from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.data.text import sandbox
+from dtrain.data.text.template import ChatTemplate, choose_template
+from dtrain.data.text.tokenizer import Tokenizer
 from tests.data import templates
 from tests.data.makers import byte_level, save
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.data.text.tokenizer import Tokenizer
 from tests.data.makers import CORPUS, byte_level, metaspace, save
 
 

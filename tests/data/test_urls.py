@@ -7,13 +7,13 @@ import fsspec
 import pytest
 from fsspec.registry import known_implementations
 
-from dtrain.cli import main
-from dtrain.config import to_yaml
-from dtrain.data import urls
-from dtrain.data.files import resolve
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.commands.cli import main
+from dtrain.data.sources import urls
+from dtrain.data.sources.files import resolve
 from dtrain.launch import launch
-from dtrain.preflight import preflight
+from dtrain.recipe import to_yaml
+from dtrain.run.preflight import preflight
 from tests.tiny import tiny_recipe, write_rows
 
 URL = "memory://bucket/rows.jsonl"

@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 
-from dtrain import config
-from dtrain.check import check, notes
-from dtrain.config import schema
-from dtrain.data import cache
-from dtrain.data.sources import open_rows
-from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import RecipeError, UserError
+from dtrain import recipe as config
+from dtrain.base.errors import RecipeError, UserError
+from dtrain.data.rows import cache
+from dtrain.data.sources.sources import open_rows
+from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.recipe import schema
+from dtrain.run.check import check, notes
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.test_trainer import run
@@ -83,7 +83,7 @@ def test_neither_order_nor_files_nor_workers_nor_more_rows_matter(tmp_path, mode
     grown = held(opened(model, "val", file, more)[0])
     assert val <= grown and not held(opened(model, "train", file)[0]) & grown
     monkeypatch.setattr(cache, "SMALL", 0)
-    monkeypatch.setattr("dtrain.data.files.CHUNK_ROWS", 32)
+    monkeypatch.setattr("dtrain.data.sources.files.CHUNK_ROWS", 32)
     assert held(opened(model, "val", file)[0]) == val
 
 

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
+from dtrain.base.errors import UserError
 from dtrain.data import Tokenizer
-from dtrain.data.template import ChatTemplate
-from dtrain.environments import calls
-from dtrain.environments.episodes import EnvironmentReply, environment_seed, run_episodes, tool_answers, turn_seed
-from dtrain.environments.observations import Observations
-from dtrain.errors import UserError
-from dtrain.rollout.request import Completion, Request, SamplingParams
+from dtrain.data.text.template import ChatTemplate
+from dtrain.inference.request import Completion, Request, SamplingParams
+from dtrain.rl.environments import calls
+from dtrain.rl.environments.episodes import EnvironmentReply, environment_seed, run_episodes, tool_answers, turn_seed
+from dtrain.rl.environments.observations import Observations
 from tests.data import makers, templates
 
 FAMILIES = {  # template, tokenizer, what ends a turn

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.environments.crew import MOST_LATE, Crew, Missed
-from dtrain.environments.episodes import Turn, environment_seed, run_episodes, turn_seed
-from dtrain.environments.observations import Observations
-from dtrain.environments.stepping import Environments
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.rl.environments.episodes import Turn, environment_seed, run_episodes, turn_seed
+from dtrain.rl.environments.observations import Observations
+from dtrain.rl.environments.stepping import Environments
+from dtrain.rl.environments.timeout_pool import MOST_LATE, Crew, Missed
 from tests.environments.test_environment import Scripted, family, requests_for
 from tests.rollout.test_rewards import alive, gone_within
 
@@ -181,7 +181,7 @@ def by_hand(engine, tokenizer, observations, row, request, max_turns):
         earned += [] if value is None or math.isnan(float(value)) else [float(value)]
         if environment.done or turn + 1 == max_turns:
             break
-        from dtrain.rollout.request import Completion
+        from dtrain.inference.request import Completion
 
         said = observations.encode(environment.observe(), Completion([*text, tokenizer.eos_id]))
         ids, sampled = ids + said, sampled + [False] * len(said)

@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 from transformers.utils import get_json_schema
 
-from dtrain import config
-from dtrain.cli import main
-from dtrain.config.schema import Tool
+from dtrain import recipe as config
+from dtrain.base.errors import UserError
+from dtrain.commands.cli import main
 from dtrain.data import Tokenizer
-from dtrain.data.prompts import PromptEncoder, PromptOptions
-from dtrain.data.template import ChatTemplate
-from dtrain.data.tool_calls import FORMS, ToolCall, read_calls
-from dtrain.data.tool_format import learn_tool_format
-from dtrain.environments import mcp
-from dtrain.environments.episodes import run_episodes
-from dtrain.environments.observations import Observations
-from dtrain.environments.stepping import Environments
-from dtrain.environments.tools import Toolbox
-from dtrain.errors import UserError
-from dtrain.rollout.request import Completion
-from dtrain.rollout.tools import tool_schema, tool_schemas
+from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
+from dtrain.data.text.template import ChatTemplate
+from dtrain.data.text.tool_calls import FORMS, ToolCall, read_calls
+from dtrain.data.text.tool_format import learn_tool_format
+from dtrain.inference.request import Completion
+from dtrain.recipe.schema import Tool
+from dtrain.rl.environments import mcp
+from dtrain.rl.environments.episodes import run_episodes
+from dtrain.rl.environments.observations import Observations
+from dtrain.rl.environments.stepping import Environments
+from dtrain.rl.environments.tools import Toolbox
+from dtrain.rl.tools import tool_schema, tool_schemas
 from tests.data import makers, templates
 from tests.environments import toolbox
 from tests.environments.test_environment import Here, Scripted, requests_for
@@ -287,7 +287,8 @@ def test_a_call_that_hangs_loses_its_episode_and_no_other(tmp_path):
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
     options = (SOURCES, calls.form, False, 10)
-    with Environments("dtrain.environments.tools:Toolbox", options=options, whose="grpo.tools", timeout=0.5,
+    made_by = "dtrain.rl.environments.tools:Toolbox"
+    with Environments(made_by, options=options, whose="grpo.tools", timeout=0.5,
                       say=said.append) as environments:  # fmt: skip
         environments.make([({}, number) for number in range(4)])
         engine = Scripted(tokenizer, {
@@ -431,7 +432,8 @@ def test_a_server_of_tools(tmp_path, monkeypatch, capfd):
                  for one in episodes]  # fmt: skip
         return found, [(one.finish, one.calls, one.failures) for one in episodes]
 
-    with Environments("dtrain.environments.tools:Toolbox", options=(sources, calls.form, False, 99), whose="grpo.tools",
+    made_by = "dtrain.rl.environments.tools:Toolbox"
+    with Environments(made_by, options=(sources, calls.form, False, 99), whose="grpo.tools",
                       timeout=1.0, threads=3, say=said.append) as environments:  # fmt: skip
         given = [
             text("say", text="ü\n") + text("add", a=1),

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import config
-from dtrain.cli import main
-from dtrain.data.tool_format import learn_tool_format
-from dtrain.environments.episodes import run_episodes
-from dtrain.environments.observations import Observations
-from dtrain.environments.stepping import Environments
-from dtrain.errors import UserError
+from dtrain import recipe as config
+from dtrain.base.errors import UserError
+from dtrain.commands.cli import main
+from dtrain.data.text.tool_format import learn_tool_format
+from dtrain.rl.environments.episodes import run_episodes
+from dtrain.rl.environments.observations import Observations
+from dtrain.rl.environments.stepping import Environments
 from tests.environments.test_environment import Scripted, requests_for
 from tests.environments.test_tools import TINY, calls_of, family
 from tests.methods.test_grpo_runs import assert_same_samples, lines, rows_of
@@ -45,7 +45,7 @@ def stand_in(monkeypatch):
 
 
 def written(*given):
-    command = [sys.executable, "-m", "dtrain.environments.verifiers", NAME, *given]
+    command = [sys.executable, "-m", "dtrain.rl.environments.verifiers", NAME, *given]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -58,7 +58,7 @@ def rows_for(kind, **more):
 
 def environments_of(kind, said, **more):
     options = (NAME, {"kind": kind, **more}, ["<|im_end|>"])
-    return Environments("dtrain.environments.verifiers:Library", options=options, whose="grpo.verifiers",
+    return Environments("dtrain.rl.environments.verifiers:Library", options=options, whose="grpo.verifiers",
                         timeout=30.0, say=said.append)  # fmt: skip
 
 
@@ -199,6 +199,6 @@ def test_recipes(tmp_path, monkeypatch, capfd, stand_in):
 def test_a_library_that_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     with pytest.raises(UserError, match=r"there is no package verifiers: pip install 'dtrain\[verifiers\]'"):
-        from dtrain.rollout.rewards.find import find_verifiers
+        from dtrain.rl.rewards.find import find_verifiers
 
         find_verifiers(NAME)

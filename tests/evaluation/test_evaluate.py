@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.cli import main
-from dtrain.eval_section import usual_reward
-from dtrain.evaluation.evaluate import read_reward
-from dtrain.evaluation.judging import pass_at
-from dtrain.rollout.engine import Engine
-from dtrain.rollout.request import Request, SamplingParams
+from dtrain.commands.cli import main
+from dtrain.commands.eval.evaluate import read_reward
+from dtrain.inference.engine import Engine
+from dtrain.inference.request import Request, SamplingParams
+from dtrain.rl.pass_at_k import pass_at
+from dtrain.run.eval_section import usual_reward
 from tests.serve.serving import make_model, naive
 
 JUDGE = """
@@ -157,9 +157,8 @@ def test_mistakes_are_told(root, monkeypatch, capsys, arguments, words):
 
 
 def test_help_loads_no_torch():
-    code = (
-        "import sys; from dtrain.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit as e: assert not e.code\n"
-    )
+    code = "import sys; from dtrain.commands.cli import main\ntry: main(sys.argv[1:])\n"
+    code += "except SystemExit as e: assert not e.code\n"
     code += "assert 'torch' not in sys.modules"
     for command in ("eval", "serve"):
         done = subprocess.run(

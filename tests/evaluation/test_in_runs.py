@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.checkpoint.retention import Patience
-from dtrain.cli import main
-from dtrain.errors import Stopped, UserError
-from dtrain.evaluation.training import Evaluations
+from dtrain.base.errors import Stopped, UserError
+from dtrain.checkpoint.dcp.retention import Patience
+from dtrain.commands.cli import main
+from dtrain.commands.plan.hardware import GPUS
+from dtrain.commands.plan.plan import make_plan
 from dtrain.parallel.runtime import Runtime, StopFlag
-from dtrain.plan.hardware import GPUS
-from dtrain.plan.plan import make_plan
-from dtrain.preflight import preflight
-from dtrain.remote.judge import Judge
-from dtrain.trainer import train
+from dtrain.rl.remote.judge import Judge
+from dtrain.run.evaluations import Evaluations
+from dtrain.run.preflight import preflight
+from dtrain.run.trainer import train
 from tests.methods.test_dpo_runs import recipe_of as tiny_dpo
 from tests.test_trainer import run
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_prompts

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dtrain import config
-from dtrain.errors import Stopped, UserError
+from dtrain import recipe as config
+from dtrain.base.errors import Stopped, UserError
 from dtrain.launch import launch
 from dtrain.launch.agent import WorkerFailed
 from tests.tiny import tiny_recipe
@@ -33,7 +33,7 @@ def ends(recipe, runtime):
 
 
 def loads_no_watch(recipe, runtime):
-    assert not [name for name in sys.modules if name.startswith("dtrain.hosts")]
+    assert not [name for name in sys.modules if name.startswith("dtrain.launch.hosts")]
     ends(recipe, runtime)
 
 

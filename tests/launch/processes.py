@@ -8,7 +8,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from dtrain.orphans import end_with
+from dtrain.base.orphans import end_with
 
 ROOT = Path(__file__).parents[2]
 

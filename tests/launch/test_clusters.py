@@ -18,12 +18,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dtrain import cli, config
-from dtrain.config import schema
-from dtrain.errors import UserError
-from dtrain.hosts import watch
+from dtrain import recipe as config
+from dtrain.base.errors import UserError
+from dtrain.commands import cli
 from dtrain.launch import rank
+from dtrain.launch.hosts import watch
 from dtrain.launch.place import find_place
+from dtrain.recipe import schema
 from tests.launch.processes import wait_until_gone
 from tests.launch.test_two_hosts import MASTER, hosts, ip  # noqa: F401  hosts is a fixture
 from tests.tiny import tiny_recipe

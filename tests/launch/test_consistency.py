@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain import config
-from dtrain.checkpoint.pieces import Piece
-from dtrain.checkpoint.store import CheckpointStore
-from dtrain.errors import UserError
-from dtrain.hosts.consistency import same_on_all
+from dtrain import recipe as config
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.dcp.pieces import Piece
+from dtrain.checkpoint.dcp.store import CheckpointStore
+from dtrain.launch.hosts.consistency import same_on_all
 from dtrain.parallel.runtime import Runtime
-from dtrain.trainer import train
+from dtrain.run.trainer import train
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
 from tests.world import run_world
 
@@ -60,7 +60,7 @@ def test_a_command_typed_otherwise_on_one_host_is_refused(tmp_path):
 
 
 def test_a_run_directory_that_hosts_do_not_share_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("dtrain.hosts.consistency.SEEN_SECONDS", 0.2)
+    monkeypatch.setattr("dtrain.launch.hosts.consistency.SEEN_SECONDS", 0.2)
     recipe = tiny_recipe(tmp_path)
     recipe = replace(recipe, run=replace(recipe.run, dir="runs"))
     told = two_hosts(tmp_path, lambda rank: same_on_all(recipe))
@@ -114,7 +114,7 @@ def test_data_that_are_others_on_one_host_are_refused(tmp_path, split):
 
 
 def test_a_step_whose_files_lie_on_several_hosts_is_not_published(tmp_path, monkeypatch):
-    monkeypatch.setattr("dtrain.checkpoint.store.SEEN_SECONDS", 0.2)
+    monkeypatch.setattr("dtrain.checkpoint.dcp.store.SEEN_SECONDS", 0.2)
 
     def act(rank):
         store = CheckpointStore(Path("checkpoints"))

@@ -14,13 +14,20 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dtrain import addresses
-from dtrain.errors import Stopped, UserError
-from dtrain.hosts import coordinator, rendezvous
-from dtrain.hosts.coordinator import SETTLE_SECONDS, Coordinator, CoordinatorAddress, JoinRequest, Member, connect
-from dtrain.hosts.rendezvous import Callbacks
+from dtrain.base import addresses
+from dtrain.base.errors import Stopped, UserError
+from dtrain.launch.hosts import coordinator, rendezvous
+from dtrain.launch.hosts.coordinator import (
+    SETTLE_SECONDS,
+    Coordinator,
+    CoordinatorAddress,
+    JoinRequest,
+    Member,
+    connect,
+)
+from dtrain.launch.hosts.rendezvous import Callbacks
+from dtrain.launch.last_checkpoint import within
 from dtrain.launch.place import RankPlace
-from dtrain.launch.rank import within
 from dtrain.parallel.runtime import StopFlag
 
 HOSTS = ("a", "a", "b", "b")

@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain import config
-from dtrain.errors import UserError
+from dtrain import recipe as config
+from dtrain.base.errors import UserError
+from dtrain.commands.plan.beside import PlannedPeak
+from dtrain.commands.plan.hardware import USABLE
 from dtrain.launch import devices
 from dtrain.launch.agent import run_workers
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.place import RankPlace
-from dtrain.plan.beside import PlannedPeak
-from dtrain.plan.hardware import USABLE
 from tests.tiny import tiny_recipe
 
 H100 = DeviceFacts(0, "one", "NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0), "GPU-0")

@@ -9,16 +9,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dtrain import config
-from dtrain.data.pool import Pool
+from dtrain import recipe as config
+from dtrain.commands.plan.children import Child
+from dtrain.data.rows.pool import Pool
 from dtrain.launch import launch
 from dtrain.launch.devices import start_device
 from dtrain.launch.place import RankPlace
 from dtrain.parallel import mesh
 from dtrain.parallel.mesh import build_mesh, init_process_group, new_host_group
 from dtrain.parallel.runtime import Runtime
-from dtrain.plan.children import Child
-from dtrain.rollout.rewards import Rewards
+from dtrain.rl.rewards import Rewards
 from tests.test_trainer import metrics, on_rank
 from tests.tiny import tiny_recipe
 from tests.world import run_world

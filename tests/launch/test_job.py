@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
 from dtrain.launch.job import job_directory, sweep
 from tests.launch.processes import Launched, wait_until_gone
 

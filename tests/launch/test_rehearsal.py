@@ -6,11 +6,11 @@ import os
 import pytest
 
 import dtrain
-from dtrain import config
-from dtrain.checkpoint.rundir import RunDirectory
-from dtrain.config.saved import values_of
-from dtrain.errors import RecipeError, UserError
+from dtrain import recipe as config
+from dtrain.base.errors import RecipeError, UserError
 from dtrain.launch import launch, validate
+from dtrain.recipe.saved import values_of
+from dtrain.run.directory import RunDirectory
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dtrain import config
-from dtrain.addresses import EVERYWHERE, address_to_listen_at, listen
-from dtrain.launch.rank import within
+from dtrain import recipe as config
+from dtrain.base.addresses import EVERYWHERE, address_to_listen_at, listen
+from dtrain.launch.last_checkpoint import within
 from tests.launch.processes import Launched
 from tests.launch.test_clusters import ROOT, children, srun, start, wait_for  # noqa: F401  start is a fixture
 from tests.launch.test_two_hosts import MASTER, OTHER, hosts  # noqa: F401  a fixture
@@ -130,7 +130,7 @@ def test_a_name_says_where_to_listen(monkeypatch):
 
 def test_a_group_for_weights_listens_where_its_receivers_look(hosts):  # noqa: F811
     """At the address that both ends were told, on a host of several."""
-    code = "import sys, torch; from dtrain.rollout.weights import weight_group; _, rank, ip = sys.argv\n"
+    code = "import sys, torch; from dtrain.policy.weight_buckets import weight_group; _, rank, ip = sys.argv\n"
     code += "group = weight_group(ip, 29520, int(rank), 2, torch.device('cpu')); group.barrier().wait()\n"
     code += "print('there', flush=True); sys.stdin.read()"
     ends = [

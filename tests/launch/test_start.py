@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from dtrain import config
-from dtrain.errors import RecipeError, UserError
+from dtrain import recipe as config
+from dtrain.base.errors import RecipeError, UserError
 from dtrain.launch import launch
 from dtrain.launch.agent import ENDED, ExitReport, WorkerFailed, _reason
 from dtrain.launch.place import RankPlace, find_place, first_host

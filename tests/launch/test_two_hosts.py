@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import config
+from dtrain import recipe as config
 from tests.test_trainer import run, trajectory
 from tests.tiny import tiny_recipe
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain.losses.head import logprobs_from_hidden_states
-from dtrain.losses.hidden import weighted_logprob_sum
-from dtrain.losses.vocabulary import add_product_
-from dtrain.plan.planned_device import MetaKernels, PlannedDevice
+from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice
+from dtrain.losses.head.logprobs import logprobs_from_hidden_states
+from dtrain.losses.head.vocabulary import add_product_
+from dtrain.losses.head.weighted_sum import weighted_logprob_sum
 
 N, V, D = 4096, 30_000, 64
 

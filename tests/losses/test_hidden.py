@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch.nn import functional
 from transformers.trainer_pt_utils import LabelSmoother
 
-from dtrain.losses import token_loss_sums, token_losses, weighted_logprob_sum
-from dtrain.losses.vocabulary import VocabShard
+from dtrain.losses import token_loss_sums, weighted_logprob_sum
+from dtrain.losses.head.vocabulary import VocabShard
+from dtrain.losses.token import formulas as token_losses
 from tests.world import run_world
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from dtrain.base.top_p import kept_by_top_p, last_kept
+from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice
 from dtrain.losses import TrainingSamplingParams, filtered_logprobs_from_hidden_states
-from dtrain.losses.head_filtered import _SummedBeside, _WideProduct
-from dtrain.nucleus import kept_by_top_p, last_kept
-from dtrain.plan.planned_device import MetaKernels, PlannedDevice
+from dtrain.losses.head.filtered import _SummedBeside, _WideProduct
 from tests.losses.test_head_memory import Made
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -67,8 +67,8 @@ def test_logits_at_the_end_of_their_range(dtype):
 @pytest.mark.parametrize("step", [1, 2, 4])
 def test_a_draws_threshold_is_that_of_sorted_probabilities(dtype, step, monkeypatch):
     """The same threshold, bit for bit, gives the same tokens: `filter_probabilities` compares with nothing else."""
-    monkeypatch.setattr("dtrain.nucleus._SMALL", (0, 0))
-    monkeypatch.setattr("dtrain.nucleus._BITS", step)
+    monkeypatch.setattr("dtrain.base.top_p._SMALL", (0, 0))
+    monkeypatch.setattr("dtrain.base.top_p._BITS", step)
     p = rows(dtype, 1000).softmax(-1)
     for top_p in SHARES:
         share = top_p * p.sum(-1, keepdim=True, dtype=torch.float64)

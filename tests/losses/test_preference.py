@@ -18,7 +18,7 @@ from dtrain.losses import (
     preference_weights,
     running_mean,
 )
-from dtrain.losses.preference_options import DIVERGENCES, KWARGS, LOSSES
+from dtrain.losses.preference.options import DIVERGENCES, KWARGS, LOSSES
 from dtrain.methods.dpo_section import loss_problems
 
 TRL = json.loads(Path(__file__).with_name("trl_preference.json").read_text())

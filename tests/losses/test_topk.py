@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtrain.losses.head_topk import local_topk
+from dtrain.losses.head.topk import local_topk
 
 
 def rows(kind, shape, seed):

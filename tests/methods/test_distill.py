@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from dtrain import config, models
-from dtrain.batch import IGNORE, collate
-from dtrain.checkpoint.huggingface_write import write_directory
-from dtrain.config import sizes
+from dtrain import models
+from dtrain import recipe as config
+from dtrain.base.batch import IGNORE, collate
+from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.losses import HeadInput, forward_kl, reverse_kl
 from dtrain.methods.distill import DistillMethod
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
-from dtrain.preflight import preflight
+from dtrain.recipe import sizes
+from dtrain.run.preflight import preflight
 from tests.policy.test_policy import rows
 from tests.test_parity import MESHES, distance, overrides_of
 from tests.test_trainer import metrics, run, trajectory, weights

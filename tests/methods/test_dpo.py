@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 
-from dtrain.batch import collate
-from dtrain.config import sizes
-from dtrain.losses.preference_options import LOSSES
+from dtrain.base.batch import collate
+from dtrain.losses.preference.options import LOSSES
 from dtrain.methods import dpo_section
 from dtrain.methods.dpo import DpoMethod, PairSums
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
+from dtrain.recipe import sizes
 from tests.tiny import VOCAB, tiny_recipe, write_model
 from tests.world import run_world
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dtrain.errors import Stopped
+from dtrain.base.errors import Stopped
 from dtrain.parallel.runtime import Runtime, StopFlag
-from dtrain.trainer import train
+from dtrain.run.trainer import train
 from tests.methods import test_distill, test_dpo_runs, test_kto, test_on_policy, test_reward
 from tests.test_trainer import assert_same, interrupt, metrics, run
 from tests.tiny import tiny_grpo, tiny_recipe, write_rows

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain.errors import Stopped, UserError
-from dtrain.metrics import Recorder
+from dtrain.base.errors import Stopped, UserError
+from dtrain.inference.native import NativeEngine
 from dtrain.parallel.mesh import init_one_process_group
 from dtrain.parallel.runtime import Runtime, StopFlag
-from dtrain.rollout.native import NativeEngine
-from dtrain.trainer import Trainer
+from dtrain.run.metrics import Recorder
+from dtrain.run.trainer import Trainer
 from tests.test_trainer import assert_same, interrupt, run, trajectory
 from tests.tiny import tiny_grpo, write_prompts
 from tests.world import run_world

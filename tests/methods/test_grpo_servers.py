@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.errors import Unavailable, UserError
+from dtrain.base.errors import Unavailable, UserError
 from tests.methods.test_grpo_runs import assert_rows_close, assert_same_samples, lines
 from tests.serve.serving import Process, ask, controlled, key_file, make_model, wait_until
 from tests.test_trainer import assert_same, interrupt, run

@@ -6,12 +6,12 @@ import random
 import pytest
 import torch
 
-from dtrain.data.labelled import is_wanted, read_label
-from dtrain.data.sources import open_rows
-from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import Stopped, UserError
-from dtrain.launch.rehearsal import rehearse
-from dtrain.preflight import preflight
+from dtrain.base.errors import Stopped, UserError
+from dtrain.data.formats.labelled import is_wanted, read_label
+from dtrain.data.sources.sources import open_rows
+from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.launch.validate import rehearse
+from dtrain.run.preflight import preflight
 from tests.data.test_sources import section, split
 from tests.test_trainer import interrupt, metrics, run, trajectory
 from tests.tiny import VOCAB, save_weights, tiny_recipe, write_model

@@ -10,8 +10,8 @@ import torch
 from dtrain import models
 from dtrain.losses import forward_kl
 from dtrain.methods import on_policy
-from dtrain.models.config import read_config
-from dtrain.preflight import preflight
+from dtrain.models.read_config import read_config
+from dtrain.run.preflight import preflight
 from tests.methods.test_distill import teacher_at
 from tests.test_trainer import assert_same, metrics, run, trajectory, weights
 from tests.tiny import VOCAB, tiny_recipe

@@ -11,16 +11,16 @@ import torch.nn.functional as F
 import transformers
 
 from dtrain import models
-from dtrain.batch import collate
-from dtrain.checkpoint.export import export
-from dtrain.checkpoint.model_files import of_classifier
-from dtrain.data.judged import Judged
-from dtrain.errors import UserError
-from dtrain.launch.rehearsal import rehearse
+from dtrain.base.batch import collate
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.huggingface.export import export
+from dtrain.checkpoint.huggingface.model_files import of_classifier
+from dtrain.commands.preview import preview
+from dtrain.data.formats.labels import Judged
+from dtrain.inference.generate import load
+from dtrain.launch.validate import rehearse
 from dtrain.methods.reward import at_the_ends
-from dtrain.preflight import preflight
-from dtrain.preview import preview
-from dtrain.rollout.generate import load
+from dtrain.run.preflight import preflight
 from tests.test_parity import MESHES, assert_parity, overrides_of
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs, write_rows

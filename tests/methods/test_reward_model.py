@@ -8,10 +8,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from dtrain.errors import UserError
-from dtrain.plan.hardware import GPUS
-from dtrain.plan.plan import make_plan
-from dtrain.preflight import preflight
+from dtrain.base.errors import UserError
+from dtrain.commands.plan.hardware import GPUS
+from dtrain.commands.plan.plan import make_plan
+from dtrain.run.preflight import preflight
 from tests.methods.test_grpo_runs import RICH, assert_rows_close, assert_same_samples, lines
 from tests.test_trainer import assert_same, run
 from tests.tiny import VOCAB, save_weights, tiny_grpo, write_model

@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
-from dtrain.data.judged import Judged, PairJudgement, TextJudgement
-from dtrain.data.template import choose_template
-from dtrain.data.tokenizer import Tokenizer
+from dtrain.data.formats.labels import Judged, PairJudgement, TextJudgement
+from dtrain.data.text.template import choose_template
+from dtrain.data.text.tokenizer import Tokenizer
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.methods.test_grpo_runs import lines

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtrain.batch import IGNORE
-from dtrain.data.order import deal
-from dtrain.methods.rollout_buffer import Buffer, Sample
+from dtrain.base.batch import IGNORE
+from dtrain.data.rows.order import deal
+from dtrain.rl.buffer import Buffer, Sample
 
 SAMPLES = [
     Sample([5, 6], [7, 8, 9], [True, False, True], [-0.1, 0.0, -0.3], "stop"),

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dtrain.methods.facts import FACTS
-from dtrain.metrics.fields import EVALUATION, FIELDS, METHODS, field_of
-from dtrain.report.measures import charts_of
+from dtrain.commands.report.measures import charts_of
+from dtrain.methods.spec import SECTIONS, facts_by_name
+from dtrain.run.metrics.fields import EVALUATION, FIELDS, METHODS, field_of
 from tests.methods import test_distill, test_dpo_runs, test_kto, test_on_policy, test_reward
 from tests.test_trainer import metrics, run
 from tests.tiny import tiny_grpo, tiny_recipe, write_prompts
@@ -61,9 +61,9 @@ def test_evaluations_write_the_fields_of_the_table(tmp_path):
 
 
 def test_the_table_knows_the_methods_and_what_reports_read():
-    assert set(METHODS) == set(FACTS)
+    assert set(METHODS) == set(SECTIONS)
     assert len({one.name for one in FIELDS}) == len(FIELDS)
-    for facts in FACTS.values():
+    for facts in map(facts_by_name, SECTIONS):
         assert all(field_of(name) is not None for name in facts.curves)
     titles = {chart.lines[0][0]: (chart.title, chart.unit) for chart in charts_of(one.name for one in FIELDS)}
     assert titles["mem_gib"] == ("Peak memory of rank 0", "GiB")

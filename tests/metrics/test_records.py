@@ -3,9 +3,9 @@
 import json
 import random
 
-from dtrain.metrics import records
-from dtrain.metrics.records import Answers, Lines, rows
-from dtrain.metrics.terminal import one_line, plot
+from dtrain.run.metrics import records
+from dtrain.run.metrics.records import Answers, Lines, rows
+from dtrain.run.metrics.terminal import one_line, plot
 
 
 def test_lines_are_read_once_whole_and_anew_where_a_file_was_cut_or_replaced(tmp_path):

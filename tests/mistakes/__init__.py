@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtrain import config
+from dtrain import recipe as config
 from tests.tiny import tiny_grpo, tiny_recipe, write_pairs
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from dtrain import config
-from dtrain.cli import main
+from dtrain import recipe as config
+from dtrain.commands.cli import main
 from tests.loopback_hub import hub  # noqa: F401 (a fixture)
 from tests.tiny import save_weights, tiny_recipe, write_model
 

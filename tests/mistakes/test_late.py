@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from dtrain import config
-from dtrain.cli import main
-from dtrain.data.sources import Look
-from dtrain.launch import rehearsal
+from dtrain import recipe as config
+from dtrain.commands.cli import main
+from dtrain.data.sources.sources import Look
+from dtrain.launch import validate as rehearsal
 from tests.mistakes import write_sound
 from tests.tiny import save_weights, tiny_recipe, write_model
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from dtrain import config
-from dtrain.cli import main
+from dtrain import recipe as config
+from dtrain.commands.cli import main
 from tests.mistakes import Mistake, write_sound
 from tests.mistakes.places import METHODS, PLACES
 from tests.tiny import save_weights, write_model

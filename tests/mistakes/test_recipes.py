@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtrain.cli import main
+from dtrain.commands.cli import main
 from tests.mistakes import Mistake, write_sound
 from tests.mistakes.recipes import RECIPES
 

@@ -5,8 +5,8 @@ import warnings
 import torch
 import transformers
 
-from dtrain.checkpoint.file_rows import joints
-from dtrain.models.config import ModelConfig
+from dtrain.checkpoint.huggingface.file_rows import joints
+from dtrain.models.common.config import ModelConfig
 
 VOCAB = 97
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dtrain import models
-from dtrain.models.functions import ACTIVATIONS, gated, rms_norm
+from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm
 from tests.models.oracle import VARIANTS, packed_rows
 from tests.world import run_world
 
@@ -119,7 +119,7 @@ def test_local_heads_are_counted_from_the_projections():
     whole = build("qwen3")
     attention = whole.model.layers[0].self_attn
     from dtrain.attention.kernels import Visibility
-    from dtrain.models.functions import tables
+    from dtrain.models.common.functions import tables
 
     hidden = torch.randn(2, 10, 48, dtype=torch.float64)
     rotary = tables(whole.config.ropes["full_attention"], 16, torch.arange(10)[None], torch.float64)

@@ -9,9 +9,9 @@ import sys
 import pytest
 from transformers import AutoConfig
 
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
 from dtrain.models import parse_config, read_config
-from dtrain.models.config import FULL, SLIDING
+from dtrain.models.common.config import FULL, SLIDING
 from tests.models.oracle import VARIANTS
 from tests.models.published import (
     GEMMA3_1B,
@@ -263,5 +263,5 @@ def test_directories(tmp_path):
 
 
 def test_needs_no_torch():
-    code = "import sys, dtrain.models, dtrain.models.config; assert 'torch' not in sys.modules"
+    code = "import sys, dtrain.models, dtrain.models.common.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.attention.decode import SMALLEST_SLOT, Decode, KeyValues, Prefill
-from dtrain.models.config import SLIDING
+from dtrain.inference.kv_cache import SMALLEST_SLOT, Decode, KeyValues, Prefill
+from dtrain.models.common.config import SLIDING
 from tests.models.oracle import VARIANTS, VOCAB
 
 

@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.ministral3 import modeling_ministral3
 
 from dtrain import models
+from dtrain.models.common.decoder import RMSNorm
 from dtrain.models.gemma3 import Gemma3RMSNorm
-from dtrain.models.layers import RMSNorm
 from tests.models.oracle import VARIANTS, VOCAB, grads, make, make_multimodal, packed_rows, save
 
 LENGTH = 90  # more than one block of queries on a CPU, and more than every window

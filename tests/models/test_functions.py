@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dtrain.models.functions import ACTIVATIONS, gated, rms_norm
+from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm
 
 
 @pytest.mark.parametrize("weighted", [True, False])

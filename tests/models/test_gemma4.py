@@ -10,9 +10,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from dtrain import models
-from dtrain.checkpoint.huggingface_write import write_directory
-from dtrain.errors import Stopped, UserError
-from dtrain.models.config import FULL, SLIDING
+from dtrain.base.errors import Stopped, UserError
+from dtrain.checkpoint.huggingface.write import write_directory
+from dtrain.models.common.config import FULL, SLIDING
 from dtrain.parallel.fits import misfits
 from tests.models import oracle
 from tests.test_trainer import interrupt, metrics, run, trajectory, weights

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.checkpoint.merged import whole_weights
-from dtrain.errors import Stopped, UserError
-from dtrain.models.moe import SparseMLP, share_routing
-from dtrain.optim import parameter_groups
-from dtrain.optimizers.muon import is_matrix
-from dtrain.serve.updates import _by_every_name
+from dtrain.base.errors import Stopped, UserError
+from dtrain.checkpoint.huggingface.merged import whole_weights
+from dtrain.commands.serve.updates import _by_every_name
+from dtrain.models.common.moe import SparseMLP, share_routing
+from dtrain.optim.muon import is_matrix
+from dtrain.optim.update import parameter_groups
 from tests.models.oracle import VARIANTS, make, save
 from tests.test_trainer import interrupt, run, trajectory, weights
 from tests.tiny import tiny_grpo, tiny_recipe, write_pairs

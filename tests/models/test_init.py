@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dtrain import models
-from dtrain.models.init import _normal
-from dtrain.randomness import key
+from dtrain.base.randomness import key
+from dtrain.models.common.init import _normal
 from tests.models.oracle import VARIANTS
 from tests.world import run_world
 

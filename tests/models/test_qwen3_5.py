@@ -6,8 +6,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from dtrain import models
-from dtrain.checkpoint.huggingface_write import write_directory
-from dtrain.errors import Stopped
+from dtrain.base.errors import Stopped
+from dtrain.checkpoint.huggingface.write import write_directory
 from tests.models import oracle
 from tests.test_trainer import interrupt, metrics, run, trajectory, weights
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs

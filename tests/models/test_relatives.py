@@ -8,11 +8,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from dtrain import models
-from dtrain.checkpoint.huggingface_write import write_directory
-from dtrain.errors import UserError
-from dtrain.models.adapter_config import linears, modules
-from dtrain.preflight import load, shapes
-from dtrain.rollout.generate import generate
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.huggingface.write import write_directory
+from dtrain.inference.generate import generate
+from dtrain.models.common.adapter_config import linears, modules
+from dtrain.run.preflight import load, shapes
 from tests.models.oracle import TOWERS, VARIANTS, VOCAB, make, make_tower, save
 
 SOME = ["olmo2-biases", "olmo3", "smollm3-window", "granite", "granite4", "ministral3", "phi4-mini"]

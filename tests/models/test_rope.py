@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dtrain.models.config import FULL, SLIDING, parse_config
-from dtrain.models.functions import frequencies, rotate, tables
+from dtrain.models.common.config import FULL, SLIDING
+from dtrain.models.common.functions import frequencies, rotate, tables
+from dtrain.models.read_config import parse_config
 from tests.models.oracle import VARIANTS
 from tests.models.published import PUBLISHED
 

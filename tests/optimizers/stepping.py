@@ -4,14 +4,14 @@ from pathlib import Path
 
 import torch
 
-from dtrain.checkpoint.store import CheckpointStore
-from dtrain.config import sizes
-from dtrain.models.config import read_config
+from dtrain.base.randomness import key, uniform
+from dtrain.checkpoint.dcp.store import CheckpointStore
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
-from dtrain.randomness import key, uniform
+from dtrain.recipe import sizes
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
 

@@ -4,20 +4,20 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain import check
-from dtrain.config import schema, sizes
-from dtrain.errors import UserError
-from dtrain.models.config import read_config
-from dtrain.optim import build_optimizer
-from dtrain.optimizers.adam import LowBitAdam
-from dtrain.optimizers.moments import BLOCK, Int8, kind_of, round_bfloat16
-from dtrain.optimizers.places import Place
+from dtrain.base.errors import UserError
+from dtrain.commands.plan.policy import state_bytes
+from dtrain.commands.plan.step import plan_step
+from dtrain.models.read_config import read_config
+from dtrain.optim.adam import LowBitAdam
+from dtrain.optim.moments import BLOCK, Int8, kind_of, round_bfloat16
+from dtrain.optim.places import Place
+from dtrain.optim.update import build_optimizer
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
-from dtrain.plan.policy import state_bytes
-from dtrain.plan.step import plan_step
 from dtrain.policy.precision import choose_precision
-from dtrain.trainer import train
+from dtrain.recipe import schema, sizes
+from dtrain.run import check
+from dtrain.run.trainer import train
 from tests.optimizers.stepping import assert_same_bits, give_gradients, policy_on, recipe_of, step_on
 from tests.test_trainer import run, trajectory, weights
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs, write_rows
@@ -188,7 +188,7 @@ def test_what_stays_float32_is_decided_by_the_whole_tensor(name, size, kind):
 def test_a_large_parameter_is_stepped_in_parts_with_the_same_bits(monkeypatch):
     whole, parts = sample(torch.bfloat16), sample(torch.bfloat16)
     move(whole, low_bit(whole, state="int8"), 3)
-    monkeypatch.setattr("dtrain.optimizers.adam.AT_ONCE", 1300)
+    monkeypatch.setattr("dtrain.optim.adam.AT_ONCE", 1300)
     move(parts, low_bit(parts, state="int8"), 3)
     assert all(torch.equal(parts[name], one) for name, one in whole.items())
 
@@ -200,7 +200,7 @@ def test_parts_of_a_narrow_matrix_are_no_larger_for_its_blocks(monkeypatch):
 
     whole, parts = narrow(), narrow()
     move(whole, low_bit(whole, state="int8"), 3)
-    monkeypatch.setattr("dtrain.optimizers.adam.AT_ONCE", 10 * BLOCK)
+    monkeypatch.setattr("dtrain.optim.adam.AT_ONCE", 10 * BLOCK)
     optimizer = low_bit(parts, state="int8")
     move(parts, optimizer, 3)
     assert torch.equal(parts["w"], whole["w"])

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain import check
-from dtrain.config import schema, sizes
-from dtrain.errors import UserError
-from dtrain.models.config import read_config
-from dtrain.optim import build_optimizer
-from dtrain.optimizers.muon import is_matrix
-from dtrain.plan.policy import state_bytes
-from dtrain.plan.step import plan_step
+from dtrain.base.errors import UserError
+from dtrain.commands.plan.policy import state_bytes
+from dtrain.commands.plan.step import plan_step
+from dtrain.models.read_config import read_config
+from dtrain.optim.muon import is_matrix
+from dtrain.optim.update import build_optimizer
+from dtrain.recipe import schema, sizes
+from dtrain.run import check
 from tests.optimizers.stepping import assert_same_bits, give_gradients, policy_on, recipe_of, step_on
 from tests.optimizers.test_low_bits import MESHES
 from tests.test_trainer import assert_same, run

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain import check
-from dtrain.checkpoint.store import CheckpointStore
+from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.methods import METHODS
 from dtrain.parallel.placement import local_tensor
+from dtrain.run import check
 from tests.optimizers.stepping import recipe_of
 from tests.pretend.runs import runtime_of
 from tests.pretend.test_sft import assert_close, on_card
@@ -36,7 +36,7 @@ def test_the_numbers_are_those_of_moments_on_the_card(tmp_path, mesh, state):
     expected, held = on_card(recipe_of(tmp_path, *shape, "run.name=card"), size)
     rows, felt = on_card(recipe_of(tmp_path, *shape, OFFLOAD, "run.name=host"), size)
     assert_close(rows, expected, 1e-12 if state == "float32" else 1e-6)
-    assert felt.count("copy", within="optimizers/offload.py") and not felt.count("pageable", within="optimizers/")
+    assert felt.count("copy", within="optim/offload.py") and not felt.count("pageable", within="optimizers/")
     assert felt.count("sync", within="optimizers/") == 4  # one a step
     assert felt.peak < held.peak
 
@@ -69,8 +69,8 @@ def test_masters_are_saved_in_float32_and_resume_on_another_mesh(tmp_path, dtype
 
 def given(recipe, rank, size):
     """What a policy gives out before and after a step, with another's weights in place, and after it left the card."""
-    from dtrain.batch import collate
-    from dtrain.plan.trace import full_rows
+    from dtrain.base.batch import collate
+    from dtrain.commands.plan.trace import full_rows
     from tests.optimizers.stepping import give_gradients, policy_on
 
     policy = policy_on(recipe, rank, size, runtime_of(rank, size).device)

@@ -6,7 +6,7 @@ import json
 import torch
 
 from dtrain import models
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from tests.tiny import write_model
 
 LLAMA_BIASES = {"attention_bias": True, "mlp_bias": True}  # on every projection, o_proj and down_proj too

@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.models.common.decoder import DECODER_PLAN
 from dtrain.models.gemma3 import Gemma3ForCausalLM
-from dtrain.models.layers import DECODER_PLAN
 from dtrain.models.qwen import Qwen3ForCausalLM
 from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.tensor import colwise
@@ -182,7 +182,7 @@ def test_where_a_plan_is_found(tmp_path):
     assert find_plan(f"{here}.A_TABLE", model) is A_TABLE
     assert find_plan(f"{here}.a_plan", model) == a_plan()
     assert find_plan(f"{here}.a_plan_for", model) == dict.fromkeys(model.plan, "block")
-    assert find_plan("dtrain.models.layers.DECODER_PLAN", model) is DECODER_PLAN
+    assert find_plan("dtrain.models.common.decoder.DECODER_PLAN", model) is DECODER_PLAN
 
 
 @pytest.mark.parametrize(

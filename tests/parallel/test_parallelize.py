@@ -98,7 +98,7 @@ def by_dtype(rank, config, options):
     [
         {"param_dtype": torch.float32, "sequence_parallel": True, "activation_checkpointing": True},
         {"param_dtype": torch.float32, "cpu_offload": True},
-        {"param_dtype": torch.float32, "custom_parallel_plan": "dtrain.models.layers.DECODER_PLAN"},
+        {"param_dtype": torch.float32, "custom_parallel_plan": "dtrain.models.common.decoder.DECODER_PLAN"},
         {"param_dtype": torch.bfloat16},
     ],
     ids=lambda options: ",".join(options),

@@ -140,7 +140,7 @@ def test_a_head_used_outside_the_roots_forward_is_refused(tmp_path, fsdp):
 
 
 def generate_from_a_cache(rank, config):
-    from dtrain.attention.decode import Decode, KeyValues, Prefill
+    from dtrain.inference.kv_cache import Decode, KeyValues, Prefill
 
     model = random_model(config)
     model.use_kernel(KERNELS["sdpa"])

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtrain import config
-from dtrain.models import nf4
-from dtrain.models.config import read_config
-from dtrain.plan import report
-from dtrain.plan.hardware import GPUS, USABLE
-from dtrain.plan.plan import make_plan
-from dtrain.plan.search import search
-from dtrain.plan.step import plan_step
+from dtrain import recipe as config
+from dtrain.commands.plan import report
+from dtrain.commands.plan.hardware import GPUS, USABLE
+from dtrain.commands.plan.plan import make_plan
+from dtrain.commands.plan.search import search
+from dtrain.commands.plan.step import plan_step
+from dtrain.models.common import nf4
+from dtrain.models.read_config import read_config
 from tests.plan.test_peak import SHAPE, peaks_of_a_step
 from tests.test_recipes import LLAMA_3_1_8B
 from tests.tiny import save_weights, tiny_recipe, write_model

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from dtrain import config
-from dtrain.models.config import read_config
-from dtrain.plan.beside import PlannedPeak
-from dtrain.plan.children import Child, side_by_side
-from dtrain.plan.report import gib
-from dtrain.plan.step import plan_step
+from dtrain import recipe as config
+from dtrain.commands.plan.beside import PlannedPeak
+from dtrain.commands.plan.children import Child, side_by_side
+from dtrain.commands.plan.report import gib
+from dtrain.commands.plan.step import plan_step
+from dtrain.models.read_config import read_config
 from tests.launch.processes import Launched, wait_until_gone
 from tests.tiny import tiny_recipe
 
@@ -28,7 +28,7 @@ def test_what_cannot_be_planned_does_not_end_the_run(tmp_path, monkeypatch):
     recipe = tiny_recipe(tmp_path)
     with PlannedPeak(recipe, 3, "cpu") as refused:
         assert "no plan (the recipe has a problem" in refused.peak(wait=120).words
-    monkeypatch.setattr("dtrain.plan.beside.make_plan", lambda *_: os._exit(3))
+    monkeypatch.setattr("dtrain.commands.plan.beside.make_plan", lambda *_: os._exit(3))
     with PlannedPeak(recipe, 2, "cpu") as died:
         assert died.peak(wait=120).words == "no plan (a process that worked on a plan died (3))"
 
@@ -75,7 +75,7 @@ def test_whatever_a_call_raises_is_told(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="Particular: this\nthat") as caught:
         side_by_side([fails])
     assert "in fails" in caught.value.__notes__[0]
-    monkeypatch.setattr("dtrain.plan.beside.make_plan", fails)
+    monkeypatch.setattr("dtrain.commands.plan.beside.make_plan", fails)
     with PlannedPeak(tiny_recipe(tmp_path), 1, "cpu") as planned:
         assert planned.peak(wait=120).words == "no plan (Particular: this that)"
 

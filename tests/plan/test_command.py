@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain import config, models
-from dtrain.cli import main
-from dtrain.errors import RecipeError
-from dtrain.models.config import read_config
-from dtrain.plan import report
-from dtrain.plan.hardware import GPUS
-from dtrain.plan.plan import make_plan, problems
-from dtrain.plan.search import on_a_mesh_that_fits, search, with_mesh
-from dtrain.plan.step import plan_step
+from dtrain import models
+from dtrain import recipe as config
+from dtrain.base.errors import RecipeError
+from dtrain.commands.cli import main
+from dtrain.commands.plan import report
+from dtrain.commands.plan.hardware import GPUS
+from dtrain.commands.plan.plan import make_plan, problems
+from dtrain.commands.plan.search import on_a_mesh_that_fits, search, with_mesh
+from dtrain.commands.plan.step import plan_step
+from dtrain.models.read_config import read_config
 from tests.test_recipes import LLAMA_3_1_8B, QWEN3_8B
 from tests.tiny import tiny_grpo, tiny_recipe, write_model
 

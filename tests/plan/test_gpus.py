@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from dtrain.cli import main
-from dtrain.errors import RecipeError
-from dtrain.plan.command import GPUS as NAMED
-from dtrain.plan.hardware import GPUS
-from dtrain.plan.plan import make_plan
+from dtrain.base.errors import RecipeError
+from dtrain.commands.cli import main
+from dtrain.commands.plan.command import GPUS as NAMED
+from dtrain.commands.plan.hardware import GPUS
+from dtrain.commands.plan.plan import make_plan
 from tests.tiny import tiny_recipe
 
 

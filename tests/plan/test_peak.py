@@ -11,15 +11,15 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtrain import config
-from dtrain.batch import collate
+from dtrain import recipe as config
+from dtrain.base.batch import collate
+from dtrain.commands.plan.step import plan_step
+from dtrain.commands.plan.trace import full_rows
 from dtrain.methods import METHODS
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
-from dtrain.plan.step import plan_step
-from dtrain.plan.trace import full_rows
 from dtrain.policy import Policy
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world

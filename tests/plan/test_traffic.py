@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain import config
-from dtrain.models.config import read_config
+from dtrain import recipe as config
+from dtrain.commands.plan.step import plan_step
+from dtrain.models.read_config import read_config
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
-from dtrain.plan.step import plan_step
-from dtrain.trainer import Trainer
+from dtrain.run.trainer import Trainer
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
 

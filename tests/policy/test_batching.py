@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtrain.batch import IGNORE, collate, rows_in, trained_tokens
+from dtrain.base.batch import IGNORE, collate, rows_in, trained_tokens
 from dtrain.methods.sft import SftMethod
 from dtrain.policy.batching import DynamicShapes, Fixed, Packed, assemble, row_lengths, scatter
 from tests.policy.test_policy import policy_of, rows

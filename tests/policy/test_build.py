@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dtrain.errors import UserError
-from dtrain.models.config import read_config
+from dtrain.base.errors import UserError
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import build
@@ -74,7 +74,8 @@ def test_the_kernel_is_the_one_that_proves_itself(tmp_path):
 
 
 def deltas(rank, root):
-    from dtrain.attention import delta_flash, delta_proof
+    from dtrain.attention.linear import check_flash as delta_proof
+    from dtrain.attention.linear import flash as delta_flash
 
     cuda, cpu, own, asked = torch.device("cuda", 0), torch.device("cpu"), (delta_flash.installed, delta_proof.prove), []
     rule = delta_flash.FlashDelta(lambda *parts, **more: (parts[2], None))

@@ -16,9 +16,9 @@ from torch._inductor import metrics as generated
 from dtrain import models
 from dtrain.attention.packing import Packing
 from dtrain.attention.varlen import VarlenKernel
-from dtrain.models import regions
+from dtrain.models.common import compiled as regions
 from dtrain.parallel.runtime import Runtime, StopFlag
-from dtrain.trainer import train, train_checked
+from dtrain.run.trainer import train, train_checked
 from tests.pretend.worlds import run_pretend
 from tests.test_trainer import metrics
 from tests.tiny import tiny_grpo, tiny_recipe, write_model, write_pairs, write_rows

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from dtrain.batch import collate
-from dtrain.config import sizes
+from dtrain.base.batch import collate
 from dtrain.methods.sft import SftMethod
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
+from dtrain.recipe import sizes
 from tests.tiny import VOCAB, tiny_recipe, write_model
 from tests.world import run_world
 

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from dtrain.batch import collate
-from dtrain.config import sizes
-from dtrain.config.schema import Recipe
-from dtrain.errors import UserError
+from dtrain.base.batch import collate
+from dtrain.base.errors import UserError
 from dtrain.methods.sft import SftMethod
-from dtrain.models.config import read_config
-from dtrain.optim import LossScale
+from dtrain.models.read_config import read_config
+from dtrain.optim.update import LossScale
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.precision import choose_precision
+from dtrain.recipe import sizes
+from dtrain.recipe.schema import Recipe
 from tests.tiny import VOCAB, tiny_recipe
 from tests.world import run_world
 

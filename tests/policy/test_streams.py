@@ -6,15 +6,15 @@ import re
 import pytest
 import torch
 
-from dtrain.batch import collate
-from dtrain.config import sizes
-from dtrain.config.schema import Recipe
+from dtrain.base.batch import collate
 from dtrain.methods.sft import SftMethod
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.batching import DynamicShapes, Fixed, Packed
+from dtrain.recipe import sizes
+from dtrain.recipe.schema import Recipe
 from tests.policy.test_policy import rows
 from tests.tiny import VOCAB, tiny_recipe
 from tests.world import run_world

@@ -9,15 +9,15 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 
-from dtrain.batch import collate
-from dtrain.config import sizes
-from dtrain.errors import UserError
+from dtrain.base.batch import collate
+from dtrain.base.errors import UserError
 from dtrain.methods.sft import SftMethod
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy, WeightReceiver, get_cpu_state_dict, unshard_fsdp2_model
 from dtrain.policy.weights import buckets
+from dtrain.recipe import sizes
 from tests.policy.test_policy import rows
 from tests.tiny import tiny_recipe
 from tests.world import fork, run_world

@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 
-from dtrain.config import sizes
 from dtrain.methods.sft import SftMethod
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import DTensorPolicyWorker, Policy
+from dtrain.recipe import sizes
 from tests.tiny import VOCAB, tiny_recipe
 from tests.world import run_world
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from dtrain.config.schema import Recipe
 from dtrain.parallel.runtime import Runtime
-from dtrain.trainer import train_checked
+from dtrain.recipe.schema import Recipe
+from dtrain.run.trainer import train_checked
 from tests.pretend import cuda, journal
 
 

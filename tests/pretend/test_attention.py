@@ -11,7 +11,7 @@ from dtrain.attention.packing import Packing
 from dtrain.attention.ring import RingKernel, VarlenRingKernel
 from dtrain.attention.varlen import VarlenKernel
 from dtrain.parallel.runtime import Runtime
-from dtrain.trainer import train
+from dtrain.run.trainer import train
 from tests.pretend import journal
 from tests.pretend.mutants import Mutant
 from tests.pretend.runs import rows_of, train_on_card
@@ -59,10 +59,10 @@ def test_half_precision_takes_no_mask(tmp_path, name):
         assert not any("MATH" in what or "CUDNN" in what for what in chosen)
         for kind in ("sync", "pageable"):
             waits = [where for _, where in one.entries.get(kind, {}) if "attention/" in where or "score.py" in where]
-            assert all("attention/proof.py" in where for where in waits), waits
+            assert all("attention/check_varlen.py" in where for where in waits), waits
 
 
-INSTALLED = Mutant("dtrain.attention.delta_flash", "from fla.ops.gated_delta_rule", "from tests.attention.fla")
+INSTALLED = Mutant("dtrain.attention.linear.flash", "from fla.ops.gated_delta_rule", "from tests.attention.fla")
 
 
 LINEAR = {"cp": (2, ("parallel.cp=2",)), "packed": (1, ()), "padded": (1, (PADDED,))}

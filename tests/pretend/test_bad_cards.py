@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 
-from dtrain import cli, config
+from dtrain import recipe as config
+from dtrain.commands import cli
 from tests.policy.test_weights import free_port
 from tests.pretend import cuda
 from tests.pretend.card import GIB, Card

@@ -4,16 +4,17 @@ from pathlib import Path
 
 import torch
 
-from dtrain import cli, config
-from dtrain.batch import collate
+from dtrain import recipe as config
+from dtrain.base.batch import collate
+from dtrain.commands import cli
+from dtrain.commands.plan.children import Child
+from dtrain.inference.request import Request, SamplingParams
 from dtrain.methods.sft import SftMethod
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
-from dtrain.plan.children import Child
 from dtrain.policy import Policy
-from dtrain.remote.http import HttpEngine
-from dtrain.remote.publish import DirectoryPublisher
-from dtrain.rollout.request import Request, SamplingParams
+from dtrain.rl.remote.http import HttpEngine
+from dtrain.rl.remote.publish import DirectoryPublisher
 from tests.policy.test_policy import rows
 from tests.pretend.runs import rows_of, runtime_of
 from tests.pretend.worlds import run_pretend

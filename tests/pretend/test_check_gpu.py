@@ -57,14 +57,14 @@ def half_checked(rank, out, names=("saves", "devices and versions")):
 
 def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path):
     out = tmp_path / "check.txt"
-    lost = Mutant("dtrain.models.functions", ".to(positions.device, non_blocking=True)", "")
+    lost = Mutant("dtrain.models.common.functions", ".to(positions.device, non_blocking=True)", "")
     assert run_pretend(half_checked, 1, out, mutants=[lost]) == [1]
     text = out.read_text()
     assert "WRONG" in text and "same device" in text and "NVIDIA H100" in text and "== 1 wrong" in text
 
 
 def test_graphs_that_draw_other_tokens_are_wrong(tmp_path):
-    stale = Mutant("dtrain.rollout.graphs", "self.tokens.copy_(tokens)\n        self.logprobs", "self.logprobs")
+    stale = Mutant("dtrain.inference.graphs", "self.tokens.copy_(tokens)\n        self.logprobs", "self.logprobs")
     out = tmp_path / "check.txt"
     part = ("graph decode against eager",)
     assert run_pretend(half_checked, 1, out, part, mutants=[stale]) == [1]

@@ -52,8 +52,11 @@ def test_over_weights_in_four_bits(tmp_path):
 @pytest.mark.parametrize(
     ("mutant", "words"),
     [
-        (Mutant("dtrain.models.functions", "if (rope, turned) not in held:", "if True:"), "pageable|from the host"),
-        (Mutant("dtrain.models.layers", "(layer.forward if bare else layer)(hidden", "layer(hidden"),
+        (
+            Mutant("dtrain.models.common.functions", "if (rope, turned) not in held:", "if True:"),
+            "pageable|from the host",
+        ),
+        (Mutant("dtrain.models.common.decoder", "(layer.forward if bare else layer)(hidden", "layer(hidden"),
          "a stream waits"),
     ],
     ids=["rotary", "hooks"],

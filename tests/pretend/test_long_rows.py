@@ -7,9 +7,9 @@ size. That it counts what a card that computes does is shown at a tiny size.
 import pytest
 import torch.distributed as dist
 
-from dtrain import config
-from dtrain.models.config import read_config
-from dtrain.plan.step import plan_step
+from dtrain import recipe as config
+from dtrain.commands.plan.step import plan_step
+from dtrain.models.read_config import read_config
 from tests.pretend.card import GIB, Card
 from tests.pretend.test_memory import CASES, SHAPE, peak_of_a_step
 from tests.pretend.worlds import run_pretend

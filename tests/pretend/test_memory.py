@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from dtrain import config
-from dtrain.batch import collate
+from dtrain import recipe as config
+from dtrain.base.batch import collate
+from dtrain.commands.plan.step import plan_step
+from dtrain.commands.plan.trace import full_rows
 from dtrain.methods import METHODS
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
-from dtrain.plan.step import plan_step
-from dtrain.plan.trace import full_rows
 from dtrain.policy import Policy
 from tests.pretend.runs import runtime_of
 from tests.pretend.worlds import run_pretend

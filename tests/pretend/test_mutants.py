@@ -46,17 +46,17 @@ PLACES = {
         "policy.score", "views(here.to(device, non_blocking=True))", "device, ", '"cuda:0", ', size=2
     ),
     "positions": Place(
-        "models.layers", "torch.arange(length, device=device)[None]", ", device=device", keys=("data.packing=false",)
+        "models.common.decoder", "torch.arange(length, device=device)[None]", ", device=device", keys=("data.packing=false",)
     ),
     "frequencies": Place(
-        "models.functions", "wide).to(positions.device, non_blocking=True)", ".to(positions.device, non_blocking=True)"
+        "models.common.functions", "wide).to(positions.device, non_blocking=True)", ".to(positions.device, non_blocking=True)"
     ),
     "the head's gradient": Place(
-        "losses.hidden", "self._weight_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)",
+        "losses.head.weighted_sum", "self._weight_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)",
         ", device=weight.device",
     ),
     "weights that are drawn": Place(
-        "models.init", "torch.arange(start, end, device=local.device) * strides[0]", ", device=local.device"
+        "models.common.init", "torch.arange(start, end, device=local.device) * strides[0]", ", device=local.device"
     ),
     "how often the norm has each gradient": Place(
         "parallel.grads", "copies.to(powers.device, non_blocking=True)", ".to(powers.device, non_blocking=True)"
@@ -70,17 +70,17 @@ PLACES = {
         size=2, keys=(*RING, "model.attention=varlen"),
     ),
     "elements that dropout counts": Place(
-        "models.adapters", "torch.arange(first, first + x.shape[-1], device=x.device)", ", device=x.device", make=lora
+        "models.common.adapters", "torch.arange(first, first + x.shape[-1], device=x.device)", ", device=x.device", make=lora
     ),
     "lengths in a cache": Place(
-        "attention.decode", "self._before = torch.tensor(before, device=device)", ", device=device", make=grpo
+        "inference.kv_cache", "self._before = torch.tensor(before, device=device)", ", device=device", make=grpo
     ),
     "keys of the draws": Place(
-        "rollout.sampling", "self._keys = torch.tensor(keys, dtype=torch.int64, device=device)", ", device=device",
+        "inference.sampling", "self._keys = torch.tensor(keys, dtype=torch.int64, device=device)", ", device=device",
         make=grpo,
     ),
     "a teacher's logits": Place(
-        "losses.head_topk", "values = torch.empty(len(index), k, dtype=tokens.dtype, device=index.device)",
+        "losses.head.topk", "values = torch.empty(len(index), k, dtype=tokens.dtype, device=index.device)",
         ", device=index.device", make=distill, keys=("distill.top_k=8",),
     ),
     "weights that are sent": Place(
@@ -116,12 +116,12 @@ def test_a_wrong_device_is_noticed(tmp_path, place):
 
 
 def test_a_mutant_that_fits_nowhere_is_told(tmp_path):
-    with pytest.raises(AssertionError, match="stands 0 times in dtrain.trainer"):
-        run_pretend(train_on_card, 1, sft(tmp_path), 1, mutants=[Mutant("dtrain.trainer", "no such line", "")])
+    with pytest.raises(AssertionError, match="stands 0 times in dtrain.run.trainer"):
+        run_pretend(train_on_card, 1, sft(tmp_path), 1, mutants=[Mutant("dtrain.run.trainer", "no such line", "")])
 
 
 def test_the_same_run_without_a_mutant_goes_well(tmp_path):
     """Imported anew all the same, so that what ends the others is the mutant."""
     run_pretend(
-        train_on_card, 1, sft(tmp_path), 1, mutants=[Mutant("dtrain.trainer", '"""The loop: ', '"""The loop: ')]
+        train_on_card, 1, sft(tmp_path), 1, mutants=[Mutant("dtrain.run.trainer", '"""The loop: ', '"""The loop: ')]
     )

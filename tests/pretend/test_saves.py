@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dtrain.batch import collate
-from dtrain.config import sizes
+from dtrain.base.batch import collate
 from dtrain.methods.sft import SftMethod
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.policy import Policy, WeightReceiver
+from dtrain.recipe import sizes
 from tests.policy.test_policy import rows
 from tests.policy.test_weights import free_port
 from tests.pretend.runs import runtime_of

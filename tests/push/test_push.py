@@ -11,11 +11,11 @@ from huggingface_hub import ModelCard, constants
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from dtrain.cli import main
+from dtrain.commands.cli import main
+from dtrain.commands.push import curve
+from dtrain.commands.push.card import shown
 from dtrain.launch import launch
-from dtrain.metrics import records
-from dtrain.push import curve
-from dtrain.push.card import shown
+from dtrain.run.metrics import records
 from tests.loopback_hub import hub  # noqa: F401 (a fixture)
 from tests.tiny import save_weights, tiny_recipe, write_model
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dtrain.config.schema import Lora, Server
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
 from dtrain.methods.grpo_section import problems
-from dtrain.models.adapter_config import AdapterConfig
-from dtrain.models.adapters import adapted_layers
-from dtrain.remote import training
-from dtrain.remote.adapter import AdapterPublisher, refusal
-from dtrain.remote.dialects import AdapterVersion
+from dtrain.models.common.adapter_config import AdapterConfig
+from dtrain.models.common.adapters import adapted_layers
+from dtrain.recipe.schema import Lora, Server
+from dtrain.rl.remote import training
+from dtrain.rl.remote.adapter import AdapterPublisher, refusal
+from dtrain.rl.remote.dialects import AdapterVersion
 from tests.adapters.test_servers import MESHES, recipe_of, trained
 from tests.remote.fakes import FakeVllm
 from tests.remote.test_http import engine_of, requests_of

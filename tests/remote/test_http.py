@@ -6,12 +6,12 @@ from contextlib import suppress
 
 import pytest
 
-from dtrain.errors import Interrupted, UserError
-from dtrain.remote import wire
-from dtrain.remote.ahead import Ahead
-from dtrain.remote.dialects import derived_seed
-from dtrain.remote.http import HttpEngine, group
-from dtrain.rollout.request import Request, SamplingParams
+from dtrain.base.errors import Interrupted, UserError
+from dtrain.inference.request import Request, SamplingParams
+from dtrain.rl.remote import http_client as wire
+from dtrain.rl.remote.dialects import derived_seed
+from dtrain.rl.remote.http import HttpEngine, group
+from dtrain.rl.remote.prefetch import Ahead
 from tests.remote import fakes
 from tests.remote.fakes import FakeSglang, FakeVllm, drawn
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain.batch import collate
-from dtrain.errors import UserError
+from dtrain.base.batch import collate
+from dtrain.base.errors import UserError
+from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.methods.sft import SftMethod
-from dtrain.remote.ahead import Ahead
-from dtrain.remote.http import HttpEngine
-from dtrain.remote.publish import DirectoryPublisher, StreamPublisher
-from dtrain.remote.shared_directory import MARKER, mark, newest, prune, step_directory
-from dtrain.rollout.request import Completion, Request, SamplingParams
-from dtrain.rollout.weights import WeightReceiver, flatten, weight_group
+from dtrain.policy.weight_buckets import WeightReceiver, flatten, weight_group
+from dtrain.rl.remote.http import HttpEngine
+from dtrain.rl.remote.prefetch import Ahead
+from dtrain.rl.remote.publish import DirectoryPublisher, StreamPublisher
+from dtrain.rl.remote.shared_directory import MARKER, mark, newest, prune, step_directory
 from tests.policy.test_policy import rows
 from tests.policy.test_weights import free_port, policy_of
 from tests.remote.fakes import FakeVllm

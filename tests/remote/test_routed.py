@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain.errors import UserError
-from dtrain.rollout.routed import RoutedReader, to_npy_text
+from dtrain.base.errors import UserError
+from dtrain.rl.routed import RoutedReader, to_npy_text
 from tests.remote.test_http import engine_of, requests_of
 
 READER = RoutedReader(count=6, top=2, numbers=(0, 2), layers=3)

@@ -15,13 +15,13 @@ import numpy
 import pytest
 import yaml
 
-from dtrain.cli import main
-from dtrain.errors import UserError
-from dtrain.report import live
-from dtrain.report.charts import MOST, histogram, thinned
-from dtrain.report.mesh import picture
-from dtrain.report.page import MARK, page, state
-from dtrain.report.run_files import open_runs
+from dtrain.base.errors import UserError
+from dtrain.commands.cli import main
+from dtrain.commands.report import live
+from dtrain.commands.report.charts import MOST, histogram, thinned
+from dtrain.commands.report.mesh import picture
+from dtrain.commands.report.page import MARK, page, state
+from dtrain.commands.report.run_files import open_runs
 
 HOSTILE = "</script><script>hit()</script><img src=x onerror=hit()>\"'&\u202e\x1b[31m\ud800\u2028"
 ROWS = [
@@ -294,7 +294,7 @@ def test_the_live_page_follows_and_answers_this_machine_alone(tmp_path, monkeypa
 
 
 def test_what_cannot_be_reported_is_told_and_nothing_is_overwritten(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dtrain.report.page.plotly", lambda: "")
+    monkeypatch.setattr("dtrain.commands.report.page.plotly", lambda: "")
     run = str(write_run(tmp_path / "runs" / "a", ROWS))
     (tmp_path / "empty").mkdir()
     out = tmp_path / "r.html"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.errors import UserError
-from dtrain.orphans import kill
-from dtrain.rollout.rewards.code_sandbox import CodeSandbox
+from dtrain.base.errors import UserError
+from dtrain.base.orphans import kill
+from dtrain.rl.rewards.code_sandbox import CodeSandbox
 
 MEMORY = 256 << 20
 
@@ -144,8 +144,8 @@ def test_code_ends_with_a_starter_that_is_killed():
     sandbox_or_skip()
     starter = (
         "import os, threading, time\n"
-        "from dtrain.orphans import descendants\n"
-        "from dtrain.rollout.rewards.code_sandbox import CodeSandbox\n"
+        "from dtrain.base.orphans import descendants\n"
+        "from dtrain.rl.rewards.code_sandbox import CodeSandbox\n"
         "code = 'import time\\nwhile True: time.sleep(1)'\n"
         "threading.Thread(target=CodeSandbox(60.0, 256 << 20).passes, args=(code, '')).start()\n"
         "while len(pids := descendants(os.getpid())) < 6: time.sleep(0.05)\n"

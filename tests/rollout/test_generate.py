@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from dtrain import models
-from dtrain.errors import UserError
-from dtrain.rollout.generate import encode_prompt, generate, generate_text
+from dtrain.base.errors import UserError
+from dtrain.inference.generate import encode_prompt, generate, generate_text
 from tests.models.oracle import VARIANTS, VOCAB
 from tests.tiny import tiny_recipe, write_model
 
@@ -82,8 +82,8 @@ def test_rows_that_end_leave_and_the_others_go_on_the_same(model):
 
 def test_the_last_look_comes_with_the_last_token_where_looks_are_rare(model, monkeypatch):
     expected = generate(model, PROMPTS, max_new_tokens=11, eos_ids=[1, 2, 3], temperature=1.0)
-    monkeypatch.setattr("dtrain.rollout.engine._LOOK_EVERY", {})
-    monkeypatch.setattr("dtrain.rollout.engine._LOOK_EVERY_ELSEWHERE", 4)
+    monkeypatch.setattr("dtrain.inference.engine._LOOK_EVERY", {})
+    monkeypatch.setattr("dtrain.inference.engine._LOOK_EVERY_ELSEWHERE", 4)
     assert generate(model, PROMPTS, max_new_tokens=11, eos_ids=[1, 2, 3], temperature=1.0) == expected
 
 
@@ -115,7 +115,7 @@ def test_mistakes_are_named(model, prompts, settings, message):
 def finished(tmp_path_factory):
     """A run with a checkpoint and an export."""
     from dtrain.parallel.runtime import Runtime
-    from dtrain.trainer import train
+    from dtrain.run.trainer import train
 
     root = tmp_path_factory.mktemp("finished")
     recipe = tiny_recipe(root, "train.steps=2", "checkpoint.every=2", "checkpoint.export=final", "train.dtype=float32")
@@ -139,13 +139,13 @@ def test_text_of_a_run_a_checkpoint_and_an_export_is_the_same(finished):
 
 
 def test_prompts_from_a_pipe_give_a_line_each(finished, monkeypatch, capsys):
-    from dtrain.cli import main
+    from dtrain.commands.cli import main
 
     arguments = ["generate", str(finished / "export"), "--raw", "--max-new-tokens", "8", "--device", "cpu"]
     monkeypatch.setattr("sys.stdin", io.StringIO("w5 w6 w7\nw9\n"))
     assert main([*arguments, "--dtype", "float32"]) == 0
     assert capsys.readouterr().out.splitlines() == text_of(finished / "export")
-    monkeypatch.setattr("dtrain.rollout.generate.generate_text", lambda *_, **__: iter(["one\ntwo", "three"]))
+    monkeypatch.setattr("dtrain.inference.generate.generate_text", lambda *_, **__: iter(["one\ntwo", "three"]))
     monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
     assert main(arguments) == 0
     assert capsys.readouterr().out == "one\\ntwo\nthree\n"
@@ -155,7 +155,7 @@ def test_prompts_from_a_pipe_give_a_line_each(finished, monkeypatch, capsys):
 
 
 def test_prompts_take_the_chat_template_unless_raw(tmp_path):
-    from dtrain.data.tokenizer import Tokenizer
+    from dtrain.data.text.tokenizer import Tokenizer
 
     directory = write_model(tmp_path)
     (directory / "chat_template.jinja").write_text(

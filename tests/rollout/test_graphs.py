@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from dtrain.rollout import engine as engine_module
-from dtrain.rollout.engine import Engine
-from dtrain.rollout.request import Request, SamplingParams
+from dtrain.inference import engine as engine_module
+from dtrain.inference.engine import Engine
+from dtrain.inference.request import Request, SamplingParams
 from tests.replay import NotCapturable, Recording, Replays
 from tests.rollout.test_engine import PROMPTS, build, same
 

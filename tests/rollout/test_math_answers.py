@@ -8,19 +8,19 @@ from fractions import Fraction
 
 import pytest
 
-from dtrain.config.schema import Reward
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
 from dtrain.methods.grpo_section import reward_problems
-from dtrain.rollout.rewards import BUILT_IN
-from dtrain.rollout.rewards.cosine_length import cosine_length
-from dtrain.rollout.rewards.format_tags import format_tags
-from dtrain.rollout.rewards.json_valid import json_valid
-from dtrain.rollout.rewards.math_answers import answer_in, read
-from dtrain.rollout.rewards.math_exact import math_exact
-from dtrain.rollout.rewards.numeric import numeric
-from dtrain.rollout.rewards.regex import regex
-from dtrain.rollout.rewards.repetition_penalty import repetition_penalty
-from dtrain.rollout.rewards.text_exact import text_exact
+from dtrain.recipe.schema import Reward
+from dtrain.rl.rewards import BUILT_IN
+from dtrain.rl.rewards.cosine_length import cosine_length
+from dtrain.rl.rewards.format_tags import format_tags
+from dtrain.rl.rewards.json_valid import json_valid
+from dtrain.rl.rewards.math_answers import answer_in, read
+from dtrain.rl.rewards.math_exact import math_exact
+from dtrain.rl.rewards.numeric import numeric
+from dtrain.rl.rewards.regex import regex
+from dtrain.rl.rewards.repetition_penalty import repetition_penalty
+from dtrain.rl.rewards.text_exact import text_exact
 
 EQUAL = [  # what a completion says, what the data has
     ("The answer is 42.", "42"),
@@ -210,7 +210,7 @@ def test_the_docstrings_examples(name):
     module = importlib.import_module(BUILT_IN[name].partition(":")[0])
     result = doctest.testmod(module)
     assert result.attempted and not result.failed
-    assert not doctest.testmod(importlib.import_module("dtrain.rollout.rewards.math_answers")).failed
+    assert not doctest.testmod(importlib.import_module("dtrain.rl.rewards.math_answers")).failed
 
 
 def test_length_and_repetition_as_trl_has_them():

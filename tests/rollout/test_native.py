@@ -12,7 +12,11 @@ from dtrain import models
 from dtrain.attention.context import GatherKernel
 from dtrain.attention.kernels import KERNELS
 from dtrain.attention.ring import RingKernel
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.inference.budget import share_out
+from dtrain.inference.engine import Engine
+from dtrain.inference.native import NativeEngine
+from dtrain.inference.request import Request, SamplingParams
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.experts import spread_experts
@@ -20,10 +24,6 @@ from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
-from dtrain.rollout.budget import share_out
-from dtrain.rollout.engine import Engine
-from dtrain.rollout.native import NativeEngine
-from dtrain.rollout.request import Request, SamplingParams
 from tests.models.oracle import VARIANTS
 from tests.rollout.test_engine import same
 from tests.rollout.test_graphs import Makers

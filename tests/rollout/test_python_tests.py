@@ -2,12 +2,12 @@
 
 import pytest
 
-from dtrain.config.schema import Reward
-from dtrain.errors import UserError
-from dtrain.rollout.rewards import Rewards
-from dtrain.rollout.rewards.code_sandbox import CodeSandbox
-from dtrain.rollout.rewards.columns import lacking_columns
-from dtrain.rollout.rewards.python_tests import PythonTests, code_of, read_tests
+from dtrain.base.errors import UserError
+from dtrain.recipe.schema import Reward
+from dtrain.rl.rewards import Rewards
+from dtrain.rl.rewards.code_sandbox import CodeSandbox
+from dtrain.rl.rewards.columns import lacking_columns
+from dtrain.rl.rewards.python_tests import PythonTests, code_of, read_tests
 from tests.rollout.test_code_sandbox import sandbox_or_skip
 
 RIGHT = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from dtrain.errors import UserError
-from dtrain.rollout.rewards import Rewards, find
+from dtrain.base.errors import UserError
+from dtrain.rl.rewards import Rewards, find
 
 MODULE = """
 import asyncio, os, sys, time
@@ -268,7 +268,7 @@ def test_a_name_or_path_that_is_not_there_is_found_without_running_it(mine):
     (mine / "package" / "__init__.py").write_text("raise SystemExit\n")
     (mine / "package" / "inner.py").write_text("raise SystemExit\nif True:\n    fn = print\nfrom os import path as p\n")
     (mine / "wrong.py").write_text("def fn(:\n")
-    assert find("math_exact") == ("dtrain.rollout.rewards.math_exact", "math_exact")
+    assert find("math_exact") == ("dtrain.rl.rewards.math_exact", "math_exact")
     for name in ("package.inner.fn", "package.inner:fn", "package.inner.p", "mine.exact", "json.dumps"):
         assert ".".join(find(name)) == name.replace(":", ".")
     for name, words in (
@@ -316,7 +316,7 @@ def test_a_killed_parent_leaves_no_process(mine, how):
     code = f"""
         import math, threading
         from tests.rollout.test_rewards import Spec, TWO, scored
-        from dtrain.rollout.rewards import Rewards
+        from dtrain.rl.rewards import Rewards
         rewards = Rewards([Spec("mine.pid"), Spec("mine.when_told")])
         print(int(scored(rewards).parts["pid"][0]), flush=True)
         scored(rewards, {how!r}) if {how!r} == "hang" else threading.Event().wait()
@@ -340,7 +340,7 @@ def test_ctrl_c_does_not_wait_for_a_reward(mine):
         import signal, sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         from tests.rollout.test_rewards import Spec, scored
-        from dtrain.rollout.rewards import Rewards
+        from dtrain.rl.rewards import Rewards
         rewards = Rewards([Spec("mine.when_told"), Spec("mine.exact")], timeout=100)
         scored(rewards)
         print("ready", flush=True)

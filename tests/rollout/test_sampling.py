@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dtrain.rollout import sampling
-from dtrain.rollout.request import Request, SamplingParams
-from dtrain.rollout.sampling import Sampler, look_up, random_key
+from dtrain.inference import sampling
+from dtrain.inference.request import Request, SamplingParams
+from dtrain.inference.sampling import Sampler, look_up, random_key
 
 CPU = torch.device("cpu")
 SETTINGS = [

@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers as hf
 
-from dtrain.checkpoint.export import export
-from dtrain.checkpoint.model_files import held_by
-from dtrain.remote.shared_directory import MARKER, mark, step_directory
-from dtrain.rollout.generate import load
-from dtrain.serve.server import Follower
+from dtrain.checkpoint.huggingface.export import export
+from dtrain.checkpoint.huggingface.model_files import held_by
+from dtrain.commands.serve.server import Follower
+from dtrain.inference.generate import load
+from dtrain.rl.remote.shared_directory import MARKER, mark, step_directory
 from tests.checkpoint.processes import checkpoints
 from tests.test_trainer import run
 from tests.tiny import tiny_recipe

@@ -18,17 +18,17 @@ from urllib.parse import urlsplit
 import torch
 
 from dtrain import models
-from dtrain.checkpoint.huggingface_write import write_directory
-from dtrain.data.prompts import PromptEncoder, PromptOptions
-from dtrain.data.template import choose_template
-from dtrain.orphans import end_with
-from dtrain.rollout.engine import Engine
-from dtrain.rollout.generate import load
-from dtrain.serve.protocol import Parser
-from dtrain.serve.routes import Service
-from dtrain.serve.server import HttpServer
-from dtrain.serve.updates import Updates
-from dtrain.serve.worker import EngineThread
+from dtrain.base.orphans import end_with
+from dtrain.checkpoint.huggingface.write import write_directory
+from dtrain.commands.serve.protocol import Parser
+from dtrain.commands.serve.routes import Service
+from dtrain.commands.serve.server import HttpServer
+from dtrain.commands.serve.updates import Updates
+from dtrain.commands.serve.worker import EngineThread
+from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
+from dtrain.data.text.template import choose_template
+from dtrain.inference.engine import Engine
+from dtrain.inference.generate import load
 from tests.tiny import write_model
 
 KEY = {"Authorization": "Bearer secret"}

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.checkpoint.adapter_files import write_adapter
-from dtrain.checkpoint.huggingface_write import write_directory
-from dtrain.models.adapter_config import AdapterConfig, is_adapter
-from dtrain.remote.http import HttpEngine
-from dtrain.remote.shared_directory import mark
-from dtrain.rollout.engine import Engine
+from dtrain.checkpoint.huggingface.write import write_directory
+from dtrain.checkpoint.peft.files import write_adapter
+from dtrain.inference.engine import Engine
+from dtrain.models.common.adapter_config import AdapterConfig, is_adapter
+from dtrain.rl.remote.http import HttpEngine
+from dtrain.rl.remote.shared_directory import mark
 from tests.remote.test_publish import paused_under_way
 from tests.serve.serving import (
     GREEDY,

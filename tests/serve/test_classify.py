@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 
-from dtrain.data.pairs import PairEncoder
-from dtrain.data.template import choose_template
-from dtrain.errors import UserError
-from dtrain.rollout.generate import load
-from dtrain.serve.classify import Classifier, ClassifyService, names_of
-from dtrain.serve.server import HttpServer
+from dtrain.base.errors import UserError
+from dtrain.commands.serve.classify import Classifier, ClassifyService, names_of
+from dtrain.commands.serve.server import HttpServer
+from dtrain.data.formats.pairs import PairEncoder
+from dtrain.data.text.template import choose_template
+from dtrain.inference.generate import load
 from tests.serve.serving import ask
 from tests.tiny import write_model
 

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from dtrain.serve.fields import ApiError, Field, check, read_object
-from dtrain.serve.protocol import CHAT, COMPLETION
+from dtrain.commands.serve.fields import ApiError, Field, check, read_object
+from dtrain.commands.serve.protocol import CHAT, COMPLETION
 from tests.serve.serving import GREEDY, assert_well, make_model, naive_ids, post, raw, serving
 from tests.tiny import VOCAB
 

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from dtrain.cli import main
-from dtrain.errors import UserError
-from dtrain.remote.http import HttpEngine, read_key
-from dtrain.serve.connection import Limits
+from dtrain.base.errors import UserError
+from dtrain.commands.cli import main
+from dtrain.commands.serve.connection import Limits
+from dtrain.rl.remote.http import HttpEngine, read_key
 from tests.serve.serving import (
     GREEDY,
     KEY,

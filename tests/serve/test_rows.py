@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.errors import UserError
-from dtrain.rollout import engine as engine_module
-from dtrain.rollout.engine import Engine
-from dtrain.rollout.request import Request, SamplingParams
-from dtrain.serve.fields import ApiError
+from dtrain.base.errors import UserError
+from dtrain.commands.serve.fields import ApiError
+from dtrain.inference import engine as engine_module
+from dtrain.inference.engine import Engine
+from dtrain.inference.request import Request, SamplingParams
 from tests.serve.serving import GREEDY, PROMPT, assert_well, make_model, naive, naive_ids, post, raw, serving
 from tests.tiny import write_model
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.errors import UserError
-from dtrain.remote.http import HttpEngine
-from dtrain.remote.shared_directory import mark
-from dtrain.rollout.engine import Engine
-from dtrain.rollout.request import Request, SamplingParams
-from dtrain.serve.text import TextStream
+from dtrain.base.errors import UserError
+from dtrain.commands.serve.text import TextStream
+from dtrain.inference.engine import Engine
+from dtrain.inference.request import Request, SamplingParams
+from dtrain.rl.remote.http import HttpEngine
+from dtrain.rl.remote.shared_directory import mark
 from tests.serve.serving import Process, ask, controlled, events, make_model, naive, wait_until
 from tests.tiny import VOCAB
 
@@ -249,7 +249,7 @@ def test_the_same_prompt_may_join_while_it_is_being_answered(server, model):
 
 
 def test_a_port_that_is_taken_is_told(model, server, capsys):
-    from dtrain.cli import main
+    from dtrain.commands.cli import main
 
     port = str(urlsplit(server.url).port)
     assert main(["serve", str(model), "--port", port, "--device", "cpu"]) == 1

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
 from tools.gpu.parts import PARTS, WRONG, Asked
 from tools.gpu.ranks import Run
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtrain import config
-from dtrain.models.config import read_config
+from dtrain import recipe as config
+from dtrain.models.read_config import read_config
 from tests.tiny import FAMILIES, tiny_recipe
 from tools.gpu.ranks import Run
 from tools.gpu.runs import decode_rank, hang_rank, peak_rank, proof_rank, rows_of, shape_recipe, train_rank
@@ -33,7 +33,7 @@ class Asked:
 
 
 def described(rank: int, size: int) -> str:
-    from dtrain.versions import describe
+    from dtrain.commands.env import describe
 
     return describe()
 
@@ -84,7 +84,7 @@ def proof(asked: Asked, run: Run, root: Path) -> Iterator[str]:
 
 def memory(asked: Asked, run: Run, root: Path) -> Iterator[str]:
     """The peak of a step against `dtrain plan`, and the kernels that were chosen."""
-    from dtrain.plan.step import plan_step
+    from dtrain.commands.plan.step import plan_step
 
     length = 512 if asked.small else 4096
     meshes = [(1, ())] + ([(2, ()), (2, ("parallel.tp=2",)), (2, ("parallel.cp=2",))] if asked.world > 1 else [])

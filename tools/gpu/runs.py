@@ -5,8 +5,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from dtrain import config
-from dtrain.config.schema import Recipe
+from dtrain import recipe as config
+from dtrain.recipe.schema import Recipe
 from tests.tiny import tiny_recipe, write_model
 
 # Shapes of Qwen3-0.6B and Llama-3.2-1B.
@@ -48,7 +48,7 @@ def train_rank(rank: int, size: int, recipe: Recipe, device: str = "cuda") -> No
     import torch
 
     from dtrain.parallel.runtime import Runtime
-    from dtrain.trainer import train
+    from dtrain.run.trainer import train
 
     there = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     train(recipe, Runtime(rank=rank, local_rank=rank, world_size=size, device=there))
@@ -64,12 +64,12 @@ def peak_rank(rank: int, size: int, recipe: Recipe) -> tuple[int, str]:
     """The most bytes that a step holds, and the attention kernel with the reason where another was wanted."""
     import torch
 
-    from dtrain.batch import collate
+    from dtrain.base.batch import collate
+    from dtrain.commands.plan.trace import full_rows
     from dtrain.methods import METHODS
-    from dtrain.models.config import read_config
+    from dtrain.models.read_config import read_config
     from dtrain.parallel.mesh import build_mesh, init_one_process_group
     from dtrain.parallel.runtime import Runtime
-    from dtrain.plan.trace import full_rows
     from dtrain.policy import Policy
 
     if size == 1:
@@ -98,9 +98,9 @@ def decode_rank(
     import torch
 
     from dtrain import models
-    from dtrain.rollout.engine import Engine
-    from dtrain.rollout.graphs import CudaGraphs
-    from dtrain.rollout.request import Request, SamplingParams
+    from dtrain.inference.engine import Engine
+    from dtrain.inference.graphs import CudaGraphs
+    from dtrain.inference.request import Request, SamplingParams
 
     device = torch.device("cuda", rank)
     model = models.build(models.read_config(recipe.model.directory), torch.bfloat16)
@@ -120,7 +120,7 @@ def proof_rank(rank: int, size: int, exchange: str | None, head_dim: int, window
     """Why variable-length attention is not to be used here; None where it proves itself."""
     import torch
 
-    from dtrain.attention.proof import prove
+    from dtrain.attention.check_varlen import prove
     from dtrain.attention.varlen import Flash
 
     device = torch.device("cuda", rank)

@@ -1,0 +1,145 @@
+"""What a device must show before `varlen.Flash` is used on it: a small case of all that will be asked of it, forward
+and backward, against `SdpaKernel`'s numbers.
+
+The ranks of an exchange are played one after the other in this process.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from dtrain.attention.blocks import Partial, sinks_grad, with_sinks
+from dtrain.attention.context import over_keys
+from dtrain.attention.kernels import Kernel, SdpaKernel, Visibility
+from dtrain.attention.packing import Packing
+from dtrain.attention.varlen import BySegments, Flash, VarlenKernel, put
+from dtrain.parallel.context.layout import join_sequence, shard_sequence
+
+_LENGTHS = ((1, 61, 66, 128), (62, 138, 56))  # documents of two rows of 256, the last of them padding
+_WIDEST = 100  # a window that hides something of these
+_TIMES = 4.0  # how much farther than SDPA from the result in float32 it may be: sums in another order
+
+
+class Case(NamedTuple):
+    """Fixed numbers: q and grad [B, S, H, hd], k and v [B, S, kv, hd], sinks [H]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    seen: Visibility
+    packing: Packing
+    scale: float
+    sinks: Tensor | None = None
+
+
+def prove(
+    flash: Flash,
+    *,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    exchange: str | None = None,
+    sinks: bool = False,
+) -> str | None:
+    """Why `flash` is not to be used for such heads here; None where it computes what SDPA does: whole rows, and where
+    there is an exchange (allgather or ring) what is asked of it there. sinks: whether the heads have some. No
+    collective, and no random number of the run's is drawn."""
+    try:
+        wide, case = (
+            _case(heads, key_heads, head_dim, None if window is None else min(window, _WIDEST), sinks, one, device)
+            for one in (torch.float32, dtype)
+        )
+        found = [_whole(VarlenKernel(flash), case)]
+        if exchange is not None:
+            found.append((in_ring if exchange == "ring" else gathered)(flash, case))
+        plain, exact = (_whole(SdpaKernel(), one) for one in (case, wide))
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # what a torch or a device does not have
+        return f"varlen does not run here: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    for name, results in zip(("varlen", f"varlen for {exchange}"), found, strict=False):
+        for one, other, truth in zip(results, plain, exact, strict=True):
+            off, usual = (float((some.float() - truth).abs().max()) for some in (one, other))
+            if not off <= _TIMES * usual + torch.finfo(dtype).eps * float(truth.abs().max()):
+                return f"{name} gives other numbers than sdpa here: {off:.2e} from float32, sdpa {usual:.2e}"
+    return None
+
+
+def _case(
+    heads: int, key_heads: int, head_dim: int, window: int | None, sinks: bool, dtype: torch.dtype, device: torch.device
+) -> Case:
+    documents = torch.tensor([[n for n, size in enumerate(row) for _ in range(size)] for row in _LENGTHS])
+    documents[-1, -_LENGTHS[-1][-1] :] = -1  # padding
+    positions = torch.tensor([[at for size in row for at in range(size)] for row in _LENGTHS])
+    rows, count = documents.shape
+    packing = Packing.of(positions, documents)
+    assert packing is not None
+    documents, positions = documents.to(device), positions.to(device)
+    seen = Visibility(count, count, window, positions, positions, documents, documents, rows, packing)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(rows, count, of, head_dim, generator=draw).to(torch.bfloat16).float().to(device, dtype)
+        for of in (heads, key_heads, key_heads, heads)
+    )
+    scores = torch.linspace(-1.0, 3.0, heads, device=device, dtype=dtype) if sinks else None
+    return Case(q, k, v, grad, seen, packing, head_dim**-0.5, scores)
+
+
+def _whole(kernel: Kernel, case: Case) -> list[Tensor]:
+    """The output and the gradients of q, k, v and sinks."""
+    prepared = kernel.prepare(case.seen, case.q.dtype, case.q.device)
+    return _differentiated(case, lambda q, k, v, sinks: kernel(q, k, v, prepared, case.scale, sinks))
+
+
+def gathered(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
+    """As `_whole`, the queries of each of `size` ranks over gathered keys."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        outputs = []
+        for rank in range(size):
+            calls = put(case.packing.over_gathered(case.seen.window, rank, size), q.device)
+            mine = shard_sequence(q, rank, size)
+            outputs.append(over_keys(flash, mine, k.flatten(0, 1), v.flatten(0, 1), calls, case.scale, sinks))
+        return join_sequence(outputs, 1)
+
+    return _differentiated(case, attend)
+
+
+@torch.no_grad()
+def in_ring(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
+    """As `_whole`, the queries of each of `size` ranks over one rank's keys after the other."""
+    way, rows = BySegments(flash, case.scale), len(case.q)
+    q, k, v, grad = ([shard_sequence(part, rank, size).flatten(0, 1) for rank in range(size)] for part in case[:4])
+    kv = [torch.stack(pair) for pair in zip(k, v, strict=True)]
+    q_grads, kv_grads = (
+        [torch.zeros_like(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in some] for some in (q, kv)
+    )
+    outputs, of_sinks = [], []
+    for rank in range(size):
+        steps = [put(step, case.q.device) for step in case.packing.in_ring(case.seen.window, rank, size)]
+        whole: Partial | None = None
+        for distance, step in enumerate(steps):
+            whole = way.forward(q[rank], kv[rank - distance], step, whole)
+        assert whole is not None
+        whole = with_sinks(way, whole, case.sinks)
+        outputs.append(whole[0])
+        whole = whole[0].to(q[rank].dtype), whole[1]
+        for distance, step in enumerate(steps):
+            source = rank - distance
+            way.backward(grad[rank], q[rank], kv[source], whole, step, q_grads[rank], kv_grads[source])
+        of_sinks.append(sinks_grad(way, grad[rank], whole, case.sinks))
+    parts = (outputs, q_grads, *([one[i] for one in kv_grads] for i in range(2)))
+    joined = [join_sequence([one.unflatten(0, (rows, -1)) for one in part], 1) for part in parts]
+    return joined if case.sinks is None else [*joined, torch.stack(cast(list[Tensor], of_sinks)).sum(0)]
+
+
+def _differentiated(case: Case, attend: Callable[..., Tensor]) -> list[Tensor]:
+    asked = [part.clone().requires_grad_() for part in (*case[:3], case.sinks) if part is not None]
+    out = attend(*asked, *([] if case.sinks is not None else [None]))
+    return [out.detach(), *torch.autograd.grad(out, asked, case.grad)]

@@ -1,0 +1,130 @@
+"""What flash-linear-attention must show on a device before `delta_flash` is used there: packed rows, plain rows and the
+pieces of context parallel, forward and backward, against `delta_chunks` in float32.
+
+The ranks of an exchange are played one after the other in this process.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dtrain.attention.linear.chunks import chunked
+from dtrain.attention.linear.flash import Borders, FlashDelta
+
+_LENGTHS = ((1, 61, 66, 64), (150, 42))  # documents of two rows of 192, the last of them padding
+_MOST_OFF = 0.02  # of the results' size in a document: several times what the kernels are off in bfloat16
+
+
+def prove(
+    rule: FlashDelta,
+    *,
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    exchanges: bool,
+) -> str | None:
+    """Why `rule` is not to be used for such heads here; None where it computes what `chunked` does in float32: packed
+    and plain rows, and where there is an exchange their pieces, forward and backward. Each document is compared by
+    itself, so that a small one counts. No collective, and no random number of the run's is drawn."""
+    documents = torch.tensor([[n for n, size in enumerate(row) for _ in range(size)] for row in _LENGTHS])
+    documents[-1, -_LENGTHS[-1][-1] :] = -1
+    begins = [[0, *(at for at in range(1, row.numel()) if row[at] != row[at - 1])] for row in documents]
+    real = documents.to(device) >= 0
+    length = documents.shape[1]
+    segments = (documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0).cumsum(1).to(device)
+    draw = torch.Generator().manual_seed(0)
+
+    def drawn(heads: int, *size: int) -> Tensor:
+        return torch.randn(*documents.shape, heads, *size, generator=draw).to(dtype).to(device)
+
+    q, k = drawn(key_heads, key_dim), drawn(key_heads, key_dim)
+    v, grad = drawn(value_heads, value_dim), drawn(value_heads, value_dim)
+    g, beta = -drawn(value_heads).float().exp() / 16, drawn(value_heads).sigmoid()  # a state lives long
+    parts = [q, k, v, g, beta]
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return rule(q, k, v, g, beta, Borders.of(begins, length, device), real)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return rule(q, k, v, g, beta, None, None)
+
+    def in_pieces(*inputs: Tensor) -> Tensor:
+        size = length // 4
+        q, k, v, g, beta = (one.unflatten(1, (4, -1)).transpose(0, 1).flatten(0, 1) for one in inputs)
+        # piece by piece, and in each all rows
+        places = [[at - n * size for at in row if n * size <= at < (n + 1) * size] for n in range(4) for row in begins]
+        seen = real.unflatten(1, (4, -1)).transpose(0, 1).flatten(0, 1)
+        out = rule(q, k, v, g, beta, Borders.of(places, size, device), seen, _Chain(4))
+        return out.unflatten(0, (4, -1)).transpose(0, 1).flatten(1, 2)
+
+    asked: list[tuple[str, Callable[..., Tensor], Tensor | None, Tensor | None]]
+    asked = [("packed rows", packed, segments, real), ("plain rows", plain, None, None)]
+    asked += [("pieces of rows", in_pieces, segments, real)] * exchanges
+    for name, way, of_row, is_real in asked:
+        try:
+            found = _differentiated(way, parts, grad)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except _failures() as error:
+            return f"flash-linear-attention does not run here: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        wide = [one.float() for one in parts]
+
+        truth = _differentiated(partial(_exact, of_row, is_real), wide, grad.float())
+        cuts = begins if of_row is not None else [[0], [0]]
+        for one, other in zip(found, truth, strict=True):
+            for row, places in enumerate(cuts):
+                for begin, end in pairwise((*places, length)):
+                    at = row, slice(begin, end)
+                    off = float((one[at].float() - other[at]).norm())
+                    if not off <= _MOST_OFF * float(other[at].norm() + other.norm() / 100):
+                        return f"flash-linear-attention gives other numbers than torch here, in {name}"
+    return None
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What is raised for what a torch, a Triton or a device does not have."""
+    triton = sys.modules.get("triton.errors")
+    of_triton = () if triton is None else (triton.TritonError,)
+    return RuntimeError, ValueError, TypeError, AttributeError, AssertionError, *of_triton
+
+
+class _Chain:
+    """An `Exchange` whose pieces are all here, one row of pieces after the other: [P · B, ..]."""
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def forward(self, maps: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Exchange.forward`."""
+        size, pieces = maps.shape[-2], maps.unflatten(0, (self._count, -1))
+        states = [torch.zeros_like(pieces[0, ..., size:])]
+        for piece in pieces[:-1]:
+            states.append(piece[..., :size] @ states[-1] + piece[..., size:])
+        return torch.cat(states), pieces[..., :size]
+
+    def backward(self, grads: Tensor, kept: Tensor) -> Tensor:
+        """As `Exchange.backward`."""
+        pieces = grads.unflatten(0, (self._count, -1))
+        states = [torch.zeros_like(pieces[0])]
+        for piece in range(self._count - 1, 0, -1):
+            states.append(kept[piece].mT @ states[-1] + pieces[piece])
+        return torch.cat(states[::-1])
+
+
+def _exact(segments: Tensor | None, real: Tensor | None, *parts: Tensor) -> Tensor:
+    q, k, v, g, beta = parts
+    return chunked(q, k, v, g, beta, segments, real)[0]
+
+
+def _differentiated(way: Callable[..., Tensor], parts: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    """The output and the gradients of all parts."""
+    leaves = [one.clone().requires_grad_() for one in parts]
+    out = way(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

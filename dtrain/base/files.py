@@ -1,0 +1,163 @@
+"""Files that are there whole or not at all, and their checksums. Knows no tensor and imports no torch.
+
+A checksum is CRC-32 (zlib), as eight hex digits: it finds damage by disks and networks, at several GiB/s; it is no
+guard against someone who writes both the file and its manifest.
+"""
+
+import os
+import shutil
+import zlib
+from io import IOBase
+from pathlib import Path
+from typing import Any, TypedDict
+
+from dtrain.base.errors import UserError
+
+_BLOCK = 1 << 22
+
+
+class Record(TypedDict):
+    """Size and checksum of a file."""
+
+    bytes: int
+    crc32: str
+
+
+class ChecksumStream:
+    """A binary file open for writing from its start that knows the checksum of what has passed.
+
+    `failure` is the error that a write raised: torch.save replaces it by a RuntimeError that does not say why.
+    """
+
+    def __init__(self, stream: IOBase):
+        self._stream: Any = stream
+        self._crc = 0
+        self.size = 0
+        self.failure: OSError | None = None
+
+    def write(self, data) -> int:
+        view = memoryview(data)
+        try:
+            written = self._stream.write(view)
+        except OSError as error:
+            self.failure = error
+            raise
+        self._crc = zlib.crc32(view, self._crc)
+        self.size += view.nbytes
+        return written
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    @property
+    def record(self) -> Record:
+        """Of what has been written."""
+        return Record(bytes=self.size, crc32=f"{self._crc:08x}")
+
+
+def checksum(path: Path) -> Record:
+    """Of a file as it lies on disk."""
+    crc = size = 0
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            crc = zlib.crc32(block, crc)
+            size += len(block)
+    return Record(bytes=size, crc32=f"{crc:08x}")
+
+
+def write_new(path: Path, text: str) -> Record:
+    """Write `text` to `path`, synced to disk. For files in a directory not yet published."""
+    content = text.encode()
+    _write(path, content)
+    return Record(bytes=len(content), crc32=f"{zlib.crc32(content):08x}")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Put `text` at `path` in one step: a reader, or a kill, finds the old file or the new one."""
+    replace(path, text.encode())
+
+
+def replace(path: Path, content: bytes) -> None:
+    """As `replace_text`."""
+    beside = path.with_name(f".{path.name}.new")
+    _write(beside, content)
+    beside.replace(path)
+    sync(path.parent)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync(path: Path) -> None:
+    """Make the content of a file durable, or the names in a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def real(path: Path) -> Path:
+    """Where `path` leads, through symbolic links; what is put together beside it must lie on the same disk. UserError
+    for links that lead in a circle."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def staged(directory: Path) -> Path:
+    """Where the directory is put together until it gets its name."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def refuse_unwritable(path: Path) -> None:
+    """UserError where no directory could be published at `path` later on. Leaves nothing but its parent."""
+    directory = real(path)
+    named = str(path) if path == directory else f"{path}, which leads to {directory},"
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{named} is no directory: delete it, or choose another place")
+    if os.path.ismount(directory):
+        raise UserError(
+            f"{named} is a disk's own mount point, which no directory can take the place of: let the path lead to a "
+            "directory below it"
+        )
+    partial = staged(directory)
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        partial.rmdir()
+    except OSError as error:
+        raise UserError(
+            f"{named} cannot be written: it is put together beside its place, and {directory.parent} does not allow "
+            f"that ({error.strerror})"
+        ) from error
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Rename a finished directory to its name, durably; raises OSError if `final` is there and not empty."""
+    sync(partial)
+    partial.rename(final)
+    sync(final.parent)
+
+
+def set_aside(path: Path, prefix: str = ".discarded-") -> Path:
+    """Take a published directory's name away in one step; returns where it lies until it is deleted."""
+    beside = path.with_name(f"{prefix}{path.name}")
+    if beside.exists():
+        shutil.rmtree(beside)
+    return path.rename(beside)

@@ -1,0 +1,143 @@
+"""Models of the Hugging Face hub by their id, `owner/name`: from huggingface_hub's cache, or downloaded into it.
+
+huggingface_hub comes with tokenizers; where its cache lies, HF_TOKEN and HF_HUB_OFFLINE are its own affair. Imports no
+torch. Only weights in safetensors and the small files beside them are fetched, no code and no pickle.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from dtrain.base.errors import UserError
+from dtrain.base.model_directory import COMPANIONS, CONFIG, INDEX, SINGLE, indexed_files
+from dtrain.base.ranges import beside
+
+SHARDS = "model-*.safetensors"
+FETCHED = [CONFIG, *COMPANIONS, SINGLE, SHARDS, INDEX]
+_SNAPSHOT = re.compile(r"models--([A-Za-z0-9][\w.-]*)--([\w.-]+)")
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_id(path: str) -> bool:
+    """Whether `path` reads as a model's id on the hub. A directory of that name comes first, and beside a run's
+    directory no id is looked for."""
+    is_one = _ID.fullmatch(path) is not None and not Path(path).exists()
+    return is_one and not any(Path(path).parent.glob("*/config.yaml"))
+
+
+def id_of(directory: Path) -> str | None:
+    """The id of the model whose directory in the cache this is; None for another directory."""
+    repository = directory.absolute().parent.parent
+    found = _SNAPSHOT.fullmatch(repository.name) if directory.absolute().parent.name == "snapshots" else None
+    return f"{found[1]}/{found[2]}" if found else None
+
+
+def find_directory(path: Path) -> Path:
+    """`path` where it is a directory, else the one in the cache of the model whose id it is. No network. Raises
+    UserError."""
+    if path.is_dir():
+        return path
+    name = str(path)
+    if (has_id := is_id(name)) and (directory := cached(name)) is not None:
+        return directory
+    fetched = f"; a model of the Hugging Face hub is fetched first: `dtrain download {name}`"
+    takes = "give a model's directory, an adapter's, a run's or a step's"
+    raise UserError(f"{name}: no such directory; {takes}{fetched if has_id else beside(name)}")
+
+
+def cached(name: str, *, weights: bool = True) -> Path | None:
+    """The directory of model `name` in the cache; None where it is not there whole. No network.
+
+    weights: without them the directory is not whole.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        # A look for config.json alone: what another tool fetched of a model is a part that the library calls partial.
+        directory = Path(snapshot_download(name, local_files_only=True, allow_patterns=[CONFIG]))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return directory if (directory / CONFIG).is_file() and (not weights or _has_weights(directory)) else None
+
+
+def download(name: str, *, weights: bool = True, key: str = "model.path") -> Path:
+    """The directory of model `name` in the cache, what it lacks downloaded. UserError that says what to do where the
+    hub does not give it. Several processes may ask at once: the library locks each file. key: that names the model."""
+    from huggingface_hub import snapshot_download
+
+    patterns = FETCHED if weights else [CONFIG, *COMPANIONS]
+    with told(name, "model", f"dtrain download {name}", f"{key} to a directory"):
+        directory = Path(snapshot_download(name, allow_patterns=patterns))
+    _refuse_unfit(name, (directory / CONFIG).is_file(), not weights or _has_weights(directory))
+    return directory
+
+
+def look(name: str, key: str = "model.path") -> tuple[Path, int]:
+    """The directory of model `name` in the cache, its small files downloaded, and the bytes of the weights that
+    `download` would fetch beside them. Raises UserError as `download` does."""
+    from huggingface_hub import HfApi
+
+    directory = download(name, weights=False, key=key)
+    with told(name, "model", f"dtrain download {name}", f"{key} to a directory"):
+        listed = HfApi().list_repo_tree(name, revision=directory.name)
+        sizes = {one.path: getattr(one, "size", 0) for one in listed}
+    _refuse_unfit(name, True, SINGLE in sizes or INDEX in sizes)
+    weights = [path for path in sizes if any(fnmatchcase(path, pattern) for pattern in (SINGLE, SHARDS))]
+    return directory, sum(sizes[path] for path in weights)
+
+
+def _refuse_unfit(name: str, has_config: bool, has_weights: bool) -> None:
+    if not has_config or not has_weights:
+        lacking = "weights in safetensors" if has_config else CONFIG
+        raise UserError(f"{name} has no {lacking} on the hub: dtrain cannot train it")
+
+
+@contextmanager
+def told(name: str, kind: str, command: str, otherwise: str) -> Iterator[None]:
+    """What the library raises in the block, as a UserError that says what to do. kind: model, or dataset. command:
+    what fetches it elsewhere. otherwise: what else to set."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    path = {"model": name, "dataset": f"datasets/{name}"}[kind]
+    here = {"model": "directory", "dataset": "file"}[kind]
+    try:
+        yield
+    except GatedRepoError as error:
+        raise UserError(
+            f"{name} is gated: its owner wants your agreement. Log in at https://huggingface.co/{path} and accept, "
+            "then run `hf auth login`, or set HF_TOKEN to a token of that account"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UserError(f"{name} has no such revision on the hub: give a branch, a tag or a commit of it") from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"there is no {here} {name} here, and the hub has no such {kind}, or it is private and no token, or the "
+            "wrong one, was sent: check the name, or run `hf auth login`, or set HF_TOKEN"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise UserError(
+            f"{name} is no {here} here and not in the hub's cache on this machine, and the hub cannot be reached "
+            f"(no network, or HF_HUB_OFFLINE=1): run `{command}` where there is a network, or set {otherwise}"
+        ) from error
+    except HfHubHTTPError as error:
+        raise UserError(f"{name}: the hub answered with an error: {str(error).strip().splitlines()[0]}") from error
+    except OSError as error:
+        raise UserError(f"{name} could not be downloaded: {error}") from error
+
+
+def _has_weights(directory: Path) -> bool:
+    if (directory / SINGLE).is_file():
+        return True
+    try:
+        return all((directory / name).is_file() for name in indexed_files(directory))
+    except UserError:  # told of where the weights are read
+        return False

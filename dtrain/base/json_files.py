@@ -1,0 +1,110 @@
+"""JSON that others may have written: of bounded size and depth, each name once, and errors that say what is wrong.
+
+The only reader of such text: every file of a model, a checkpoint or a data set goes through it. Imports no torch.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from dtrain.base.errors import UserError
+
+DEPTH = 100  # levels; what walks a value later may recurse
+PARTS = 100_000_000  # entries of all lists and objects together
+SMALL, LARGE, OWN = 1 << 24, 1 << 27, 1 << 33  # bytes: of a configuration, a vocabulary, a file of dtrain's own
+_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+_KINDS[type(None)] = "null"
+
+
+def digest(*parts: Any) -> str:
+    """The SHA-256 of values that JSON can write, in hex."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def kind_of(value: Any) -> str:
+    """What JSON calls it."""
+    return _KINDS.get(type(value), type(value).__name__)
+
+
+def loads(text: str | bytes, *, constants: bool = True) -> Any:
+    """The value of a JSON text, UTF-8 where it is bytes. constants: NaN and Infinity, which Python writes, are read.
+
+    Raises ValueError that says what is wrong, json.JSONDecodeError and UnicodeDecodeError among them.
+    """
+    text = text.decode("utf-8") if isinstance(text, bytes) else text
+    if text.startswith("\ufeff"):
+        raise ValueError("it begins with a byte order mark; save it as UTF-8 without one")
+    try:
+        value = (decoder if constants else _STRICT).decode(text)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {DEPTH} levels") from None
+    check_shape(value)
+    return value
+
+
+def check_shape(value: Any, most: int = PARTS) -> None:
+    """Raises ValueError for a value nested deeper than DEPTH, or with more than `most` entries, shared ones counted
+    each time."""
+    level, depth, parts = [value] if isinstance(value, dict | list) else [], 0, 0
+    while level:
+        depth, parts = depth + 1, parts + sum(map(len, level))
+        if depth > DEPTH:
+            raise ValueError(f"it is nested deeper than {DEPTH} levels")
+        if parts > most:
+            raise ValueError(f"it has more than {most:,} entries")
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+
+
+def read_text(path: Path, most: int = SMALL) -> str:
+    """The text of a file that a stranger may have written. Raises UserError: no regular file, more than `most` bytes,
+    not UTF-8."""
+    try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is a directory or a device; a file belongs there")
+        with path.open("rb") as stream:
+            text = stream.read(most + 1)
+        if len(text) > most:
+            raise UserError(f"{path} is larger than {most >> 20} MiB, more than such a file has; is it the right one?")
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error}); convert it to UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+
+
+def read_json(path: Path, *, most: int = SMALL, constants: bool = False) -> dict[str, Any]:
+    """The JSON object in `path`. Raises UserError naming the file."""
+    text = read_text(path, most)
+    try:
+        value = loads(text, constants=constants)
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); is the file whole?") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object but {kind_of(value)}")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the name {name[:80]!r} stands twice in one object; keep one of them")
+            seen.add(name)
+    return found
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+decoder = json.JSONDecoder(object_pairs_hook=_object)
+"""For a reader that takes value after value from a text; it owes each one `check_shape`, and catches RecursionError."""
+_STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_number)

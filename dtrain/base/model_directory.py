@@ -1,0 +1,46 @@
+"""Names of the files of a model's directory in Hugging Face format, and its index of weights. Imports no torch."""
+
+from pathlib import Path
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import LARGE, read_json
+
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+HELD = "dtrain.json"
+
+# What transformers and its like read beside config.json and the weights.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    CHAT_TEMPLATE,
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "image_processor_config.json",
+)
+
+
+def indexed_files(directory: Path) -> dict[str, list[str]]:
+    """The files that the index of a model's directory names, and each one's tensors. Raises UserError."""
+    try:
+        weight_map = read_json(directory / INDEX, most=LARGE).get("weight_map")
+    except UserError as error:
+        raise UserError(f"{directory / INDEX}: damaged: {error}") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise UserError(f"{directory / INDEX}: damaged: {INDEX} is damaged: it has no weight_map from tensors to files")
+    files: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if Path(file).name != file:
+            raise UserError(f"{directory / INDEX}: places {name} in {file!r}, which is no file of this directory")
+        files.setdefault(file, []).append(name)
+    return files

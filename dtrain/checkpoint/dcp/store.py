@@ -1,0 +1,451 @@
+"""The checkpoints of one run: `step-N` directories, each whole or absent.
+
+    step-100/
+      __0_0.distcp ...   tensors, one file per rank (torch's distributed checkpoint)
+      tensors.json       where each tensor's chunks lie (see `pieces`)
+      state.json         everything that is not a tensor and the same for all ranks
+      rank-0.json ...    what a rank keeps for itself (random number generators)
+      adapter/           of a run that trains one, in PEFT's layout
+      manifest.json      size and checksum of every other file, and its own checksum; written last
+
+A save goes to `.partial-step-N`, is synced by every rank, and gets its name in one rename; readers look at no other
+name. What killed saves leave is deleted by the next save or `clean`, which the run's lock makes safe.
+"""
+
+import json
+import pickle
+import re
+import shutil
+import socket
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from functools import partial as bound
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dtrain.base.errors import UserError, in_words
+from dtrain.base.files import Record, checksum, publish, set_aside, write_new
+from dtrain.base.json_files import OWN, digest, loads, read_json
+from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.pieces import Piece, PieceReader, PieceWriter, Table, read_table, read_whole
+from dtrain.checkpoint.dcp.retention import Retention
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+TABLE = "tensors.json"
+_FORMAT = 1
+_STEP = re.compile(r"step-(0|[1-9]\d*)")
+_LEFTOVERS = re.compile(r"\.(partial|discarded)-step-\d+")
+_LISTED = 10
+_FOLDERS = ("adapter/",)  # of a step, beside its own files
+SEEN_SECONDS = 5.0  # for what one host has written to be seen by another
+
+Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Beside = Callable[[Path, Sizes, Callable[[str], Tensor]], Mapping[str, Record]]
+"""What rank 0 writes into a step's directory, from the tensors that the step holds: given the directory, their sizes
+and dtypes by name, and a function that reads one, it returns the records of its files, by their names there."""
+
+
+class Damaged(UserError):
+    """A file of a published step is missing, or not as it was saved."""
+
+
+def step_of(path: Path) -> int | None:
+    """N for a path whose last part is `step-N`, else None."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def locate(path: str | Path, ranks: Ranks | None = None) -> tuple["CheckpointStore", int]:
+    """The store and step that a user means by `path`: a `step-N` directory, a `checkpoints` directory or a run's, of
+    which the newest whole step. UserError where there is none. Collective over `ranks`."""
+    path = Path(path)
+    named = step_of(path.absolute())
+    if named is not None:
+        store = CheckpointStore(path.absolute().parent, ranks)
+        faults = store.ranks.first(lambda: store.faults(named))
+        if faults:
+            raise UserError(f"{path} is no whole checkpoint: {faults[0]}")
+        return store, named
+    store = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path, ranks)
+    newest = store.latest()
+    if newest is None:
+        raise UserError(f"{path}: no whole checkpoint there (looked for step-N directories in {store.directory})")
+    return store, newest
+
+
+class CheckpointStore:
+    """The steps saved in `directory`. Every rank of `ranks` (default: all) holds a store of the same directory.
+
+    Methods marked collective are called by all of them, with the same arguments but for the tensors' own shards.
+    Errors of the collective ones are UserErrors naming the file, raised on every rank.
+    """
+
+    def __init__(self, directory: str | Path, ranks: Ranks | None = None):
+        self.directory = Path(directory)
+        self.ranks = ranks or Ranks()
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step}"
+
+    def steps(self) -> list[int]:
+        """The steps that are whole, ascending, as this rank's file system shows them. No collective."""
+        return [step for step in self.published() if not self.faults(step)]
+
+    def faults(self, step: int) -> list[str]:
+        """What a look at the manifest and the file sizes finds wrong with a step, without reading the data.
+
+        UserError for a manifest that is of another version of dtrain, or that the system does not let us read.
+        """
+        try:
+            manifest = self._manifest(step)
+        except Damaged as error:
+            return [str(error)]
+        return [fault for name, record in manifest["files"].items() if (fault := self._misfit(step, name, record))]
+
+    def damage(self, step: int) -> list[str]:
+        """What reading every file against its checksum finds wrong with a step; the files are shared out over the
+        ranks, which all get the whole list. Collective."""
+
+        def found() -> list[str]:
+            faults = self.faults(step)
+            return faults or self._wrong_checksums(step, self._share(step))
+
+        return list(dict.fromkeys(fault for faults in self.ranks.every(found) for fault in faults))
+
+    def latest(self) -> int | None:
+        """The newest whole step, as rank 0 sees it. Collective."""
+        return self.ranks.first(lambda: max(self.steps(), default=None))
+
+    def clean(self) -> None:
+        """Delete what killed saves and deletions left. Acts on rank 0 alone; only the holder of the run may call it."""
+        if self.ranks.is_first and self.directory.is_dir():
+            for entry in list(self.directory.iterdir()):
+                if _LEFTOVERS.fullmatch(entry.name):
+                    shutil.rmtree(entry)
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any] | None = None,
+        beside: Beside | None = None,
+    ) -> Path:
+        """Save a step and publish it; returns its directory. Collective.
+
+        tensors: [any shape], plain (the same on every rank), DTensors or Pieces, under the same names on every rank.
+        state: JSON, rank 0's is kept; rank_state: JSON, each rank's is kept. Tuples come back as lists. beside: writes
+        more files, which rank 0 makes of what all ranks have written.
+        Raises UserError where the step is already there (it is never written again), and for a full disk and the like;
+        then nothing of this save remains and the steps before it stand.
+        """
+        pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
+        state_text, own_text = json.dumps(state), json.dumps(rank_state)
+        own_file = f"rank-{self.ranks.rank}.json"
+        final, partial = self.path(step), self.directory / f".partial-step-{step}"
+
+        def begin() -> None:
+            if final.exists():
+                raise UserError(f"{final} is already there, and a saved step is never overwritten: delete or move it")
+            self.clean()
+            partial.mkdir(parents=True)
+
+        def written() -> dict[str, Record]:
+            own = {} if rank_state is None else {own_file: write_new(partial / own_file, own_text)}
+            return writer.records | own
+
+        self.ranks.first(begin)
+        try:
+            writer = PieceWriter(partial)
+            planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            self._dcp("saved", final, dcp.save, pieces, storage_writer=writer, planner=planner)
+            records = self.ranks.every(written)
+            self.ranks.first(lambda: self._publish(step, partial, writer.table, state_text, records, beside))
+        except UserError:
+            if self.ranks.is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return final
+
+    def read_state(self, step: int) -> dict[str, Any]:
+        """The `state` of a step; no tensor is read. No collective."""
+        self._verify(step, [STATE])
+        return _read(self.path(step) / STATE)
+
+    def read_rank_state(self, step: int) -> tuple[dict[str, Any] | None, int]:
+        """A `rank_state` for this rank, and which copy of it this is. No collective.
+
+        Rank r of a world as large as the saved one gets its own, copy 0. In a larger world rank r gets that of rank
+        r % saved, copy r // saved. None where the step keeps none.
+        """
+        saved = self._manifest(step)["world_size"]
+        name = f"rank-{self.ranks.rank % saved}.json"
+        if name not in self._manifest(step)["files"]:
+            return None, 0
+        self._verify(step, [name])
+        return _read(self.path(step) / name), self.ranks.rank // saved
+
+    def identity(self, step: int) -> str:
+        """A digest of what the tensors of a step hold, by the checksums of their files. No collective."""
+        files = self._manifest(step)["files"]
+        return digest({name: record for name, record in files.items() if name == TABLE or name.endswith(".distcp")})
+
+    def tensors(self, step: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Size and dtype of every tensor of a step, by name. No collective."""
+        return _sizes(self._table(step))
+
+    def load(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        only: bool = False,
+        verified: bool = False,
+        cast: Collection[str] = (),
+    ) -> dict[str, Any]:
+        """Fill `tensors` [any shape] in place from a step, saved on whatever mesh; returns its `state`. Collective.
+
+        Every file's checksum is verified first, the files shared out over the ranks. Names that either side lacks,
+        other sizes and other dtypes are one UserError that lists them; then nothing has been written to `tensors`.
+        only: names that the step holds beyond `tensors` are no error. verified: `damage` has just found none, so that
+        the checksums need not be taken again. cast: names of tensors that keep their dtype, whatever the step has.
+        """
+        pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
+
+        def examine() -> Table:
+            if not verified:
+                self._verify(step, self._share(step))
+            table = self._table(step)
+            self._check_fit(step, table, pieces, only, cast)
+            return table
+
+        self._read(step, pieces, self.ranks.together(examine))
+        return self.read_state(step)
+
+    def refuse_misfit(self, step: int, tensors: Mapping[str, Tensor], cast: Collection[str]) -> None:
+        """Raises UserError where `load` with only=True would, for its names, sizes and dtypes; reads no tensor, so that
+        `tensors`, [any shape], may be on meta. No collective."""
+        pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
+        self._check_fit(step, self._table(step), pieces, True, cast)
+
+    def opened(self, step: int) -> Callable[[Mapping[str, Tensor]], None]:
+        """For one process alone: verifies every file of a step, and returns a function that fills some of its tensors,
+        [any shape], in place, as often as it is called; where memory is short, one tensor at a time."""
+        self._verify(step, sorted(self._manifest(step)["files"]))
+        table = self._table(step)
+
+        def fill(tensors: Mapping[str, Tensor]) -> None:
+            pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
+            self._check_fit(step, table, pieces, only=True)
+            self._read(step, pieces, table)
+
+        return fill
+
+    def prune(self, retention: Retention) -> None:
+        """Delete the whole steps that `retention` drops, by the `metrics` in their state. Acts on rank 0 alone; no
+        collective."""
+        if retention.keep_last is None or not self.ranks.is_first:
+            return
+        measured = {step: self._measured(step) if retention.keep_best else {} for step in self.steps()}
+        for step in retention.dropped(measured):
+            shutil.rmtree(set_aside(self.path(step)))
+
+    def _measured(self, step: int) -> dict[str, float]:
+        """The metrics saved with a step; a state that no longer reads has none, and is for a resume to tell of."""
+        try:
+            return self.read_state(step).get("metrics", {})
+        except Damaged:
+            return {}
+
+    def published(self) -> list[int]:
+        """The steps that have their name, whole or damaged since, ascending. No collective."""
+        if not self.directory.is_dir():
+            return []
+        steps = (step_of(entry) for entry in self.directory.iterdir() if entry.is_dir())
+        return sorted(step for step in steps if step is not None)
+
+    def _publish(
+        self,
+        step: int,
+        partial: Path,
+        table: str,
+        state: str,
+        records: list[dict[str, Record]],
+        beside: Beside | None,
+    ) -> None:
+        files = {name: record for written in records for name, record in written.items()}
+        self._refuse_apart(partial, files)
+        if beside is not None:
+            held = read_table(partial / TABLE, table.encode())
+            files |= beside(partial, _sizes(held), bound(read_whole, partial, held))
+        files[TABLE] = write_new(partial / TABLE, table)
+        files[STATE] = write_new(partial / STATE, state)
+        content = {"format": _FORMAT, "step": step, "world_size": self.ranks.size, "files": files}
+        write_new(partial / MANIFEST, json.dumps({"crc32": _text_checksum(content), "content": content}, indent=1))
+        publish(partial, self.path(step))
+
+    def _refuse_apart(self, partial: Path, files: Mapping[str, Record]) -> None:
+        """Raises UserError where what other ranks wrote is not here: their hosts have another directory there."""
+        until = time.monotonic() + SEEN_SECONDS
+        for name, record in files.items():
+            path = partial / name
+            while not path.is_file() or path.stat().st_size != record["bytes"]:
+                if time.monotonic() > until:
+                    raise UserError(
+                        f"{path}: a rank has written it, and on {socket.gethostname()}, where the step is put "
+                        "together, it is not there as it was written: all hosts must share run.dir, under the same path"
+                    )
+                time.sleep(0.1)
+
+    def _manifest(self, step: int) -> dict[str, Any]:
+        path = self.path(step) / MANIFEST
+        if path.exists() and not path.is_file():
+            raise Damaged(f"{path}: damaged, it is no file")
+        try:
+            manifest = loads(path.read_bytes())
+        except FileNotFoundError as error:
+            raise Damaged(in_words(error)) from error
+        except OSError as error:
+            raise UserError(in_words(error)) from error
+        except ValueError as error:
+            raise Damaged(f"{path}: damaged, it is not JSON ({error})") from error
+        try:
+            content = manifest["content"]
+            if manifest["crc32"] != _text_checksum(content):
+                raise Damaged(f"{path}: damaged, its checksum does not match")
+            if content["format"] != _FORMAT:
+                raise UserError(f"{path}: written in format {content['format']!r}, this dtrain reads {_FORMAT}")
+            if content["step"] != step:
+                raise UserError(f"{path}: is of step {content['step']}; a checkpoint's directory keeps its name")
+            files, ranks = content["files"], content["world_size"]
+            files[TABLE], files[STATE]
+            sound = [_is_inside(name) and "bytes" in record.keys() for name, record in files.items()]
+            if type(ranks) is not int or ranks < 1 or not all(sound):
+                raise Damaged(f"{path}: damaged, or not written by dtrain")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"{path}: damaged, or not written by dtrain") from error
+        return content
+
+    def _misfit(self, step: int, name: str, record: Record) -> str | None:
+        path = self.path(step) / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            return in_words(error)
+        if not path.is_file():
+            return f"{path}: damaged, it is no file"
+        if size != record["bytes"]:
+            return f"{path}: damaged, it has {size} bytes instead of {record['bytes']}"
+        return None
+
+    def _share(self, step: int) -> list[str]:
+        """The files of a step that this rank verifies for all."""
+        return sorted(self._manifest(step)["files"])[self.ranks.rank :: self.ranks.size]
+
+    def _verify(self, step: int, names: list[str]) -> None:
+        if wrong := self._wrong_checksums(step, names):
+            raise Damaged("\n".join(wrong))
+
+    def _wrong_checksums(self, step: int, names: list[str]) -> list[str]:
+        files = self._manifest(step)["files"]
+        wrong = []
+        for name in names:
+            if fault := self._misfit(step, name, files[name]):
+                wrong.append(fault)
+            elif checksum(self.path(step) / name) != files[name]:
+                wrong.append(f"{self.path(step) / name}: damaged, its checksum does not match")
+            elif name.endswith(".json"):  # a file may be as it was written, and nothing that dtrain writes
+                try:
+                    _ = self._table(step) if name == TABLE else _read(self.path(step) / name)
+                except UserError as error:
+                    wrong.append(str(error))
+        return wrong
+
+    def _table(self, step: int) -> Table:
+        path = self.path(step) / TABLE
+        try:
+            table = read_table(path, path.read_bytes())
+        except OSError as error:
+            raise UserError(in_words(error)) from error
+        named = {place.relative_path for place in table.places.values()}
+        if unlisted := named - self._manifest(step)["files"].keys():
+            raise UserError(f"{path}: names files that the checkpoint does not list: {unlisted}")
+        return table
+
+    def _check_fit(
+        self, step: int, table: Table, pieces: dict[str, Piece], only: bool, cast: Collection[str] = ()
+    ) -> None:
+        saved = table.tensors
+        problems = []
+        for name, piece in pieces.items():
+            if name not in saved:
+                # A tensor without elements leaves no chunk, and so no entry.
+                if piece.global_size.numel():
+                    problems.append(f"missing in the checkpoint: {name}")
+            elif saved[name].size != piece.global_size:
+                problems.append(f"{name}: saved as {list(saved[name].size)}, the run has {list(piece.global_size)}")
+            elif saved[name].properties.dtype != piece.local.dtype and name not in cast:
+                dtypes = saved[name].properties.dtype, piece.local.dtype
+                keys = "optimizer.state, train.dtype" if name.startswith("optim.") else "train.dtype, train.masters"
+                problems.append(f"{name}: saved in {dtypes[0]}, the run has {dtypes[1]} ({keys})")
+        if not only:
+            problems += [f"only in the checkpoint: {name}" for name in saved if name not in pieces]
+        if problems:
+            listed = problems[:_LISTED]
+            if len(problems) > _LISTED:
+                listed.append(f"... and {len(problems) - _LISTED} more")
+            raise UserError(f"{self.path(step)} does not fit this run:\n  " + "\n  ".join(listed))
+
+    def _read(self, step: int, pieces: dict[str, Piece], table: Table) -> None:
+        wanted = {name: piece for name, piece in pieces.items() if name in table.tensors}
+        reader = PieceReader(self.path(step), table)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with torch.no_grad():
+            self._dcp("read", self.path(step), dcp.load, wanted, storage_reader=reader, planner=planner)
+
+    def _dcp(self, done: str, path: Path, act, tensors: dict[str, Piece], **kwargs: Any) -> None:
+        try:
+            if self.ranks.distributed:
+                act(tensors, process_group=self.ranks.group, **kwargs)
+            else:
+                with warnings.catch_warnings():  # of the whole process: a save in a thread goes the other way
+                    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                    act(tensors, no_dist=True, **kwargs)
+        except CheckpointException as failure:
+            causes = {rank: error for rank, (error, _) in failure.failures.items()}
+            if not all(isinstance(error, _FILE_ERRORS) for error in causes.values()):
+                raise RuntimeError(f"{path} could not be {done}") from failure
+            lines = "\n".join(f"  rank {rank}: {in_words(error)}" for rank, error in sorted(causes.items()))
+            raise UserError(f"{path} could not be {done}:\n{lines}") from failure
+
+
+# What torch.load raises for a file that torch.save did not write, beside what the file system does.
+_FILE_ERRORS = (OSError, UserError, EOFError, pickle.UnpicklingError)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name in a manifest is that of a file of the step, or of one of its folders."""
+    folder = next((folder for folder in _FOLDERS if name.startswith(folder)), "")
+    file = name.removeprefix(folder)
+    return Path(file).name == file and file != ".."
+
+
+def _sizes(table: Table) -> Sizes:
+    return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in table.tensors.items()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path, most=OWN, constants=True)
+
+
+def _text_checksum(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"

@@ -1,0 +1,239 @@
+"""Model and optimizer as named tensors and JSON, and back: what a checkpoint holds of them.
+
+Tensors: `model.<name>`, and `optim.<name>.<key>` for every tensor of the optimizer's state (`exp_avg`, `step`, ...).
+Names are those of the model's state dict, so a checkpoint does not depend on the order of parameters. JSON: the
+optimizer's groups (lr, initial_lr, betas, ...) and what its state holds beside tensors.
+
+Resuming:
+
+    optimizer_state = store.read_state(step)["optimizer"]
+    restore_optimizer(model, optimizer, optimizer_state)       # makes room for the tensors, sets the scalars
+    store.load(step, training_tensors(model, optimizer))       # fills model and optimizer in place
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.dcp.pieces import Piece
+from dtrain.parallel.placement import local_tensor
+
+SCORE = "model.score.weight"  # of a model that rates texts: a language model has none
+_SCALAR = (bool, int, float, str, type(None))
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, [any shape], by name, tied ones once, under their first name.
+
+    The tensors are the model's own (DTensors under FSDP). No collective; FSDP modules that still hold gathered weights
+    (after a forward without a backward) go back to their shards.
+    """
+    tensors = model.state_dict(keep_vars=True)
+    return {name: tensors[name] for name in aliases(model)}
+
+
+def aliases(model: nn.Module) -> dict[str, list[str]]:
+    """For every name of `model_tensors`, all names of the same tensor, that one first."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return {found[0]: found for found in names.values()}
+
+
+def frozen_names(model: nn.Module) -> set[str]:
+    """The names in `model_tensors` of parameters that are not trained."""
+    tensors = model_tensors(model).items()
+    return {name for name, one in tensors if isinstance(one, nn.Parameter) and not one.requires_grad}
+
+
+def training_tensors(model: nn.Module, optimizer: Optimizer | None = None, *, frozen: bool = True) -> dict[str, Tensor]:
+    """Every tensor, [any shape], of `model` and of the state that `optimizer` has by now, under a checkpoint's names.
+
+    The tensors share storage with the originals: to save them, and to load into them. frozen: whether parameters that
+    are not trained are among them. No collective.
+    """
+    left_out = set() if frozen else frozen_names(model)
+    tensors = {f"model.{name}": one for name, one in model_tensors(model).items() if name not in left_out}
+    if optimizer is None:
+        return tensors
+    names = _parameter_names(model)
+    for parameter, entries in optimizer.state.items():
+        name = _name(names, parameter)
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"optim.{name}.{key}"] = _placed(value, parameter, name, key, optimizer)
+    return tensors
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """What a checkpoint keeps of `optimizer` as JSON. No collective.
+
+    {"groups": [{"params": [names], "values": {option: value}}],
+     "state": {name: {"tensors": [keys], "values": {key: value}}}}
+
+    Options that are no numbers, words or sequences of them stay out: they come from the recipe. State of such a kind is
+    a UserError, for the resumed run would lack it.
+    """
+    names = _parameter_names(model)
+    groups = []
+    for group in optimizer.param_groups:
+        values = {key: _plain(value) for key, value in group.items() if key != "params" and _is_plain(value)}
+        groups.append({"params": [_name(names, parameter) for parameter in group["params"]], "values": values})
+    state = {}
+    for parameter, entries in optimizer.state.items():
+        name = _name(names, parameter)
+        values = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
+        for key, value in values.items():
+            if not _is_plain(value):
+                raise UserError(
+                    f"{_kind(optimizer)} keeps {type(value).__name__} {key!r} for {name}: dtrain saves tensors and "
+                    "numbers; choose another optimizer.name, or checkpoint.every=null"
+                )
+        tensors = [key for key in entries if key not in values]
+        state[name] = {"tensors": tensors, "values": {key: _plain(value) for key, value in values.items()}}
+    return {"groups": groups, "state": state}
+
+
+def restore_optimizer(
+    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], *, keep: Collection[str] = ()
+) -> None:
+    """Prepare a new `optimizer` for loading: its state allocated, its options and scalars as `saved` has them.
+
+    keep: options that stay as the optimizer was built with them (`lr`, ...), for a change that the user allows.
+    The tensors are filled by `CheckpointStore.load` afterwards. Parameters keep their values. No collective of its own;
+    the optimizer's step may have some. Raises UserError where the groups or the kind of state do not fit.
+    """
+    names = _parameter_names(model)
+    try:
+        groups = [(group["params"], group["values"]) for group in saved["groups"]]
+        state = {name: (entries["tensors"], entries["values"]) for name, entries in saved["state"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError("the checkpoint's optimizer state is damaged, or not written by dtrain") from error
+    _check_groups(optimizer, names, groups)
+    allocate_state(optimizer)
+    for parameter in list(optimizer.state):
+        name = _name(names, parameter)
+        if name not in state:
+            # It had no gradient yet when the checkpoint was saved.
+            del optimizer.state[parameter]
+            continue
+        entries = optimizer.state[parameter]
+        tensors, values = state.pop(name)
+        held = sorted(key for key, value in entries.items() if isinstance(value, Tensor))
+        if held != sorted(tensors):
+            raise UserError(
+                f"the checkpoint's optimizer keeps {sorted(tensors)} for {name}, {_kind(optimizer)} as the recipe "
+                f"has it keeps {held} (optimizer)"
+            )
+        entries.update(values)
+    if state:
+        raise UserError(f"the checkpoint has optimizer state for {sorted(state)[:5]}, which the run does not train")
+    for group, (_, values) in zip(optimizer.param_groups, groups, strict=True):
+        for key in values.keys() - set(keep):
+            group[key] = _like(group.get(key), values[key])
+
+
+@torch.no_grad()
+def allocate_state(optimizer: Optimizer) -> None:
+    """Give a new `optimizer` the state that it has after a step, without changing a parameter: a step with zero
+    gradients at lr 0. Its contents mean nothing until they are loaded. Does nothing where there is state already."""
+    if optimizer.state:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter.grad is not None for parameter in parameters):
+        raise ValueError("allocate_state is for an optimizer between steps: there are gradients")
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter, device=parameter.device) if parameter.requires_grad else None
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if "lr" in group:
+            group["lr"] = rate
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _parameter_names(model: nn.Module) -> dict[int, str]:
+    return {id(tensor): name for name, tensor in model_tensors(model).items()}
+
+
+def _name(names: dict[int, str], parameter: Tensor) -> str:
+    if id(parameter) not in names:
+        raise ValueError(f"the optimizer holds a parameter of {tuple(parameter.shape)} that the model does not have")
+    return names[id(parameter)]
+
+
+def _kind(optimizer: Optimizer) -> str:
+    return f"optimizer {type(optimizer).__name__}"
+
+
+def _placed(value: Tensor, parameter: Tensor, name: str, key: str, optimizer: Optimizer) -> Tensor:
+    """`value` with its place: its own, or that of the parameter whose shard it was made from."""
+    if isinstance(value, DTensor):
+        if any(placement.is_partial() for placement in value.placements):
+            raise UserError(
+                f"{_kind(optimizer)}: {key!r} of {name} is placed as {value.placements}, which no "
+                "checkpoint can hold; choose another optimizer.name"
+            )
+        return value
+    if not isinstance(parameter, DTensor) or value.dim() == 0:
+        return value
+    told = getattr(optimizer, "placed", None)  # of dtrain's own optimizers: they keep tensors of other shapes too
+    if told is not None and (place := told(parameter, key)) is not None:
+        return Piece.place(value, *place)
+    if value.shape == local_tensor(parameter).shape:
+        place = Piece.of(parameter)
+        return Piece.place(value, place.global_size, place.offsets)
+    raise UserError(
+        f"{_kind(optimizer)} keeps {key!r} of shape {tuple(value.shape)} for {name}, of which this rank holds "
+        f"{tuple(local_tensor(parameter).shape)} of {tuple(parameter.shape)}: dtrain cannot tell what part of "
+        "the whole it is; run on one process, or choose another optimizer.name"
+    )
+
+
+def _check_groups(optimizer: Optimizer, names: dict[int, str], saved: list[tuple[list[str], dict]]) -> None:
+    built = [{_name(names, parameter) for parameter in group["params"]} for group in optimizer.param_groups]
+    kept = [set(params) for params, _ in saved]
+    only_kept, only_built = (sorted(set().union(*a) - set().union(*b)) for a, b in ((kept, built), (built, kept)))
+    if only_kept and only_built:
+        raise UserError(
+            f"the checkpoint has trained {only_kept[0]} and not {only_built[0]}, this recipe trains the second and not "
+            "the first: resume with the model, the recipe and the release of dtrain that wrote it, or begin a new run"
+        )
+    if built != kept:
+        moved = sorted(set().union(*(a ^ b for a, b in zip(built, kept, strict=False))))
+        raise UserError(
+            f"the checkpoint's optimizer has {len(kept)} parameter groups, the recipe's {len(built)}; they differ in "
+            f"{moved[:5]} (optimizer, model)"
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return isinstance(value, _SCALAR)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _like(built: Any, saved: Any) -> Any:
+    """`saved` in the form of `built`: a tensor is filled in place, for a captured step reads that very tensor."""
+    if isinstance(built, Tensor):
+        return built.fill_(saved)
+    if isinstance(built, tuple) and isinstance(saved, list) and len(built) == len(saved):
+        return tuple(_like(*pair) for pair in zip(built, saved, strict=True))
+    return saved

@@ -1,0 +1,11 @@
+"""Model directories in Hugging Face's layout: safetensors with config.json, read by slices and written.
+
+read, pretrained      weights into a model; a model with its weights
+write, export         a model's directory; `dtrain export`
+safetensor_files      headers and slices of the files
+file_rows             rows of a file's tensor that make up one of the model's
+model_files           config.json, tokenizer and the other small files
+quantized             weights in 4 bits
+merged                weights with their adapter merged
+base_weights          the base model that an adapter names
+"""

@@ -1,0 +1,219 @@
+"""A run, one of its checkpoints or an adapter, as a directory that others read: one process, tensor by tensor."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import read_json
+from dtrain.base.model_directory import CONFIG
+from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.store import CheckpointStore, locate
+from dtrain.checkpoint.dcp.training_state import SCORE, aliases, model_tensors
+from dtrain.checkpoint.huggingface.base_weights import BaseWeights, RunFacts, step_around, trained_beside
+from dtrain.checkpoint.huggingface.file_rows import Stack, joints
+from dtrain.checkpoint.huggingface.merged import exact_names, wider
+from dtrain.checkpoint.huggingface.model_files import has_untrained_parts, read_model_config
+from dtrain.checkpoint.huggingface.read import check_fit
+from dtrain.checkpoint.huggingface.safetensor_files import BY_NAME, WeightFiles
+from dtrain.checkpoint.huggingface.write import Entry, Layout, joined, layout_of, matrix_of, write_entries
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory, outputs_in
+from dtrain.checkpoint.peft.export import StoredAdapter
+from dtrain.checkpoint.peft.files import ADAPTER
+from dtrain.models.common.adapter_config import is_adapter
+from dtrain.models.common.decoder import CausalLM
+
+FORMS = ("merged", "adapter", "folded")
+Stored = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def export(
+    source: str | Path, out: str | Path, dtype: str | None = None, form: str | None = None, original_base: bool = False
+) -> str:
+    """Write a directory `out` from `source`: a run's directory (its newest whole checkpoint), a `checkpoints/step-N`,
+    an adapter's directory in PEFT's layout, or a model's in Hugging Face's. Returns a line that says what was read.
+
+    form: of an adapter, or of a run that trained one. "merged", which is also None: a model in Hugging Face's layout,
+    the adapter merged into the base as it was trained, rounded to the dtype of computation or to 4 bits, or with
+    original_base as its files are; "adapter": alone, in PEFT's layout; "folded": that with its scale in B, for readers
+    of plain LoRA.
+
+    dtype: "bfloat16", "float16", "float32" or "float64"; None keeps that of each tensor, of merged ones the base's.
+    config.json, tokenizer and chat template come from the run's `model/`, weights that the run did not train from its
+    `model.path`, which must hold what it held then. Memory: one tensor. No process group is needed or used. UserError
+    where something is missing or damaged; `out` is whole or absent.
+    """
+    source, out = Path(source), Path(out)
+    if dtype is not None and dtype not in BY_NAME:
+        raise UserError(f"--dtype {dtype}: choose one of {', '.join(BY_NAME)}")
+    if original_base and form not in (None, "merged"):
+        raise UserError("--original-base says what --merged merges into; it has no meaning with another form")
+    wanted = BY_NAME[dtype] if dtype is not None else None
+    if not source.is_dir():
+        raise UserError(f"{source} is no directory: give a run's directory, a checkpoints/step-N, or an exported model")
+    step = step_around(source)
+    if step is None and is_adapter_directory(source):
+        return _export_adapter(source, out, wanted, form or "merged", original_base)
+    if (source / CONFIG).is_file() and WeightFiles.exist(source):
+        if form is not None:
+            raise UserError(f"--{form}: {source} is a whole model, which has no adapter")
+        layout = layout_of(source)
+        model, files = _model(layout), WeightFiles(source)
+        places, exact = check_fit(model, files), exact_names(model)
+        kept = {places[name].name for name in exact}
+        names = dict.fromkeys(name for rows in places.values() for name in rows.names)
+        entries = [layout.entry(files, name, wanted and wider(wanted, name in kept)) for name in names]
+        write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
+        return f"weights of {source}"
+    return _export_step(*locate(step or source, Ranks(alone=True)), out, wanted, form, original_base)
+
+
+def _model(layout: Layout, labels: int = 0) -> CausalLM:
+    """The model that config.json describes, without memory: it knows its tensors' names in files."""
+    # labels: as of `read_config`. Imported here: models reads its weights through this room.
+    from dtrain import models
+
+    return models.build(models.read_config(layout.source, labels), device="meta")
+
+
+def _export_adapter(source: Path, out: Path, dtype: torch.dtype | None, form: str, original_base: bool) -> str:
+    base = base_of(source)
+    layout = layout_of(base)
+    labels = outputs_in(source) or 0
+    model = _model(layout, labels)
+    adapter = StoredAdapter.of(source, model)
+    if form != "merged":
+        return _write_form(adapter, form, out, [base, source], dtype, f"the adapter {source}")
+    in_4_bits, kept = (False, None) if original_base else trained_beside(source)
+    weights = BaseWeights(_model(layout, labels), WeightFiles(base), kept, in_4_bits=in_4_bits, whole=adapter.whole)
+    entries = list(_entries(model, layout, dtype, {}, None, weights, adapter))
+    layout = Layout(base, _unquantized(layout.config), layout.files, companions=source)
+    write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
+    as_trained = in_4_bits or kept is not None
+    return f"the adapter {source}, merged into {base}{', as its run trained beside it' if as_trained else ''}"
+
+
+def _export_step(
+    store: CheckpointStore, step: int, out: Path, dtype: torch.dtype | None, form: str | None, original_base: bool
+) -> str:
+    directory, run = store.path(step), store.directory.absolute().parent
+    facts, state = RunFacts.of(run), store.read_state(step)
+    said, trains_adapter = f"step {step} of {run}", (directory / ADAPTER / ADAPTER_CONFIG).is_file()
+    if (form is not None or original_base) and not trains_adapter:
+        asked = f"--{form}" if form is not None else "--original-base"
+        raise UserError(f"{asked}: {run} trained no adapter: leave it out")
+    held = {"step": step, "save": state.get("save")}
+    layout = _run_layout(run, facts, held)
+    head = store.tensors(step).get(SCORE)
+    labels = head[0][0] if head is not None else 0
+    model, fill = _model(layout, labels), store.opened(step)
+    adapter = StoredAdapter.of(directory / ADAPTER, model) if trains_adapter else None
+    if adapter is not None and form in ("adapter", "folded"):
+        said = f"the adapter of {said}"
+        if read_json(adapter.directory / ADAPTER_CONFIG).get(BASE) is None:
+            said += ", whose base lies in no files but the run's steps: --merged writes both"
+        return _write_form(adapter, form, out, [layout.source], dtype, said)
+    tensors = {name.removeprefix("model."): size for name, size in store.tensors(step).items() if name[:6] == "model."}
+    saved = {name: size for name, size in tensors.items() if not is_adapter(name)}
+    wanted = model_tensors(model)
+    lacking = wanted.keys() - saved.keys()
+    if lacking and not facts.freezes:
+        raise UserError(f"{directory} lacks {len(lacking)} tensors of its model, the first {min(lacking)}")
+    if original_base and not lacking:
+        raise UserError(f"--original-base: the base of {run} lies in no files, its steps hold it: leave it out")
+    weights = None
+    if lacking:
+        files, kept = WeightFiles(facts.base(state)), None if original_base else facts.trained_in(state)
+        whole = adapter.whole if adapter is not None else ()
+        weights = BaseWeights(
+            _model(layout, labels), files, kept, in_4_bits=facts.nf4 and not original_base, whole=whole
+        )
+    if adapter is not None:
+        base = weights.files.directory if weights is not None else "the base that the step holds"
+        said = f"{said}, its adapter merged into {base}"
+
+    def read(name: str) -> Tensor:
+        shape, kept = saved[name]
+        tensor = torch.empty(shape, dtype=kept)
+        fill({f"model.{name}": tensor})
+        return tensor
+
+    for name, (shape, _) in saved.items():
+        if name not in wanted or tuple(wanted[name].shape) != shape:
+            raise UserError(f"{directory} has {name} of {list(shape)}, which the model of its run's config.json lacks")
+    entries = list(_entries(model, layout, dtype, saved, read, weights, adapter))
+    write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
+    return said
+
+
+def _entries(
+    model: nn.Module,
+    layout: Layout,
+    asked: torch.dtype | None,
+    saved: Stored,
+    read: Callable[[str], Tensor] | None,
+    base: BaseWeights | None,
+    adapter: StoredAdapter | None,
+) -> Iterator[Entry]:
+    """Each tensor of `model`: those `saved` as `read` gives them, the others of the `base`, an adapter merged into
+    them."""
+    tensors = model_tensors(model)
+    known, exact = aliases(model), exact_names(model)
+
+    def entry(name: str) -> Entry:
+        dtype = asked and wider(asked, name in exact)
+        if name in saved and read is not None:
+            own, weight = saved[name][1], partial(read, name)
+        elif base is not None and name in base:
+            own, weight = base.dtype_of(name), partial(base.read, name)
+        elif adapter is not None and adapter.saves(name):
+            weight = partial(adapter.read, name)
+            own = weight().dtype
+        else:
+            raise ValueError(f"{name} is nowhere")
+        if base is not None and name in base and adapter is not None:
+            own = base.dtype_of(name)
+        act: Callable[[], Tensor] = weight if adapter is None else adapter.merged(name, weight, dtype or own)
+        return Entry(name, tuple(tensors[name].shape), dtype or own, act)
+
+    stacks: dict[str, Stack] = {}
+    for joint in joints(model, [*saved, *(one for one in tensors if one not in saved)]):
+        parts = [entry(part) for part in joint.parts]
+        name = layout.name(model, known.get(joint.name, [joint.name]))
+        if joint.expert is None:
+            yield joined(name, joint, parts)
+        else:
+            stack = stacks.setdefault(joint.parts[0], Stack(parts[0].shape[0]))
+            yield matrix_of(parts[0], name, joint.expert, stack)
+
+
+def _write_form(
+    adapter: StoredAdapter, form: str, out: Path, companions: list[Path], dtype: torch.dtype | None, said: str
+) -> str:
+    (adapter.fold if form == "folded" else adapter.copy)(out, companions, dtype)
+    return f"{said}, its scale folded into B" if form == "folded" else said
+
+
+def _run_layout(run: Path, facts: RunFacts, held: dict[str, Any]) -> Layout:
+    """Small files from the run's own copy; weights that are copied through from the model that it started from."""
+    path, own = facts.path, run / "model"
+    source = own if (own / CONFIG).is_file() else path
+    if source is None:
+        raise UserError(f"{run} has neither model/{CONFIG} nor a config.yaml that says model.path")
+    config = read_model_config(source)
+    files = WeightFiles(path) if path is not None and WeightFiles.exist(path) else None
+    if files is None and has_untrained_parts(config) and not facts.scratch:
+        raise UserError(
+            f"the model of {run} has parts that dtrain does not train (a vision tower); they are copied from its "
+            f"model.path, and {path} has no weights: put them there again"
+        )
+    return Layout(source, _unquantized(config), files, held=held)
+
+
+def _unquantized(config: dict[str, Any]) -> dict[str, Any]:
+    """What is written is no longer in 4 bits."""
+    return {key: value for key, value in config.items() if key != "quantization_config"}

@@ -1,0 +1,199 @@
+"""A model's weights as one without adapters has them: whole, one at a time, adapters merged, under the base's names.
+
+The model's own weights are read and not written, so that nothing is left to undo, but by `merge_in_place`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
+from dtrain.checkpoint.huggingface.file_rows import Joint, Stack, joints
+from dtrain.models.common.adapter_config import is_adapter
+from dtrain.models.common.adapters import Adapted, adapted_layers, remove_adapters
+from dtrain.models.common.decoder import CausalLM, Linear
+from dtrain.parallel.placement import exact_modules, on_its_device
+
+_CODES, _SCALES = "weight_codes", "weight_scales"  # a quantized layer's, in place of its weight
+
+
+@dataclass(frozen=True)
+class WholeWeight:
+    """A weight of [shape]. names: all that the model knows it by. dtype: the base's own. `read(dtype)` gives it whole,
+    a new tensor or the model's own, on the device of its shards; collective: every rank calls it. exact: it is written
+    in float32 at least."""
+
+    names: list[str]
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[torch.dtype], Tensor]
+    collective: bool
+    exact: bool = False
+
+    def written(self, dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype that it is written in where `dtype` is asked for; None: its own."""
+        return self.dtype if dtype is None or not self.dtype.is_floating_point else wider(dtype, self.exact)
+
+
+def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
+    """By the name of files, in the model's order, each [any shape], tied ones once. No collective; FSDP modules that
+    still hold gathered weights go back to their shards. `read` gathers the weight, in its own dtype where an adapter is
+    merged into it, and the adapter: an all-gather for each that is sharded."""
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, Adapted)}
+    tensors, exact, found = model_tensors(model), exact_names(model), {}
+    for name, names in aliases(model).items():
+        module, _, parameter = name.rpartition(".")
+        layer = layers.get(module)
+        if is_adapter(name) or (layer is not None and parameter == _SCALES):
+            continue
+        if layer is not None and (parameter == _CODES or (parameter == "weight" and layer.adapter is not None)):
+            name = f"{module}.weight"
+            found[name] = _of_layer(layer, name)
+        else:
+            found[name] = replace(_as_it_is(tensors[name], names), exact=name in exact)
+    stacks: dict[str, Stack] = {}
+    whole: dict[str, WholeWeight] = {}
+    for joint in joints(model, found):
+        if joint.expert is None:
+            whole[joint.name] = _joined(joint, [found[part] for part in joint.parts])
+        else:
+            one = found[joint.parts[0]]
+            stack = stacks.setdefault(joint.parts[0], Stack(one.shape[0]))
+            whole[joint.name] = _matrix(joint.name, one, joint.expert, stack)
+    return whole
+
+
+def exact_names(model: nn.Module) -> set[str]:
+    """The names in `model` of parameters that are held, and written, in float32 at least."""
+    return {f"{name}.{parameter}" for name, one in exact_modules(model).items() for parameter in one._parameters}
+
+
+def wider(dtype: torch.dtype, exact: bool) -> torch.dtype:
+    """`dtype`, or where a tensor is `exact` float32 at least."""
+    return torch.promote_types(dtype, torch.float32) if exact else dtype
+
+
+@torch.no_grad()
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """W + s·B·A of W [.., out, in], A [.., r, in] and B [.., out, r], of DoRA each row m / ‖row‖ times that, m [out]:
+    [.., out, in], computed in max(float32, theirs), in PEFT's order, and rounded once, to `dtype`. No collective."""
+    wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
+    merged = weight.to(wide) + (b.to(wide) @ a.to(wide)) * scale
+    if magnitude is not None:
+        norms = torch.linalg.norm(merged, dim=1).clamp_(min=torch.finfo(wide).tiny)  # a row of zeros stays one
+        merged = (magnitude.to(wide) / norms)[:, None] * merged
+    return merged.to(dtype)
+
+
+def folded(name: str, tensor: Tensor, rank: int, scale: float) -> Tensor:
+    """A layer's A [r, in] or B [out, r], the parameter `name`, as in an adapter of scale 1 and a rank of r or more: the
+    scale is in B, and zeros fill both up, to [rank, in] and [out, rank]. No collective."""
+    if name.endswith(".lora_A"):
+        return F.pad(tensor, (0, 0, 0, rank - tensor.shape[0]))
+    return F.pad(tensor * scale, (0, rank - tensor.shape[1]))
+
+
+@torch.no_grad()
+def merge_in_place(model: CausalLM) -> bool:
+    """Merge the adapters of `model`, whole on one device, into its weights [.., out, in], and take them out; a merged
+    weight that was in 4 bits is a whole one from here on. Whether it had any. No collective."""
+    layers = adapted_layers(model)
+    for name, layer in layers.items():
+        weight = _of_layer(layer, name)
+        whole = weight.read(weight.dtype)
+        if not isinstance(layer, Linear) or layer.weight is not None:
+            layer.weight.copy_(whole)
+            continue
+        for one in (_CODES, _SCALES):
+            del layer._parameters[one]
+        layer.weight = nn.Parameter(whole, requires_grad=False)
+    remove_adapters(model)
+    model.adapters = None
+    return bool(layers)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """`tensor`, [any shape], whole. One all-gather for each dimension of a mesh that shards it."""
+    tensor = on_its_device(tensor)
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # One after another, FSDP's first, which cut last: torch warns of several in one call.
+    for dim, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Replicate):
+            whole = [Replicate() if one == dim else held for one, held in enumerate(tensor.placements)]
+            tensor = tensor.redistribute(placements=whole)
+    return tensor.to_local()
+
+
+def _joined(joint: Joint, parts: list[WholeWeight]) -> WholeWeight:
+    """Every rank joins them, those too that do not keep the whole."""
+    name = joint.name
+    if len(parts) == 1 and not joint.transposed:
+        return parts[0] if name in parts[0].names else replace(parts[0], names=[name])
+
+    def read(dtype: torch.dtype) -> Tensor:
+        return joint.join([part.read(dtype) for part in parts])
+
+    shape = torch.Size(joint.shape([part.shape for part in parts]))
+    is_collective, is_exact = any(part.collective for part in parts), any(part.exact for part in parts)
+    dtype = reduce(torch.promote_types, [part.dtype for part in parts])
+    return WholeWeight([name], shape, dtype, read, is_collective, is_exact)
+
+
+def _matrix(name: str, whole: WholeWeight, number: int, stack: Stack) -> WholeWeight:
+    """The matrix of this number in a stack."""
+
+    def read(dtype: torch.dtype) -> Tensor:
+        return stack.matrix(number, lambda: whole.read(dtype), dtype)
+
+    return replace(whole, names=[name], shape=whole.shape[1:], read=read)
+
+
+def _as_it_is(tensor: Tensor, names: list[str]) -> WholeWeight:
+    def read(dtype: torch.dtype) -> Tensor:
+        return gathered(
+            on_its_device(tensor).to(dtype)
+        )  # cast before the gather: half the bytes travel in half precision
+
+    return WholeWeight(names, tensor.shape, tensor.dtype, read, isinstance(tensor, DTensor))
+
+
+def _of_layer(layer: Adapted, name: str) -> WholeWeight:
+    def read(dtype: torch.dtype) -> Tensor:
+        weight, adapter = _whole_matrix(layer), layer.adapter
+        if adapter is None:
+            return weight.to(dtype)
+        magnitude = None
+        if isinstance(layer, Linear) and layer.adapter is not None and layer.adapter.dora:
+            magnitude = gathered(layer.lora_magnitude)
+        return merge(weight, gathered(layer.lora_A), gathered(layer.lora_B), adapter.scale, magnitude, dtype)
+
+    held = _held(layer)
+    own, shape = held.dtype, held.shape
+    if isinstance(layer, Linear) and layer.weight is None:
+        own, shape = layer.weight_dtype, torch.Size((layer.out_features, layer.in_features))
+    return WholeWeight([name], shape, own, read, isinstance(held, DTensor))
+
+
+def _held(layer: Adapted) -> Tensor:
+    return layer.weight_codes if isinstance(layer, Linear) and layer.weight is None else layer.weight
+
+
+def _whole_matrix(layer: Adapted) -> Tensor:
+    """W [.., out, in], of a quantized layer what it computes with. One all-gather where it is sharded."""
+    held = _held(layer)
+    if not isinstance(layer, Linear) or layer.weight is not None:
+        return gathered(held)
+    if not isinstance(held, DTensor):
+        return layer.stored_matrix()
+    # What this rank dequantizes lies in the whole as its codes do.
+    local, shape = layer.stored_matrix(), (layer.out_features, layer.in_features)
+    where = held.device_mesh, held.placements
+    return DTensor.from_local(
+        local, *where, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+    ).full_tensor()

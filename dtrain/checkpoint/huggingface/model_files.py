@@ -1,0 +1,133 @@
+"""The small files beside a model's weights: config.json, tokenizer, chat template. Imports no torch."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.files import replace, replace_text
+from dtrain.base.json_files import LARGE, read_json
+from dtrain.base.model_directory import COMPANIONS, CONFIG, HELD, TOKENIZER
+from dtrain.models.config_families import CLASSIFIERS, MODEL_TYPES
+
+
+def copy_companions(source: Path, target: Path, *, config: bool = False) -> None:
+    """Copy the companions that `source` has (with `config`, its config.json too) into the directory `target`."""
+    names = COMPANIONS + (CONFIG,) * config
+    for name in names:
+        if (source / name).is_file():
+            replace(target / name, (source / name).read_bytes())
+
+
+def held_by(export: Path) -> dict[str, Any]:
+    """{"step", "save"}: which step an export holds, and the mark of its save, or of the last one before it; nothing
+    where it does not say."""
+    try:
+        return read_json(export / HELD)
+    except UserError:
+        return {}
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model's directory, as it stands; UserError where there is none."""
+    path = directory / CONFIG
+    if not path.is_file():
+        raise UserError(f"{directory} has no {CONFIG}: it is no model's directory in Hugging Face format")
+    return read_json(path)
+
+
+# The model_type of a multimodal model's text tower, where its text_config does not say another that is known.
+_TEXT_TOWERS = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2",
+    "Qwen3VLForConditionalGeneration": "qwen3",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+}
+_OF_IMAGES = re.compile(r"(vision|image|video|audio)_.*")  # the fields of other parts, in a file without a text_config
+
+
+def has_untrained_parts(config: dict[str, Any]) -> bool:
+    """Whether a model of this config.json has weights that dtrain reads past: a vision tower and its projector."""
+    return _text_tower(config) is not None
+
+
+def text_only(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of the text tower alone, for a model that never had the other parts."""
+    flat = {key: value for key, value in config.items() if not _OF_IMAGES.fullmatch(key)}
+    text = dict(config.get("text_config", flat))
+    for key in ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"):
+        if key in config:
+            text.setdefault(key, config[key])
+    of_text = text.get("model_type")
+    kind = of_text if "text_config" in config and of_text in MODEL_TYPES else _text_tower(config)
+    return text | {"architectures": [MODEL_TYPES[kind or ""]], "model_type": kind}
+
+
+def _text_tower(config: dict[str, Any]) -> str | None:
+    """Its model_type; None for a model that is one."""
+    names = list(config.get("architectures") or [])
+    if "text_config" in config and isinstance(kind := config.get("model_type"), str):
+        names.append(MODEL_TYPES.get(kind))
+    return next((_TEXT_TOWERS[name] for name in names if isinstance(name, str) and name in _TEXT_TOWERS), None)
+
+
+def of_classifier(config: dict[str, Any], architecture: str, labels: int, source: Path) -> dict[str, Any]:
+    """`config` of a model with a head of so many `labels`, for transformers. architecture: of the language model. Where
+    `config` has no pad_token_id, with which transformers reads batches, it is the tokenizer's of `source`, unless that
+    ends texts too."""
+    name = next(mine for mine, of_text in CLASSIFIERS.items() if of_text == architecture)
+    changed: dict[str, Any] = {"architectures": [name]}
+    if len(config.get("id2label") or ()) != labels:
+        names = [f"LABEL_{index}" for index in range(labels)]
+        changed["id2label"] = {str(index): one for index, one in enumerate(names)}
+        changed["label2id"] = {one: index for index, one in enumerate(names)}
+    changed["problem_type"] = "regression" if labels == 1 else "single_label_classification"
+    if config.get("pad_token_id") is None:
+        ends = config.get("eos_token_id")
+        if (pad := padding_token(source, ends if isinstance(ends, list) else [ends])) is not None:
+            changed["pad_token_id"] = pad
+    return {key: value for key, value in config.items() if key != "num_labels"} | changed
+
+
+def padding_token(directory: Path, eos_ids: Sequence[int | None]) -> int | None:
+    """The id of the tokenizer's padding token, as far as its small files tell; None where it ends texts too, as
+    `eos_ids` do."""
+    try:
+        named = read_json(directory / "tokenizer_config.json")
+        added = read_json(directory / TOKENIZER, most=LARGE).get("added_tokens") or []
+    except UserError:
+        return None
+    word, ends = (
+        said.get("content") if isinstance(said, dict) else said
+        for said in (named.get("pad_token"), named.get("eos_token"))
+    )
+    word = None if word == ends else word
+    pad = next((one["id"] for one in added if isinstance(one, dict) and word and one.get("content") == word), None)
+    return None if pad in eos_ids else pad
+
+
+def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """`config` saying that the weights are in `dtype` ("float32"), by the key that it says it with.
+
+    transformers 4 reads `torch_dtype`, 5 writes `dtype` and reads both.
+    """
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    return _said(config, dtype) | dict.fromkeys(keys, dtype)
+
+
+def _said(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """`config` and the configs inside it, with the dtype replaced where one is said."""
+    changed = {}
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype") and value is not None:
+            value = dtype
+        changed[key] = _said(value, dtype) if isinstance(value, dict) else value
+    return changed
+
+
+def write_config(config: dict[str, Any], directory: Path) -> None:
+    replace_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")

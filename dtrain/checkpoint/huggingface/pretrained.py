@@ -1,0 +1,45 @@
+"""Models with their weights from a directory in Hugging Face's or PEFT's layout."""
+
+from pathlib import Path
+
+import torch
+
+from dtrain.checkpoint.huggingface.read import read_weights
+from dtrain.checkpoint.peft.config import base_of, is_adapter_directory, outputs_in, read_adapter_config
+from dtrain.checkpoint.peft.files import read_adapter
+from dtrain.models.common.adapter_config import linears
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.nf4 import quantize_linears
+from dtrain.models.read_config import read_config
+from dtrain.models.registry import build
+
+
+def from_pretrained(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    *,
+    nf4: bool = False,
+    labels: int | None = None,
+) -> CausalLM:
+    """The model in a Hugging Face directory, its weights (safetensors, one file or an index) in `dtype` on `device`; or
+    an adapter in PEFT's layout, with its base. nf4: whether an adapter's base is rounded to 4 bits. labels: as of
+    `read_config`; 0 for a classifier, too.
+
+    Raises UserError: no such directory, a config that cannot be used, weights that are missing or do not fit, a base
+    that is not found.
+    """
+    if not is_adapter_directory(path):
+        model = build(read_config(path, labels), dtype, device)
+        read_weights(model, path)
+        return model
+    base, adapter = base_of(Path(path)), read_adapter_config(Path(path))
+    config = read_config(base, None if labels is None else outputs_in(Path(path)) or labels)
+    model = build(config, dtype, "meta", adapter=adapter)
+    if nf4 or config.unquantized is not None:  # the base is in 4 bits
+        quantize_linears(model, dtype, adapter.saved(linears(config)))
+    model.to_empty(device=device)
+    model.tie_weights()
+    read_weights(model, base)
+    read_adapter(model, path)
+    return model

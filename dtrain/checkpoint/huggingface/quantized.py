@@ -1,0 +1,146 @@
+"""Weights in 4 bits from files: rounded while they are read, or as bitsandbytes has stored them.
+
+A file holds a layer's `weight` [out, in] in floats; or, as bitsandbytes writes it, `weight` uint8 [out·in/2, 1] with,
+flat over the blocks of 64, either `weight.absmax` float32, or (double quantization) `weight.absmax` uint8, whose values
+`weight.nested_quant_map` gives, times those of `weight.nested_absmax` by blocks of 256 absmax, plus an offset. The rest
+is JSON in the bytes of `weight.quant_state.bitsandbytes__nf4`.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.checkpoint.huggingface.file_rows import FileRows
+from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
+from dtrain.models.common.nf4 import LEVELS, quantize
+from dtrain.models.common.nf4_config import BLOCK
+from dtrain.parallel.placement import local_slices, local_tensor
+
+CODES, SCALES = ".weight_codes", ".weight_scales"
+_STATE = "quant_state.bitsandbytes__nf4"
+_NESTED = 256  # absmax that share one of theirs
+_TILE = 2**22  # weights that are in memory at once
+
+
+def file_name(name: str) -> str:
+    """The name of the tensor in files that the model holds as `name`: a layer's codes are its weight."""
+    return f"{name.removesuffix(CODES)}.weight" if name.endswith(CODES) else name
+
+
+def scales_of(name: str) -> str:
+    """The model's name of the scales of codes that it calls `name`."""
+    return f"{name.removesuffix(CODES)}{SCALES}"
+
+
+def companions(files: WeightFiles, weight: str) -> list[str]:
+    """The tensors beside `weight` that bitsandbytes stores of it."""
+    parts = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", _STATE)
+    return [name for part in parts if (name := f"{weight}.{part}") in files.stored]
+
+
+def stored_misfits(files: WeightFiles, weight: str, shape: tuple[int, int]) -> list[str]:
+    """What keeps bitsandbytes' `weight`, uint8 in `files`, from being the codes of a weight of `shape` [out, in]."""
+    state = _state(files, weight)
+    if state is None:
+        return [f"dtype: {weight} is {files.stored[weight].kind}, and {weight}.{_STATE} does not say how to read it"]
+    blocks = shape[0] * shape[1] // BLOCK
+    is_nested = "nested_offset" in state
+    wanted = {weight: ((blocks * BLOCK // 2, 1), "U8"), f"{weight}.quant_map": ((16,), "F32")}
+    wanted[f"{weight}.absmax"] = ((blocks,), "U8" if is_nested else "F32")
+    if is_nested:
+        wanted[f"{weight}.nested_absmax"] = ((-(-blocks // _NESTED),), "F32")
+        wanted[f"{weight}.nested_quant_map"] = ((256,), "F32")
+    asked = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape)}
+    asked |= {"nested_blocksize": _NESTED} if is_nested else {}
+    misfits = [
+        f"shape: {weight} was quantized with {key} {state.get(key)}, dtrain reads {value}"
+        for key, value in asked.items()
+        if state.get(key) != value
+    ]
+    for name, (size, kind) in wanted.items():
+        found = files.stored.get(name)
+        if found is None:
+            misfits.append(f"missing: {name}")
+        elif (found.shape, found.kind) != (size, kind):
+            misfits.append(f"shape: {name} is {found.kind} {list(found.shape)}, its layer needs {kind} {list(size)}")
+    if not misfits and not torch.equal(files.read(f"{weight}.quant_map"), torch.tensor(LEVELS)):
+        misfits.append(f"shape: {weight}.quant_map holds other levels than NF4's")
+    return misfits
+
+
+@torch.no_grad()
+def fill(files: WeightFiles, source: FileRows, codes: Tensor, scales: Tensor) -> None:
+    """Fill what this rank holds of codes uint8 [out, in/2] and scales int32 [out, in/64] from the rows `source` of a
+    weight in `files`. A tile of the file is in memory at once. No collective. Raises ValueError where it does not hold
+    the same blocks of both."""
+    if not local_tensor(codes).numel():
+        return
+    (rows, half), (same_rows, blocks), weight = local_slices(codes), local_slices(scales), source.name
+    across = slice(2 * half.start, 2 * half.stop)
+    if rows != same_rows or across != slice(BLOCK * blocks.start, BLOCK * blocks.stop):
+        raise ValueError(f"{weight}: this rank holds codes {rows}, {half} and scales {same_rows}, {blocks}")
+    rows = source.slices((rows,))[0]
+    columns = 2 * codes.shape[1]
+    stored = _Stored.open(files, weight, columns) if files.stored[weight].kind == "U8" else None
+    codes, scales = local_tensor(codes), local_tensor(scales)
+    step = max(1, _TILE // columns)
+    for start in range(rows.start, rows.stop, step):
+        part = slice(start, min(start + step, rows.stop))
+        here = slice(part.start - rows.start, part.stop - rows.start)
+        if stored is None:
+            tile = torch.empty(part.stop - part.start, across.stop - across.start, device=codes.device)
+            files.copy_into(tile, weight, (part, across))
+            codes[here], scales[here] = quantize(tile)
+        else:
+            codes[here] = stored.codes(part)[:, half].to(codes.device)
+            scales[here] = stored.absmax(part)[:, blocks].view(torch.int32).to(scales.device)
+
+
+@dataclass
+class _Stored:
+    """A matrix of so many columns as bitsandbytes stores it; `second`: of its double quantization, the values [256] of
+    an absmax's byte, the factors and the offset."""
+
+    files: WeightFiles
+    weight: str
+    columns: int
+    second: tuple[Tensor, Tensor, float] | None
+
+    @classmethod
+    def open(cls, files: WeightFiles, weight: str, columns: int) -> "_Stored":
+        state = _state(files, weight) or {}
+        second = None
+        if "nested_offset" in state:
+            values, factors = files.read(f"{weight}.nested_quant_map"), files.read(f"{weight}.nested_absmax")
+            second = values, factors, state["nested_offset"]
+        return cls(files, weight, columns, second)
+
+    def codes(self, rows: slice) -> Tensor:
+        """[rows, columns/2] uint8."""
+        half = self.columns // 2
+        return self.files.read(self.weight, (slice(rows.start * half, rows.stop * half), slice(0, 1))).view(-1, half)
+
+    def absmax(self, rows: slice) -> Tensor:
+        """[rows, columns/64] float32."""
+        blocks = self.columns // BLOCK
+        flat = slice(rows.start * blocks, rows.stop * blocks)
+        absmax = self.files.read(f"{self.weight}.absmax", (flat,))
+        if self.second is not None:
+            values, factors, offset = self.second
+            absmax = values[absmax.int()] * factors[torch.arange(flat.start, flat.stop) // _NESTED] + offset
+        return absmax.view(-1, blocks)
+
+
+def _state(files: WeightFiles, weight: str) -> dict[str, Any] | None:
+    """bitsandbytes' JSON for `weight`; None where there is none."""
+    found = files.stored.get(f"{weight}.{_STATE}")
+    if found is None or found.kind != "U8":
+        return None
+    try:
+        state = json.loads(bytes(files.read(f"{weight}.{_STATE}").flatten().tolist()))
+    except ValueError:
+        return None
+    return state if isinstance(state, dict) else None

@@ -1,0 +1,150 @@
+"""Weights in: Hugging Face's safetensors into a model of any placement, each rank reading only what it holds."""
+
+import re
+from itertools import chain
+from pathlib import Path
+from typing import cast
+
+from torch import Tensor, nn
+
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
+from dtrain.checkpoint.huggingface import quantized
+from dtrain.checkpoint.huggingface.file_rows import FileRows, add_places, joints, places
+from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
+from dtrain.models.common.adapter_config import is_adapter
+from dtrain.models.common.config import ModelConfig
+from dtrain.parallel.placement import local_slices, local_tensor
+
+_LISTED = 10
+_ROWS = 4096  # of two tensors that are compared
+_HEAD_HINT = " (config.json has tie_word_embeddings: false, so the head has weights of its own)"
+
+
+def read_weights(model: nn.Module, directory: str | Path) -> None:
+    """Fill the parameters and persistent buffers of `model` from the safetensors files of `directory`.
+
+    model: on CPU or CUDA (not meta), plain tensors or DTensors; `model.checkpoint_names(name)` lists the names under
+    which files may hold the tensor that the model calls `name`, `model.ignored_checkpoint_names` the patterns of those
+    that are no mistake though the model lacks them (a vision tower, buffers that are computed). A rank reads the slices
+    that it holds, one tensor at a time, cast to the tensor's dtype: beside its shard it needs the memory of one slice.
+    Weights that the model holds in 4 bits (`models.nf4`) are rounded from the files' values in float32, or taken as
+    bitsandbytes has stored them. No collective.
+
+    A tied head is read once, under whichever name the files have (the embedding's first).
+
+    Raises one UserError that lists all names that are missing or unexpected, all shapes that differ, heads that files
+    have beside an embedding of other values though config.json ties them, and all dtypes other than float64, float32,
+    float16 and bfloat16 (quantized weights); another for damaged files. Nothing is written then.
+    """
+    files = WeightFiles(Path(directory))
+    sources, tensors = check_fit(model, files), model_tensors(model)
+    for name, source in sources.items():
+        local = local_tensor(tensors[name]).detach()
+        if local.is_meta:
+            raise ValueError(f"{name} is on meta: give the model memory (to_empty) before reading")
+        if name.endswith(quantized.CODES):
+            quantized.fill(files, source, tensors[name], tensors[quantized.scales_of(name)])
+        elif local.numel():
+            source.fill(files, local, local_slices(tensors[name]))
+
+
+def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
+    """For every tensor of `model` (on any device, meta too) where it lies in `files`; of a weight in 4 bits for its
+    codes. Raises what `read_weights` lists."""
+    names, tensors = aliases(model), base_tensors(model)
+    sources: dict[str, FileRows] = {}
+    used: set[str] = set()
+    missing, misfits = [], []
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    config = getattr(model, "config", None)  # any module may be read into
+    new = {"score.weight"} if isinstance(config, ModelConfig) and config.has_new_head else set()
+    for joint in joints(model, tensors, files.stored):
+        name = joint.parts[0]
+        if name in new:
+            continue
+        known = [quantized.file_name(one) for one in names.get(joint.name, [joint.name])]
+        found = [candidate for candidate in candidate_names(model, known) if candidate in files.stored]
+        used.update(found)
+        if not found:
+            missing.append(f"missing: {known[0]}{_HEAD_HINT if name == 'lm_head.weight' else ''}")
+            continue
+        shape, rows = places(joint, found[0], shapes)
+        add_places(sources, rows)
+        beside = quantized.companions(files, found[0])
+        used.update(beside)
+        misfits += _misfits(files, found[0], shape, name.endswith(quantized.CODES), bool(beside))
+        misfits += [_untied(found[0], one) for one in found[1:] if _differ(files, found[0], one)]
+    left = sorted(files.stored.keys() - used)
+    unexpected = [f"unexpected: {name}" for name in left if not passed_over(model, name)]
+    if missing or misfits or unexpected:
+        raise UserError(_report(files.directory, missing, misfits, unexpected))
+    return sources
+
+
+def base_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """`model_tensors`, [any shape], without those of adapters, which have files of their own; of weights in 4 bits the
+    codes alone."""
+    tensors = model_tensors(model)
+    return {name: tensors[name] for name in tensors if not is_adapter(name) and not name.endswith(quantized.SCALES)}
+
+
+def _misfits(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes: bool, has_beside: bool) -> list[str]:
+    """What keeps tensor `name` of `files` from being one of this shape, or from giving its codes."""
+    stored = files.stored[name]
+    if is_codes:
+        shape = (shape[0], 2 * shape[1])
+        if stored.kind == "U8":
+            return quantized.stored_misfits(files, name, shape)
+    elif has_beside:
+        return [f"dtype: {name} is {stored.kind}, in 4 bits; lora.quantize=nf4 reads such layers and trains none whole"]
+    misfits = []
+    if stored.shape != shape:
+        misfits.append(f"shape: {name} is {list(stored.shape)}, the model has {list(shape)}")
+    if stored.dtype is None:
+        misfits.append(f"dtype: {name} is {stored.kind}; quantized weights are not read")
+    return misfits
+
+
+def _differ(files: WeightFiles, one: str, other: str) -> bool:
+    """Whether two tensors of `files` have other values; what is read is in memory a part at a time."""
+    first, second = files.stored[one], files.stored[other]
+    if first.shape != second.shape:
+        return True
+    for start in range(0, first.shape[0], _ROWS):
+        rows = (slice(start, start + _ROWS),)
+        if not files.read(one, rows).double().equal(files.read(other, rows).double()):
+            return True
+    return False
+
+
+def _untied(one: str, other: str) -> str:
+    return f"differ: {one} and {other}, one tensor by config.json; set its tie_word_embeddings to false"
+
+
+def candidate_names(model: nn.Module, names: list[str]) -> list[str]:
+    """The names under which files may hold a tensor that the model knows by `names`, the likeliest first."""
+    # nn.Module's stub has a Tensor or a Module for every attribute.
+    found = (model.checkpoint_names(name) for name in names)  # type: ignore[operator]
+    return list(dict.fromkeys(chain.from_iterable(found)))
+
+
+def passed_over(model: nn.Module, name: str) -> bool:
+    """Whether a tensor of the files is known to be none of the model's."""
+    patterns = cast(tuple[str, ...], model.ignored_checkpoint_names)
+    return carried(model, name) or any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def carried(model: nn.Module, name: str) -> bool:
+    """Whether a tensor of the files is of a part that dtrain does not train, and that an export has as it is."""
+    patterns: tuple[str, ...] = getattr(model, "carried_checkpoint_names", ())
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def _report(directory: Path, *kinds: list[str]) -> str:
+    lines = [f"{directory}: the weights do not fit the model that config.json describes:"]
+    for problems in kinds:
+        lines += [f"  {problem}" for problem in problems[:_LISTED]]
+        if len(problems) > _LISTED:
+            lines.append(f"  ... and {len(problems) - _LISTED} more {problems[0].split(':')[0]}")
+    return "\n".join(lines)

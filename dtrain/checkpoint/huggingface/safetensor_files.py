@@ -1,0 +1,120 @@
+"""The safetensors files of a directory: what they hold, and slices of it.
+
+https://huggingface.co/docs/safetensors fixes the format: eight bytes of header length, a JSON header, then the data.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dtrain.base.errors import UserError
+from dtrain.base.model_directory import INDEX, SINGLE, indexed_files
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What an export carries of parts that dtrain does not train, beside these.
+CARRIED = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+CARRIED |= {"BOOL": torch.bool}
+BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # as a recipe writes them
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file. `kind` is the file's word for its dtype, `dtype` ours, None for what dtrain does not read."""
+
+    file: Path
+    shape: tuple[int, ...]
+    kind: str
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return DTYPES.get(self.kind)
+
+
+class WeightFiles:
+    """The tensors of `directory`, a `single` file or what the index lists, by name in `stored`.
+
+    Reads the headers only. UserError, naming the file, for a directory without weights, a file that the index names and
+    the directory lacks, a file that is cut short or damaged, and a tensor that its file lacks.
+    """
+
+    def __init__(self, directory: Path, single: str = SINGLE):
+        self.directory = directory
+        self.stored: dict[str, Stored] = {}
+        if (directory / single).is_file():
+            self._add(directory / single, None)
+        elif (directory / INDEX).is_file():
+            for file, names in indexed_files(directory).items():
+                self._add(directory / file, names)
+        else:
+            raise UserError(_no_weights(directory))
+
+    @classmethod
+    def exist(cls, directory: Path) -> bool:
+        return (directory / SINGLE).is_file() or (directory / INDEX).is_file()
+
+    def copy_into(self, target: Tensor, name: str, slices: tuple[slice, ...] | None = None) -> None:
+        """Fill the plain tensor `target` [any shape] with (a slice of) tensor `name`, cast to its dtype. No collective.
+
+        The file is mapped for this one tensor only, so the process holds its pages no longer than the call takes.
+        """
+        with _opened(self.stored[name].file) as file, torch.no_grad():
+            # A tensor without dimensions has no slice.
+            source = file.get_slice(name)[slices] if slices else file.get_tensor(name)
+            target.copy_(source)
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        """(A slice of) tensor `name`, [any shape], as it is stored, of any dtype. No collective."""
+        with _opened(self.stored[name].file) as file:
+            return file.get_slice(name)[slices] if slices else file.get_tensor(name)
+
+    def _add(self, path: Path, names: list[str] | None) -> None:
+        with _opened(path) as file:
+            held = set(file.keys())
+            lacking = sorted(set(names or held) - held)
+            if lacking:
+                raise UserError(f"{path} lacks {len(lacking)} tensors that {INDEX} places there, first {lacking[0]}")
+            for name in names or sorted(held):
+                entry = file.get_slice(name)
+                self.stored[name] = Stored(path, tuple(entry.get_shape()), entry.get_dtype())
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that `WeightFiles` reads, its index among them, by name. UserError where there are no weights."""
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    if (directory / INDEX).is_file():
+        return [directory / name for name in [INDEX, *sorted(indexed_files(directory))]]
+    raise UserError(_no_weights(directory))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: there is no such file, but {INDEX} names it; download it again") from error
+    except SafetensorError as error:
+        raise UserError(f"{path}: cut short or damaged ({error}); download it again") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+
+
+def _no_weights(directory: Path) -> str:
+    if not directory.is_dir():
+        return f"{directory} is no directory"
+    if any(directory.glob("pytorch_model*.bin")):
+        return (
+            f"{directory} has its weights as pytorch_model.bin, a pickle, which dtrain does not open. Convert it with "
+            'transformers, once: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{directory}').save_pretrained('{directory}-safetensors')\" "
+            "and copy the tokenizer's files along"
+        )
+    others = sorted(path.name for path in directory.glob("*.safetensors"))
+    found = f"; it has {', '.join(others[:5])}" if others else ""
+    return f"{directory} has neither {SINGLE} nor {INDEX}{found}"

@@ -1,0 +1,343 @@
+"""Weights out: a directory that transformers loads, from plain tensors or DTensors, and never the model on one rank.
+
+Files are shared out over the ranks. All ranks gather one tensor at a time for each rank that writes, then the writers
+write at once; a rank holds its shard, the tensor in transit and the one that it writes.
+"""
+
+import ctypes
+import dataclasses
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from pathlib import Path
+from typing import IO, Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.base.errors import UserError, in_words
+from dtrain.base.files import publish, real, refuse_unwritable, set_aside, staged, write_new
+from dtrain.base.model_directory import CHAT_TEMPLATE, HELD
+from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.huggingface.file_rows import Joint, Stack
+from dtrain.checkpoint.huggingface.merged import WholeWeight, whole_weights
+from dtrain.checkpoint.huggingface.model_files import (
+    copy_companions,
+    has_untrained_parts,
+    of_classifier,
+    read_model_config,
+    text_only,
+    with_dtype,
+    write_config,
+)
+from dtrain.checkpoint.huggingface.read import candidate_names, carried
+from dtrain.checkpoint.huggingface.safetensor_files import CARRIED, DTYPES, INDEX, SINGLE, WeightFiles
+from dtrain.models.common.config import ModelConfig
+
+T = TypeVar("T")
+MAX_SHARD_BYTES = 5_000_000_000
+_KINDS = {dtype: kind for kind, dtype in CARRIED.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write under `name`: `read()` gives it whole, on any device, in any dtype.
+
+    collective: every rank calls `read`, the writer keeps the result; otherwise the writer alone calls it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    collective: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_directory(
+    model: nn.Module,
+    out: str | Path,
+    source: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    chat_template: str | None = None,
+    held: Mapping[str, Any] | None = None,
+    replace: bool = False,
+    ranks: Ranks | None = None,
+) -> None:
+    """Write `model` to the directory `out` in Hugging Face's layout: safetensors of at most `max_shard_bytes` (with an
+    index where there are several), config.json, generation_config.json, tokenizer and chat template.
+    An adapter is merged.
+
+    source: the directory that the model came from: config.json and the small files are copied from it, and the weights
+    that dtrain does not train (a vision tower), where it has weights, under their own names; without them the text
+    tower is written as a model of its own. dtype: of the floating tensors that the model holds; None keeps theirs, so
+    that nothing is rounded (float32 masters stay float32). chat_template: the template trained with, where it is not
+    the source's. held: the step that this is and its save's mark, which `model_files.held_by` reads again.
+
+    Collective: all ranks call it; one all-gather per sharded tensor. `out` appears whole or not at all; one that is
+    there and not empty is a UserError, or with `replace` gives way when the new one is whole.
+    """
+    ranks, out, source = ranks or Ranks(), Path(out), Path(source)
+    layout = ranks.together(lambda: layout_of(source))
+    entries = [
+        _model_entry(layout.name(model, weight.names), weight, dtype) for weight in whole_weights(model).values()
+    ]
+    layout = dataclasses.replace(layout, chat_template=chat_template, held=held)
+    write_entries(model, entries, layout, out, max_shard_bytes=max_shard_bytes, replace=replace, ranks=ranks)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a directory like `source` is written: its config.json, the names its files use, what is copied from it.
+
+    chat_template, held: as `write_directory` takes them. companions: a directory whose tokenizer and template take the
+    place of the source's.
+    """
+
+    source: Path
+    config: dict[str, Any]
+    files: WeightFiles | None
+    chat_template: str | None = None
+    held: Mapping[str, Any] | None = None
+    companions: Path | None = None
+
+    @property
+    def text_tower_alone(self) -> bool:
+        """Whether the model has parts of which there are no weights."""
+        return has_untrained_parts(self.config) and self.files is None
+
+    def name(self, model: nn.Module, names: list[str]) -> str:
+        """The name in the files of the tensor that `model` knows by `names`: the source's own word for it."""
+        if self.text_tower_alone:
+            return cast(str, model.text_name(names[0]))  # type: ignore[operator]  # of a `TextTower`
+        candidates = candidate_names(model, names)
+        if self.files is not None:
+            candidates = [name for name in candidates if name in self.files.stored] or candidates
+        return candidates[0]
+
+    def copied(self, model: nn.Module) -> list[Entry]:
+        """The tensors that go through from the source as they are, for `model` has no part in them."""
+        if self.files is None:
+            return []
+        return [self.entry(self.files, name) for name in self.files.stored if carried(model, name)]
+
+    def entry(self, files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> Entry:
+        """The tensor `name` of `files`, to be written in `dtype` or its own."""
+        stored = files.stored[name]
+        own = CARRIED.get(stored.kind)
+        if own is None:
+            raise UserError(f"{self.source}: {name} is {stored.kind}, which dtrain does not copy")
+
+        def read() -> Tensor:
+            tensor = torch.empty(stored.shape, dtype=own)
+            files.copy_into(tensor, name)
+            return tensor
+
+        return Entry(name, stored.shape, dtype or own, read)
+
+
+def layout_of(source: Path) -> Layout:
+    """The layout that `source`, a model's directory with or without weights, asks for. What is written is in no 4 bits,
+    whatever the source is."""
+    config = {key: value for key, value in read_model_config(source).items() if key != "quantization_config"}
+    return Layout(source, config, WeightFiles(source) if WeightFiles.exist(source) else None)
+
+
+def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> Entry:
+    written = weight.written(dtype)
+    return Entry(name, tuple(weight.shape), written, lambda: weight.read(written), collective=weight.collective)
+
+
+def joined(name: str, joint: Joint, parts: Sequence[Entry]) -> Entry:
+    """The tensor `name` that is the joint of `parts`, in a dtype that holds all: of a frozen part it may be less than
+    of a trained one."""
+    if len(parts) == 1 and not joint.transposed:
+        return dataclasses.replace(parts[0], name=name)
+    shape = joint.shape([part.shape for part in parts])
+    dtype = reduce(torch.promote_types, [part.dtype for part in parts])
+    return Entry(name, shape, dtype, lambda: joint.join([part.read().to(dtype) for part in parts]))
+
+
+def matrix_of(whole: Entry, name: str, number: int, stack: Stack) -> Entry:
+    """The tensor `name` that is the matrix of this number in a stack, which `whole` reads."""
+    read = partial(stack.matrix, number, whole.read)
+    return dataclasses.replace(whole, name=name, shape=whole.shape[1:], read=read)
+
+
+def write_entries(
+    model: nn.Module,
+    entries: Sequence[Entry],
+    layout: Layout,
+    out: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    replace: bool = False,
+    ranks: Ranks,
+) -> None:
+    """Write `entries`, what is trained of `model`, and what is copied, to `out`, or to where that leads as a symbolic
+    link. Collective; see `write_directory`."""
+    copied, out = layout.copied(model), real(out)
+    sizes: Counter[torch.dtype] = Counter()
+    for entry in entries:
+        sizes[entry.dtype] += torch.Size(entry.shape).numel()
+    known = set(DTYPES.values())
+    foreign = sizes.keys() - known
+    if foreign:
+        raise UserError(f"safetensors are written in {sorted(map(str, known))}, not {sorted(map(str, foreign))}")
+    files = _files([*entries, *copied], max_shard_bytes)
+    dtype = sizes.most_common(1)[0][0]
+    described = getattr(model, "config", None)
+    if isinstance(described, ModelConfig) and described.labels is not None:
+        config = of_classifier(layout.config, described.architecture, described.labels, layout.source)
+        layout = dataclasses.replace(layout, config=config)
+    write_files(files, lambda partial: _finish(partial, files, layout, dtype), out, replace=replace, ranks=ranks)
+
+
+def write_files(
+    files: Mapping[str, Sequence[Entry]],
+    finish: Callable[[Path], None],
+    out: Path,
+    *,
+    replace: bool = False,
+    ranks: Ranks,
+) -> None:
+    """Write safetensors `files`, by name, and what rank 0's `finish` puts beside them, to the directory `out`, which
+    appears whole or not at all. Collective; `replace` as of `write_directory`."""
+    partial = staged(out)
+
+    def begin() -> None:
+        if not replace and out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out} is already there: delete it, or choose another directory")
+        refuse_unwritable(out)
+        partial.mkdir()
+
+    def end() -> None:
+        finish(partial)
+        replaced = set_aside(out) if out.exists() else None
+        publish(partial, out)
+        if replaced is not None:
+            shutil.rmtree(replaced)
+
+    ranks.first(begin)
+    try:
+        for start in range(0, len(files), ranks.size):
+            _write_side_by_side(list(files.items())[start : start + ranks.size], partial, ranks)
+        ranks.first(end)
+    except UserError:
+        if ranks.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _files(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]:
+    """Entries in order, by file, cut where one would grow beyond `max_bytes`; a larger tensor has a file to itself."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": one for number, one in enumerate(shards, start=1)}
+
+
+def _write_side_by_side(files: list[tuple[str, Sequence[Entry]]], directory: Path, ranks: Ranks) -> None:
+    """Write one file per rank: entry by entry, all ranks gather for every writer, then the writers write."""
+    name, mine = files[ranks.rank] if ranks.rank < len(files) else ("", [])
+    file = SafetensorsFile(directory / name, mine) if name else None
+    for position in range(max(len(entries) for _, entries in files)):
+        kept = None
+        for writer, (_, entries) in enumerate(files):
+            if position < len(entries) and entries[position].collective:
+                tensor = entries[position].read()
+                kept = tensor if writer == ranks.rank else kept
+        if file is not None and position < len(mine):
+            file.add(mine[position], kept)
+    ranks.every(file.close if file is not None else lambda: None)
+
+
+class SafetensorsFile:
+    """A safetensors file written tensor by tensor. An error of the disk waits for `close`: the other ranks go on
+    gathering meanwhile, and would hang without this one."""
+
+    def __init__(self, path: Path, entries: Sequence[Entry]):
+        self.path = path
+        self._failure: OSError | UserError | None = None
+        self._stream: IO[bytes] | None = None
+        header: dict = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for entry in entries:
+            start, end = end, end + entry.nbytes
+            place = {"dtype": _KINDS[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+            header[entry.name] = place
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._write(len(text).to_bytes(8, "little") + text)
+
+    def add(self, entry: Entry, tensor: Tensor | None) -> None:
+        """tensor: [entry.shape], what was gathered of it; None where it is this rank's alone to read."""
+        tensor = self._attempt(entry.read) if tensor is None else tensor
+        if tensor is None:
+            return
+        tensor = tensor.to(device="cpu", dtype=entry.dtype).contiguous()
+        if tuple(tensor.shape) != entry.shape:
+            raise ValueError(f"{entry.name} is {tuple(tensor.shape)}, announced as {entry.shape}")
+        # Tensors offer their memory as a buffer only through numpy, which dtrain goes without.
+        self._write((ctypes.c_char * entry.nbytes).from_address(tensor.data_ptr()) if entry.nbytes else b"")
+
+    def close(self) -> None:
+        """Sync and close; raises the first error that the disk gave."""
+        if self._stream is not None:
+            with self._stream as stream:
+                if self._failure is None:
+                    os.fsync(stream.fileno())
+        if self._failure is not None:
+            raise UserError(f"{self.path}: {in_words(self._failure)}") from self._failure
+
+    def _attempt(self, act: Callable[[], T]) -> T | None:
+        """The result of `act`; None after a failure, of `act` or before."""
+        if self._failure is None:
+            try:
+                return act()
+            except (OSError, UserError) as error:
+                self._failure = error
+        return None
+
+    def _write(self, data) -> None:
+        def write() -> None:
+            self._stream = self._stream or self.path.open("wb", buffering=0)
+            view = memoryview(data).cast("B")
+            while view:  # the system may take less than it is given, 2 GiB at most
+                view = view[self._stream.write(view) :]
+
+        self._attempt(write)
+
+
+def _finish(partial: Path, files: Mapping[str, list[Entry]], layout: Layout, dtype: torch.dtype) -> None:
+    if len(files) > 1:
+        places = {entry.name: name for name, entries in files.items() for entry in entries}
+        size = sum(entry.nbytes for entries in files.values() for entry in entries)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        write_new(partial / INDEX, json.dumps(index, indent=2) + "\n")
+    config = text_only(layout.config) if layout.text_tower_alone else layout.config
+    config = with_dtype(config, str(dtype).removeprefix("torch."))
+    write_config(config, partial)
+    copy_companions(layout.source, partial)
+    if layout.companions is not None:
+        copy_companions(layout.companions, partial)
+    if layout.chat_template is not None:
+        write_new(partial / CHAT_TEMPLATE, layout.chat_template)
+    if layout.held is not None:
+        write_new(partial / HELD, json.dumps(layout.held))

@@ -1,0 +1,90 @@
+"""Whether the base that an adapter names is the model that it is given: by place, by id, or by content. Imports no
+torch."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dtrain.base import hub
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import read_json
+from dtrain.base.model_directory import INDEX, SINGLE, indexed_files
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory, read_header
+
+_COMPARED = 4096  # bytes of a tensor; training changes some of them
+
+
+def base_problems(directory: Path, model: Path) -> list[str]:
+    """What is wrong where the adapter in `directory` is of another base than `model`, a model's directory."""
+    if _is_base(directory, model) is not False:
+        return []
+    base = base_of(directory)
+    return [
+        f"{directory / ADAPTER_CONFIG}: {BASE} is {_named(directory)}, and model.path={model} has other weights: "
+        f"set model.path={base}, or write {model} there if the adapter was trained on it"
+    ]
+
+
+def base_notes(directory: Path, model: Path) -> list[str]:
+    """What its user is told where it cannot be known that the adapter in `directory` is of `model`."""
+    try:
+        if not is_adapter_directory(directory) or _is_base(directory, model) is not None:
+            return []
+        name = _named(directory)
+    except UserError:  # a problem that others tell
+        return []
+    said = f"{BASE} is {name}" if name else f"it names no base ({BASE})"
+    return [
+        f"note: {directory / ADAPTER_CONFIG}: {said}; whether that is the model at model.path={model} cannot be told "
+        "here, and on another one the adapter means nothing"
+    ]
+
+
+def _named(directory: Path) -> Any:
+    return read_json(directory / ADAPTER_CONFIG).get(BASE)
+
+
+def _is_base(directory: Path, model: Path) -> bool | None:
+    """None where it cannot be told."""
+    name = _named(directory)
+    if name and name in (str(model), hub.id_of(model)):
+        return True
+    try:
+        base = base_of(directory)
+        return True if base.resolve() == model.resolve() else _same_weights(base, model)
+    except UserError:
+        return None
+
+
+def _same_weights(one: Path, other: Path) -> bool | None:
+    """By a part of each tensor that both hold in the same form. Raises UserError for files that cannot be read."""
+    first, second = dict(_tensors(one)), dict(_tensors(other))
+    both = [name for name in first if name in second and first[name][0] == second[name][0]]
+    if any(_part(*first[name]) != _part(*second[name]) for name in both):
+        return False
+    return True if both and len(both) == len(first) == len(second) else None
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, tuple[tuple, Path, int]]]:
+    """The tensors of a model by name: what they are (dtype, shape, bytes), the file, and where they begin there."""
+    if (directory / SINGLE).is_file():
+        files = [SINGLE]
+    elif (directory / INDEX).is_file():
+        files = list(indexed_files(directory))
+    else:
+        return
+    for file in files:
+        entries, start = read_header(directory / file)
+        for name, entry in entries.items():
+            begin, end = entry["data_offsets"]
+            yield name, ((entry["dtype"], tuple(entry["shape"]), end - begin), directory / file, start + begin)
+
+
+def _part(kind: tuple, file: Path, begin: int) -> bytes:
+    size = kind[2]
+    try:
+        with file.open("rb") as stream:
+            stream.seek(begin + max(0, size - _COMPARED) // 2)
+            return stream.read(min(size, _COMPARED))
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror or error}") from error

@@ -1,0 +1,512 @@
+"""adapter_config.json of an adapter in PEFT's layout, in and out, and its names for tensors. Imports no torch.
+
+The layout: https://huggingface.co/docs/peft/developer_guides/checkpoint. Every field of the file is used, known to
+change nothing, or refused by name, all problems at once.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dtrain.base import hub
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import SMALL, loads, read_json
+from dtrain.base.model_directory import CONFIG, INDEX, SINGLE
+from dtrain.base.name_patterns import fullmatch, of_end, pattern_error
+from dtrain.checkpoint.huggingface.file_rows import joints, places, shape_in_files
+from dtrain.models.common.adapter_config import (
+    ALL_LINEAR,
+    ENDS,
+    AdapterConfig,
+    adaptable,
+    by_end,
+    by_pattern,
+    in_tower,
+    is_adapter,
+    is_stack,
+    linears,
+    modules,
+    out_of_tower,
+    parameter_name,
+    parameters,
+)
+from dtrain.models.common.config import STACKS, ModelConfig
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+BASE = "base_model_name_or_path"
+_PICKLE = "adapter_model.bin"
+_PREFIX = "base_model.model."
+_LISTED = 10
+_LONGEST = 200  # characters of a value that messages show
+_FIRST, _SECOND = STACKS
+
+# Fields that change no number of an adapter that is there: how it began, or where it came from.
+_FREE = frozenset(
+    "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config fan_in_fan_out inference_mode "
+    "loftq_config lora_ga_config megatron_core peft_version qalora_group_size revision runtime_config".split()
+)
+_MERGE = "merge it in PEFT (merge_and_unload), and give the merged model as model.path"
+_CONVERT = (
+    "such a start changes the base's own weights: save it with PEFT's "
+    "save_pretrained(..., path_initial_model_for_weight_conversion=...), which gives an adapter of the unchanged base"
+)
+_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # of A and B alone
+
+
+def is_adapter_directory(path: str | Path) -> bool:
+    """Whether a directory holds an adapter in PEFT's layout, and no model of its own."""
+    directory = Path(path)
+    holds_model = (directory / SINGLE).is_file() or (directory / INDEX).is_file()
+    return (directory / ADAPTER_CONFIG).is_file() and not holds_model
+
+
+def adapter_of(section: Mapping[str, Any]) -> AdapterConfig:
+    """The adapter that the values of a recipe's section `lora` describe: of the one at `path` where that is set, with
+    the section's dropout where that is not 0. Raises UserError that lists what of it cannot be used."""
+    if section.get("path") is None:
+        return AdapterConfig.of(section)
+    config, problems = _read(Path(section["path"]))
+    problems += [] if config is None else _contradictions(section, config)
+    if config is not None and config.parameters and (config.dora or section.get("dropout") or config.dropout):
+        file = Path(section["path"]) / ADAPTER_CONFIG
+        problems.append(f"{file}: target_parameters goes without DoRA and dropout, in PEFT too: set lora.dropout=0")
+    if problems or config is None:
+        raise UserError("\n".join(problems))
+    return AdapterConfig.of(vars(config) | {"dropout": section.get("dropout") or config.dropout})
+
+
+def read_adapter_config(directory: Path) -> AdapterConfig:
+    """What `directory`/adapter_config.json says. Raises UserError that lists what of it cannot be used."""
+    return adapter_of({"path": directory})
+
+
+def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """What is wrong with the adapter at `path` of a recipe's section `lora`, for a model of this kind: fields that
+    cannot be used, keys that say otherwise, tensors that do not fit. Reads their names and shapes alone."""
+    directory = Path(section["path"])
+    try:
+        config = adapter_of(section)
+        stored = stored_shapes(directory)
+    except UserError as error:
+        return str(error).splitlines()
+    ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in ENDS}
+    wanted = adapter_shapes(config, model, ends)
+    free, is_tied = partial(_is_saved, config=config), model.tie_word_embeddings
+    return misfits(directory, stored, wanted, free, is_tied=is_tied)
+
+
+def base_of(directory: Path) -> Path:
+    """The directory of the model that the adapter in `directory` belongs to: base_model_name_or_path, from here or from
+    the adapter's own place, or of that id in the hub's cache. Raises UserError."""
+    file, key = directory / ADAPTER_CONFIG, BASE
+    name = read_json(file).get(key)
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{file} names no base ({key}): write the base model's directory, or its id on the hub, there")
+    for path in (Path(name), directory / name):
+        if (path / CONFIG).is_file():
+            return path
+    if not hub.is_id(name):
+        raise UserError(f"{file}: {key} is {name}, and no model is there: write the base model's directory there")
+    found = hub.cached(name)
+    if found is None:
+        raise UserError(
+            f"{file}: {key} is {name}, which is no directory here and not in the hub's cache on this machine: "
+            f"`dtrain download {name}` fetches it, or write its directory there"
+        )
+    return found
+
+
+def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str]:
+    """PEFT's names for the parameter `name` of a model of this kind, or for what the files join it in: of an adapter,
+    or of a module that is trained whole; none for another. A tied embedding is written under two."""
+    module, _, parameter = name.rpartition(".")
+    module = model.whole(module)
+    if is_adapter(name):
+        if is_stack(module):
+            # PEFT wraps a module once for each of its parameters that it adapts, the first one innermost.
+            parent, _, stack = module.rpartition(".")
+            module = f"{parent}.base_layer" if stack == _FIRST and config.adapted([f"{parent}.{_SECOND}"]) else parent
+        kind = "lora_magnitude_vector" if parameter == "lora_magnitude" else f"{parameter}.weight"
+        return [_outer(f"{module}.{kind}", model)]
+    both = list(ENDS) if model.tie_word_embeddings and module in ENDS else [module]
+    return [_outer(f"{one}.{parameter}", model) for one in both] if config.saved(both) else []
+
+
+def _outer(name: str, model: ModelConfig) -> str:
+    return _PREFIX + (in_tower(name) if model.is_text_tower else name)
+
+
+def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> dict[str, Any]:
+    """adapter_config.json of an adapter of a model of this kind, which lies at `base`.
+
+    The targets are the last parts of the adapted layers' names where these mean no others, else the names; of single
+    parameters the last two. The patterns
+    are the adapter's own where they say the same in any order, for PEFT sorts them in files; else the layers' names.
+    """
+    known, names = list(parameters(model)), list(linears(model))
+    single, adapted = config.adapted_parameters(known), config.adapted(names)
+    ends = sorted({name.rpartition(".")[2] for name in adapted})
+    outer = {name: in_tower(name) if model.is_text_tower else name for name in [*adapted, *single]}
+    # A vision tower has layers of the same names: a text tower's are named whole.
+    are_ends = not model.is_text_tower and {name for name in names if name.rpartition(".")[2] in ends} == set(adapted)
+    targets = sorted({".".join(parameter_name(name).split(".")[-2:]) for name in single})
+    if model.is_text_tower or AdapterConfig(parameters=tuple(targets)).adapted_parameters(known) != single:
+        targets = sorted(parameter_name(outer[name]) for name in single)
+    by_ours = {parameter_name(config.called(name)): parameter_name(theirs) for name, theirs in outer.items()}
+    saved = list(config.modules_to_save)
+    if model.is_text_tower:
+        saved = sorted(in_tower(name) for name in config.saved(modules(model)))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if model.labels is None else "SEQ_CLS",
+        BASE: base,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": _whole(config.alpha),
+        "lora_dropout": config.dropout,
+        "target_modules": ends if are_ends else sorted(outer[name] for name in adapted),
+        "target_parameters": targets or None,
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "rank_pattern": _patterns(config.rank_pattern, config.rank, by_ours),
+        "alpha_pattern": _patterns({key: _whole(v) for key, v in config.alpha_pattern.items()}, config.alpha, by_ours),
+        "use_rslora": config.rslora,
+        "use_dora": config.dora,
+        "modules_to_save": saved or None,
+        "ensure_weight_tying": bool(model.tie_word_embeddings and config.saved(ENDS)),
+        "bias": "none",
+        "lora_bias": False,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+    }
+
+
+def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:
+    """Patterns in any order that say of PEFT's names what `patterns` say of ours. outer: PEFT's, by
+    ours."""
+    said = {name: by_pattern(patterns, name, otherwise) for name in outer}
+    met = {name: {value for key, value in patterns.items() if by_end(key, outer[name])} for name in outer}
+    if all((met[name] or {otherwise}) == {said[name]} for name in outer):
+        return dict(patterns)
+    return {re.escape(outer[name]): value for name, value in said.items() if value != otherwise}
+
+
+def _whole(number: float) -> float:
+    """As an integer where it is one, which is what PEFT declares."""
+    return int(number) if number == int(number) else number
+
+
+def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors of an adapter's file, by name, from its header. Raises UserError."""
+    path = directory / ADAPTER_WEIGHTS
+    if not path.is_file():
+        raise UserError(_no_weights(directory))
+    return {name: tuple(entry["shape"]) for name, entry in read_header(path)[0].items()}
+
+
+def outputs_in(directory: Path) -> int | None:
+    """How many outputs the head of rewards or classes has that an adapter's file holds; None where it holds none.
+    Raises UserError."""
+    shape = stored_shapes(directory).get(f"{_PREFIX}score.weight")
+    return shape[0] if shape else None
+
+
+def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Of a safetensors file each tensor's dtype, shape and data_offsets, and where its data begin. Raises UserError."""
+    try:
+        with path.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if not 0 < size <= SMALL:
+                raise ValueError(f"a header of {size} bytes")
+            header = loads(stream.read(size))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        for entry in entries.values():
+            begin, end = entry["data_offsets"]
+            if not (_is_natural(begin) and _is_natural(end) and begin <= end and isinstance(entry["shape"], list)):
+                raise ValueError("an entry of another form")
+        ends = [entry["data_offsets"][1] for entry in entries.values()]
+        if path.stat().st_size != 8 + size + max(ends, default=0):
+            raise ValueError("its header tells of another size")
+        return entries, 8 + size
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: cut short or damaged ({error}); download it again") from error
+
+
+def misfits(
+    directory: Path,
+    stored: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, tuple[int, ...]],
+    free: Callable[[str], bool] = lambda name: False,
+    *,
+    is_tied: bool = False,
+) -> list[str]:
+    """What of an adapter's tensors, by PEFT's names, does not fit a model that wants others; nothing where all do.
+    free: names of tensors that are no mistake beside these. is_tied: the model's head is its embedding."""
+    missing = [
+        f"missing: {name}{_TIED if is_tied and 'lm_head' in name else ''}" for name in wanted if name not in stored
+    ]
+    shapes = [
+        f"shape: {name} is {list(shape)}, the model has {list(wanted[name])}"
+        for name, shape in stored.items()
+        if name in wanted and shape != wanted[name]
+    ]
+    unknown = [name for name in sorted(stored.keys() - wanted) if not free(name)]
+    unexpected = [f"unexpected: {name}{_hint(name)}" for name in unknown]
+    problems = []
+    for found in (missing, shapes, unexpected):
+        problems += found[:_LISTED]
+        if len(found) > _LISTED:
+            problems.append(f"... and {len(found) - _LISTED} more {found[0].split(':')[0]}")
+    file = directory / ADAPTER_WEIGHTS
+    return [f"{file}: {problem}; is it an adapter of this model?" for problem in problems]
+
+
+_TIED = " (the head is tied to the embedding: PEFT's ensure_weight_tying writes both, with equal values)"
+
+
+def _hint(name: str) -> str:
+    if "_orig_mod." in name:
+        return " (of a compiled model: leave `_orig_mod.` out of its names)"
+    if ".default" in name:
+        return " (an adapter's own name, which PEFT leaves out in files: save it with save_pretrained)"
+    if re.search(r"\.experts\.\d+\.", name):
+        return " (of each expert, as transformers 4 had them: PEFT's from_pretrained and save_pretrained make stacks)"
+    if not name.startswith(_PREFIX):
+        return f" (PEFT's names begin with {_PREFIX})"
+    return ""
+
+
+def adapter_shapes(
+    config: AdapterConfig, model: ModelConfig, parameters: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """PEFT's names and the shapes of an adapter's tensors, for a model of this kind with these parameters of its own:
+    those of adapted layers, and what is trained whole."""
+    shapes = adaptable(model)
+    wanted = {one.name: places(one, one.name, parameters)[0] for one in joints(model, parameters)}
+    for name, low in config.adapted(shapes).items():
+        *experts, rows, columns = shapes[name]
+        a, b = (*experts, low.rank, columns), (*experts, rows, low.rank)
+        wanted |= {one: shape_in_files(one, shape) for one, shape in ((f"{name}.lora_A", a), (f"{name}.lora_B", b))}
+        wanted |= {f"{name}.lora_magnitude": (rows,)} if config.dora else {}
+    return {outer: shape for name, shape in wanted.items() for outer in peft_names(name, config, model)}
+
+
+def _is_saved(name: str, config: AdapterConfig) -> bool:
+    """Whether a tensor may be of a module other than embedding and head that is trained whole."""
+    module = out_of_tower(name.removeprefix(_PREFIX)).rpartition(".")[0]
+    return module not in ENDS and bool(config.saved([module]))
+
+
+def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
+    """The adapter that a directory's adapter_config.json describes, where it can be read, and what is wrong with it."""
+    file = directory / ADAPTER_CONFIG
+    if not file.is_file():
+        there = "there is no such directory" if not directory.is_dir() else f"it has no {ADAPTER_CONFIG}"
+        inside = [path for path in sorted(directory.glob("*/")) if is_adapter_directory(path)]
+        there += f", and {inside[0]} has one" if inside else ""
+        return None, [f"lora.path={directory}: {there}; give the directory of an adapter in PEFT's layout"]
+    try:
+        found = read_json(file)
+    except UserError as error:
+        return None, [str(error)]
+    fields = {key: found.pop(key, default) for key, (default, _, _) in _USED.items()}
+    problems = [
+        f"{file}: {key} is {_brief(value)}, and must be {words}{_reason(key, value)}"
+        for key, value in fields.items()
+        for _, holds, words in [_USED[key]]
+        if not holds(value)
+    ]
+    for key, value in found.items():  # also what a later PEFT adds: set away from "off", it may change numbers
+        if key not in _FREE and value not in (None, False, [], {}, ""):
+            problems.append(f"{file}: {key}={value!r} is not supported: {_MERGE}")
+    if not fields["target_modules"] and not (_is_names(fields["target_parameters"]) and fields["target_parameters"]):
+        problems.append(f"{file}: target_modules must be a list of names of layers, or a regular expression for them")
+    if not (directory / ADAPTER_WEIGHTS).is_file():
+        problems.append(_no_weights(directory))
+    if problems:
+        return None, problems
+    config = _config(fields, _is_of_tower(directory))
+    if isinstance(config.target, str) and config.layers is not None:
+        problems.append(
+            f"{file}: layers_to_transform goes with a list of target_modules, not with a pattern: set it null"
+        )
+    ends = [end for end in ENDS if config.targets(end)]
+    if config.target != ALL_LINEAR and config.layers is None and (ends := [e for e in ends if not config.saved([e])]):
+        problems.append(
+            f"{file}: target_modules means {' and '.join(ends)}, and dtrain adapts linear layers of the decoder only: "
+            f"{_MERGE}"
+        )
+    return config, problems
+
+
+def _is_of_tower(directory: Path) -> bool:
+    """Whether an adapter's tensors are those of a multimodal model's text tower."""
+    try:
+        names = [name.removeprefix(_PREFIX) for name in stored_shapes(directory)]
+    except UserError:  # told by whoever reads them
+        return False
+    return any(out_of_tower(name) != name for name in names)
+
+
+def _config(fields: Mapping[str, Any], is_of_tower: bool) -> AdapterConfig:
+    layers = fields["layers_to_transform"]
+    return AdapterConfig(
+        rank=fields["r"],
+        alpha=fields["lora_alpha"],
+        dropout=fields["lora_dropout"] or 0.0,
+        target=_names(fields["target_modules"] or ()),
+        parameters=tuple(fields["target_parameters"] or ()),
+        exclude=_names(fields["exclude_modules"] or ()),
+        rslora=bool(fields["use_rslora"]),
+        dora=bool(fields["use_dora"]),
+        rank_pattern=dict(fields["rank_pattern"] or {}),
+        alpha_pattern=dict(fields["alpha_pattern"] or {}),
+        modules_to_save=tuple(fields["modules_to_save"] or ()),
+        layers=(layers,) if isinstance(layers, int) else tuple(layers) if layers else None,
+        in_tower=is_of_tower,
+    )
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _reason(key: str, value: Any) -> str:
+    """Why the first regular expression of a field is none, in brackets; nothing where none is wrong."""
+    patterns: list[str] = []
+    if key in ("target_modules", "exclude_modules") and isinstance(value, str):
+        patterns = [value]
+    elif key in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
+        patterns = [of_end(pattern) for pattern in value]
+    error = next((error for pattern in patterns if (error := pattern_error(pattern))), None)
+    return "" if error is None else f" ({error})"
+
+
+def _names(value: str | Iterable[str]) -> str | tuple[str, ...]:
+    return value if isinstance(value, str) else tuple(value)
+
+
+def _contradictions(section: Mapping[str, Any], config: AdapterConfig) -> list[str]:
+    """Keys of the section that were set, and say otherwise than the adapter's file."""
+    keys = {
+        "rank": "r",
+        "alpha": "lora_alpha",
+        "target": "target_modules",
+        "parameters": "target_parameters",
+        "exclude": "exclude_modules",
+        "rslora": "use_rslora",
+        "dora": "use_dora",
+        "rank_pattern": "rank_pattern",
+        "alpha_pattern": "alpha_pattern",
+        "modules_to_save": "modules_to_save",
+    }
+    given, plain = AdapterConfig.of(section), AdapterConfig()
+    found = []
+    for field, key_there in keys.items():
+        key = "target" if field == "parameters" else field
+        said, there = getattr(given, field), getattr(config, field)
+        if key in section and _set(said) not in (_set(getattr(plain, field)), _set(there)):
+            found.append(
+                f"lora.{key} is {_shown(said)}, and {key_there} of {Path(section['path']) / ADAPTER_CONFIG} is "
+                f"{_shown(there)}: leave lora.{key} out, for the adapter has its own"
+            )
+    return found
+
+
+def _set(value: Any) -> Any:
+    return set(value) if isinstance(value, tuple) else value
+
+
+def _shown(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _no_weights(directory: Path) -> str:
+    if (directory / _PICKLE).is_file():
+        return (
+            f"{directory} has its tensors as {_PICKLE}, a pickle, which dtrain does not open. Convert it with PEFT, "
+            'once: python -c "from peft import AutoPeftModelForCausalLM as M; '
+            f"M.from_pretrained('{directory}').save_pretrained('{directory}-safetensors')\""
+        )
+    return f"{directory} has no {ADAPTER_WEIGHTS}: the adapter is not whole; copy or save it again"
+
+
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and pattern_error(value) is None
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_table(value: Any, holds: Callable[[Any], bool]) -> bool:
+    if not isinstance(value, dict):
+        return value is None
+    return all(key and _is_pattern(of_end(key)) and holds(one) for key, one in value.items())
+
+
+def _means_layers(value: Any) -> bool:
+    """Whether layers_pattern, PEFT's regular expression for the name of the list of layers, means the decoder's."""
+    patterns = [value] if isinstance(value, str) else value
+    if not patterns:
+        return True
+    if not isinstance(patterns, list) or not all(map(_is_pattern, patterns)):
+        return False
+    whole = [rf"(?:^|.*?\.){pattern}\.\d+\..*" for pattern in patterns]
+    return any(not pattern_error(one) and fullmatch(one, "model.layers.0.self_attn.q_proj") for one in whole)
+
+
+# Field -> its default in PEFT, what its value must satisfy, and that in words with the fix.
+_USED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "peft_type": ("LORA", lambda v: v == "LORA", f"LORA: {_MERGE}"),
+    "task_type": (None, lambda v: v in (None, "CAUSAL_LM", "SEQ_CLS"), f"CAUSAL_LM or SEQ_CLS: {_MERGE}"),
+    "r": (8, lambda v: _is_natural(v) and v > 0, "a whole number, at least 1"),
+    "lora_alpha": (8, _is_number, "a number"),
+    "lora_dropout": (0.0, lambda v: v is None or (_is_number(v) and 0 <= v < 1), "a number from 0 up to 1"),
+    "target_modules": (
+        None,
+        lambda v: v is None or _is_pattern(v) or _is_names(v),
+        "a list of names of layers, or a regular expression for them",
+    ),
+    "target_parameters": (None, lambda v: v is None or _is_names(v), "a list of names of parameters, or null"),
+    "exclude_modules": (
+        None,
+        lambda v: not v or _is_pattern(v) or _is_names(v),
+        "a list of names of layers, or a regular expression for them, or null",
+    ),
+    "layers_to_transform": (
+        None,
+        lambda v: v is None or _is_natural(v) or (isinstance(v, list) and all(map(_is_natural, v))),
+        "the numbers of layers, or null",
+    ),
+    "layers_pattern": (
+        None,
+        _means_layers,
+        "null, or the name of the list of layers, which is `layers` in the models that dtrain knows",
+    ),
+    "rank_pattern": (
+        None,
+        lambda v: _is_table(v, lambda one: _is_natural(one) and one > 0),
+        "a table of regular expressions for names and ranks",
+    ),
+    "alpha_pattern": (None, lambda v: _is_table(v, _is_number), "a table of regular expressions for names and numbers"),
+    "use_rslora": (False, lambda v: v in (None, False, True), "true or false"),
+    "use_dora": (False, lambda v: v in (None, False, True), "true or false"),
+    "modules_to_save": (None, lambda v: v is None or _is_names(v), "a list of ends of names of modules, or null"),
+    "bias": ("none", lambda v: v in (None, "none"), f"none: {_MERGE}"),
+    "init_lora_weights": (True, lambda v: v in _STARTS, f"true, false, gaussian, orthogonal or eva: {_CONVERT}"),
+}

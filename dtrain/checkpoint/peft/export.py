@@ -1,0 +1,174 @@
+"""An adapter's directory for others: alone, folded, or merged into its base. On one process, tensor by tensor."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dtrain.base.errors import UserError
+from dtrain.base.files import real, replace_text
+from dtrain.base.json_files import read_json
+from dtrain.base.model_directory import CONFIG
+from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.huggingface.file_rows import joints, places
+from dtrain.checkpoint.huggingface.merged import folded, merge
+from dtrain.checkpoint.huggingface.model_files import copy_companions
+from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
+from dtrain.checkpoint.huggingface.write import Entry, write_files
+from dtrain.checkpoint.peft.config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    BASE,
+    adapter_shapes,
+    peft_names,
+    read_adapter_config,
+)
+from dtrain.checkpoint.peft.files import AdapterFiles, adapter_weights
+from dtrain.models.common.adapter_config import AdapterConfig, Low, adaptable, linears
+from dtrain.models.common.decoder import CausalLM
+
+Weight = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """The adapter in `directory`. model: of its base, on meta. Raises UserError for one that does not fit that."""
+
+    directory: Path
+    config: AdapterConfig
+    model: CausalLM
+
+    @classmethod
+    def of(cls, directory: Path, model: CausalLM) -> "StoredAdapter":
+        found = cls(directory, read_adapter_config(directory), model)
+        _ = found.files
+        return found
+
+    @cached_property
+    def files(self) -> WeightFiles:
+        wanted = adapter_shapes(self.config, self.model.config, self.parameters)
+        return adapter_weights(self.directory, wanted, is_tied=self.model.config.tie_word_embeddings)
+
+    @cached_property
+    def adapted(self) -> dict[str, Low]:
+        return self.config.adapted(adaptable(self.model.config))
+
+    @cached_property
+    def whole(self) -> tuple[str, ...]:
+        """The linear layers that are trained whole, by their names in files."""
+        return tuple(self.config.saved(linears(self.model.config)))
+
+    @cached_property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the model's own, by name."""
+        return {name: tuple(one.shape) for name, one in self.model.named_parameters()}
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of the model's own parameters and of its adapters', by name."""
+        found = dict(self.parameters)
+        for name, low in self.adapted.items():
+            for part in self.model.config.parts(name):
+                *experts, rows, columns = self.parameters[f"{part}.weight"]
+                found |= {f"{part}.lora_A": (*experts, low.rank, columns), f"{part}.lora_B": (*experts, rows, low.rank)}
+                found[f"{part}.lora_magnitude"] = (rows,)
+        return found
+
+    def read(self, name: str) -> Tensor:
+        """The parameter that the model calls `name`, [its shape], as it is stored; an A that several share too."""
+        (joint,) = joints(self.model, [name])
+        rows = places(joint, self._outer(name)[0], self.shapes)[1]
+        return rows.get(name, rows[joint.parts[0]]).read(self.files)
+
+    def saves(self, name: str) -> bool:
+        """Whether the model's parameter of this name is trained whole."""
+        return bool(self._outer(name))
+
+    def merged(self, name: str, base: Weight, dtype: torch.dtype) -> Weight:
+        """What reads the model's parameter `name`, [its shape], in `dtype`, from what reads the base's."""
+        module, _, parameter = name.rpartition(".")
+        if self.saves(name):
+            return lambda: self.read(name).to(dtype)
+        low = self.adapted.get(self.model.config.whole(module))
+        if parameter != "weight" or low is None:
+            return lambda: base().to(dtype)
+
+        def read() -> Tensor:
+            a, b = self.read(f"{module}.lora_A"), self.read(f"{module}.lora_B")
+            magnitude = self.read(f"{module}.lora_magnitude") if self.config.dora else None
+            return merge(base(), a, b, low.scale, magnitude, dtype)
+
+        return read
+
+    def copy(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:
+        """Write it to the directory `out` as it is, in `dtype` or its own."""
+        entries = [
+            Entry(name, one.shape, dtype or _own(one.dtype), partial(self.files.read, name))
+            for name, one in self.files.stored.items()
+        ]
+        fields = read_json(self.directory / ADAPTER_CONFIG)
+        fields |= {BASE: self._base} if BASE in fields else {}
+        text = json.dumps(fields, indent=2) + "\n"
+        _write(out, entries, lambda new: replace_text(new / ADAPTER_CONFIG, text), companions)
+
+    def fold(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:
+        """Write the adapter to `out` that is the same to a reader of r and lora_alpha alone: the scale is multiplied
+        into B, lora_alpha is r, and all ranks are the largest, by zeros. UserError where that cannot be."""
+        if self.config.dora or self.config.modules_to_save:
+            has = "DoRA's magnitudes" if self.config.dora else "modules that are trained whole (modules_to_save)"
+            raise UserError(
+                f"--folded: the adapter has {has}, which a reader of plain LoRA has no place for: export it --merged"
+            )
+        if self.config.adapted_parameters(self.adapted):
+            raise UserError("--folded: a reader of plain LoRA has no place for adapters of experts: export it --merged")
+        if not self.adapted:
+            raise UserError(f"--folded: {self.directory} has no adapter of a layer: there is nothing to fold")
+        rank = max(low.rank for low in self.adapted.values())
+        names = tuple(self.adapted)
+        config = AdapterConfig(rank=rank, alpha=rank, dropout=self.config.dropout, target=names)
+        form = AdapterFiles(config, self.model.config, self._base)
+        sizes = {}
+        for module in names:
+            for name, dim in ((f"{module}.lora_A", 0), (f"{module}.lora_B", 1)):
+                stored = self.files.stored[self._outer(name)[0]]
+                shape = (rank, stored.shape[1]) if dim == 0 else (stored.shape[0], rank)
+                sizes[name] = shape, torch.promote_types(_own(stored.dtype), torch.float32)
+
+        def read(name: str) -> Tensor:
+            scale = self.adapted[name.rpartition(".")[0]].scale
+            return folded(name, self.files.read(self._outer(name)[0]).to(sizes[name][1]), rank, scale)
+
+        _write(out, form.entries(sizes, read, dtype), form.finish, companions)
+
+    @property
+    def _base(self) -> str | None:
+        """base_model_name_or_path as it is understood from anywhere: a directory's whole path."""
+        name: str | None = read_json(self.directory / ADAPTER_CONFIG).get(BASE)
+        if not name or Path(name).is_absolute():
+            return name
+        places = Path(name), self.directory / name
+        return next((str(path.resolve()) for path in places if (path / CONFIG).is_file()), name)
+
+    def _outer(self, name: str) -> list[str]:
+        return peft_names(name, self.config, self.model.config)
+
+
+def _write(out: Path, entries: list[Entry], config: Callable[[Path], None], companions: list[Path]) -> None:
+    """companions: the directories whose tokenizer and template are copied along, a later one's over an earlier's."""
+
+    def finish(new: Path) -> None:
+        config(new)
+        for source in companions:
+            copy_companions(source, new)
+
+    write_files({ADAPTER_WEIGHTS: entries}, finish, real(out), ranks=Ranks(alone=True))
+
+
+def _own(dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None:  # `adapter_weights` has refused it
+        raise ValueError("an adapter of a dtype that is not read")
+    return dtype

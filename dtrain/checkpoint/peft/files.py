@@ -1,0 +1,196 @@
+"""Adapters in and out, in PEFT's layout: adapter_model.safetensors beside the adapter_config.json of `peft_config`.
+
+Names of tensors come from the model's own names, which no wrapper changes, so that a file fits wherever it is read.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dtrain.base.errors import UserError
+from dtrain.base.files import Record, checksum, real, replace_text, write_new
+from dtrain.base.model_directory import CHAT_TEMPLATE, HELD
+from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.training_state import model_tensors
+from dtrain.checkpoint.huggingface.file_rows import FileRows, as_in_files, joints, places, shape_in_files
+from dtrain.checkpoint.huggingface.merged import gathered
+from dtrain.checkpoint.huggingface.model_files import copy_companions
+from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
+from dtrain.checkpoint.huggingface.write import Entry, SafetensorsFile, joined, write_files
+from dtrain.checkpoint.peft.config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    misfits,
+    peft_config,
+    peft_names,
+    read_adapter_config,
+)
+from dtrain.models.common.adapter_config import AdapterConfig
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import CausalLM
+from dtrain.parallel.placement import local_slices, local_tensor
+
+ADAPTER = "adapter"  # the folder of a step
+_COMPARED = 1 << 24  # elements of two tensors that are compared at a time
+Read = Callable[[str], Tensor]
+Sizes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def read_adapter(model: CausalLM, directory: str | Path) -> None:
+    """Fill the adapters of `model`, and its modules that they train whole, from an adapter's directory.
+
+    model: with the parameters that the directory's adapter_config.json asks for, on CPU or CUDA, plain tensors or
+    DTensors of any mesh: a rank reads the slices that it holds, cast to the parameter's dtype. No collective.
+
+    Raises one UserError that lists all names that are missing or unexpected, all shapes that differ and all dtypes that
+    are not read; another for damaged files, and for a tied embedding whose two copies differ. Nothing is written then.
+    """
+    directory = Path(directory)
+    config, tensors = read_adapter_config(directory), model_tensors(model)
+    shapes = {name: tuple(one.shape) for name, one in tensors.items() if peft_names(name, config, model.config)}
+    wanted: dict[str, tuple[int, ...]] = {}
+    sources: dict[str, FileRows] = {}
+    copies = []
+    for joint in joints(model, shapes):
+        first, *others = peft_names(joint.name, config, model.config)
+        shape, rows = places(joint, first, shapes)
+        sources |= rows
+        wanted |= dict.fromkeys([first, *others], shape)
+        copies += [(first, other) for other in others]
+    files = adapter_weights(directory, wanted, is_tied=model.config.tie_word_embeddings)
+    for pair in copies:
+        _refuse_differing(files, *pair)
+    for name, source in sources.items():
+        local = local_tensor(tensors[name]).detach()
+        if local.numel():
+            source.fill(files, local, local_slices(tensors[name]))
+
+
+def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]], *, is_tied: bool = False) -> WeightFiles:
+    """The tensors of an adapter, which are those `wanted`: PEFT's names and shapes. Raises UserError that lists what
+    does not fit. is_tied: the model's head is its embedding."""
+    files = WeightFiles(directory, ADAPTER_WEIGHTS)
+    problems = misfits(directory, {name: one.shape for name, one in files.stored.items()}, wanted, is_tied=is_tied)
+    problems += [
+        f"{one.file}: dtype: {name} is {one.kind}; quantized adapters are not read"
+        for name, one in files.stored.items()
+        if one.dtype is None
+    ]
+    if problems:
+        raise UserError("\n".join(problems))
+    return files
+
+
+def _refuse_differing(files: WeightFiles, first: str, second: str) -> None:
+    """Every rank compares all of the two, so that all find the same."""
+    stored = [files.stored[name] for name in (first, second)]
+    rows, *rest = stored[0].shape
+    most = max(1, _COMPARED // max(1, torch.Size(rest).numel()))
+    for start in range(0, rows, most):
+        part = slice(start, min(start + most, rows)), *(slice(0, size) for size in rest)
+        pair = [torch.empty(part[0].stop - start, *rest, dtype=one.dtype) for one in stored]
+        for tensor, name in zip(pair, (first, second), strict=True):
+            files.copy_into(tensor, name, part)
+        if not torch.equal(*pair):
+            raise UserError(
+                f"{stored[0].file}: {first} and {second} differ, and the model's head is tied to its embedding, one "
+                "weight: train the adapter with PEFT's ensure_weight_tying, or give an untied model as model.path"
+            )
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """How an adapter of a model of this kind, which lies at `base`, is written."""
+
+    config: AdapterConfig
+    model: ModelConfig
+    base: str | None
+
+    def entries(self, sizes: Sizes, read: Read, dtype: torch.dtype | None = None) -> list[Entry]:
+        """What is written of tensors with these shapes and dtypes, by parameter name; other names are passed over. A
+        tied embedding under both of PEFT's names. dtype: None for theirs."""
+        own = [name for name in sizes if peft_names(name, self.config, self.model)]
+
+        def entry(name: str) -> Entry:
+            shape, kept = sizes[name]
+            return Entry(name, shape_in_files(name, shape), dtype or kept, lambda: as_in_files(name, read(name)))
+
+        return [
+            joined(outer, joint, [entry(part) for part in joint.parts])
+            for joint in joints(self.model, own)
+            for outer in peft_names(joint.name, self.config, self.model)
+        ]
+
+    def beside(self, step: Path, sizes: Sizes, read: Read) -> dict[str, Record]:
+        """Write `adapter/` into a step's directory that is not yet published, from the step's own tensors; the files'
+        records. As `CheckpointStore.save` asks for it."""
+        prefix = "model."
+        own = {name.removeprefix(prefix): size for name, size in sizes.items() if name.startswith(prefix)}
+        return self.write_into(step / ADAPTER, self.entries(own, lambda name: read(prefix + name)))
+
+    def write_into(self, directory: Path, entries: Iterable[Entry]) -> dict[str, Record]:
+        """Write an adapter of these tensors to a new directory, synced; the files' records, under `adapter/NAME`."""
+        directory.mkdir()
+        listed = list(entries)
+        file = SafetensorsFile(directory / ADAPTER_WEIGHTS, listed)
+        for entry in listed:
+            file.add(entry, None)
+        file.close()
+        self.finish(directory)
+        return {f"{directory.name}/{name}": checksum(directory / name) for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG)}
+
+    def finish(self, directory: Path) -> None:
+        """Put adapter_config.json into `directory`."""
+        text = json.dumps(peft_config(self.config, self.model, self.base), indent=2, sort_keys=True) + "\n"
+        replace_text(directory / ADAPTER_CONFIG, text)
+
+
+def write_adapter(
+    directory: str | Path,
+    tensors: Mapping[str, Tensor],
+    config: AdapterConfig,
+    model: ModelConfig,
+    base: str | None,
+    *,
+    dtype: torch.dtype | None = None,
+    companions: Path | None = None,
+    chat_template: str | None = None,
+    held: Mapping[str, Any] | None = None,
+    replace: bool = False,
+    ranks: Ranks | None = None,
+) -> None:
+    """Write an adapter, `config`, of a model of this kind in PEFT's layout.
+
+    tensors: by the model's parameter names, [any shape], plain or DTensors; others than the adapter's are passed over.
+    base: what base_model_name_or_path says. dtype: of the file; None for the tensors' own. companions: the directory
+    whose tokenizer and template are copied along; chat_template, held, replace: as of `write_directory`.
+
+    Collective over `ranks` (default: all): one all-gather per sharded tensor. `directory` appears whole or not at all.
+    Raises UserError where it is there and not empty, or cannot be written.
+    """
+    form = AdapterFiles(config, model, base)
+    sizes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    entries = [
+        Entry(one.name, one.shape, one.dtype, one.read, collective=is_sharded)
+        for one in form.entries(sizes, lambda name: gathered(tensors[name]), dtype)
+    ]
+
+    def finish(new: Path) -> None:
+        form.finish(new)
+        if companions is not None:
+            copy_companions(companions, new)
+        if chat_template is not None:
+            write_new(new / CHAT_TEMPLATE, chat_template)
+        if held is not None:
+            write_new(new / HELD, json.dumps(held))
+
+    files = {ADAPTER_WEIGHTS: entries}
+    write_files(files, finish, real(Path(directory)), replace=replace, ranks=ranks or Ranks())

@@ -1,0 +1,9 @@
+"""The `dtrain` command and its sub-commands.
+
+cli, arguments    the command line; arguments that several commands take
+run               `dtrain run`, and `dtrain.run` from Python
+suggestions       answers to commands and recipes that do not exist
+preview           `dtrain preview`: rows as the model sees them
+env               `dtrain env`: versions for a bug report
+chat, eval, plan, push, report, serve    the other commands, loaded when they are called
+"""

@@ -1,0 +1,36 @@
+"""The command `dtrain chat`: its arguments, and what it does with them. No torch until it runs."""
+
+import argparse
+from pathlib import Path
+
+from dtrain.commands.arguments import DIRECTORY, at_least
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY)
+    beside = "an adapter of DIR's model, in PEFT's layout; /adapter off and on compare"
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help=beside)
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the model's own")
+    thought = "whether the model thinks first, where its chat template asks (default: as the template has it)"
+    parser.add_argument("--thinking", choices=("on", "off"), help=thought)
+    longest = "tokens of an answer (default: 4096, or what the model's context leaves)"
+    parser.add_argument("--max-new-tokens", type=at_least(1), default=4096, metavar="N", help=longest)
+    drawn = "0 takes the likeliest token (default: 0.7)"
+    parser.add_argument("--temperature", type=float, default=0.7, help=drawn)
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this sum")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the command out; its exit status."""
+    from dtrain.base.hub import find_directory
+
+    find_directory(arguments.directory)  # before torch is loaded, which takes long
+    from dtrain.commands.chat.terminal import talk
+
+    talk(arguments)
+    return 0

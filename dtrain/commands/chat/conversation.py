@@ -1,0 +1,90 @@
+"""A conversation: its messages, and the engine that answers, piece by piece."""
+
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.commands.serve.text import TextStream
+from dtrain.data.formats.prompts import Prompt, PromptEncoder
+from dtrain.inference.engine import Engine
+from dtrain.inference.request import Request, SamplingParams
+
+SWITCHES = ("enable_thinking", "thinking")  # what chat templates call it
+
+
+@dataclass
+class Conversation:
+    """max_length: of prompt and answer together; sampling: its max_new_tokens is the most of an answer. system: the
+    first message, None for none. variables: for the chat template. Each answer has draws of its own, the `drawn`-th of
+    `seed`."""
+
+    engine: Engine
+    encoder: PromptEncoder
+    max_length: int
+    sampling: SamplingParams
+    seed: int = 0
+    system: str | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)  # without the system's
+    drawn: int = 0
+
+    def think(self, on: bool) -> None:
+        """Set whether the model thinks first. Raises UserError where the template has no word for it."""
+        template = self.encoder.template
+        switch = next((name for name in SWITCHES if template is not None and template.reads(name)), None)
+        if switch is None:
+            raise UserError(f"the chat template has no switch for thinking ({' or '.join(SWITCHES)})")
+        self.variables[switch] = on
+
+    def again(self) -> Generator[str]:
+        """Another answer to what was said last. Raises UserError where nothing was."""
+        if not self.messages:
+            raise UserError("nothing was said yet")
+        del self.messages[-1]  # every answer is one, if an empty one
+        return self._answer(self._request())
+
+    def say(self, text: str) -> Generator[str]:
+        """The answer to `text`, in pieces. What was given until the caller stops is the answer that stays. Raises
+        UserError where there is no room left; then `text` was not said."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            return self._answer(self._request())
+        except UserError:
+            self.messages.pop()
+            raise
+
+    def _answer(self, request: Request) -> Generator[str]:
+        tokenizer = self.encoder.tokenizer
+        stream = TextStream(partial(tokenizer.decode, skip_special_tokens=True))
+        ticket, given, said = self.engine.add(request), 0, ""
+        try:
+            while True:
+                ended = dict(self.engine.step())
+                ids = ended[ticket].ids[given:] if ticket in ended else self.engine.progress(ticket, given)[0]
+                given += len(ids)
+                piece = stream.push(ids, last=ticket in ended)
+                said += piece
+                if piece:
+                    yield piece
+                if ticket in ended:
+                    return
+        finally:
+            self.engine.abandon()
+            self.messages.append({"role": "assistant", "content": said})
+
+    def _request(self) -> Request:
+        begin = [] if self.system is None else [{"role": "system", "content": self.system}]
+        ids = self.encoder.encode(Prompt([*begin, *self.messages], variables=self.variables))
+        room = self.max_length - len(ids)
+        if room < 1:
+            raise UserError(
+                f"the conversation has {len(ids)} tokens, and the model's context holds {self.max_length}: /reset "
+                "begins a new one"
+            )
+        self.drawn += 1
+        sampling = replace(self.sampling, max_new_tokens=min(room, self.sampling.max_new_tokens))
+        request = Request(ids, sampling, self.seed, sample_index=self.drawn)
+        self.engine.check(request, "the conversation")
+        return request

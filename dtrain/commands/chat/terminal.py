@@ -1,0 +1,124 @@
+"""The conversation on a terminal: lines in, answers out as they come; or lines of a pipe, an answer to each."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
+from importlib import import_module
+
+from dtrain.base.errors import UserError
+from dtrain.commands.chat.conversation import Conversation
+from dtrain.commands.serve.adapters import put_in, read_beside
+from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
+from dtrain.data.text.template import choose_template
+from dtrain.inference.engine import Engine
+from dtrain.inference.generate import choose_device, choose_dtype, load
+from dtrain.inference.request import Request, SamplingParams, check_request
+from dtrain.run.metrics.terminal import printable
+
+HELP = """/again            draw the last answer anew
+/reset            begin a new conversation
+/system TEXT      the system message of a new conversation; without TEXT none
+/thinking on|off  whether the model thinks first
+/adapter on|off   with the adapter of --adapter, or without
+/exit             or Ctrl-D; Ctrl-C ends an answer
+A line that ends with \\ goes on in the next one."""
+
+
+def talk(asked: Namespace) -> None:
+    """The conversation that the command's arguments ask for, until its end. Raises UserError."""
+    device = choose_device(asked.device)
+    model, tokenizer = load(asked.directory, choose_dtype(asked.dtype, device), device)
+    if asked.adapter is not None:
+        if model.adapters is not None:
+            raise UserError(f"--adapter {asked.adapter}: {asked.directory} has one already: give its base model")
+        beside = read_beside(model, asked.adapter)
+        put_in(model, beside)
+        model.adapters = beside.adapters
+    template = choose_template(tokenizer.directory, tokenizer.special_tokens, asked.chat_template)
+    if template is None:
+        raise UserError(
+            f"{asked.directory} has no chat template: give --chat-template FILE, or complete texts with `dtrain "
+            "generate --raw`"
+        )
+    length = model.config.most_positions or model.config.max_position_embeddings
+    encoder = PromptEncoder(tokenizer, template, max_length=length, options=PromptOptions(length))
+    stops = tuple(tokenizer.eos_ids)
+    sampling = SamplingParams(asked.max_new_tokens, asked.temperature, asked.top_k, asked.top_p, stop_ids=stops)
+    check_request(Request([0], sampling), model.config.vocab_size, "the conversation", has_decode=False)
+    conversation = Conversation(Engine(model, max_rows=1), encoder, length, sampling, asked.seed, asked.system)
+    if asked.thinking is not None:
+        conversation.think(asked.thinking == "on")
+    Terminal(conversation).run()
+
+
+class Terminal:
+    """Lines of standard input to `conversation`, its answers to standard output."""
+
+    def __init__(self, conversation: Conversation):
+        self.conversation = conversation
+        self.is_terminal = sys.stdin.isatty()
+
+    def run(self) -> None:
+        """Until the end of input, or /exit."""
+        if self.is_terminal:
+            with suppress(ImportError):
+                import_module("readline")  # `input` then edits lines and keeps those before
+            print("Talk to the model; /help has the commands.")
+        for line in self._lines():
+            if line == "/exit":
+                return
+            try:
+                if line.startswith("/"):
+                    self._obey(*line[1:].partition(" ")[::2])
+                elif line:
+                    self._print(self.conversation.say(line))
+            except UserError as error:
+                if not self.is_terminal:
+                    raise
+                print(f"dtrain: {error}", file=sys.stderr)
+
+    def _lines(self) -> Iterator[str]:
+        while True:
+            said, mark = "", "> "
+            while not said or said.endswith("\\"):
+                try:
+                    line = input(mark if self.is_terminal else "")
+                except (EOFError, KeyboardInterrupt):
+                    if self.is_terminal:
+                        print()
+                    return
+                said, mark = said[:-1] + ("\n" if said else "") + line.rstrip("\r"), ". "
+                if not said:
+                    break
+            yield said.strip()
+
+    def _print(self, pieces: Generator[str]) -> None:
+        try:
+            with closing(pieces):
+                for piece in pieces:
+                    print(printable(piece), end="", flush=True)
+        except KeyboardInterrupt:
+            if not self.is_terminal:
+                raise
+        print(flush=True)
+
+    def _obey(self, word: str, rest: str) -> None:
+        conversation, rest = self.conversation, rest.strip()
+        if word == "again":
+            self._print(conversation.again())
+        elif word in ("reset", "system"):
+            conversation.messages.clear()
+            if word == "system":
+                conversation.system = rest or None
+        elif word == "thinking" and rest in ("on", "off"):
+            conversation.think(rest == "on")
+        elif word == "adapter" and rest in ("on", "off"):
+            adapters = conversation.engine.model.adapters
+            if adapters is None:
+                raise UserError("there is no adapter: --adapter DIR, when the command starts, has one")
+            adapters.on = rest == "on"
+        elif word == "help":
+            print(HELP)
+        else:
+            raise UserError(f"/{word[:40]} is no command:\n{HELP}")

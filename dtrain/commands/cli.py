@@ -1,0 +1,300 @@
+"""The `dtrain` command: parses what was typed, calls the room that does it, and turns errors into an exit status.
+
+Imports no torch; the commands that need it do. Exit status: 0 done, 1 an error (told on stderr), 2 wrong usage,
+130, 143 and 138 ended in order by Ctrl-C, SIGTERM and SIGUSR1 (a pre-emption).
+"""
+
+import argparse
+import importlib
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from dtrain import __version__
+from dtrain.base.errors import Stopped, UserError
+from dtrain.commands.arguments import DIRECTORY, PROCESSES, RECIPE, add_recipe, at_least
+
+ROOMS = {
+    "plan": ("dtrain.commands.plan.command", "show what each rank would hold and send: no GPU and no weights needed"),
+    "eval": ("dtrain.commands.eval.command", "answer the prompts of data files and judge the answers"),
+    "chat": ("dtrain.commands.chat.command", "talk with a model in the terminal"),
+    "report": ("dtrain.commands.report.command", "show runs as one page: curves, answers, groups, what differs"),
+    "compare": ("dtrain.commands.report.compare", "show runs side by side in the terminal"),
+    "push": ("dtrain.commands.push.command", "send a run's export to the Hugging Face hub, with a model card"),
+    "serve": ("dtrain.commands.serve.command", "answer completions over HTTP, as OpenAI's API has them"),
+    "env": ("dtrain.commands.env", "print versions and devices, for bug reports"),
+}
+"""Command -> the module that has its `add_arguments` and `run`, loaded where it is asked for, and its help."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's) and return its exit status."""
+    parser = _parser()
+    typed = sys.argv[1:] if argv is None else list(argv)
+    _know(parser, typed)
+    arguments, rest = parser.parse_known_args(typed)
+    if hasattr(arguments, "overrides"):  # argparse takes those before the first option only
+        arguments.overrides += [word for word in rest if not word.startswith("-")]
+        rest = [word for word in rest if word.startswith("-")]
+    _refuse(parser, typed, rest)
+    try:
+        status = arguments.command(arguments)
+        sys.stdout.flush()
+        return status or 0
+    except UserError as error:
+        print(f"dtrain: {error}", file=sys.stderr)
+        return 1
+    except Stopped as error:
+        print(f"dtrain: {error}", file=sys.stderr)
+        return 128 + error.signum
+    except KeyboardInterrupt as error:  # with the number of a second signal, of whatever kind
+        print("dtrain: interrupted", file=sys.stderr)
+        return 128 + (error.args[0] if error.args else signal.SIGINT)
+    except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def command() -> None:
+    """`main` as a program. Where torch was loaded the process ends without the interpreter's teardown: a process
+    group's thread that is still alive then aborts, now and then, a run that is done."""
+    status = main()
+    if "torch" in sys.modules:
+        with suppress(BrokenPipeError):
+            sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+class _Command(argparse.ArgumentParser):
+    """The parser of a command. room: the module that knows its arguments, until that is asked for them."""
+
+    room: str | None = None
+
+    def parse_known_args(self, args=None, namespace=None):
+        if self.room is not None:
+            module, self.room = importlib.import_module(self.room), None
+            module.add_arguments(self)
+            self.set_defaults(command=module.run)
+        return super().parse_known_args(args, namespace)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dtrain", description="Fine-tune open-weight language models, on any mesh.")
+    parser.add_argument("--version", action="version", version=f"dtrain {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
+
+    def add(name: str, command, text: str, recipe: bool = False) -> _Command:
+        sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        sub.set_defaults(command=command)
+        if recipe:
+            add_recipe(sub)
+        return sub
+
+    add("run", _run, "train what a recipe says", recipe=True)
+    validate = add("validate", _validate, "show every error of a recipe at once, and start nothing", recipe=True)
+    validate.add_argument("--world-size", type=at_least(1), metavar="N", help=PROCESSES)
+    preview = add("preview", _preview, "show rows as the model sees them, lengths, packing, tokens", recipe=True)
+    printed = "how many samples to print (default: 3)"
+    preview.add_argument("--samples", type=at_least(0), default=3, metavar="N", help=printed)
+    add("ls", _ls, "list the recipes that ship with dtrain")
+    copy = add("cp", _cp, "copy a shipped recipe, to edit it")
+    copy.add_argument("recipe", metavar="RECIPE", help=RECIPE)
+    copy.add_argument("target", metavar="TARGET", type=Path, help="a file that is not there yet, or a directory")
+    add("cat", _cat, "print a recipe").add_argument("recipe", metavar="RECIPE", help=RECIPE)
+    export = add("export", _export, "write a directory that others read from a run, a checkpoint or an adapter")
+    sources = "runs/x, runs/x/checkpoints/step-N, or an adapter's directory"
+    export.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help=sources)
+    export.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
+    export.add_argument("--dtype", help="bfloat16, float16, float32 or float64 (default: as saved)")
+    forms, merged = (
+        export.add_mutually_exclusive_group(),
+        "a whole model, an adapter merged into it (the default)",
+    )
+    forms.add_argument("--merged", dest="form", action="store_const", const="merged", help=merged)
+    alone = "an adapter alone, as PEFT writes it, with the tokenizer's files"
+    forms.add_argument("--adapter", dest="form", action="store_const", const="adapter", help=alone)
+    folded = "an adapter alone, its scale multiplied into B, for readers of plain LoRA (llama.cpp, vLLM)"
+    forms.add_argument("--folded", dest="form", action="store_const", const="folded", help=folded)
+    original = "merge into the base's files as they are, and not as the run held them (nf4, a lower precision)"
+    export.add_argument("--original-base", action="store_true", help=original)
+    fetched = "fetch a model, or a dataset, from the Hugging Face hub into its cache on this machine"
+    download = add("download", _download, fetched)
+    named = "such as Qwen/Qwen3-0.6B; model.path, or data.train.path, takes it as it is"
+    download.add_argument("name", metavar="OWNER/NAME", help=named)
+    download.add_argument("--data", action="store_true", help="a dataset; prints the files of the split")
+    download.add_argument("--split", default="train", help="of a dataset (default: train)")
+    download.add_argument("--subset", help="of a dataset (default: its own)")
+    download.add_argument("--revision", help="of a dataset: a branch, a tag or a commit (default: main)")
+    generate = add("generate", _generate, "complete prompts with a model")
+    generate.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY)
+    said = r"what the user says; may be repeated (default: each line of standard input; line breaks come out as \n)"
+    generate.add_argument("--prompt", action="append", help=said)
+    generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    generate.add_argument("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="default: 256")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    generate.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this sum")
+    generate.add_argument("--seed", type=int, default=0, help="default: 0")
+    generate.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
+    generate.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    for name, (module, text) in ROOMS.items():
+        add(name, None, text).room = module
+    return parser
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the commands, by name."""
+    return next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+
+
+def _know(parser: argparse.ArgumentParser, typed: list[str]) -> None:
+    """Ends with status 2 where no command was typed, or one that dtrain has not."""
+    if not typed:
+        parser.print_help(sys.stderr)
+        sys.exit(2)
+    if typed[0].startswith("-") and typed[0] not in ("-h", "--help", "--version"):
+        parser.error(f"{typed[0]}: a command comes first, such as `dtrain run RECIPE key=value`; --help lists them")
+    if not typed[0].startswith("-") and typed[0] not in _commands(parser):
+        from dtrain.commands.suggestions import no_command
+
+        parser.error(no_command(typed, list(_commands(parser))))
+
+
+def _refuse(parser: argparse.ArgumentParser, typed: list[str], rest: list[str]) -> None:
+    """Ends with status 2 where an option is unknown, or a command that takes options was given `key=value`."""
+    command, said = _commands(parser)[typed[0]], []
+    takes_keys = any(action.dest == "overrides" for action in command._actions)
+    if rest or (not takes_keys and any("=" in word for word in typed)):
+        from dtrain.commands import suggestions as answers
+
+        said = [] if takes_keys else answers.keys_of_a_recipe(command, typed[1:])
+        said += answers.no_option(command, typed[1:], [word for word in rest if word.startswith("-")])
+        said += answers.too_many(command, [one.partition(": ")[0] for one in said], rest)
+    if said:
+        command.error("\n  ".join(said))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from dtrain.commands.run import run
+    from dtrain.launch.agent import WorkerFailed
+
+    try:
+        run(arguments.recipe, arguments.overrides)
+    except WorkerFailed as error:
+        print(f"dtrain: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from dtrain.launch import validate
+
+    for line in validate(arguments.recipe, arguments.overrides, arguments.world_size):
+        print(line)
+    return 0
+
+
+def _preview(arguments: argparse.Namespace) -> int:
+    from dtrain import recipe as config
+    from dtrain.commands.preview import preview
+    from dtrain.run.preflight import load
+
+    recipe = load(arguments.recipe, arguments.overrides)
+    with config.hiding(recipe):
+        preview(recipe, arguments.samples, sys.stdout.isatty(), hide=lambda text: config.hidden(text, recipe))
+    return 0
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    from dtrain import recipe as config
+
+    shipped = config.shipped()
+    width = max((len(name) for name, _ in shipped), default=0)
+    for name, text in shipped:
+        print(f"{name:<{width}}  {text}")
+    return 0
+
+
+def _cp(arguments: argparse.Namespace) -> int:
+    from dtrain import recipe as config
+
+    source = config.find(arguments.recipe)
+    target = arguments.target / source.name if arguments.target.is_dir() else arguments.target
+    try:
+        with source.open("rb") as whence, target.open("xb") as whither:
+            shutil.copyfileobj(whence, whither)
+    except FileExistsError:
+        raise UserError(f"{target} is there already; choose another name") from None
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}") from error
+    return 0
+
+
+def _cat(arguments: argparse.Namespace) -> int:
+    from dtrain import recipe as config
+
+    text = config.find(arguments.recipe).read_bytes()
+    sys.stdout.write(text.decode("utf-8", errors="replace"))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from dtrain.checkpoint.huggingface.export import export
+
+    asked = arguments.form, arguments.original_base
+    said = export(arguments.source, arguments.out, arguments.dtype, *asked)
+    print(f"wrote {arguments.out} from {said}")
+    return 0
+
+
+def _download(arguments: argparse.Namespace) -> int:
+    from dtrain.base import hub
+
+    name, kind = arguments.name, "dataset" if arguments.data else "model"
+    if not hub.is_id(name):
+        address = re.match(r"https?://[^/]+/(?:datasets/)?([^/]+/[^/?#]+)", name)
+        meant = f": write {address[1]}" if address else ", or a directory has that name"
+        raise UserError(f"{name} is no {kind}'s id on the hub (owner/name){meant}")
+    if arguments.data:
+        from dtrain.data.sources.hub import Pick, download
+
+        files = download(name, Pick(arguments.split, arguments.subset, arguments.revision))
+        print("\n".join(map(str, files)))
+        return 0
+    if arguments.split != "train" or arguments.subset or arguments.revision:
+        raise UserError("--split, --subset and --revision are for datasets: add --data")
+    print(hub.download(name))
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from dtrain.base.hub import find_directory
+
+    find_directory(arguments.directory)  # before torch is loaded, which takes long
+    from dtrain.inference.generate import generate_text
+
+    is_piped = arguments.prompt is None
+    if is_piped and sys.stdin.isatty():
+        raise UserError('no prompt: give --prompt "...", or pipe prompts in, one a line')
+    texts = generate_text(
+        arguments.directory,
+        sys.stdin.read().splitlines() if is_piped else arguments.prompt,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        raw=arguments.raw,
+        dtype=arguments.dtype,
+        device=arguments.device,
+    )
+    for text in texts:
+        print(text.replace("\n", "\\n") if is_piped else text, flush=True)
+    return 0

@@ -1,0 +1,184 @@
+"""`dtrain eval`: a directory's model answers the prompts of data files, and rewards judge its answers."""
+
+import json
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import read_json
+from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.huggingface.base_weights import step_around
+from dtrain.commands.eval.options import in_options
+from dtrain.data.formats.plain_prompts import evaluated_as, refuse_without_template
+from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
+from dtrain.data.sources.files import resolve
+from dtrain.data.text.template import choose_template
+from dtrain.inference.engine import Engine
+from dtrain.inference.generate import choose_device, choose_dtype, load
+from dtrain.inference.request import Completion, Request, SamplingParams
+from dtrain.recipe.schema import Reward
+from dtrain.rl.judging import (
+    Judged,
+    Questions,
+    Report,
+    known,
+    open_judges,
+    plain_prompts_of,
+    read_questions,
+)
+from dtrain.rl.judging import evaluate as judged_answers
+from dtrain.run.directory import DATA
+from dtrain.run.eval_section import usual_reward
+from dtrain.run.eval_sets import longest_answer
+from dtrain.run.metrics import records
+
+MANY = 0.2  # of the answers, cut at their longest
+
+
+def evaluate(asked: Namespace) -> Report:
+    """Answer the prompts of data files (data/formats/prompts.py says what a row may be), and judge the answers.
+
+    asked: the command's arguments. Raises UserError.
+    """
+    out, files = asked.out, resolve(asked.data, "DATA")
+    rewards = [read_reward(text) for text in asked.reward or [usual_reward(files)]]
+    device = choose_device(asked.device)
+    if out is not None and not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no directory {out.parent}")
+    judges, together = open_judges(rewards, asked.reward_timeout, partial(print, file=sys.stderr))
+    with judges:
+        model, tokenizer = load(asked.directory, choose_dtype(asked.dtype, device), device)
+        length = model.config.max_position_embeddings
+        new = asked.max_new_tokens or longest_answer(length)
+        if new >= length:
+            raise UserError(
+                f"--max-new-tokens {new} leaves no room for a prompt within the model's {length} positions: set less"
+            )
+        options = PromptOptions.within(length, new, asked.system)
+        template = choose_template(
+            tokenizer.directory, tokenizer.special_tokens, asked.chat_template, asked.template_kwargs
+        )
+        refuse_without_template(asked.prompts_as, template, tokenizer.directory)
+        chosen, trained_plain = (asked.prompts_as, 0) if asked.prompts_as else trained_as(asked.directory)
+        prompts_as = evaluated_as(chosen, trained_plain, template)
+        encoder = PromptEncoder(tokenizer, template, max_length=length, options=options, prompts_as=prompts_as)
+        sampling = SamplingParams(
+            new,
+            asked.temperature,
+            asked.top_k,
+            asked.top_p,
+            asked.min_p,
+            stop_ids=tuple(tokenizer.eos_ids),
+            stop=tuple(asked.stop),
+        )
+        rows = read_questions(files, encoder, asked.limit)
+        for line in plain_prompts_of("DATA", rows, encoder):
+            print(in_options(line), file=sys.stderr)
+        questions = Questions(rows, asked.samples, sampling, asked.seed, options.room, asked.pass_reward, together)
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        engine = Engine(model, decode=decode, max_rows=asked.max_rows)
+        write = partial(_write, out, questions)
+        return judged_answers(questions, partial(_drawn, engine), decode, judges, write, ranks=Ranks(alone=True))
+
+
+def trained_as(directory: Path) -> tuple[str | None, int]:
+    """Return `data.prompts_as` of the run whose directory, export or checkpoint `directory` is, and how many of its
+    training rows had a plain prompt; (None, 0) of a model that is none of a run's. Raises UserError for a damaged
+    config.yaml or data.json."""
+    run = (step_around(directory) or directory).absolute()
+    if run.name == "export":
+        run = run.parent
+    elif run.parent.name == "checkpoints":
+        run = run.parent.parent
+    chosen = (records.read_recipe(run).get("data") or {}).get("prompts_as")
+    data = read_json(run / DATA) if (run / DATA).is_file() else {}
+    return chosen, data.get("train", {}).get("plain_prompts", 0)
+
+
+def as_json(report: Report) -> str:
+    """One line; what is not known is null."""
+    fields = {**report.__dict__, "passes": {str(k): value for k, value in report.passes.items()}}
+    return json.dumps(known(fields))
+
+
+def as_table(report: Report) -> str:
+    rows = [
+        ("prompts", f"{report.prompts} × {report.samples}"),
+        ("reward", _shown(report.reward, report.reward_stderr)),
+    ]
+    if len(report.rewards) == 1:
+        rows[1] = ("reward", f"{rows[1][1]} by {next(iter(report.rewards))}")
+    else:
+        rows += [(f"  {name}", _shown(value)) for name, value in report.rewards.items()]
+    rows += [(f"pass@{k}", f"{value:.1%}") for k, value in report.passes.items()]
+    rows += [
+        ("tokens", f"{report.completion_len:.1f} on average, at most {report.completion_len_max}"),
+        ("truncated", f"{report.truncated_frac:.1%}" + "; raise --max-new-tokens" * (report.truncated_frac > MANY)),
+    ]
+    if report.unknown:
+        rows.append(("without reward", str(report.unknown)))
+    if report.cut_prompts:
+        rows.append(("prompts cut", f"{report.cut_prompts}, at their beginning"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def read_reward(text: str) -> Reward:
+    """A reward as it is typed: a name or an import path, with options as JSON after `=`. Raises UserError."""
+    name, found, options = text.partition("=")
+    try:
+        kwargs = json.loads(options) if found else {}
+    except ValueError as error:
+        raise UserError(f"--reward {text}: the options after = are no JSON ({error})") from error
+    if not isinstance(kwargs, dict):
+        raise UserError(
+            f'--reward {text}: the options after = must be a JSON object, such as regex={{"pattern": "yes"}}'
+        )
+    return Reward(name, kwargs=kwargs)
+
+
+def _drawn(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
+    """The completions, in the requests' order, with a bar on a terminal's stderr."""
+    tickets = [engine.add(request) for request in requests]
+    found: dict[int, Completion] = {}
+    with tqdm(total=len(requests), unit="completion", disable=None, leave=False) as bar:
+        while engine.has_work:
+            ended = engine.step()
+            found.update(ended)
+            bar.update(len(ended))
+    return [found[ticket] for ticket in tickets]
+
+
+def _write(out: Path | None, questions: Questions, judged: Sequence[Judged]) -> None:
+    if out is None:
+        return
+    try:
+        with out.open("w", encoding="utf-8") as file:
+            for one in judged:
+                prompt = questions.asked[one.index].prompt
+                row = {
+                    "prompt_index": one.index,
+                    "sample_index": one.sample,
+                    "prompt": prompt.asked,
+                    "completion": one.text,
+                    "reward": one.reward,
+                    "rewards": one.parts,
+                    "tokens": len(one.completion.ids),
+                    "finish": one.completion.finish,
+                    "columns": prompt.columns,
+                }
+                file.write(json.dumps(known(row), ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror or error}") from error
+
+
+def _shown(value: float, error: float = math.nan) -> str:
+    if math.isnan(value):
+        return "not known"
+    return f"{value:.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")

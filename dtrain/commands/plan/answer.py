@@ -1,0 +1,84 @@
+"""What `dtrain plan` prints, and how it ends."""
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from dtrain.base.errors import RecipeError, UserError
+from dtrain.commands.plan import report
+from dtrain.commands.plan.hardware import GPUS, Hardware
+from dtrain.commands.plan.plan import Plan, make_plan, problems, ready
+from dtrain.commands.plan.search import on_a_mesh_that_fits, search, smallest_change
+from dtrain.recipe import read
+from dtrain.recipe.schema import Recipe
+from dtrain.run.preflight import with_local_model
+
+
+def read_recipe(name: str, overrides: Sequence[str], world_size: int | None) -> Recipe:
+    """The recipe, as `dtrain run` reads it. Raises RecipeError with all that a plan sees, which reads config.json alone
+    of the files."""
+    loaded, found = read(name, overrides)
+    recipe = with_local_model(loaded)
+    if found:
+        more = problems(ready(recipe), world_size or recipe.launch.nproc)
+        raise RecipeError(list(dict.fromkeys([*found, *more])))
+    return recipe
+
+
+def answer(recipe: Recipe, asked: Namespace, say: Callable[[str], None]) -> None:
+    """Plan `recipe` and say what came out. asked: the command's arguments. Raises UserError where it does not fit, with
+    what would.
+
+    A search begins with the recipe's own mesh and micro-batch, or where so many ranks refuse these, with some that fit.
+    """
+    world_size, hardware = asked.world_size or recipe.launch.nproc, _hardware(asked)
+    if asked.search:
+        if recipe.launch.device == "cpu":
+            raise UserError("launch.device=cpu: --search ranks meshes by the estimate, which knows GPUs only")
+        recipe = on_a_mesh_that_fits(ready(recipe), world_size, hardware.per_node)
+    plan = make_plan(recipe, world_size, hardware, asked.memory and int(asked.memory * 2**30))
+    found = search(plan.recipe, plan.config, world_size, hardware, plan.budget) if asked.search else None
+    if asked.json:
+        more = {"search": report.search_as_json(found, plan)} if found else {}
+        say(json.dumps(report.as_json(plan, asked.step_time) | more, indent=2))
+    else:
+        say(report.text(plan, asked.step_time))
+        if found:
+            say("\n" + report.search_text(found, plan))
+    if plan.device == "cuda" and not plan.fits:
+        raise UserError(too_much(plan))
+
+
+def _hardware(asked: Namespace) -> Hardware:
+    """The device that is asked for; links are given in GB/s."""
+    known = GPUS[asked.gpu]
+    return replace(
+        known,
+        per_node=asked.gpus_per_node or known.per_node,
+        inside=asked.link_inside * 1e9 if asked.link_inside else known.inside,
+        between=asked.link_between * 1e9 if asked.link_between else known.between,
+    )
+
+
+def too_much(plan: Plan) -> str:
+    """By how much a plan does not fit, on which part, and what would."""
+    if plan.evaluation > max(plan.budget, plan.step.peak):
+        return (
+            f"this does not fit: an evaluation takes {report.gib(plan.evaluation)} at least, and the budget is "
+            f"{report.gib(plan.budget)}: lower eval.sampling.max_new_tokens, or share the weights among more ranks"
+        )
+    over = plan.step.peak - plan.budget
+    name, size = max(plan.step.parts.items(), key=lambda entry: entry[1])
+    found = smallest_change(plan)
+    fix = (
+        "none of the changes that were tried fits (micro_batch, activation_checkpointing, tp, cp, up to 128 times the "
+        "ranks): take a smaller model, shorter rows, or devices with more memory"
+        if found is None
+        else f"the smallest change that fits is {found[0]}, with a peak of {report.gib(found[1].peak)}, which "
+        f"leaves {report.gib(plan.budget - found[1].peak)}"
+    )
+    return (
+        f"this does not fit: the peak is {report.gib(plan.step.peak)}, {report.gib(over)} more than the budget of "
+        f"{report.gib(plan.budget)}; the largest part is {name} ({report.gib(size)}); {fix}"
+    )

@@ -1,0 +1,81 @@
+"""The plan of a run, worked out beside it: whether its memory will do, and what the run shows once it is there."""
+
+import multiprocessing
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from dtrain.base.errors import UserError
+from dtrain.commands.plan.answer import too_much
+from dtrain.commands.plan.children import Child
+from dtrain.commands.plan.hardware import GPUS, USABLE
+from dtrain.commands.plan.plan import make_plan
+from dtrain.commands.plan.report import gib
+from dtrain.recipe.schema import Recipe
+
+_BEHIND_THE_RUN = 5
+
+
+class Peak(NamedTuple):
+    """words: the planned peak, or why there is none. size: its bytes. too_much: that a device does not hold it, and the
+    smallest change that would help."""
+
+    words: str
+    size: int = 0
+    too_much: str | None = None
+
+
+class TooMuch(NamedTuple):
+    """is_certain: more than the device has, not only more than it should be asked for."""
+
+    words: str
+    is_certain: bool
+
+
+class PlannedPeak(Child[Peak]):
+    """What a rank's tensors need at their peak, by the plan of `recipe` on `world_size` devices of type `device_type`.
+
+    It is worked out in a process of lower priority, forked from this one, which ends with the context or with this
+    process. To be made before this process has a process group or has touched CUDA: neither survives a fork. How much
+    memory the devices have is therefore told later, by `too_much`.
+    """
+
+    def __init__(self, recipe: Recipe, world_size: int, device_type: str):
+        recipe = replace(recipe, launch=replace(recipe.launch, device="cuda" if device_type == "cuda" else "cpu"))
+        self._memory: Any = multiprocessing.get_context("fork").SimpleQueue()
+        if device_type != "cuda":
+            self._memory.put(None)
+        super().__init__(partial(_planned, recipe, world_size, self._memory), niceness=_BEHIND_THE_RUN)
+        self._peak: Peak | None = None
+
+    def peak(self, wait: float = 0.0) -> Peak | None:
+        """The peak, or why there is none; None where that is not known within `wait` seconds."""
+        if self._peak is None and self.is_done(wait):
+            outcome = self.outcome()
+            self._peak = Peak(_no_plan(outcome)) if isinstance(outcome, Exception) else outcome
+        return self._peak
+
+    def too_much(self, memory: int, wait: float) -> TooMuch | None:
+        """Why devices of `memory` bytes do not hold the peak, with what would help; None where they do, and where no
+        plan is there within `wait` seconds. To be asked once."""
+        self._memory.put(memory)
+        peak = self.peak(wait)
+        if peak is None or peak.too_much is None:
+            return None
+        return TooMuch(f"{peak.too_much}. (metrics.plan=false starts it anyway)", peak.size > memory)
+
+
+def _planned(recipe: Recipe, world_size: int, asked: Any) -> Peak:
+    try:
+        plan = make_plan(recipe, world_size, next(iter(GPUS.values())))
+        memory = asked.get()
+        peak = Peak("; ".join([f"planned peak {gib(plan.step.peak)}", *plan.assumed]), plan.step.peak)
+        if memory is None or plan.step.peak <= memory * USABLE:
+            return peak
+        return peak._replace(too_much=too_much(replace(plan, budget=int(memory * USABLE))))
+    except UserError as error:  # what a plan does not follow, offloading say
+        return Peak(_no_plan(error))
+
+
+def _no_plan(error: Exception) -> str:
+    return f"no plan ({' '.join(str(error).split())})"

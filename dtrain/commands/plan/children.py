@@ -1,0 +1,89 @@
+"""Functions in processes of their own, side by side.
+
+torch keeps what it learnt of a mesh for the life of a process, the names of its process groups too, so that a second
+mesh in the same process may be taken for the first one. Each trace therefore has a process, forked from this one.
+"""
+
+import gc
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Generic, Self, TypeVar
+
+import torch
+
+from dtrain.base.errors import UserError
+from dtrain.base.orphans import end_with
+
+Result = TypeVar("Result")
+
+
+class Child(Generic[Result]):
+    """`call` in a forked process, which sees no CUDA device and ends with this one; a context that ends it earlier.
+    What `call` returns must be picklable. niceness: how far the process steps back behind others."""
+
+    def __init__(self, call: Callable[[], Result], niceness: int = 0):
+        context = multiprocessing.get_context("fork")
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_work, args=(call, niceness, os.getpid(), sender))
+        self._process.start()
+        sender.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._receiver.close()
+        self._process.kill()
+        self._process.join()
+
+    def is_done(self, wait: float = 0.0) -> bool:
+        """Whether `outcome` would answer at once; waits for that up to `wait` seconds."""
+        return self._receiver.poll(wait)
+
+    def outcome(self) -> Result | Exception:
+        """What the call returned, or what it raised; to be asked once."""
+        try:
+            return self._receiver.recv()
+        except EOFError:
+            self._process.join()
+            return RuntimeError(f"a process that worked on a plan died ({self._process.exitcode})")
+
+    def result(self) -> Result:
+        """What the call returned; to be asked once. Raises what it raised."""
+        outcome = self.outcome()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+def side_by_side(calls: Sequence[Callable[[], Result]]) -> list[Result]:
+    """What each of `calls` returns, in their order. An exception of one is raised here."""
+    with ExitStack() as stack:
+        children = [stack.enter_context(Child(call)) for call in calls]
+        return [child.result() for child in children]
+
+
+def _work(call: Callable[[], object], niceness: int, parent: int, sender) -> None:
+    end_with(parent)
+    os.nice(niceness)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch asks for a device where it needs none, and CUDA survives no fork
+    gc.freeze()  # a collection here must not touch what the parent's threads hold
+    torch.set_num_threads(1)  # the parent's threads did not come along, and a product would wait for them
+    try:
+        sender.send(call())
+    except Exception as error:
+        sender.send(_in_words(error))
+    finally:
+        sender.close()
+        os._exit(0)
+
+
+def _in_words(error: Exception) -> Exception:
+    """`error` with its trace, as one that pickle makes anew whatever its class wants: a UserError, or a RuntimeError
+    that names the class."""
+    told = UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")
+    told.add_note(traceback.format_exc())
+    return told

@@ -1,0 +1,39 @@
+"""The command `dtrain plan`: its arguments, and what it does with them. No torch until it runs."""
+
+import argparse
+
+from dtrain.commands.arguments import PROCESSES, add_recipe, at_least, positive
+
+GPUS = ("a100", "h100", "h200", "b200", "3090", "4090", "5090", "l40s", "a10", "l4", "t4", "mi300x")
+"""As in hardware.py, which loads torch."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument("--world-size", type=at_least(1), metavar="N", help=PROCESSES)
+    parser.add_argument("--gpu", type=_plain, choices=GPUS, default="h100", help="default: h100")
+    parser.add_argument("--search", action="store_true", help="list the ten best meshes and micro-batches for N ranks")
+    budgeted = "for tensors on a GPU (default: 92%% of its memory)"
+    parser.add_argument("--memory", type=positive, metavar="GIB", help=budgeted)
+    parser.add_argument("--step-time", type=positive, metavar="S", help="say the MFU that steps of S seconds mean")
+    parser.add_argument("--gpus-per-node", type=at_least(1), metavar="N", help="default: 8")
+    inside = "of a GPU to the others of its node, each way (default: the GPU's own link)"
+    parser.add_argument("--link-inside", type=positive, metavar="GB/S", help=inside)
+    between = "of a GPU's network card, each way (default: 50, a100: 25, cards on PCIe: 1.25)"
+    parser.add_argument("--link-between", type=positive, metavar="GB/S", help=between)
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds, and nothing else")
+
+
+def _plain(gpu: str) -> str:
+    return gpu.lower().removeprefix("rtx").lstrip(" -_")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the command out; its exit status."""
+    from dtrain import recipe as config
+    from dtrain.commands.plan.answer import answer, read_recipe
+
+    recipe = read_recipe(arguments.recipe, arguments.overrides, arguments.world_size)
+    with config.hiding(recipe):
+        answer(recipe, arguments, lambda text: print(config.hidden(text, recipe), flush=True))
+    return 0

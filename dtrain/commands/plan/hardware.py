@@ -1,0 +1,151 @@
+"""What devices can do, by their makers' data sheets, and how long a step would take on them by these numbers alone.
+
+Dense arithmetic without sparsity, in FLOP/s; memory in GiB as the driver reports it; links in bytes per second and
+direction: `inside` of one device to the others of its node (NVLink), `between` of one device's network card.
+
+The estimate: matrix products at what they `reach` of the peak, everything else at `BANDWIDTH` of the memory's, what
+FSDP and replicas send beside the computing, what tp and cp send after it; each message takes its bytes' time and a
+hop's for each rank of its ring. It leaves out the start of kernels, stragglers, other traffic, the input pipeline,
+saving, and any overlap of tp or cp with computing.
+
+Against what torchtitan has published of its own runs of these shapes (docs/performance.md, benchmarks/), in tokens/s of
+a GPU: Llama 3 8B on 64 A100 3,055 for its 2,904 to 2,973; 70B on 64 A100 324 for 323 to 331; 8B on 8 H100 with a memory
+of 2.4 TB/s 7,039 for 6,667 compiled, 5,762 not.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from dtrain.commands.plan.step import Step
+from dtrain.recipe import Sizes
+
+BANDWIDTH = 0.8  # of the memory's that elementwise kernels reach, and of the links' that large messages reach
+HOP = {True: 1e-6, False: 5e-6}  # seconds from rank to rank of a ring, inside a node and between nodes
+USABLE = 0.92  # of the memory: CUDA's context, NCCL's buffers and the allocator's gaps take the rest
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and its links. arithmetic: peak FLOP/s by dtype of the operands, without the dtypes that it does not
+    compute in; reach: the share of it that large products get, less on devices whose clock gives way to their power
+    limit."""
+
+    name: str
+    memory_gib: float
+    arithmetic: dict[torch.dtype, float]
+    bandwidth: float
+    inside: float
+    between: float
+    reach: float
+    per_node: int = 8
+
+    @property
+    def budget(self) -> int:
+        """Bytes for tensors."""
+        return int(self.memory_gib * USABLE * 2**30)
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Name, GiB, TFLOP/s by dtype (float32 as torch computes it by default, without TF32), TB/s of the memory, GB/s inside
+# and between nodes, reach. GiB are what torch reports as the device's total, less than the memory that is sold.
+#
+# SXM boards: NVIDIA's data sheets. Their reach is held to torchtitan's runs, b200's is h100's.
+# GeForce: NVIDIA's white papers of GA102, AD102 and GB202, with float32 accumulation. They reach one another through
+# the host's memory alone: half of PCIe 4.0 x16, of the 5090 PCIe 5.0 x16.
+# L40S, A10, L4, T4: NVIDIA's data sheets, PCIe 4.0 x16, of the T4 3.0. A T4 has no bfloat16.
+# MI300X: AMD's data sheet, matrix cores, seven Infinity Fabric links of 64 GB/s. It is said to reach 45% in practice.
+# For a PCIe card 10 Gb/s of Ethernet are assumed between nodes. No run is known that confirms the reach of these.
+_BOARDS = {
+    "a100": ("A100 80 GB", 79.1, (312, 312, 19.5, 19.5), 2.04, 300, 25, 0.7),
+    "h100": ("H100 80 GB", 79.1, (989, 989, 67, 67), 3.35, 450, 50, 0.6),
+    "h200": ("H200 141 GB", 139.8, (989, 989, 67, 67), 4.8, 450, 50, 0.6),
+    "b200": ("B200 180 GB", 178.4, (2250, 2250, 75, 37), 7.7, 900, 50, 0.6),
+    "3090": ("RTX 3090 24 GB", 23.6, (71, 71, 35.6, 0.56), 0.936, 16, 1.25, 0.7),
+    "4090": ("RTX 4090 24 GB", 23.6, (165, 165, 82.6, 1.3), 1.008, 16, 1.25, 0.7),
+    "5090": ("RTX 5090 32 GB", 31.3, (209, 209, 104.8, 1.6), 1.792, 32, 1.25, 0.7),
+    "l40s": ("L40S 48 GB", 44.4, (362, 362, 91.6, 1.4), 0.864, 32, 1.25, 0.6),
+    "a10": ("A10 24 GB", 22.0, (125, 125, 31.2, 0.49), 0.6, 32, 1.25, 0.5),
+    "l4": ("L4 24 GB", 22.0, (121, 121, 30.3, 0.47), 0.3, 32, 1.25, 0.5),
+    "t4": ("T4 16 GB", 14.5, (None, 65, 8.1, 0.25), 0.3, 16, 1.25, 0.5),
+    "mi300x": ("MI300X 192 GB", 191.9, (1307, 1307, 163, 163), 5.3, 448, 50, 0.45),
+}
+GPUS = {
+    key: Hardware(
+        name,
+        memory,
+        {dtype: rate * 1e12 for dtype, rate in zip(_DTYPES, rates, strict=True) if rate is not None},
+        bandwidth * 1e12,
+        inside * 1e9,
+        between * 1e9,
+        reach,
+    )
+    for key, (name, memory, rates, bandwidth, inside, between, reach) in _BOARDS.items()
+}
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of an optimizer step. arithmetic: matrix products; memory: all other operations; optimizer: its step;
+    hidden: sent beside the computing; exposed: sent after it."""
+
+    arithmetic: float
+    memory: float
+    optimizer: float
+    hidden: float
+    exposed: float
+
+    @property
+    def total(self) -> float:
+        computing = self.arithmetic + self.memory
+        return max(computing, self.hidden) + self.exposed + self.optimizer
+
+
+def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
+    """The time of `step` on every rank of `sizes`."""
+    arithmetic = sum(
+        flops / (hardware.arithmetic.get(dtype, hardware.arithmetic[torch.float32]) * hardware.reach)
+        for dtype, flops in step.flops.items()
+    )
+    memory = step.moved / (hardware.bandwidth * BANDWIDTH)
+    touched = 2 * step.parameters + step.gradients + 2 * step.state
+    hidden = exposed = 0.0
+    for (dimension, kind, ranks, on_host), (count, size) in step.traffic.items():
+        seconds = 0.0 if on_host else wire_time(dimension, kind, ranks, count, size, sizes, hardware)
+        if dimension in ("fsdp", "dp_replicate"):
+            hidden += seconds
+        else:
+            exposed += seconds
+    return Time(arithmetic, memory, touched / (hardware.bandwidth * BANDWIDTH), hidden, exposed)
+
+
+def wire_time(
+    dimension: str, kind: str, ranks: int, count: float, size: float, sizes: Sizes, hardware: Hardware
+) -> float:
+    """Seconds for `count` messages of `size` bytes in all, one after the other, by a ring's algorithm. They go by the
+    node's links where the group lies in one node, else by the network cards of the group's ranks in a node together."""
+    if ranks == 1:
+        return 0.0
+    share = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}.get(kind)
+    sent = size if share is None else size * (share * (ranks - 1) / ranks)
+    rounds = {"all-reduce": 2, "send": 0}.get(kind, 1)
+    stride, group = _ranks_of(dimension, sizes)
+    per_node, bandwidth = hardware.per_node, hardware.inside
+    if stride * group > per_node:
+        bandwidth = min(bandwidth, hardware.between * max(1, per_node // stride))
+    between = min(ranks, max(1, ranks * stride // per_node)) if ranks * stride > per_node else 0
+    seconds = (rounds * (ranks - 1) or 1) * (HOP[False] * between + HOP[True] * (ranks - between)) / ranks
+    return sent / (bandwidth * BANDWIDTH) + count * seconds
+
+
+def _ranks_of(dimension: str, sizes: Sizes) -> tuple[int, int]:
+    """How far apart the ranks of a group over `dimension` are, and how many they are: tp's are next to each other, then
+    cp's."""
+    strides = {
+        "tp": (1, sizes.tp),
+        "cp": (sizes.tp, sizes.cp),
+        "ep": (sizes.tp, sizes.ep),
+        "fsdp": (sizes.tp, sizes.dp_shard * sizes.cp),
+        "dp_replicate": (sizes.tp * sizes.cp * sizes.dp_shard, sizes.dp_replicate),
+    }
+    return strides.get(dimension, (1, sizes.world_size))

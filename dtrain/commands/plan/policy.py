@@ -1,0 +1,203 @@
+"""The policy of a rank that is planned, and the models beside it: the trainer's own on stand-ins, traced.
+
+A pass is one micro-batch through the model.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.attention.kernels import Kernel
+from dtrain.commands.plan.kernels import PlannedSdpa, planned_kernel
+from dtrain.commands.plan.memory import LEFT_OUT, Phase
+from dtrain.commands.plan.planned_device import MetaKernels
+from dtrain.commands.plan.tracer import Tracer
+from dtrain.methods import Method
+from dtrain.methods.distill import DistillMethod
+from dtrain.methods.method import MethodWithReference
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.read_config import read_config
+from dtrain.optim.adam import LowBitAdam
+from dtrain.optim.update import build_optimizer
+from dtrain.parallel.checkpointing import checkpoint_activations
+from dtrain.parallel.masters import Master, masters_of
+from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.placement import local_tensor
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy import Policy
+from dtrain.policy.build import lay_out, place_masters
+from dtrain.policy.precision import Precision
+from dtrain.policy.reference import Reference
+from dtrain.policy.score import Scorer
+from dtrain.policy.teacher import Teacher, beside
+from dtrain.recipe.schema import Recipe
+
+
+class PlannedPolicy(Policy):
+    """Its parameters stay on meta, and its optimizer steps this rank's shards as plain tensors."""
+
+    scorer: "_TracedScorer"
+
+    def __init__(self, recipe: Recipe, config: ModelConfig, mesh: Mesh, runtime: Runtime, tracer: Tracer):
+        self.tracer, self.kernel = tracer, planned_kernel(recipe, mesh, runtime.device.type)
+        super().__init__(recipe, config, mesh, runtime, build=partial(_build, self.kernel))
+        self.scorer = _TracedScorer(self)
+        self.gradient_bytes = self.state_bytes = 0
+        self.see_all(map(on_device, self.model.parameters()), "parameters")
+        self.see_all(masters_of(self.model), LEFT_OUT)
+
+    def see_all(self, tensors: Iterable[Tensor], part: str) -> None:
+        """This rank's shards of `tensors`, each [...], are of `part` in the timeline."""
+        for tensor in tensors:
+            self.tracer.memory.see(local_tensor(tensor).detach(), part)
+
+    def _read_adapter(self, path: str) -> None:
+        """A plan reads no weights."""
+
+    def keep_beside(self, method: Method) -> None:
+        """The other models that a method holds: a reference, a teacher, a reward model."""
+        if method.facts.holds_reference(self.recipe):
+            named = [key for key, _ in method.facts.other_models(self.recipe)]
+            if any(key.endswith(".reference") for key in named) or not isinstance(method, MethodWithReference):
+                self.reference = Reference(self.model, whole=True, adapters=False)
+            else:
+                method.keep_reference(self)
+            self.see_all(self.reference.tensors.values() if self.reference else (), "reference")
+        path = method.facts.teacher(self.recipe)
+        if isinstance(method, DistillMethod) and path is not None:
+            method.teacher = Teacher(self, path, partial(_build, self.kernel))
+            self.see_all(method.teacher.model.parameters(), "teacher")
+        path = method.facts.reward_model(self.recipe)
+        if path is not None:
+            self.rates = beside(self, path, read_config(path, labels=0), partial(_build, self.kernel))
+            self.see_all(self.rates.parameters(), "reward model")
+
+    def init_optimizer(self, total_steps: int) -> None:
+        """The recipe's optimizer as it is from its second step on. Its state is left out of the timeline, its cost to
+        the estimate. torch's own step plain tensors here: DTensors would take minutes."""
+        self.visited = torch.device("meta") if self.optimizer_offloaded else None
+        super().init_optimizer(total_steps)
+        parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        shards: dict[str, nn.Parameter] = parameters
+        optimizer = self._updating.optimizer
+        if not hasattr(optimizer, "placed"):  # dtrain's own step shards as they are
+            shards = {name: nn.Parameter(local_tensor(one).detach()) for name, one in parameters.items()}
+            optimizer = self._updating.optimizer = build_optimizer(self.recipe.optimizer, shards.items())
+        for shard in shards.values():
+            shard.grad = torch.empty_like(shard)
+        with MetaKernels():
+            visiting = optimizer.visiting() if type(optimizer) is LowBitAdam else optimizer.step()
+        self.state_bytes = visiting if self.optimizer_offloaded and visiting is not None else state_bytes(optimizer)
+        optimizer.zero_grad()
+        self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
+
+        def before(*_: object) -> None:
+            if shards is not parameters:
+                for name, parameter in parameters.items():
+                    shards[name].grad = None if parameter.grad is None else local_tensor(parameter.grad)
+            self.tracer.counts_costs = shards is parameters  # torch's fused step reads and writes once what it has
+
+        def after(*_: object) -> None:
+            for parameter in parameters.values():
+                parameter.grad = None
+            self.tracer.counts_costs = True
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def _backward(self, batches, loss_fn, divisors):
+        result = super()._backward(batches, loss_fn, divisors)
+        self.gradient_bytes = bytes_of(parameter.grad for parameter in self.model.parameters())
+        self.tracer.memory.rename("temporaries", "gradients")
+        self.tracer.current = None
+        self.tracer.memory.begin(Phase("update"))
+        return result
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of what an optimizer keeps."""
+    return bytes_of(_state(optimizer))
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def on_device(parameter: Tensor) -> Tensor:
+    """`parameter` [..], or what the device holds of it where its master lies on the host."""
+    local = local_tensor(parameter)
+    return local.rounded if isinstance(local, Master) else parameter
+
+
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Of what this rank holds of `tensors`, each [...]."""
+    held = [local_tensor(tensor) for tensor in tensors if tensor is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def _build(
+    kernel: Kernel, recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
+) -> CausalLM:
+    """As `build_model`, without memory or values. Recomputed activations are not compared with those of the forward:
+    inside an operation nobody answers for the planned device, so the two would say that they lie elsewhere."""
+    kind = recipe.train.activation_checkpointing
+    recipe = replace(recipe, train=replace(recipe.train, activation_checkpointing="none"))
+    model = lay_out(recipe, config, mesh, precision, device, kernel)
+    checkpoint_activations(model, kind, determinism_check="none")
+    place_masters(model, recipe, precision, device)
+    return model
+
+
+class _TracedScorer(Scorer):
+    """Tells the tracer where each pass through the model begins, and the kernel of its rows."""
+
+    def __init__(self, policy: PlannedPolicy):
+        super().__init__(policy.model, policy.mesh, policy.device)
+        self.tracer, self.kernel = policy.tracer, policy.kernel
+        self.passes = 0
+        self.host = self.micro_rows = 0  # bytes at the last pass: of the host's tensors, and its own rows
+
+    def at_head(self, batch, fn, *more):
+        tracer, memory, number = self.tracer, self.tracer.memory, self.passes
+        if isinstance(self.kernel, PlannedSdpa):
+            self.kernel.take(batch)
+        self.host, self.micro_rows = tracer.host.total(), bytes_of(batch.values())
+        memory.rename("temporaries", "gradients")  # what a backward has left
+        self.passes += 1
+        tracer.current, tracer.is_forward = number, True
+        memory.begin(Phase("begin", number))
+
+        def within(source, local, *more):
+            memory.rename("temporaries", "activations")
+            memory.begin(Phase("head", number))
+            result = fn(source, local, *more)
+            memory.rename("temporaries", "loss")
+            return result
+
+        result = super().at_head(batch, within, *more)
+        tracer.is_forward = False
+        memory.begin(Phase("backward", number))
+        return result
+
+
+def mark_layers(layers: Iterable[nn.Module], tracer: Tracer) -> None:
+    """A phase begins with each layer's forward, before each layer's backward, and where a layer is computed again."""
+
+    def before(index, module, inputs):
+        tracer.memory.begin(Phase("forward" if tracer.is_forward else "again", tracer.current, index))
+
+    def at_gradient(index, grad):
+        tracer.memory.begin(Phase("backward", tracer.current, index))
+
+    def after(index, module, inputs, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad and tracer.is_forward:
+            hidden.register_hook(partial(at_gradient, index))
+
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(partial(before, index))
+        layer.register_forward_hook(partial(after, index))

@@ -1,0 +1,253 @@
+"""A plan as text and as JSON."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from dtrain.commands.plan.hardware import BANDWIDTH
+from dtrain.commands.plan.plan import Plan
+from dtrain.commands.plan.search import Candidate, SearchResult
+
+_PARTS = (
+    ("parameters", "parameters", "{parameters}"),
+    ("gradients", "gradients", "{gradients}"),
+    ("optimizer state", "optimizer state", "{optimizer}, for this rank's share"),
+    ("rows", "rows", "the step's tokens and what else the loss reads"),
+    ("reference", "reference", "a frozen copy of the weights"),
+    ("teacher", "teacher", "this rank's share of the frozen teacher"),
+    ("reward model", "reward model", "this rank's share of the frozen reward model"),
+    ("gathered parameters", "gathered weights", "whole layers, while they compute"),
+    ("activations", "activations", "kept for the backward of a micro-batch"),
+    ("loss", "loss", "gradients that the loss forms in the forward"),
+    ("temporaries", "temporaries", "of the operations then running"),
+)
+_SHOWN = 2**10  # bytes; parts below are not worth a row
+_PHASES = {
+    "start": "before the forward",
+    "begin": "at the embedding",
+    "forward": "in the forward",
+    "head": "in the head and the loss",
+    "backward": "in the backward",
+    "again": "in the backward, computing activations again",
+    "update": "at the optimizer's step",
+}
+
+
+def gib(size: float) -> str:
+    if size < 2**13:
+        return f"{size:,.0f} B"
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
+
+
+def seconds(time: float) -> str:
+    return f"{time:,.2f} s" if time >= 0.1 or time == 0 else f"{time * 1e3:,.2f} ms"
+
+
+def moment(plan: Plan) -> str:
+    """Where the peak is, in words."""
+    phase, _, layer = plan.step.moment
+    where = "" if layer is None else f" of layer {layer + 1} of {plan.config.num_hidden_layers}"
+    return _PHASES[phase] + where
+
+
+def text(plan: Plan, step_time: float | None = None) -> str:
+    """What a plan says, for people."""
+    sections = [_head(plan), _memory(plan), _traffic(plan), _time(plan, step_time)]
+    if plan.sizes.tp > 1:
+        sections.insert(1, _tensor_parallel(plan))
+    if plan.assumed:
+        sections.insert(1, "\n".join(plan.assumed))
+    return "\n\n".join(sections)
+
+
+def _head(plan: Plan) -> str:
+    recipe, sizes = plan.recipe, plan.sizes
+    dtype = str(plan.dtype).removeprefix("torch.")
+    where = "CPU processes" if plan.device == "cpu" else f"× {plan.hardware.name}"
+    size = f"{_millions(plan.total_parameters)} parameters"
+    if plan.trained_parameters < plan.total_parameters:
+        of_what = "" if recipe.lora is None else ", an adapter" + ", of a base in nf4" * (recipe.lora.quantize == "nf4")
+        size += f", {_millions(plan.trained_parameters)} of them trained{of_what}"
+    return (
+        f"{recipe.method} of {recipe.model.path} ({size}), {dtype}, on "
+        f"{sizes.world_size} {where}\n{sizes}\n"
+        f"{plan.tokens:,} tokens a step, every row taken to be full and every token trained"
+        + "\nlayers planned as written, not as compiled"
+        * recipe.train.compile
+    )
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
+
+
+def _table(rows: Sequence[tuple[str, ...]], right: Collection[int] = ()) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _tensor_parallel(plan: Plan) -> str:
+    cut = "" if plan.recipe.parallel.sequence_parallel else "out"
+    rows = [(f"Tensor parallel over {plan.sizes.tp} ranks", f"with{cut} sequence parallel")]
+    return _table(rows + [(f"  {pattern}", style) for pattern, style in plan.table.items()])
+
+
+def _memory(plan: Plan) -> str:
+    step = plan.step
+    if step.lightest == step.parameters:
+        which = "every rank alike"
+    else:
+        less = gib(step.parameters - step.lightest)
+        which = f"rank 0: its shards are the largest, the smallest hold {less} less of the parameters"
+    held = f"{gib(step.parameters - step.trained)} of frozen weights, {gib(step.trained)} of trained ones"
+    kept = "" if plan.recipe.parallel.optimizer_offload else "master "
+    words = {
+        "parameters": f"this rank's share of the {kept}weights" if step.trained == step.parameters else held,
+        "optimizer": plan.recipe.optimizer.name + " on the host, what visits" * plan.recipe.parallel.optimizer_offload,
+        "gradients": "of whole layers until the last micro-batch is done"
+        if plan.sizes.accumulation > 1 and not plan.recipe.parallel.reduce_each
+        else "this rank's share, as far as it is there, and what is on its way",
+    }
+    rows = [("Memory of a rank at its peak", "", f"({which})")]
+    for part, name, why in _PARTS:
+        if step.parts.get(part, 0) >= _SHOWN:
+            rows.append((f"  {name}", gib(step.parts[part]), why.format(**words)))
+        if part == "parameters" and step.table >= _SHOWN:
+            rows.append(("  of these the table", gib(step.table), "of embeddings for each layer (train.freeze)"))
+    rows.append(("  peak", gib(step.peak), moment(plan)))
+    if plan.device == "cuda":
+        free = plan.budget - step.peak
+        rows.append(
+            (f"  {'free' if free >= 0 else 'TOO MUCH'} of the budget", gib(abs(free)), f"of {gib(plan.budget)}")
+        )
+    rows.append(("Shards held all the time", gib(step.parameters + step.gradients + step.state), ""))
+    if plan.evaluation:
+        rows.append(("An evaluation, at least", gib(plan.evaluation), "with the longest answer's keys (eval.sampling)"))
+    return _table(rows, right=(1,))
+
+
+def _traffic(plan: Plan) -> str:
+    rows = [("Sent by a rank in a step", "ranks", "messages", "bytes")]
+    for one, (count, size) in sorted(plan.step.traffic.items()):
+        if one.ranks > 1:
+            dimension = "counts, loss, norm:" if one.dimension == "all" else one.dimension
+            name = f"  {dimension} {one.kind}{' (host)' if one.on_host else ''}"
+            rows.append((name, f"{one.ranks:,}", f"{count:,}", gib(size)))
+    return _table(rows, right=(1, 2, 3)) if len(rows) > 1 else "Nothing is sent: one process."
+
+
+def _time(plan: Plan, step_time: float | None) -> str:
+    lines = [f"FLOPs per token: {plan.flops_per_token:.4g} (as the run's mfu counts them)"]
+    if plan.device == "cuda":
+        time = plan.time
+        lines += [
+            f"Estimate of a step: {seconds(time.total)}, {plan.tokens / time.total:,.0f} tokens/s, "
+            f"MFU {plan.mfu(time.total):.1%}",
+            _table(
+                [
+                    ("  matrix products", seconds(time.arithmetic), f"at {plan.hardware.reach:.0%} of the peak"),
+                    ("  everything else", seconds(time.memory), f"at {BANDWIDTH:.0%} of the memory's bandwidth"),
+                    ("  fsdp and replicas send", seconds(time.hidden), "beside these, as far as they last"),
+                    ("  the others send", seconds(time.exposed), "while nothing computes"),
+                    ("  optimizer", seconds(time.optimizer), ""),
+                ],
+                right=(1,),
+            ),
+            "  An estimate from data sheets: it leaves out the start of kernels, stragglers, other traffic, data and "
+            "saving.",
+        ]
+    if step_time is not None:
+        lines.append(f"A step of {seconds(step_time)} would mean an MFU of {plan.mfu(step_time):.1%}.")
+    return "\n".join(lines)
+
+
+def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
+    """What a plan says, for programs. Bytes and seconds."""
+    step, time = plan.step, plan.time
+    given = {} if step_time is None else {"step_time": step_time, "mfu": plan.mfu(step_time)}
+    return {
+        "method": plan.recipe.method,
+        "model": plan.recipe.model.path,
+        "total_parameters": plan.total_parameters,
+        "trained_parameters": plan.trained_parameters,
+        "device": plan.device,
+        "gpu": plan.hardware.name if plan.device == "cuda" else None,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "sizes": asdict(plan.sizes),
+        "assumed": list(plan.assumed),
+        "tensor_parallel_plan": dict(plan.table),
+        "rank": 0,
+        "memory": {
+            "parameters": step.parameters,
+            "trained_parameters": step.trained,
+            "gradients": step.gradients,
+            "optimizer_state": step.state,
+            "activations": step.activations,
+            "peak": step.peak,
+            "peak_moment": moment(plan),
+            "peak_parts": dict(step.parts),
+            "per_layer_table": step.table,
+            "lightest_rank_parameters": step.lightest,
+            "evaluation": plan.evaluation,
+            "budget": plan.budget if plan.device == "cuda" else None,
+            "fits": plan.fits if plan.device == "cuda" else None,
+        },
+        "traffic": [
+            {**collective._asdict(), "count": count, "bytes": size}
+            for collective, (count, size) in sorted(step.traffic.items())
+            if collective.ranks > 1
+        ],
+        "tokens": plan.tokens,
+        "flops_per_token": plan.flops_per_token,
+        "estimate": {
+            "step_time": time.total,
+            "mfu": plan.mfu(time.total),
+            "arithmetic": time.arithmetic,
+            "memory": time.memory,
+            "optimizer": time.optimizer,
+            "hidden_communication": time.hidden,
+            "exposed_communication": time.exposed,
+            "is_estimate": True,
+        }
+        if plan.device == "cuda"
+        else None,
+        **given,
+    }
+
+
+_SHAPE = ("dp_replicate", "dp_shard", "cp", "tp", "micro_batch")
+
+
+def search_text(found: SearchResult, plan: Plan) -> str:
+    """The best candidates as a table, and what became of the others."""
+    rows: list[tuple[str, ...]] = [("", *_SHAPE, "peak", "step", "MFU")]
+    for number, one in enumerate(found.best, 1):
+        sizes, time = (str(getattr(one.sizes, name)) for name in _SHAPE), one.time.total
+        rows.append((str(number), *sizes, gib(one.step.peak), seconds(time), f"{plan.mfu(time):.1%}"))
+    lines = ["The best meshes and micro-batches by the estimate", _table(rows, right=range(len(rows[0])))]
+    if not found.best:
+        lines = ["No mesh and micro-batch of those that were traced fits."]
+    lines.append("Of all candidates: " + "; ".join(f"{count:,} {why}" for why, count in found.counts.items() if count))
+    if found.too_large:
+        close = min(found.too_large, key=lambda one: one.step.peak)
+        shape = ", ".join(f"{name} {getattr(close.sizes, name)}" for name in _SHAPE)
+        lines.append(f"The one that nearly fits: {shape}, {gib(close.step.peak - plan.budget)} too much")
+    return "\n".join(lines)
+
+
+def search_as_json(found: SearchResult, plan: Plan) -> dict[str, Any]:
+    def entry(one: Candidate) -> dict[str, Any]:
+        shape = {name: getattr(one.sizes, name) for name in _SHAPE}
+        return {**shape, "peak": one.step.peak, "step_time": one.time.total, "mfu": plan.mfu(one.time.total)}
+
+    return {
+        "best": [entry(one) for one in found.best],
+        "too_large": [entry(one) for one in found.too_large],
+        "counts": dict(found.counts),
+    }

@@ -1,0 +1,96 @@
+"""What sees every operation of a step that is traced, and counts what it allocates, sends and computes."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.attention.varlen  # enters its formulas in flop_registry
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import flop_registry, mm_flop, sdpa_backward_flop, sdpa_flop
+
+from dtrain.commands.plan.collectives import CollectiveReader
+from dtrain.commands.plan.kernels import flash_workspace
+from dtrain.commands.plan.memory import MemoryTimeline
+from dtrain.commands.plan.planned_device import MetaKernels
+from dtrain.parallel.mesh import Mesh
+
+_aten = torch.ops.aten
+_FLOPS = {
+    **flop_registry,
+    _aten._grouped_mm: lambda rows, matrices, *_, **__: 2 * rows.numel() * matrices.shape[-1],
+    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+}
+# Their backwards: q and k as [tokens, heads, hd], and how many documents.
+_FLASH_BACKWARD = {
+    torch.ops.torch_attn._varlen_attn_backward: lambda args: (args[1], args[2], len(args[6]) - 1),
+    _aten._scaled_dot_product_flash_attention_backward: lambda args: (
+        *(one.transpose(1, 2).flatten(0, 1) for one in args[1:3]),
+        len(args[1]),
+    ),
+}
+_FREE = ("aten::empty", "aten::detach", "aten::_local_scalar", "aten::lift")  # compute nothing
+
+
+class Tracer(MetaKernels):
+    """on_host: the planned device is a CPU, whose gloo works on a copy of what it reduces and scatters.
+
+    counts: (pass, "flops", dtype of the operands) of matrix products and of attention, hidden pairs too; (pass,
+    "moved"): bytes that other operations read and write; (pass, "messages" or "bytes", collective). A pass is one
+    micro-batch through the model, None what is around them. memory: of the device. host: of real tensors.
+    """
+
+    def __init__(self, mesh: Mesh, on_host: bool):
+        super().__init__()
+        self.on_host = on_host
+        self.memory, self.host = MemoryTimeline("temporaries"), MemoryTimeline("rows")
+        self.counts: Counter[tuple] = Counter()
+        self.current: int | None = None  # the pass
+        self.is_forward = False
+        self.counts_costs = True
+        self._collectives = CollectiveReader(mesh)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # it comes again as operations on plain tensors
+        kwargs = kwargs or {}
+        self.memory.poll()
+        if self.on_host and func is torch.ops.c10d._reduce_scatter_base_.default and args[0].shape != args[1].shape:
+            self.memory.within_operation(args[1].untyped_storage().nbytes())
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        everything = [*_tensors(args), *_tensors(kwargs), *_tensors(out)]
+        tensors = [one for one in everything if one.is_meta]
+        self.memory.after(func, tensors)
+        if (read := _FLASH_BACKWARD.get(func._overloadpacket)) is not None:
+            self.memory.within_operation(flash_workspace(*read(args)))
+        for one in everything:
+            if not one.is_meta:
+                self.host.see(one)
+        if sent := self._collectives.read(func, args, out, self.current is not None):
+            self.counts[self.current, "messages", sent[0]] += 1
+            self.counts[self.current, "bytes", sent[0]] += sent[1]
+        elif tensors and self.counts_costs:
+            self._count_cost(func, args, kwargs, out, tensors)
+        return out
+
+    def _count_cost(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, out: Any, tensors: list) -> None:
+        formula = _FLOPS.get(func._overloadpacket)
+        if func._overloadpacket in (_aten.addmm, _aten.addmm_):  # what is added to comes first, in a dtype of its own
+            formula, args, kwargs = mm_flop, args[1:3], {}
+        if formula is not None:
+            dtype = next(one.dtype for one in args if isinstance(one, Tensor))
+            self.counts[self.current, "flops", dtype] += formula(*args, **kwargs, out_val=out)
+        elif not func.is_view and func.namespace in ("aten", "fsdp") and not func._schema.name.startswith(_FREE):
+            distinct = {id(one): one for one in tensors}.values()
+            self.counts[self.current, "moved"] += sum(one.numel() * one.element_size() for one in distinct)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those of an operation's arguments or outputs; torch's own walk is a tenth of a trace."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(one)

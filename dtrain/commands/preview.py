@@ -1,0 +1,150 @@
+"""`dtrain preview`: rows as the model sees them, and what the set is like once it is tokenised and packed."""
+
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TextIO
+
+import torch
+from torch import Tensor
+
+from dtrain.base.batch import IGNORE
+from dtrain.base.errors import UserError
+from dtrain.data.formats.labelled import is_wanted
+from dtrain.data.rows.cache import Samples
+from dtrain.data.rows.rows import Row, Rows
+from dtrain.data.sources.sources import open_rows
+from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.methods.spec import facts_of
+from dtrain.recipe import Recipe
+
+SIDES = ("chosen", "rejected")
+TRAINED, PLAIN = "\033[32m", "\033[0m"
+BUCKETS, BAR = 12, 40
+BLOCK = 1 << 16  # samples read at once
+
+
+def preview(
+    recipe: Recipe,
+    samples: int = 3,
+    color: bool | None = None,
+    out: TextIO | None = None,
+    hide: Callable[[str], str] = str,
+) -> None:
+    """Prints rows of the recipe's training data, trained tokens coloured, then lengths, losses by filter and packing.
+
+    color   None: where `out` (standard output) is a terminal; without colour trained spans stand in [[ ]]
+    hide    what takes out of a line what is not for others
+
+    Tokenises into the cache that a run of the recipe uses. Raises UserError as a run would.
+    """
+    out = out or sys.stdout
+    color = out.isatty() if color is None else color
+
+    def say(text: str = "") -> None:
+        print(hide(text), file=out)
+
+    if not recipe.model.path:
+        raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
+    tokenizer, kind = Tokenizer.from_directory(recipe.model.directory), facts_of(recipe).kind
+    judged = facts_of(recipe).judged(recipe)
+    rows = open_rows(
+        recipe.data,
+        kind=kind,
+        prompts=facts_of(recipe).prompts(recipe),
+        judged=judged,
+        tokenizer=tokenizer,
+        seed=recipe.run.seed,
+        cache_dir=recipe.cache,
+        say=say,
+    )
+    noun = rows.samples.noun
+    unit = "row" if rows.packing or noun == "samples" else noun.removesuffix("s")
+    mark = "" if noun == "prompts" else f", trained tokens {'green' if color else 'in [[ ]]'}"
+    for number, placement in enumerate(islice(rows.placements(), samples), start=1):
+        places = ", ".join("{}:{}".format(*rows.samples.origin(index)) for index in placement.samples[:4])
+        more = f" and {len(placement.samples) - 4} more" if len(placement.samples) > 4 else ""
+        say(f"\n--- {unit} {number}{mark}: {places}{more}")
+        texts = (text for row in rows.build(placement.samples) for text in documents(row, tokenizer, color))
+        for document, text in enumerate(texts):
+            sample, side = divmod(document, 2 if noun == "pairs" else 1)
+            if judged is not None and side == 0:
+                value = rows.samples.row(placement.samples[sample])["columns"][judged.column]
+                say(f"- {judged.column} {value:g}:")
+            if noun == "pairs":
+                say(f"- {SIDES[document % 2]}:")
+            if kind == "labelled":
+                say("- wanted:" if is_wanted(rows.samples, placement.samples[document]) else "- not wanted:")
+            say(text)
+        if noun == "prompts":
+            for name, value in rows.samples.row(placement.samples[0])["columns"].items():
+                say(f"- {name}: {value}")
+    say()
+    for line in histogram(rows.samples):
+        say(line)
+    say()
+    for line in packing(rows):
+        say(line)
+
+
+def documents(row: Row, tokenizer: Tokenizer, color: bool) -> Iterator[str]:
+    """The text of each document of a row, its trained tokens marked."""
+    begin, end = (TRAINED, PLAIN) if color else ("[[", "]]")
+    targets = torch.zeros_like(row["labels"], dtype=torch.bool)
+    targets[1:] = row["labels"][:-1] != IGNORE  # a label stands one place before the token that it names
+    for document in range(int(row["seq_ids"][-1]) + 1):
+        inside = row["seq_ids"] == document
+        ids, trained = row["input_ids"][inside].tolist(), targets[inside].tolist()
+        text, start = "", 0
+        for stop in range(1, len(ids) + 1):
+            if stop == len(ids) or trained[stop] != trained[start]:
+                piece = tokenizer.decode(ids[start:stop])
+                text += f"{begin}{piece}{end}" if trained[start] else piece
+                start = stop
+        yield text
+
+
+def histogram(samples: Samples) -> list[str]:
+    """How long the documents are, in tokens, before truncation."""
+    lengths = _Spread()
+    for start in range(0, len(samples), BLOCK):
+        lengths.add(samples.full_lengths(start, min(len(samples), start + BLOCK)))
+    limit, lines = samples.meta["max_length"], []
+    lowest = lengths.lowest
+    width = max(1, -(-(lengths.highest + 1 - lowest) // BUCKETS))
+    counts = torch.zeros(BUCKETS, dtype=torch.int64)
+    for start in range(0, len(samples), BLOCK):
+        buckets = (samples.full_lengths(start, min(len(samples), start + BLOCK)) - lowest) // width
+        counts += torch.bincount(buckets, minlength=BUCKETS)
+    mean = lengths.total / (len(samples) * samples.documents_per_sample)
+    lines.append(f"lengths in tokens: {lengths.lowest} to {lengths.highest}, mean {mean:.1f} (max_length {limit})")
+    for bucket, count in enumerate(counts.tolist()):
+        low, high = lowest + bucket * width, lowest + (bucket + 1) * width - 1
+        if low <= lengths.highest:
+            lines.append(f"{low:>8} - {high:<8} {count:>9,} {'#' * round(BAR * count / int(counts.max()))}".rstrip())
+    return lines
+
+
+def packing(rows: Rows) -> list[str]:
+    """How many rows and tokens an epoch has, and how full packed rows are."""
+    count, tokens = rows.rows_in_epoch(0), rows.tokens_in_epoch(0)
+    noun = rows.samples.noun
+    unit = "rows" if rows.packing or noun == "samples" else noun
+    lines = [f"an epoch: {count:,} {unit}, {tokens:,} tokens"]
+    if rows.packing:
+        full = 100 * tokens / (count * rows.capacity)
+        per_row = sum(share.total for share in rows.samples.shares) / count
+        lines.append(f"packed rows of {rows.capacity} tokens are {full:.1f}% full, {per_row:.1f} {noun} each")
+    return lines
+
+
+class _Spread:
+    """Lowest, highest and sum of numbers that come in blocks."""
+
+    def __init__(self):
+        self.lowest, self.highest, self.total = sys.maxsize, 0, 0
+
+    def add(self, values: Tensor) -> None:
+        self.lowest = min(self.lowest, int(values.min()))
+        self.highest = max(self.highest, int(values.max()))
+        self.total += int(values.sum())

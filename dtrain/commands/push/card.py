@@ -1,0 +1,130 @@
+"""The model card of a run: what was trained, on what, how it went, and the recipe without its secrets."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dtrain import __version__
+from dtrain.base.hub import id_of
+from dtrain.data.sources.hub import is_data_id
+from dtrain.recipe import secrets
+from dtrain.run.metrics import records
+
+CURVE = "loss.svg"
+METHODS = {
+    "sft": "supervised fine-tuning",
+    "dpo": "direct preference optimization",
+    "kto": "KTO, by replies that are wanted or not",
+    "grpo": "GRPO, by rewards",
+    "distill": "distillation",
+    "reward": "a reward model or classifier",
+}
+# What the table of results shows, where a run has measured it: its last value.
+RESULTS = ("loss", "val_loss", "reward_mean", "val_reward_mean", "val_accuracy", "accuracy")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's directory tells. recipe: the saved one; rows: of metrics.jsonl; data: split -> counts and identity;
+    base: the id of the model that it began from on the hub, None where that is not known."""
+
+    name: str
+    recipe: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    data: Mapping[str, Mapping[str, Any]]
+    step: int | None
+    is_adapter: bool
+    base: str | None
+
+
+def base_of_recipe(recipe: Mapping[str, Any]) -> str | None:
+    """The hub's id of the model that a run began from, where its path tells."""
+    path = (recipe.get("model") or {}).get("path")
+    return id_of(Path(path)) if isinstance(path, str) else None
+
+
+def datasets(recipe: Mapping[str, Any]) -> list[str]:
+    """The ids of the hub among the paths of the training data."""
+    train = (recipe.get("data") or {}).get("train") or {}
+    found = []
+    for source in [train, *(train.get("sources") or [])]:
+        path = source.get("path") or []
+        found += [one for one in ([path] if isinstance(path, str) else path) if is_data_id(one)]
+    return list(dict.fromkeys(found))
+
+
+def card(run: Run, theirs: Mapping[str, Any]) -> str:
+    """README.md of the repository. theirs: the front matter of the one that is there, whose other keys stay."""
+    front: dict[str, Any] = {"library_name": "peft" if run.is_adapter else "transformers"}
+    if run.base is not None:
+        front |= {"base_model": run.base, "base_model_relation": "adapter" if run.is_adapter else "finetune"}
+    if named := datasets(run.recipe):
+        front["datasets"] = named
+    front |= {"pipeline_tag": "text-generation", "tags": ["dtrain", str(run.recipe.get("method"))]}
+    parts = [f"---\n{yaml.safe_dump({**theirs, **front}, sort_keys=False, allow_unicode=True)}---", f"# {run.name}"]
+    parts.append(_about(run))
+    if "license" not in theirs:
+        parts.append(
+            "No license is named yet: the owner of this repository adds one above, as the base model's allows."
+        )
+    parts += _results(run) + _data(run)
+    parts += ["## Recipe", f"```yaml\n{yaml.safe_dump(shown(run.recipe), sort_keys=False, allow_unicode=True)}```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def shown(recipe: Mapping[str, Any]) -> Any:
+    """A saved recipe for everybody: no secret, and of paths on this machine the last name alone."""
+
+    def public(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): public(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [public(one) for one in value]
+        if isinstance(value, str) and "://" in value:
+            return value.partition("?")[0]  # a query may be a signature
+        if not isinstance(value, str) or not value.startswith(("/", "~", "./", "../")):
+            return value
+        return id_of(Path(value)) or Path(value).name
+
+    tree = public(recipe)
+    secrets.hide(tree)
+    return tree
+
+
+def _about(run: Run) -> str:
+    kind = "An adapter" if run.is_adapter else "A model"
+    began = f" from [{run.base}](https://huggingface.co/{run.base})" if run.base else ""
+    how = METHODS.get(str(run.recipe.get("method")), str(run.recipe.get("method")))
+    steps = f", after {run.step:,} steps" if run.step is not None else ""
+    return f"{kind} trained{began} by {how} with dtrain {__version__}{steps}."
+
+
+def _results(run: Run) -> list[str]:
+    last: dict[str, float] = {}
+    for row in run.rows:
+        last |= {name: row[name] for name in RESULTS if isinstance(row.get(name), int | float)}
+    train, val = records.points(run.rows, "loss"), records.points(run.rows, "val_loss")
+    parts = ["## Results"] * bool(last)
+    if last:
+        lines = [f"| {name} | {value:.4g} |" for name, value in last.items()]
+        parts.append("\n".join(["| last value of | |", "| --- | --- |", *lines]))
+    return parts + [f"![The losses over the steps]({CURVE})"] * bool(train or val)
+
+
+def _data(run: Run) -> list[str]:
+    if not run.data:
+        return []
+    lines = [
+        f"| {split} | {one.get('rows', 0):,} | {one.get('samples', 0):,} | {one.get('tokens', 0):,} | "
+        f"`{one.get('identity', '')}` |"
+        for split, one in run.data.items()
+    ]
+    told = "The identity is a digest of the tokenized samples: the same data, tokenizer and template give the same."
+    return [
+        "## Data",
+        "\n".join(["| | rows | samples | tokens | identity |", "| --- | --- | --- | --- | --- |", *lines]),
+        told,
+    ]

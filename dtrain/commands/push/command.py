@@ -1,0 +1,145 @@
+"""The command `dtrain push`: its arguments, and the one commit that it makes. No torch."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import LARGE, read_json, read_text
+from dtrain.base.model_directory import COMPANIONS, CONFIG, INDEX
+from dtrain.checkpoint.huggingface.model_files import held_by
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE
+from dtrain.commands.push import curve
+from dtrain.commands.push.card import CURVE, Run, base_of_recipe, card
+from dtrain.data.sources.hub import README
+from dtrain.data.sources.hub_files import front_of
+from dtrain.run.directory import DATA
+from dtrain.run.metrics import records
+
+WEIGHTS = ".safetensors"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory, such as runs/x, with its export/")
+    parser.add_argument("name", metavar="OWNER/NAME", help="of the model on the hub; made where there is none")
+    public = "a new repository is open to everybody (default: private); one that is there stays as it is"
+    parser.add_argument("--public", action="store_true", help=public)
+    parser.add_argument("--revision", metavar="BRANCH", help="the branch to push to, made where there is none")
+    parser.add_argument(
+        "--base", metavar="OWNER/NAME", help="the hub's id of the base model, where the run cannot tell"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the card and the names of the files; send nothing"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the command out; its exit status."""
+    name, revision = arguments.name, arguments.revision
+    for key, value in (("", name), ("--base ", arguments.base)):
+        if value is not None and ("/" not in value or value.startswith(("/", ".", "~"))):
+            raise UserError(f"{key}{value} is no model's id on the hub: give OWNER/NAME")
+    files = _files(arguments.run / "export")
+    told = _read(arguments.run, name, arguments.base, ADAPTER_CONFIG in files)
+    if arguments.dry_run:
+        print(card(told, {}))
+        print("\n".join(sorted([*files, README, CURVE])))
+        return 0
+    with _told(name):
+        from huggingface_hub import HfApi
+
+        api = HfApi(library_name="dtrain")
+        made = api.create_repo(name, private=not arguments.public, exist_ok=True)
+        name = made.repo_id
+        if revision is not None:
+            api.create_branch(name, branch=revision, exist_ok=True)
+        commit = _commit(api, name, revision, files, told)
+        is_private = bool(api.repo_info(name).private)
+    print(f"{commit.commit_url}\n{name} is {'private' if is_private else 'public'}")
+    if arguments.public and is_private:
+        print(f"it was there already, and stays private: its settings on the hub open it ({made}/settings)")
+    return 0
+
+
+def _files(export: Path) -> dict[str, Path]:
+    """The files of an export by their names: weights, configuration, tokenizer; nothing else that lies there."""
+    known = {CONFIG, INDEX, ADAPTER_CONFIG, ADAPTER_WEIGHTS, *COMPANIONS}
+    found = {path.name: path for path in export.glob("*") if path.name in known or path.suffix == WEIGHTS}
+    if not any(name.endswith(WEIGHTS) for name in found) or not found.keys() & {CONFIG, ADAPTER_CONFIG}:
+        run = export.parent
+        there = "has no export" if run.is_dir() else "is no directory"
+        raise UserError(f"{run} {there}: give a run's directory; `dtrain export {run} {export}` writes its export")
+    return found
+
+
+def _read(directory: Path, name: str, base: str | None, is_adapter: bool) -> Run:
+    """What the run's directory tells. Raises UserError for files that are damaged."""
+    recipe = records.read_recipe(directory)
+    data = read_json(directory / DATA) if (directory / DATA).is_file() else {}
+    step = held_by(directory / "export").get("step")
+    rows = list(records.rows(directory / "metrics.jsonl"))
+    base = base or base_of_recipe(recipe)
+    return Run(name.split("/")[1], recipe, rows, data, step if isinstance(step, int) else None, is_adapter, base)
+
+
+def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], told: Run) -> Any:
+    """One commit with the files, the card and the curve; weights there that these replace go with it."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    there = api.list_repo_files(name, revision=revision)
+    theirs = {}
+    if README in there:
+        theirs = front_of(read_text(Path(api.hf_hub_download(name, README, revision=revision)), LARGE), name)
+    contents: dict[str, Any] = {path: str(file) for path, file in files.items()}
+    contents[README] = card(told, theirs).encode()
+    train, val = records.points(told.rows, "loss"), records.points(told.rows, "val_loss")
+    if train or val:
+        contents[CURVE] = curve.svg(train, val).encode()
+    if told.is_adapter and told.base is not None:
+        contents[ADAPTER_CONFIG] = _named_base(files[ADAPTER_CONFIG], told.base)
+    stale = [path for path in there if path.endswith((WEIGHTS, INDEX)) and "/" not in path and path not in contents]
+    operations: list[Any] = [CommitOperationAdd(path, content) for path, content in sorted(contents.items())]
+    operations += [CommitOperationDelete(path) for path in stale]
+    title = f"dtrain: {told.name}" + (f", step {told.step}" if told.step is not None else "")
+    return api.create_commit(name, operations, commit_message=title, revision=revision)
+
+
+def _named_base(config: Path, base: str) -> bytes:
+    """adapter_config.json with the base's id on the hub in place of a directory of this machine."""
+    return json.dumps({**read_json(config), BASE: base}, indent=2).encode()
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """What the library raises in the block, as a UserError that says what to do."""
+    from huggingface_hub import errors
+
+    owner = name.split("/")[0]
+    login = "run `hf auth login`, or set HF_TOKEN to a token that may write"
+    try:
+        yield
+    except errors.HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        if status == 401:
+            raise UserError(f"{name}: the hub knows no token of yours, or it is the wrong one: {login}") from error
+        if status == 403:
+            raise UserError(f"{name}: your token may not write there: name an owner that you are, {login}") from error
+        if status == 404:
+            raise UserError(f"{name}: the hub has no owner {owner}, or not for your token: {login}") from error
+        raise UserError(f"{name}: the hub answered with an error: {str(error).strip().splitlines()[0]}") from error
+    except errors.LocalTokenNotFoundError as error:
+        raise UserError(f"{name}: there is no token on this machine: {login}") from error
+    except (ValueError, OSError) as error:  # a name that the hub does not take, HF_HUB_OFFLINE
+        raise UserError(f"{name} could not be pushed: {str(error).strip().splitlines()[0]}") from error
+    except _unreachable() as error:
+        raise UserError(f"{name} could not be pushed: the hub cannot be reached ({error})") from error
+
+
+def _unreachable() -> tuple[type[Exception], ...]:
+    """What the library's HTTP client raises without a network; which client it has depends on its version."""
+    clients = {"httpx2": "TransportError", "httpx": "TransportError", "requests": "RequestException"}
+    return tuple(getattr(sys.modules[client], kind) for client, kind in clients.items() if client in sys.modules)

@@ -1,0 +1,51 @@
+"""The command `dtrain report`: its arguments, and the file that it writes. No torch."""
+
+import argparse
+from pathlib import Path
+
+from dtrain.base.errors import UserError, in_words
+from dtrain.base.files import replace_text
+from dtrain.commands.arguments import at_least
+from dtrain.commands.report.measures import bytes_of
+
+RUNS = "runs' directories, such as runs/x; the first gives the page its name"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=RUNS)
+    out = "the file to write (default: report.html)"
+    parser.add_argument("-o", "--out", metavar="FILE", type=Path, default=Path("report.html"), help=out)
+    shown = "prompts of each evaluation whose answers are shown (default: 8)"
+    parser.add_argument("--answers", type=at_least(1), default=8, metavar="N", help=shown)
+    live = "serve the page to this machine alone, and follow the runs until Ctrl-C; no file is written"
+    parser.add_argument("--live", action="store_true", help=live)
+    parser.add_argument("--port", type=at_least(0), default=8001, help="of --live (default: 8001; 0 takes a free one)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the command out; its exit status."""
+    from dtrain.commands.report.page import MARK, page, plotly, state
+    from dtrain.commands.report.run_files import open_runs
+
+    library = plotly()
+    runs = open_runs(arguments.runs)
+    if arguments.live:
+        from dtrain.commands.report.live import follow
+
+        return follow(runs, arguments.answers, arguments.port, library)
+    out: Path = arguments.out
+    if out.is_dir():
+        raise UserError(f"-o {out} is a directory: name a file, such as {out / 'report.html'}")
+    try:
+        if out.exists():
+            with out.open("rb") as file:
+                if MARK.encode() not in file.read(1000):
+                    raise UserError(f"-o {out} is there already and is no report of dtrain's; choose another name")
+        text = page(*state(runs, arguments.answers), library)
+        replace_text(out, text)
+    except OSError as error:
+        raise UserError(f"-o {in_words(error)}") from error
+    print(
+        f"wrote {out} ({bytes_of(len(text.encode()))}, {bytes_of(len(library.encode()))} of them the charts' library)"
+    )
+    return 0

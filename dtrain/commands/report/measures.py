@@ -1,0 +1,134 @@
+"""Which fields of the metrics make which chart, and numbers for people."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from dtrain.methods.spec import SECTIONS, Facts, facts_by_name
+from dtrain.run.metrics.fields import field_of
+
+LEARNING, EVALUATION, POLICY = "Learning", "Evaluation", "Policy and completions"
+OPTIMIZER, SPEED, OTHER = "Optimizer", "Speed and memory", "Other fields"
+GROUPS = (LEARNING, EVALUATION, POLICY, OPTIMIZER, SPEED, OTHER)
+_NOT_DRAWN = {"step", "epoch"}
+_PASS = re.compile(r"eval_(.+)_pass@(\d+)")
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One picture. lines: (field, what the line is called); unit: of all of them."""
+
+    group: str
+    title: str
+    lines: tuple[tuple[str, str], ...]
+    unit: str = ""
+
+
+def _alone(group: str, field: str, line: str = "training") -> Chart:
+    """A chart of one field, titled as the table of fields has it."""
+    known = field_of(field)
+    return Chart(group, known.title if known else field, ((field, line),), known.unit if known else "")
+
+
+_KNOWN = (
+    _alone(LEARNING, "loss"),
+    _alone(LEARNING, "token_accuracy"),
+    _alone(LEARNING, "reward_mean"),
+    _alone(LEARNING, "accuracy"),
+    Chart(LEARNING, "Rewards of the pairs", (("rewards_chosen", "chosen"), ("rewards_rejected", "rejected"))),
+    _alone(LEARNING, "rewards_margin"),
+    _alone(LEARNING, "reward_std"),
+    _alone(LEARNING, "frac_zero_std"),
+    _alone(POLICY, "completion_len"),
+    _alone(POLICY, "truncated_frac"),
+    _alone(POLICY, "kl"),
+    _alone(POLICY, "entropy"),
+    Chart(POLICY, "Clipped tokens", (("clip_frac", "all"), ("clip_low", "low"), ("clip_high", "high")), "share"),
+    _alone(POLICY, "mismatch_kl"),
+    _alone(OPTIMIZER, "grad_norm"),
+    _alone(OPTIMIZER, "lr"),
+    _alone(SPEED, "tokens_per_sec"),
+    _alone(SPEED, "mem_gib", "measured"),
+    Chart(
+        SPEED,
+        "Time of a step",
+        (("step_time", "step"), ("data_time", "data"), ("rollout_time", "rollout"), ("train_time", "training")),
+        "s",
+    ),
+    _alone(SPEED, "mfu"),
+    _alone(SPEED, "tokens"),
+)
+
+
+def charts_of(fields: Iterable[str]) -> list[Chart]:
+    """The charts of the fields that runs measured, in the order of the page. Each field is in one, `val_x` in that of
+    `x`."""
+    left = dict.fromkeys(field for field in fields if field not in _NOT_DRAWN)
+    found = []
+    for chart in _KNOWN:
+        lines = [line for line in chart.lines if line[0] in left]
+        lines += [(f"val_{field}", "validation") for field, _ in chart.lines if f"val_{field}" in left]
+        if lines:
+            found.append(Chart(chart.group, chart.title, tuple(lines), chart.unit))
+            for field, _ in lines:
+                del left[field]
+    parts = tuple((field, field.removeprefix("reward/")) for field in left if field.startswith("reward/"))
+    if parts:
+        found.append(Chart(LEARNING, "Rewards by function", parts))
+    joined: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for field in left:
+        if field.startswith("reward/"):
+            continue
+        if passed := _PASS.fullmatch(field):
+            joined.setdefault((EVALUATION, f"{passed[1]}: pass@k"), []).append((field, f"pass@{passed[2]}"))
+        elif judged := re.fullmatch(r"eval_(.+)_reward_mean", field):
+            joined.setdefault((EVALUATION, f"{judged[1]}: reward"), []).append((field, "evaluation"))
+        elif field.startswith("eval_"):
+            joined.setdefault((EVALUATION, field.removeprefix("eval_")), []).append((field, "evaluation"))
+        else:
+            base = field.removeprefix("val_")
+            joined.setdefault((OTHER, base), []).append((field, "training" if base == field else "validation"))
+    for (group, title), lines in joined.items():
+        known = field_of(title) if group == OTHER else None
+        found.append(Chart(group, known.title if known else title, tuple(lines), known.unit if known else ""))
+    return sorted(found, key=lambda chart: GROUPS.index(chart.group))
+
+
+def told_by(method: str) -> Mapping[str, str]:
+    """The fields that tell what a run of the method learned, with their names for a reader."""
+    return (facts_by_name(method) if method in SECTIONS else Facts()).curves
+
+
+def better_of(field: str, method: str) -> Callable | None:
+    """`min` or `max`, whichever of two values of the field is better; None where neither is, as of GRPO's loss."""
+    if field.startswith("eval_"):
+        return max if field.endswith("_reward_mean") or _PASS.fullmatch(field) else None
+    if field not in told_by(method):
+        return None
+    return min if field.removeprefix("val_") == "loss" else max
+
+
+def shown(value: float) -> str:
+    """A number for people: four digits that count, thousands with commas."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def amount(value: float) -> str:
+    """A count, such as 12.3 M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e4)):
+        if value >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.1f} {unit}"
+    return f"{value:,.0f}"
+
+
+def bytes_of(size: float) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
+
+
+def duration(seconds: float) -> str:
+    """Such as 1:02:03 h, 2:03 min, 4.2 s."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    text = str(timedelta(seconds=round(seconds)))
+    return f"{text} h" if seconds >= 3600 else f"{text.removeprefix('0:').lstrip('0') or '0'} min"

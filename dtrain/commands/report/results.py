@@ -1,0 +1,194 @@
+"""What runs are, what differs in their recipes and how they ended: the tables that page and terminal share."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from dtrain.commands.report.measures import EVALUATION, amount, better_of, charts_of, duration, shown, told_by
+from dtrain.commands.report.run_files import RunFiles
+from dtrain.recipe import secrets
+from dtrain.run.metrics import records
+
+LONGEST = 200  # characters of a value in a table
+MESH = ("dp_replicate", "dp_shard", "cp", "tp")
+_OWN = ("run.name", "run.dir")  # of every run another
+
+
+@dataclass(frozen=True)
+class Row:
+    """A label and a text for each run; `best`: the runs whose value is the best, where they can be compared."""
+
+    label: str
+    texts: list[str]
+    best: tuple[int, ...] = ()
+
+
+def cut(text: str, most: int) -> str:
+    """`text` with at most `most` characters, and how many more there are."""
+    return text if len(text) <= most else f"{text[:most]} … [{len(text) - most:,} more characters]"
+
+
+def identities(runs: Sequence[RunFiles]) -> list[Row]:
+    """What each run is: status, method, model, data, mesh, batch, steps, time, versions. Rows that no run has go."""
+    found = [_identity(run) for run in runs]
+    labels = list(dict.fromkeys(label for one in found for label in one))
+    rows = [Row(label, [cut(one.get(label) or "", LONGEST) for one in found]) for label in labels]
+    return [row for row in rows if any(row.texts)]
+
+
+def _identity(run: RunFiles) -> dict[str, str]:
+    about, at = run.about, run.at
+    parameters, trained = run.fact("parameters"), run.fact("trained")
+    size = f", {amount(parameters)} parameters" if parameters else ""
+    if parameters and trained is not None and trained < parameters:
+        size += f", {amount(trained)} of them trained ({trained / parameters:.1%})"
+    train = run.data.get("train")
+    counted = train if isinstance(train, dict) else {}
+    counts = [
+        f"{count:,.0f} {name}"
+        for name in ("rows", "tokens")
+        if (count := records.number(counted.get(name))) and records.is_sound(count)
+    ]
+    seconds, tokens = (math.fsum(value for _, value in _known(run, name)) for name in ("step_time", "tokens"))
+    epochs = _known(run, "epoch")
+    total = f" of {run.total_steps:,}" if run.total_steps else ""
+    started = run.fact("started")
+    when = (
+        f", started {time.strftime('%Y-%m-%d %H:%M', time.localtime(started))}"
+        if started and 0 < started < 1e11
+        else ""
+    )
+    versions = [f"{name} {about[name]}" for name in ("dtrain", "torch") if name in about]
+    batch = about.get("batch")
+    return {
+        "status": run.status,
+        "method": " ".join([run.method, *["with an adapter"] * (at("lora") is not None)]),
+        "model": f"{at('model', 'path') or ''}{size}",
+        "data": ", ".join([_paths(at("data", "train")), *counts]),
+        "mesh": mesh_words(run),
+        "batch": _batch(batch) if isinstance(batch, dict) else str(at("train", "global_batch") or ""),
+        "steps": f"{run.step:,}{total}" + (f", {epochs[-1][1]:.3g} epochs" if epochs else ""),
+        "time": (f"{duration(seconds)} in steps" if seconds else "") + when,
+        "tokens": amount(tokens) if tokens else "",
+        "computes in": str(about.get("compute") or at("train", "dtype") or ""),
+        "versions": ", ".join(versions),
+        "directory": str(run.directory),
+    }
+
+
+def _batch(sizes: dict[str, Any]) -> str:
+    return f"{sizes.get('global_batch')}, micro batch {sizes.get('micro_batch')}"
+
+
+def _paths(source: Any) -> str:
+    """The files of `data.train`."""
+    if not isinstance(source, dict):
+        return ""
+    paths = [source.get("path"), *(one.get("path") for one in source.get("sources") or () if isinstance(one, dict))]
+    flat = [one for path in paths if path for one in (path if isinstance(path, list) else [path])]
+    return " + ".join(map(str, flat))
+
+
+def mesh_of(run: RunFiles) -> dict[str, int] | None:
+    """The sizes of the mesh by name; None where the run does not tell."""
+    mesh = run.about.get("mesh")
+    sizes: dict[str, Any] = {name: mesh.get(name) for name in MESH} if isinstance(mesh, dict) else {}
+    return sizes if sizes and all(type(size) is int and 0 < size < 1 << 20 for size in sizes.values()) else None
+
+
+def mesh_words(run: RunFiles) -> str:
+    sizes, device = mesh_of(run), run.about.get("device")
+    if sizes is None:
+        return ""
+    count = math.prod(sizes.values())
+    axes = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    words = f"{count:,} processes: {axes}" if count > 1 else "one process"
+    experts = run.about["mesh"].get("ep")
+    words += f", ep {experts} among them" if isinstance(experts, int) and experts > 1 else ""
+    return f"{words}, {device}" if device else words
+
+
+def differences(runs: Sequence[RunFiles]) -> list[Row]:
+    """The keys whose values differ, and what each run has; of the runs that have a recipe."""
+    flats = [{secrets.dotted(path): value for path, value in secrets.leaves(run.recipe)} for run in runs]
+    if sum(map(bool, flats)) < 2:
+        return []
+    keys = dict.fromkeys(key for flat in flats for key in flat if key not in _OWN)
+    rows = []
+    for key in keys:
+        values = [flat.get(key, "—") if flat else "no recipe" for flat in flats]
+        known = {_text(value) for value, flat in zip(values, flats, strict=True) if flat}
+        if len(known) > 1:
+            rows.append(Row(key, [cut(_text(value), LONGEST) for value in values]))
+    return rows
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def results(runs: Sequence[RunFiles]) -> list[Row]:
+    """First and last values of what tells whether a run learned, the best, its speed and memory."""
+    names: dict[str, str] = {}
+    for run in runs:
+        names |= told_by(run.method)
+    fields = dict.fromkeys(field for run in runs for field in run.curves)
+    measured = [line for chart in charts_of(fields) if chart.group == EVALUATION for line in chart.lines]
+    names |= {field: field.removeprefix("eval_").replace("_", " ") for field, _ in measured if better_of(field, "")}
+    rows = [_result(runs, field, name) for field, name in names.items() if field in fields]
+    speed = [_measured(run, "tokens_per_sec", median) for run in runs]
+    memory = [_measured(run, "mem_gib", max) for run in runs]
+    rows.append(Row("tokens/s, median", [_or_none(value, shown) for value in speed], _bests(speed, max)))
+    rows.append(Row("peak memory", [_or_none(value, "{:.2f} GiB".format) for value in memory], _bests(memory, min)))
+    planned = [run.planned_gib for run in runs]
+    rows.append(Row("planned memory", [_or_none(value, "{:.2f} GiB".format) for value in planned]))
+    return [row for row in rows if any(row.texts)]
+
+
+def _result(runs: Sequence[RunFiles], field: str, name: str) -> Row:
+    texts: list[str] = []
+    values: list[float | None] = []
+    for run in runs:
+        known, better = _known(run, field), better_of(field, run.method)
+        if not known:
+            texts.append("")
+            values.append(None)
+            continue
+        first, last, _ = records.ends(field, [value for _, value in known])
+        text, compared = f"{shown(first)} → {shown(last)}" if len(known) > 1 else shown(last), last
+        if better is not None and field.startswith(("val_", "eval_")):
+            compared = better(value for _, value in known)
+            step = next(step for step, value in known if value == compared)
+            text += f", best {shown(compared)} at step {step:,.0f}" if compared != last else ""
+        texts.append(text)
+        values.append(compared)
+    methods = {run.method for run in runs}
+    better = better_of(field, methods.pop()) if len(methods) == 1 else None
+    return Row(name, texts, _bests(values, better) if better is not None else ())
+
+
+def _bests(values: Sequence[float | None], better: Callable) -> tuple[int, ...]:
+    """Where the best value stands, if there are several to compare and they differ by more than rounding."""
+    values = [None if value is None else float(f"{value:.4g}") for value in values]
+    known = [value for value in values if value is not None]
+    if len(known) < 2 or min(known) == max(known):
+        return ()
+    return tuple(index for index, value in enumerate(values) if value == better(known))
+
+
+def _known(run: RunFiles, field: str) -> list[records.Point]:
+    curve = run.curves.get(field)
+    return curve.known if curve is not None else []
+
+
+def _measured(run: RunFiles, field: str, act: Callable) -> float | None:
+    known = [value for _, value in _known(run, field)]
+    return act(known) if known else None
+
+
+def _or_none(value: float | None, text: Callable[[float], str]) -> str:
+    return "" if value is None else text(value)

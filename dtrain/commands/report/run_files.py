@@ -1,0 +1,151 @@
+"""A run's directory, read while it may still go: what it is, its curves, its answers."""
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import read_json
+from dtrain.recipe import secrets
+from dtrain.run.directory import ABOUT, DATA, is_held
+from dtrain.run.metrics import records
+
+METRICS, SAMPLES, EVALS = "metrics.jsonl", "samples.jsonl", "evals.jsonl"
+
+
+class Curve:
+    """The values of a field by step, in the order of the file; not finite ones among them."""
+
+    def __init__(self) -> None:
+        self.steps, self.values = array("d"), array("d")
+        self._known: list[records.Point] | None = None
+
+    def add(self, step: float, value: float) -> None:
+        self.steps.append(step)
+        self.values.append(value)
+        self._known = None
+
+    @property
+    def known(self) -> list[records.Point]:
+        """Those that are sound."""
+        if self._known is None:
+            both = zip(self.steps, self.values, strict=True)
+            self._known = [(step, value) for step, value in both if records.is_sound(value)]
+        return self._known
+
+
+class RunFiles:
+    """What a run's directory tells; `look` reads what is new. `name`: how the run is called beside others.
+
+    Raises UserError, also from `look`, for files that are damaged as a whole, and for a directory that holds no run.
+    """
+
+    def __init__(self, directory: Path, name: str):
+        self.directory, self.name = directory, name
+        self.samples, self.evals = records.Answers(directory / SAMPLES), records.Answers(directory / EVALS)
+        self._metrics = records.Lines(directory / METRICS)
+        self._times = 0
+        self._forget()
+        self.recipe: dict[str, Any] = {}
+        self.data: dict[str, Any] = {}
+        self.about: dict[str, Any] = {}
+        self.is_running: bool | None = None  # None: not known
+
+    def _forget(self) -> None:
+        self.curves: dict[str, Curve] = {}
+        self.rows = self.damaged = 0
+
+    def look(self) -> bool:
+        """Read what is new; whether there is anything new."""
+        before = self.recipe, self.data, self.about, self.is_running
+        self.recipe = records.read_recipe(self.directory)
+        secrets.hide(self.recipe)
+        self.data, self.about = (self._json(name) for name in (DATA, ABOUT))
+        self.is_running = is_held(self.directory)
+        is_new = self.samples.look() | self.evals.look() | self._read_metrics()
+        return is_new or before != (self.recipe, self.data, self.about, self.is_running)
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.directory / name
+        return read_json(path, constants=True) if path.is_file() else {}
+
+    def _read_metrics(self) -> bool:
+        is_new = False
+        for _, line in self._metrics.look():
+            if self._metrics.times != self._times:
+                self._times = self._metrics.times
+                self._forget()
+            is_new = True
+            row = records.row_of(line) or {}
+            step = records.number(row.get("step"))
+            if step is None or not records.is_sound(step):
+                self.damaged += 1
+                continue
+            self.rows += 1
+            for field, given in row.items():
+                if field != "step" and (value := records.number(given)) is not None:
+                    self.curves.setdefault(field, Curve()).add(step, value)
+        return is_new
+
+    @property
+    def method(self) -> str:
+        return str(self.recipe.get("method", "sft"))
+
+    @property
+    def step(self) -> int:
+        """The last optimizer step that the metrics tell of; 0 before the first."""
+        curve = self.curves.get("loss")
+        return int(curve.steps[-1]) if curve is not None else 0
+
+    @property
+    def total_steps(self) -> int | None:
+        found = self.about.get("steps") or self.at("train", "steps")
+        return found if isinstance(found, int) else None
+
+    @property
+    def status(self) -> str:
+        if self.total_steps is not None and self.step >= self.total_steps:
+            return "done"
+        return "running" if self.is_running else f"stopped at step {self.step:,}" if self.step else "no step yet"
+
+    def at(self, *keys: str) -> Any:
+        """A value of the recipe; None where there is none."""
+        return secrets.at(self.recipe, keys)
+
+    @property
+    def skipped(self) -> int:
+        """Lines that were too long to read."""
+        return self._metrics.skipped
+
+    @property
+    def planned_gib(self) -> float | None:
+        """The planned peak of a rank, comparable with what `mem_gib` measures: where there is no CUDA, with what the
+        process held before."""
+        size, before = (self.fact(name) for name in ("planned", "memory_before_gib"))
+        return size / 2**30 + (before or 0.0) if size else None
+
+    def fact(self, name: str) -> float | None:
+        """A number of about.json."""
+        found = records.number(self.about.get(name))
+        return found if found is not None and records.is_sound(found) else None
+
+
+def open_runs(paths: Sequence[Path]) -> list[RunFiles]:
+    """The runs, looked at once. Raises UserError for a path that holds none."""
+    runs = []
+    names = [path.resolve().name for path in paths]
+    for path, name in zip(paths, names, strict=True):
+        if not path.is_dir():
+            others = sorted(one.parent.name for one in path.parent.glob(f"*/{METRICS}"))[:20]
+            known = f"; {path.parent} has {', '.join(others)}" if others else ""
+            raise UserError(f"{path} is no directory: give a run's, such as runs/sft{known}")
+        if not any((path / one).is_file() for one in (METRICS, "config.yaml", EVALS)):
+            inside = sorted(one.parent.name for one in path.glob(f"*/{METRICS}"))[:20]
+            known = f"; in it are the runs {', '.join(inside)}: name one" if inside else ""
+            raise UserError(f"{path} holds no run: it has no {METRICS}{known}")
+        is_double = names.count(name) > 1
+        runs.append(RunFiles(path, str(path) if is_double else name))
+    for run in runs:
+        run.look()
+    return runs

@@ -1,0 +1,140 @@
+"""Completions to what OpenAI's API answers, whole or as server-sent events. No torch.
+
+Beside OpenAI's fields a choice has vLLM's `stop_reason`, `token_ids`, `prompt_token_ids` and `routed_experts` where
+they were asked for, and dtrain's `weight_version`: the oldest version of the weights that drew one of its tokens.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dtrain.commands.serve.protocol import Ask
+from dtrain.commands.serve.text import TextStream
+from dtrain.data.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dtrain.inference.scores import TokenScores
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """Tokens of request `index`, all or further ones; finish: None while more may come; prompt: the scores of its
+    prompt, where they were asked for; routed: with the finish, where prompt and tokens went (`rollout.routed`)."""
+
+    index: int
+    ids: list[int]
+    logprobs: list[float]
+    finish: str | None
+    version: int
+    prompt: "TokenScores | None" = None
+    routed: str | None = None
+
+
+@dataclass
+class Answer:
+    """The answer to one `Ask`: `whole` from each request's one piece, or `event` by event."""
+
+    ask: Ask
+    tokenizer: Tokenizer
+    id: str = field(init=False)
+    created: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.id = f"{'chatcmpl' if self.ask.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        self._texts = [TextStream(decode, one.sampling.stop, self.ask.keep_stop) for one in self.ask.requests]
+        self._given = [0] * len(self.ask.requests)  # tokens of each request
+        self._begun: set[int] = set()
+
+    def whole(self, pieces: Sequence[StreamChunk]) -> dict[str, Any]:
+        """The body of the answer; `pieces`: one for each request, in any order."""
+        choices = [self._choice(piece, "message") for piece in sorted(pieces, key=lambda piece: piece.index)]
+        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
+
+    def event(self, piece: StreamChunk) -> bytes:
+        """One server-sent event, or nothing where the piece adds nothing that a client may see yet."""
+        choice = self._choice(piece, "delta")
+        text = choice["delta"].get("content") if self.ask.chat else choice["text"]
+        if not (text or choice["finish_reason"] or self.ask.logprobs or self.ask.token_ids):
+            return b""
+        return _event({**self._head("chat.completion.chunk"), "choices": [choice]})
+
+    def last_events(self) -> bytes:
+        """What ends the stream."""
+        if not self.ask.usage:
+            return DONE
+        return _event({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()}) + DONE
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        kind = kind if self.ask.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.ask.name}
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(len(request.prompt) for request in self.ask.requests[:: self.ask.samples])
+        given = sum(self._given)
+        return {"prompt_tokens": prompt, "completion_tokens": given, "total_tokens": prompt + given}
+
+    def _choice(self, piece: StreamChunk, speech: str) -> dict[str, Any]:
+        stream = self._texts[piece.index]
+        is_first = piece.index not in self._begun
+        self._begun.add(piece.index)
+        self._given[piece.index] += len(piece.ids)
+        text = stream.push(piece.ids, last=piece.finish is not None)
+        if self.ask.echo:
+            text = self.ask.echo[piece.index // self.ask.samples] + text
+        choice: dict[str, Any] = {"index": piece.index}
+        if self.ask.chat:
+            choice[speech] = {"role": "assistant", "content": text} if is_first else {"content": text}
+        else:
+            choice["text"] = text
+        choice["logprobs"] = self._logprobs(piece) if self.ask.logprobs else None
+        choice["finish_reason"] = piece.finish
+        choice["stop_reason"] = self._stop_reason(piece, stream)
+        if self.ask.token_ids:
+            choice["token_ids"] = piece.ids
+            if is_first:
+                choice["prompt_token_ids"] = list(self.ask.requests[piece.index].prompt)
+        if piece.routed is not None:
+            choice["routed_experts"] = piece.routed
+        choice["weight_version"] = piece.version
+        return choice
+
+    def _stop_reason(self, piece: StreamChunk, stream: TextStream) -> str | int | None:
+        if piece.finish != "stop" or stream.stopped is not None:
+            return stream.stopped
+        return piece.ids[-1] if piece.ids and piece.ids[-1] not in self.ask.eos_ids else None
+
+    def _logprobs(self, piece: StreamChunk) -> dict[str, Any]:
+        tokens = [self._token(one) for one in piece.ids]
+        if self.ask.chat:
+            pairs = zip(tokens, piece.logprobs, strict=True)
+            content = [
+                {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+                for token, logprob in pairs
+            ]
+            return {"content": content}
+        logprobs: list[float | None] = [*piece.logprobs]
+        highest: list[dict[str, float] | None] = [
+            {one: logprob} for one, logprob in zip(tokens, piece.logprobs, strict=True)
+        ]
+        if (scores := piece.prompt) is not None:  # nothing is before the first token
+            tokens = [*map(self._token, self.ask.requests[piece.index].prompt), *tokens]
+            logprobs = [None, *scores.logprobs, *logprobs]
+            places = zip(map(self._token, scores.likeliest), scores.highest, strict=True)
+            highest = [None, *({one: logprob} for one, logprob in places), *highest]
+        top = highest if self.ask.likeliest else None
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": None}
+
+    def _token(self, one: int) -> str:
+        return f"token_id:{one}" if self.ask.tokens_as_ids else self.tokenizer.decode([one])
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"

@@ -1,0 +1,152 @@
+"""A reward model or classifier behind HTTP: texts and conversations to the outputs of its head, in vLLM's words
+(`/classify`)."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import read_json
+from dtrain.commands.serve.fields import IGNORED, TEXT, ApiError, Field, Table, check
+from dtrain.commands.serve.protocol import MESSAGE, texts_or_ids
+from dtrain.commands.serve.routes import Gate
+from dtrain.data.formats.formats import read_messages, read_tools
+from dtrain.data.formats.pairs import PairEncoder
+from dtrain.inference.scores import rate
+from dtrain.models.common.decoder import CausalLM
+
+TOGETHER = 1 << 14  # tokens of one forward, beyond a single text
+CLASSIFY: Table = {
+    "model": TEXT,
+    "input": Field(use=texts_or_ids),
+    "messages": Field(list, most=4096, of=Field(dict, of=MESSAGE)),
+    "tools": Field(list, most=4096, of=Field(dict)),
+    "add_special_tokens": Field(bool, True),
+    **dict.fromkeys(("user", "rid", "request_id", "priority"), IGNORED),
+}
+
+
+class Classifier:
+    """The model, which one caller at a time computes with, and the end of it as `server.serve` asks for it."""
+
+    failure: str | None = None
+
+    def __init__(self, model: CausalLM):
+        self.model = model
+        self._turn = threading.Lock()
+        self._closing = False
+
+    def start(self) -> None:
+        """Nothing: callers' threads compute."""
+
+    def rate(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """`rollout.scores.rate` of the rows. Raises ApiError where the server ends."""
+        with self._turn:
+            if self._closing:
+                raise ApiError(503, "the server is ending")
+            return rate(self.model, rows, TOGETHER)
+
+    def end(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> bool:
+        """Take no more work in, and wait for what computes, `grace` seconds at most. False: it did not end."""
+        self._closing = True
+        is_idle = self._turn.acquire(timeout=grace)
+        if is_idle:
+            self._turn.release()
+        return is_idle
+
+
+class ClassifyService(Gate):
+    """The routes of a classifier: `/classify` (also under `/v1`), `/v1/models`, `/health`.
+
+    encoder: as training reads texts and conversations. names: of the outputs, in their order.
+    """
+
+    updates = None
+
+    def __init__(
+        self,
+        worker: Classifier,
+        encoder: PairEncoder,
+        name: str,
+        names: Sequence[str],
+        key: str | None,
+        hosts: set[str],
+    ):
+        super().__init__(key, hosts)
+        self.worker, self.encoder, self.name, self.names = worker, encoder, name, names
+        self.started = int(time.time())
+        self.get = {"/health": lambda body: {"status": "ok"}, "/v1/models": lambda body: self.models()}
+        self.act = {"/classify": self.classify, "/v1/classify": self.classify}
+
+    def models(self) -> dict[str, Any]:
+        length = self.encoder.max_length
+        one = {"id": self.name, "object": "model", "created": self.started, "owned_by": "dtrain"}
+        return {"object": "list", "data": [{**one, "max_model_len": length}]}
+
+    def classify(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """For each text: `scores`, the head's outputs; `probs`, their softmax, of one output the sigmoid; `label`, the
+        likeliest output's name."""
+        fields = check(body, CLASSIFY)
+        if fields["model"] not in (None, self.name):
+            raise ApiError(404, f"the model is {self.name}, not {fields['model'][:80]}", "model")
+        rows = self._rows(fields)
+        scores = self.worker.rate(rows)  # [n, labels]
+        probs = scores.softmax(1) if scores.shape[1] > 1 else scores.sigmoid()
+        data = [
+            {
+                "index": index,
+                "label": self.names[int(of_one.argmax())],
+                "probs": of_one.tolist(),
+                "num_classes": len(self.names),
+                "scores": scores[index].tolist(),
+            }
+            for index, of_one in enumerate(probs)
+        ]
+        tokens = sum(map(len, rows))
+        return {
+            "id": f"classify-{secrets.token_hex(12)}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": self.name,
+            "data": data,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
+        }
+
+    def _rows(self, fields: Mapping[str, Any]) -> list[list[int]]:
+        """Ids of each text. Raises ApiError."""
+        if (fields["input"] is None) == (fields["messages"] is None):
+            raise ApiError(400, "give input (a text, token ids, or a list of either) or messages, one of them", "input")
+        try:
+            if fields["messages"] is not None:
+                if self.encoder.template is None:
+                    raise ApiError(400, f"{self.name} has no chat template; give a text as input", "messages")
+                messages, _ = read_messages(fields["messages"], "messages")
+                rows = [self.encoder.conversation(messages, read_tools(fields))]
+            else:
+                rows = [self._ids(one, fields["add_special_tokens"]) for one in fields["input"]]
+        except UserError as error:
+            raise ApiError(400, str(error), "input" if fields["messages"] is None else "messages") from error
+        for index, row in enumerate(rows):
+            if not 0 < len(row) <= self.encoder.max_length:
+                what = f"text {index} has {len(row)} tokens, and the model reads from 1 to {self.encoder.max_length}"
+                raise ApiError(400, what, "input")
+        return rows
+
+    def _ids(self, one: str | list[int], specials: bool) -> list[int]:
+        if isinstance(one, str):
+            return self.encoder.text(one) if specials else self.encoder.tokenizer.encode(one)
+        if max(one) >= self.worker.model.config.vocab_size:
+            raise ApiError(400, f"the id {max(one)} is beyond the vocabulary", "input")
+        return one
+
+
+def names_of(config: Path, labels: int) -> list[str]:
+    """The outputs' names, by a config.json's id2label; an adapter has none."""
+    named = read_json(config).get("id2label") if config.is_file() else {}
+    named = named if isinstance(named, dict) else {}
+    return [str(named.get(str(index), f"LABEL_{index}")) for index in range(labels)]

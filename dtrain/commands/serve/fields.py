@@ -1,0 +1,143 @@
+"""JSON from strangers within limits, and objects checked field by field against a table. No torch.
+
+A table names every field that is known. A field that it does not name is refused, so that nothing unread goes further.
+"""
+
+import json
+import math
+import re
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Union
+
+from dtrain.base.ranges import nearest
+
+MOST_ITEMS = 1 << 20  # of one body, commas and brackets: a few bytes of text may become a hundred in memory
+DEEPEST = 32  # lists and objects within one another
+MOST_DIGITS = 64  # of a number, in a row
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # to the end where it is not closed
+_LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (MOST_DIGITS + 1))
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
+_WORDS |= {str: "a text", list: "a list", dict: "an object"}
+shown = reprlib.repr  # a value for a message, cut short
+
+
+class ApiError(Exception):
+    """An answer other than 200: `status`, and the message, the parameter and the type of OpenAI's error object."""
+
+    def __init__(self, status: int, message: str, param: str | None = None):
+        self.status, self.message, self.param = status, message, param
+        super().__init__(message)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+def read_object(raw: bytes | bytearray) -> dict[str, Any]:
+    """The JSON object of a body. Raises ApiError."""
+    check_json(raw, "the body")
+    try:
+        body = json.loads(raw.decode(), parse_float=_finite, parse_constant=_finite, object_pairs_hook=_unique)
+    except ValueError as error:  # of the encoding too
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return body
+
+
+def check_json(raw: bytes | bytearray, name: str) -> None:
+    """Raises ApiError for JSON, sound or not, that is too much to parse."""
+    is_too_much = raw.count(b'"') > MOST_ITEMS
+    bare = b"" if is_too_much else _STRING.sub(b"", raw)
+    if is_too_much or sum(map(bare.count, (b",", b"[", b"]", b"{", b"}"))) > MOST_ITEMS:
+        raise ApiError(400, f"{name} has more than {MOST_ITEMS} values or quotes")
+    steps = (1 if bracket in b"[{" else -1 for bracket in bare.translate(None, _NO_BRACKETS))
+    if max(accumulate(steps), default=0) > DEEPEST:
+        raise ApiError(400, f"{name} has lists or objects more than {DEEPEST} deep")
+    if _LONG_NUMBER.search(bare):
+        raise ApiError(400, f"{name} has a number of more than {MOST_DIGITS} digits")
+
+
+def _finite(text: str) -> float:
+    """A number with a point or an exponent, or NaN or Infinity, which JSON does not have."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{shown(name)} stands twice in one object")
+        found[name] = value
+    return found
+
+
+@dataclass(frozen=True)
+class Field:
+    """A row of a table. kind: the value's type, None for any. default: what null and absence stand for. least, most: of
+    a number, or of a text's or a list's length. of: a list's entries, or an object's table. among: the only values that
+    are served. use: makes a value that is sound of one that is not, or raises ApiError."""
+
+    kind: type | None = None
+    default: Any = None
+    least: float = 0
+    most: float = math.inf
+    of: Union["Field", "Table", None] = None
+    among: tuple | None = None
+    use: Callable[[Any, str], Any] | None = None
+
+    def read(self, value: Any, name: str) -> Any:
+        """What `value` of the field `name` stands for. Raises ApiError."""
+        if self.kind is not None and type(value) is not self.kind and (self.kind, type(value)) != (float, int):
+            raise ApiError(400, f"{name} must be {_WORDS[self.kind]}, not {shown(value)}", name)
+        size = value if self.kind in (int, float) else len(value) if self.kind in (str, list) else self.least
+        if not self.least <= size <= self.most:
+            bounds = f"at least {self.least}" if self.most == math.inf else f"from {self.least} to {self.most}"
+            what = f"{name}={shown(value)}" if size is value else f"the length of {name}, {size},"
+            raise ApiError(400, f"{what} must be {bounds}", name)
+        alike = (one for one in self.among or () if isinstance(one, bool) == isinstance(value, bool))  # else 1 is True
+        if self.among is not None and value not in alike:
+            rest = f"it may be {', '.join(map(str, self.among))}" if self.among else "leave it out"
+            raise ApiError(400, f"{name}={shown(value)}: dtrain serve does not have it; {rest}", name)
+        if isinstance(self.of, Field):
+            return [self.of.read(one, f"{name}[{index}]") for index, one in enumerate(value)]
+        if self.of is not None:
+            return {one: given for one, given in check(value, self.of, name).items() if given is not None}
+        return value if self.use is None else self.use(value, name)
+
+
+Table = Mapping[str, Field]
+
+
+def check(body: Mapping[str, Any], table: Table, name: str = "") -> dict[str, Any]:
+    """Every field of `table`, as it was read from `body`, which stands at `name`. Raises ApiError."""
+    inside = f"{name}." if name else ""
+    for one in body:
+        if one not in table:
+            near = nearest(one, table)
+            one = f"{inside}{one[:64]}"
+            hint = f"; did you mean {inside}{near}?" if near else ""
+            raise ApiError(400, f"{one} is no field that dtrain serve knows{hint}", one)
+    return {
+        one: field.default if body.get(one) is None else field.read(body[one], inside + one)
+        for one, field in table.items()
+    }
+
+
+def is_ids(value: Any) -> bool:
+    """Whether it is a list of numbers that may be token ids, not empty."""
+    return isinstance(value, list) and bool(value) and all(type(one) is int and one >= 0 for one in value)
+
+
+FLAG = Field(bool, False)
+TEXT = Field(str, most=4096)
+COUNT = Field(int, most=2**31 - 1)
+IGNORED = Field()  # changes nothing in the answer

@@ -1,0 +1,296 @@
+"""What a client may ask: bodies of /v1/completions and /v1/chat/completions to requests, or an error that says why not.
+
+The fields are in the tables below: OpenAI's, and vLLM's beside them, with their defaults, and SGLang's
+`return_routed_experts`. dtrain's own are
+`prompt_index` and `sample_index`: the numbers of the first prompt and the first sample, which together with `seed` make
+the draws those of the native engine. No torch.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.commands.serve.fields import COUNT, FLAG, IGNORED, TEXT, ApiError, Field, Table, check, check_json, is_ids
+from dtrain.data.formats.formats import read_messages, read_tools
+from dtrain.data.formats.prompts import Prompt, PromptEncoder
+from dtrain.inference.request import Request, SamplingParams
+
+MOST_REQUESTS = 4096  # of one call
+SEED_LIMIT = 2**63
+
+
+def texts_or_ids(value: Any, name: str) -> list[str | list[int]]:
+    """Several texts or lists of ids, of one or a list of them. Raises ApiError."""
+    several = value if isinstance(value, list) and not is_ids(value) else [value]
+    if len(several) > MOST_REQUESTS or not several or not all(isinstance(one, str) or is_ids(one) for one in several):
+        what = f"a text, token ids, or a list of either, none empty, {MOST_REQUESTS} at most"
+        raise ApiError(400, f"{name} must be {what}", name)
+    return several
+
+
+def _stops(value: Any, name: str) -> tuple[str, ...]:
+    several = [value] if isinstance(value, str) else value
+    if not isinstance(several, list) or not all(isinstance(one, str) and 0 < len(one) <= 1024 for one in several[:65]):
+        raise ApiError(400, f"{name} must be a text or a list of texts, none empty or beyond 1024 characters", name)
+    if len(several) > 64:
+        raise ApiError(400, f"{name} must be 64 texts at most", name)
+    return tuple(several)
+
+
+def _content(value: Any, name: str) -> Any:
+    return value if isinstance(value, str) else Field(list, most=4096, of=Field(dict, of=PART)).read(value, name)
+
+
+def _arguments(value: Any, name: str) -> Any:
+    """A tool call's: an object, or a text of JSON, which may become one for the template."""
+    if isinstance(value, str):
+        check_json(value.encode(errors="replace"), name)
+        return value
+    return Field(dict).read(value, name)
+
+
+def _variables(value: Any, name: str) -> dict[str, Any]:
+    for key, one in Field(dict).read(value, name).items():
+        if not isinstance(one, str | int | float | None) or (isinstance(one, str) and len(one) > 4096):
+            raise ApiError(400, f"{name}.{key[:64]} must be true, false, null, a number or a short text", name)
+    return value
+
+
+# Values that ask for nothing, of fields that would change the answer and that the engine does not have.
+NONE, ZERO, ONE = Field(among=()), Field(among=(0,)), Field(among=(1,))
+NO, YES, EMPTY = Field(among=(False,)), Field(among=(True,)), Field(among=([],))
+SAMPLING: Table = {
+    "model": TEXT,
+    "n": Field(int, 1, 1, 1024),
+    "temperature": Field(float, 1.0),
+    "top_k": Field(int, -1, -1, 2**31 - 1),  # -1 and 0: off
+    "top_p": Field(float, 1.0, 0, 1),
+    "min_p": Field(float, 0.0, 0, 1),
+    "stop": Field(default=(), use=_stops),
+    "stop_token_ids": Field(list, [], most=1024, of=COUNT),
+    "ignore_eos": FLAG,
+    "include_stop_str_in_output": FLAG,
+    "seed": Field(int, None, -SEED_LIMIT, SEED_LIMIT - 1),
+    "prompt_index": Field(int, 0, 0, SEED_LIMIT - 1),
+    "sample_index": Field(int, 0, 0, SEED_LIMIT - 1),
+    "stream": FLAG,
+    "stream_options": Field(
+        dict, {}, of={"include_usage": FLAG, "include_obfuscation": IGNORED, "continuous_usage_stats": NO}
+    ),
+    "return_token_ids": FLAG,
+    "return_tokens_as_token_ids": FLAG,
+    "return_routed_experts": FLAG,
+    "response_format": Field(among=({"type": "text"},)),
+    "logit_bias": Field(among=({},)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), ZERO),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), ONE),
+    **dict.fromkeys(("echo", "use_beam_search"), NO),  # /v1/completions has echo
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), YES),
+    **dict.fromkeys(("allowed_token_ids", "prompt_logprobs", "structured_outputs", "truncate_prompt_tokens"), NONE),
+    **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"), IGNORED),
+    **dict.fromkeys(("prompt_cache_retention", "cache_salt", "priority", "request_id", "rid"), IGNORED),
+    "bad_words": EMPTY,
+}
+COMPLETION: Table = {
+    **SAMPLING,
+    "prompt": Field(use=texts_or_ids),
+    "max_tokens": Field(int, 16),
+    "logprobs": Field(int, None, 0, 1),
+    "echo": FLAG,
+    "add_special_tokens": Field(bool, True),
+    "suffix": Field(among=("",)),
+    "prompt_embeds": NONE,
+}
+PART: Table = {"type": Field(among=("text",)), "text": Field(str)}
+CALL: Table = {
+    "id": TEXT,
+    "type": Field(among=("function",)),
+    "index": COUNT,
+    "function": Field(dict, of={"name": TEXT, "arguments": Field(use=_arguments)}),
+}
+MESSAGE: Table = {
+    "role": TEXT,
+    "content": Field(use=_content),
+    "name": TEXT,
+    "tool_calls": Field(list, most=4096, of=Field(dict, of=CALL)),
+    "tool_call_id": TEXT,
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), Field(str)),
+    "refusal": Field(among=("", [])),
+    **dict.fromkeys(("audio", "function_call", "annotations"), EMPTY),  # of an answer that comes back
+}
+CHAT: Table = {
+    **SAMPLING,
+    "messages": Field(list, most=4096, of=Field(dict, of=MESSAGE)),
+    "tools": Field(list, most=4096, of=Field(dict)),
+    "max_tokens": Field(int),
+    "max_completion_tokens": Field(int),
+    "logprobs": FLAG,
+    "top_logprobs": ZERO,
+    "modalities": Field(among=(["text"],)),
+    "chat_template_kwargs": Field(use=_variables),
+    "add_generation_prompt": YES,
+    "add_special_tokens": NO,
+    "continue_final_message": NO,
+    **dict.fromkeys(("tool_choice", "function_call"), Field(among=("auto", "none"))),
+    **dict.fromkeys(("functions", "documents"), EMPTY),
+    **dict.fromkeys(("audio", "reasoning_effort", "verbosity", "web_search_options", "chat_template"), NONE),
+    **dict.fromkeys(("prediction", "parallel_tool_calls"), IGNORED),
+}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One HTTP request: `requests` by prompt, then by sample, of the model `name`, with an adapter or without; and how
+    the answer is to look."""
+
+    name: str
+    adapter: str | None
+    requests: list[Request]
+    samples: int
+    chat: bool
+    stream: bool
+    usage: bool  # in a stream: a last message with the counts
+    logprobs: bool
+    token_ids: bool
+    tokens_as_ids: bool
+    keep_stop: bool
+    eos_ids: tuple[int, ...]
+    echo: tuple[str, ...] = ()  # each prompt's text, where answers begin with it
+    likeliest: bool = False  # whether the likeliest token of each place is told beside it; of completions with echo
+
+
+class Parser:
+    """Bodies to `Ask`. encoder: the tokenizer's and the template's; max_length: prompt and completion together.
+    `adapters`: names that a request may say in place of the model's."""
+
+    def __init__(self, encoder: PromptEncoder, model: str, max_length: int):
+        self.encoder, self.model, self.max_length = encoder, model, max_length
+        self.adapters: tuple[str, ...] = ()
+        self.tokenizer = encoder.tokenizer
+
+    def completion(self, body: Mapping[str, Any]) -> Ask:
+        """A body of /v1/completions. Raises ApiError."""
+        fields = self._fields(body, COMPLETION)
+        if fields["prompt"] is None:
+            raise ApiError(400, "prompt must be given: a text, token ids, or a list of either", "prompt")
+        specials, prompts = fields["add_special_tokens"], []
+        if len(fields["prompt"]) * fields["n"] > MOST_REQUESTS:
+            raise ApiError(400, f"prompt and n make more than {MOST_REQUESTS} completions; ask several times", "prompt")
+        for one in fields["prompt"]:
+            prompts.append(tuple(self._encoded(one, specials) if isinstance(one, str) else one))
+            self._check_ids(prompts[-1], "prompt")
+        ask = self._ask(fields, prompts, fields["max_tokens"], fields["logprobs"] is not None, chat=False)
+        return self._echoing(ask, fields) if fields["echo"] else ask
+
+    def _echoing(self, ask: Ask, fields: Mapping[str, Any]) -> Ask:
+        """`ask` with the prompts in its answers."""
+        if ask.stream:
+            raise ApiError(400, "echo=True is not for streams: set stream=False", "echo")
+        likeliest = fields["logprobs"] == 1
+        if likeliest and fields["max_tokens"] and fields["temperature"]:
+            what = "with echo, logprobs=1 names the likeliest tokens, which are those drawn at temperature=0"
+            raise ApiError(400, f"{what}; set that, or max_tokens=0, or logprobs=0", "logprobs")
+        texts = [one if isinstance(one, str) else self.tokenizer.decode(one) for one in fields["prompt"]]
+        return replace(ask, echo=tuple(texts), likeliest=likeliest)
+
+    def chat(self, body: Mapping[str, Any]) -> Ask:
+        """A body of /v1/chat/completions. Raises ApiError."""
+        fields = self._fields(body, CHAT)
+        if fields["messages"] is None:
+            raise ApiError(400, "messages is missing: a list of objects with role and content", "messages")
+        if self.encoder.template is None:
+            raise ApiError(400, f"{self.model} has no chat template; use /v1/completions", "messages")
+        variables = fields["chat_template_kwargs"] or {}
+        if unknown := [name for name in variables if not self.encoder.template.reads(name)]:
+            name = f"chat_template_kwargs.{unknown[0][:64]}"
+            raise ApiError(400, f"{name} is no variable that this model's chat template reads", "chat_template_kwargs")
+        try:
+            messages, _ = read_messages(fields["messages"], "messages")
+            prompt = tuple(self.encoder.encode(Prompt(messages, tools=read_tools(fields), variables=variables)))
+        except UserError as error:
+            raise ApiError(400, str(error), "messages") from error
+        most = fields["max_completion_tokens"]
+        most = fields["max_tokens"] if most is None else most
+        if most is None:
+            most = max(0, self.max_length - len(prompt))
+        return self._ask(fields, [prompt], most, fields["logprobs"], chat=True)
+
+    def _fields(self, body: Mapping[str, Any], table: Table) -> dict[str, Any]:
+        fields = check(body, table)
+        model = fields["model"]
+        names = self.model, *self.adapters
+        if model is not None and model not in names:
+            raise ApiError(404, f"there is no model {model!r} here; this server has {', '.join(names)}", "model")
+        if fields["top_p"] == 0:
+            raise ApiError(400, f"top_p={fields['top_p']} must be above 0", "top_p")
+        self._check_ids(fields["stop_token_ids"], "stop_token_ids")
+        if fields["return_routed_experts"] and fields["stream"]:
+            what = "return_routed_experts=True is not for streams: set stream=False"
+            raise ApiError(400, what, "return_routed_experts")
+        return fields
+
+    def _check_ids(self, ids: Sequence[int], name: str) -> None:
+        limit = self.tokenizer.id_limit
+        if max(ids, default=0) >= limit:
+            raise ApiError(400, f"{name} has the id {max(ids)}, beyond the model's vocabulary of {limit}", name)
+
+    def _encoded(self, text: str, specials: bool) -> list[int]:
+        try:
+            ids = self.tokenizer.encode(text, specials)
+        except UserError as error:
+            raise ApiError(400, str(error), "prompt") from error
+        if not ids:
+            raise ApiError(400, "prompt has no token: a completion needs one at least to follow", "prompt")
+        return ids
+
+    def _ask(
+        self, fields: dict[str, Any], prompts: list[tuple[int, ...]], most: int, logprobs: bool, *, chat: bool
+    ) -> Ask:
+        longest = max(map(len, prompts))
+        if longest + most > self.max_length:
+            raise ApiError(
+                400,
+                f"the prompt's {longest} tokens and max_tokens={most} make {longest + most}, and the model's context "
+                f"holds {self.max_length}; ask for less",
+                "max_tokens",
+            )
+        eos = () if fields["ignore_eos"] else tuple(self.tokenizer.eos_ids)
+        sampling = SamplingParams(
+            max_new_tokens=most,
+            temperature=float(fields["temperature"]),
+            top_k=fields["top_k"] if fields["top_k"] > 0 else None,
+            top_p=float(fields["top_p"]),
+            min_p=float(fields["min_p"]),
+            stop_ids=tuple(dict.fromkeys([*fields["stop_token_ids"], *eos])),
+            stop=fields["stop"],
+        )
+        seed = secrets.randbelow(SEED_LIMIT) if fields["seed"] is None else fields["seed"]
+        requests = [
+            Request(
+                prompt,
+                sampling,
+                seed,
+                fields["prompt_index"] + index,
+                fields["sample_index"] + sample,
+                fields["return_routed_experts"],
+            )
+            for index, prompt in enumerate(prompts)
+            for sample in range(fields["n"])
+        ]
+        name = fields["model"] or self.model
+        return Ask(
+            name=name,
+            adapter=None if name == self.model else name,
+            requests=requests,
+            samples=fields["n"],
+            chat=chat,
+            stream=fields["stream"],
+            usage=fields["stream_options"].get("include_usage", False),
+            logprobs=logprobs,
+            token_ids=fields["return_token_ids"],
+            tokens_as_ids=fields["return_tokens_as_token_ids"],
+            keep_stop=fields["include_stop_str_in_output"],
+            eos_ids=eos,
+        )

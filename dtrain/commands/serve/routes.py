@@ -1,0 +1,160 @@
+"""What each route does, and who may call it: told by a request's head alone, before its body is read."""
+
+import hmac
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dtrain.commands.serve.adapters import Adapters
+from dtrain.commands.serve.connection import RequestHead
+from dtrain.commands.serve.fields import IGNORED, ApiError, Field, check
+from dtrain.commands.serve.protocol import Ask, Parser
+from dtrain.commands.serve.updates import Updates
+from dtrain.commands.serve.worker import MODES, EngineThread
+
+ASK_BYTES = 1 << 23  # of the body of a completion: a million token ids
+CONTROL_BYTES = 1 << 24  # names and shapes of all tensors
+PAUSE = {"mode": Field(str, "abort", among=(*MODES, "in_place")), "clear_cache": IGNORED}
+_HOST = re.compile(r"(\[.*\]|[^:]*?)\.?(:[0-9]*)?")
+_JSON = re.compile(r"application/json(\s*;\s*charset=\"?utf-8\"?)?")
+
+Act = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+class Gate:
+    """Which paths there are, and who may call them. `get`, `ask`, `act` and `control` are what paths do: answer without
+    a body, draw, answer at once, change the server. control is there where `has_control`.
+
+    key: what clients must send as `Authorization: Bearer`, or None. hosts: the names in a request's `Host` that are
+    served without a key.
+    """
+
+    def __init__(self, key: str | None, hosts: set[str]):
+        self.key, self.hosts, self.has_control = key, hosts, False
+        self.get: dict[str, Act] = {}
+        self.ask: dict[str, Callable[[Mapping[str, Any]], Ask]] = {}
+        self.act: dict[str, Act] = {}
+        self.control: dict[str, Act] = {}
+
+    def admit(self, head: RequestHead) -> None:
+        """Raises ApiError where a request may not be, by its head alone: the key comes first, the body's size last."""
+        self._check_caller(head)
+        path, headers = head.path, head.headers
+        if head.method not in ("GET", "POST"):
+            known = head.method in ("HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT")
+            raise ApiError(405 if known else 501, f"this server takes GET and POST, not {head.method}")
+        if path in self.control and not self.has_control:
+            raise ApiError(404, f"{path} is not served: start it with --control DIR and --api-key-file FILE")
+        if path in self.control and "origin" in headers:
+            raise ApiError(403, f"{path} is not for pages in a browser")
+        routes = [*self.get, *self.ask, *self.act, *(self.control if self.has_control else ())]
+        if path not in routes:
+            raise ApiError(404, f"there is no {path[:80]} here, only {', '.join(routes)}")
+        if (path in self.get) != (head.method == "GET"):
+            raise ApiError(405, f"{path} wants {'GET' if path in self.get else 'POST'}")
+        if path in self.get and head.length:
+            raise ApiError(400, f"{path} takes no body")
+        kind, coding = headers.get("content-type", ""), headers.get("content-encoding", "identity")
+        if head.length and not (_JSON.fullmatch(kind.lower()) and coding.lower() == "identity"):
+            what = f"not {kind[:80]!r} and {coding[:80]!r}"
+            raise ApiError(
+                415,
+                f"send a body as Content-Type: application/json, without Content-Encoding, {what} "
+                "(curl: -H 'Content-Type: application/json')",
+            )
+        most = ASK_BYTES if path in self.ask or path in self.act else CONTROL_BYTES
+        if head.length > most:
+            raise ApiError(413, f"the body has {head.length} bytes, and at most {most} are taken")
+
+    def has_key(self, head: RequestHead) -> bool:
+        """Whether this server has a key, and the request shows it."""
+        if self.key is None:
+            return False
+        scheme, _, given = head.headers.get("authorization", "").partition(" ")
+        return hmac.compare_digest(given.strip().encode(), self.key.encode()) and scheme.lower() == "bearer"
+
+    def _check_caller(self, head: RequestHead) -> None:
+        if self.key is None:  # a page may lead its visitors' browsers here by a name of its own
+            host = _HOST.fullmatch(head.headers.get("host", "localhost").lower())
+            if host is None or host[1] not in self.hosts:
+                raise ApiError(403, f"the header Host must be one of {', '.join(sorted(self.hosts))}")
+            return
+        if not self.has_key(head) and head.path != "/health":
+            raise ApiError(401, "the key is wrong or missing: send `Authorization: Bearer KEY`")
+
+
+class Service(Gate):
+    """What the routes of a language model do. control, which pauses the server and changes its weights, is there where
+    `updates` has a root, and needs a key."""
+
+    def __init__(self, parser: Parser, worker: EngineThread, updates: Updates, key: str | None, hosts: set[str]):
+        super().__init__(key, hosts)
+        self.parser, self.worker, self.updates = parser, worker, updates
+        self.adapters = Adapters(updates, parser)
+        self.has_control = key is not None and updates.root is not None
+        self.started = int(time.time())
+        self.get = {
+            "/health": lambda body: self.health(),
+            "/v1/models": lambda body: self.models(),
+            "/weight_info": lambda body: {"weight_version": worker.version},
+            "/get_world_size": lambda body: {"world_size": 1},
+            "/is_paused": lambda body: {"is_paused": worker.paused},
+        }
+        self.ask = {
+            "/v1/completions": parser.completion,
+            "/v1/chat/completions": parser.chat,
+        }
+        self.control = {
+            "/pause": self.pause,
+            "/resume": self.resume,
+            "/pause_generation": self.pause,
+            "/continue_generation": self.resume,
+            "/flush_cache": self.flush,
+            "/update_weights_from_disk": updates.from_disk,
+            "/init_weights_update_group": updates.meet,
+            "/destroy_weights_update_group": updates.part,
+            "/update_weights_from_distributed": updates.receive,
+            "/check_weights": updates.check,
+            "/weight_checker": updates.checksums,
+            "/v1/load_lora_adapter": self.adapters.load,
+            "/v1/unload_lora_adapter": self.adapters.unload,
+        }
+
+    def health(self) -> dict[str, Any]:
+        if self.worker.failure is not None:
+            raise ApiError(503, self.worker.failure)
+        if self.worker.torn:
+            raise ApiError(503, "an update of the weights began and did not end")
+        running, waiting = self.worker.load
+        return {
+            "status": "paused" if self.worker.paused else "ok",
+            "weight_version": self.worker.version,
+            "running": running,
+            "waiting": waiting,
+        }
+
+    def models(self) -> dict[str, Any]:
+        base = {
+            "id": self.parser.model,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "dtrain",
+            "max_model_len": self.parser.max_length,
+        }
+        beside = [{**base, "id": name, "parent": self.parser.model} for name in self.parser.adapters]
+        return {"object": "list", "data": [base, *beside]}
+
+    def pause(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """{"mode"}: keep (SGLang: in_place), wait or abort, vLLM's and SGLang's default."""
+        self.worker.pause(check(body, PAUSE)["mode"].replace("in_place", "keep"))
+        return {"status": "paused"}
+
+    def resume(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        check(body, {})
+        self.worker.resume()
+        return {"status": "resumed"}
+
+    def flush(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        check(body, {"timeout": IGNORED})
+        return {"success": True, "message": "no keys outlive their completion"}

@@ -1,0 +1,135 @@
+"""From what was typed after `dtrain serve` to a server that runs."""
+
+import socket
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from ipaddress import ip_address
+
+import torch
+
+from dtrain.base.errors import UserError
+from dtrain.base.model_directory import CONFIG
+from dtrain.commands.serve.classify import Classifier, ClassifyService, names_of
+from dtrain.commands.serve.protocol import Parser
+from dtrain.commands.serve.routes import Service
+from dtrain.commands.serve.server import HttpServer, serve
+from dtrain.commands.serve.updates import Updates
+from dtrain.commands.serve.worker import EngineThread
+from dtrain.data.formats.pairs import PairEncoder
+from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
+from dtrain.data.text.template import choose_template
+from dtrain.inference.engine import Engine
+from dtrain.inference.generate import choose_device, choose_dtype, load
+from dtrain.rl.remote.http import read_key
+
+
+def _ask(url: str, chats: bool) -> str:
+    """A command that asks the server something."""
+    path = "chat/completions" if chats else "completions"
+    body = '{"messages": [{"role": "user", "content": "Hello"}]}' if chats else '{"prompt": "Hello"}'
+    return f"  curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'"
+
+
+def serve_directory(asked: Namespace, say: Callable[[str], None] = print) -> None:
+    """Serve a directory's model (as `dtrain generate` takes it) until a signal; see `server.serve`, which raises.
+
+    asked: the command's arguments. Raises UserError.
+    """
+    key = read_key(asked.api_key_file)
+    if asked.control is not None and key is None:
+        raise UserError("--control lets clients change the model: give --api-key-file FILE too, a file with their key")
+    address = _address(asked.host, asked.port, key)
+    device = choose_device(asked.device)
+    dtype = choose_dtype(asked.dtype, device)
+    model, tokenizer = load(asked.directory, dtype, device, classifiers=True)
+    model.eval()
+    most = model.config.max_position_embeddings
+    if asked.max_length is not None and asked.max_length > most:
+        raise UserError(f"--max-length {asked.max_length}: the model was built for {most} positions")
+    template = choose_template(tokenizer.directory, tokenizer.special_tokens, asked.chat_template)
+    length = asked.max_length or most
+    name = asked.name or str(asked.directory)
+    hosts = {"localhost", "127.0.0.1", "[::1]", asked.host.lower(), address[0]}
+    if model.config.labels is not None:
+        _refuse_unread(asked)
+        pairs = PairEncoder(tokenizer, template, max_length=length)
+        names = names_of(tokenizer.directory / CONFIG, model.config.labels)
+        rating = ClassifyService(Classifier(model), pairs, name, names, key, hosts)
+        server = _listen(asked, address, rating)
+        url = _say(asked, server, f"{name}, {len(names)} output{'s' * (len(names) != 1)}", dtype, device, say)
+        if key is None:
+            say(f"  curl {url}/classify -H 'Content-Type: application/json' -d '{{\"input\": \"Hello\"}}'")
+        serve(server, grace=asked.grace, say=say)
+        return
+    encoder = PromptEncoder(tokenizer, template, max_length=length, options=PromptOptions(length))
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    engine = Engine(
+        model,
+        decode=decode,
+        max_rows=asked.max_rows,
+        max_tokens=asked.max_tokens,
+        notes_experts=model.routing is not None,
+    )
+    worker = EngineThread(engine)
+    parser = Parser(encoder, name, length)
+    updates = Updates(model, worker, asked.control, watched=asked.watch is not None)
+    service = Service(parser, worker, updates, key, hosts)
+    if asked.adapter is not None:
+        service.adapters.begin_with(*asked.adapter)
+    server = _listen(asked, address, service)
+    beside = "".join(f", with its adapter {name}" for name in parser.adapters)
+    url = _say(asked, server, parser.model, dtype, device, say, beside)
+    if key is None:
+        say(_ask(url, template is not None))
+    serve(server, grace=asked.grace, watch=asked.watch, say=say)
+
+
+def _refuse_unread(asked: Namespace) -> None:
+    """Raises UserError for what a classifier does not do."""
+    options = ("control", "watch", "adapter", "max_rows", "max_tokens")
+    named = [f"--{key.replace('_', '-')}" for key in options if getattr(asked, key) is not None]
+    if named:
+        raise UserError(f"{asked.directory} rates or classifies texts, and {', '.join(named)} is for models that write")
+
+
+def _listen(asked: Namespace, address: tuple, service: Service | ClassifyService) -> HttpServer:
+    try:
+        return HttpServer(address, service)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen at {asked.host}:{asked.port} ({error.strerror or error}); choose another --port, or 0 for "
+            "a free one"
+        ) from error
+
+
+def _say(
+    asked: Namespace,
+    server: HttpServer,
+    what: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    say: Callable[[str], None],
+    beside: str = "",
+) -> str:
+    """Tells where the server is; its address."""
+    shown = f"[{asked.host}]" if ":" in asked.host else asked.host
+    url = f"http://{shown}:{server.server_port}"
+    say(f"serving {what} at {url} ({str(dtype).removeprefix('torch.')} on {device}{beside})")
+    return url
+
+
+def _address(host: str, port: int, key: str | None) -> tuple:
+    """Where to listen. Raises UserError where others than this machine could come without a key."""
+    if port > 65535:
+        raise UserError(f"--port {port}: ports end at 65535")
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
+    except (OSError, ValueError) as error:
+        raise UserError(f"--host {host}, --port {port}: there is no such address ({error})") from error
+    if key is None and not ip_address(address[0]).is_loopback:
+        raise UserError(
+            f"--host {host} lets other machines in: give --api-key-file FILE, a file with the key that they must send, "
+            "or leave --host out to serve this machine alone"
+        )
+    return address

@@ -1,0 +1,244 @@
+"""New weights for the model that is served: from a directory, or from a trainer's broadcast, always between two steps.
+
+The words are SGLang's (docs/advanced_features/sglang_for_rl.md): update_weights_from_disk, init_weights_update_group,
+update_weights_from_distributed, destroy_weights_update_group, with `weight_version`. A group's messages are bytes of
+tensors: nothing that comes over it is unpickled.
+"""
+
+import ctypes
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
+from dtrain.checkpoint.huggingface.file_rows import Joint, joints
+from dtrain.checkpoint.huggingface.merged import merge_in_place
+from dtrain.checkpoint.huggingface.read import check_fit, read_weights
+from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
+from dtrain.commands.serve.fields import COUNT, FLAG, IGNORED, TEXT, ApiError, Field, Table, check
+from dtrain.commands.serve.worker import MODES, EngineThread, Mode
+from dtrain.models.common.decoder import CausalLM
+from dtrain.policy.weight_buckets import GROUP, Info, WeightReceiver
+from dtrain.rl.remote.shared_directory import is_whole, version_of
+
+DTYPES = {str(kind): kind for kind in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+DTYPES |= {name.removeprefix("torch."): kind for name, kind in DTYPES.items()}
+
+
+def _version(value: Any, name: str) -> int:
+    """A whole number or its digits."""
+    value = int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,19}", value) else value
+    return Field(int, most=2**63 - 1).read(value, name)
+
+
+VERSION = Field(use=_version)
+GROUP_NAME = {"group_name": Field(str, GROUP, most=256)}
+TENSORS: Table = {
+    "names": Field(list, [], of=TEXT),
+    "dtypes": Field(list, [], of=Field(among=tuple(DTYPES))),
+    "shapes": Field(list, [], of=Field(list, of=Field(int))),
+}
+UPDATE: Table = {
+    "weight_version": VERSION,
+    "mode": Field(str, "keep", among=MODES),
+    "abort_all_requests": FLAG,
+    **dict.fromkeys(("flush_cache", "torch_empty_cache", "is_async", "keep_pause"), IGNORED),  # SGLang's
+}
+FROM_DISK: Table = {**UPDATE, "model_path": Field(str, "", most=4096), "load_format": IGNORED}
+BUCKET: Table = {**UPDATE, **TENSORS, **GROUP_NAME, "load_format": Field(among=("flattened_bucket",))}
+MEETING: Table = {
+    **dict.fromkeys(("master_address", "master_port", "rank_offset", "world_size"), COUNT),
+    "master_address": TEXT,
+    "backend": Field(among=("gloo", "nccl")),
+    **GROUP_NAME,
+}
+
+
+class Updates:
+    """The updates of `model`, on the thread of `worker`. root: directories of weights are read below it alone (None:
+    from nowhere). watched: whether `load` is called all the same. The methods take an HTTP body and raise ApiError.
+
+    Where updates can come, an adapter that the model has is merged into its weights first, which they replace whole.
+    is_merged: whether it had one, so that its weights are no base of other adapters.
+    """
+
+    def __init__(self, model: CausalLM, worker: EngineThread, root: Path | None = None, *, watched: bool = False):
+        self.model, self.worker = model, worker
+        self.is_merged = (root is not None or watched) and merge_in_place(model)
+        self.root = root and Path(os.path.realpath(root))
+        self._tensors = _by_every_name(model)
+        self._groups: dict[str, WeightReceiver] = {}
+        self._meeting = threading.Lock()
+
+    def from_disk(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """{"model_path", "weight_version"?, "mode"?}: the safetensors of a directory that has its marker."""
+        fields = check(body, FROM_DISK)
+        directory = self.below(fields["model_path"], "model_path")
+        self.load(directory, fields["weight_version"], _mode(fields))
+        return self._done(f"read {directory}")
+
+    def below(self, path: str, name: str) -> Path:
+        """The directory at `path`, a field called `name`, where that leads below the root. Raises ApiError."""
+        directory = Path(os.path.realpath(path.replace("\0", "")))
+        if self.root is None or not directory.is_relative_to(self.root):
+            raise ApiError(403, f"{name}={str(directory)!r} is not below {self.root}", name)
+        if not os.path.isdir(directory):
+            raise ApiError(404, f"{name}={str(directory)!r}: there is no such directory on the server's machine", name)
+        return directory
+
+    def load(self, directory: Path, version: int | None = None, mode: Mode = "keep") -> None:
+        """Read a whole directory. Nothing changes where it is not whole (409) or does not fit (UserError)."""
+        if not is_whole(directory):
+            raise ApiError(409, f"{directory} has no marker: it is being written; ask again when it is whole")
+        version = version_of(directory) if version is None else version
+
+        def read() -> None:
+            check_fit(self.model, WeightFiles(directory))  # where this raises, nothing has changed
+            is_read = False
+            try:
+                read_weights(self.model, directory)
+                is_read = True
+            finally:
+                self.worker.torn = not is_read
+            self.count(version)
+
+        self.worker.between_steps(read, mode)
+
+    def check(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Whether a broadcast of these names, dtypes and shapes would fit: asked before a group waits for it."""
+        info = self._info(check(body, TENSORS))
+        lacking = {id(one.parts[0]) for one in self._tensors.values()}
+        lacking -= {id(self._tensors[name].parts[0]) for name in info}
+        if lacking:
+            names = sorted(name for name, one in self._tensors.items() if id(one.parts[0]) in lacking)
+            raise ApiError(400, f"the update lacks {len(names)} tensors, the first {names[0]}", "names")
+        return {"success": True, "message": f"{len(info)} tensors fit"}
+
+    def checksums(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """{"action": "checksum"}, as vLLM has it: each tensor's name and the SHA-256 of its bytes."""
+        check(body, {"action": Field(among=("checksum",))})
+
+        def read() -> dict[str, str]:
+            return {name: _sha256(tensor) for name, tensor in model_tensors(self.model).items()}
+
+        return {"checksums": self.worker.between_steps(read)}
+
+    def meet(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """{"master_address", "master_port", "rank_offset", "world_size", "group_name"?}: join a trainer's group."""
+        fields = check(body, MEETING)
+        address, port, rank, size, _, name = fields.values()
+        if None in (address, port, rank, size) or not (port < 1 << 16 and 0 < rank < size):
+            raise ApiError(400, "master_address, master_port, rank_offset and a larger world_size are needed")
+        device = next(self.model.parameters()).device
+        try:
+            with self._meeting:
+                self._groups[name] = WeightReceiver(address, port, rank, size, device, name=name)
+        except RuntimeError as error:  # torch's word for a peer that does not come
+            raise ApiError(504, f"no group at {address}:{port}: {_first_line(error)}") from error
+        return {"success": True, "message": f"rank {rank} of {size}"}
+
+    def part(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """{"group_name"?}: leave a trainer's group."""
+        self._groups.pop(check(body, GROUP_NAME)["group_name"], None)
+        return {"success": True, "message": "left"}
+
+    def receive(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """{"names", "dtypes", "shapes", "group_name"?, "load_format"?, "weight_version"?, "mode"?}: one bucket.
+
+        Without `load_format: flattened_bucket` each tensor is a message of its own. The bucket that says weight_version
+        is the last; until it came nothing is decoded.
+        """
+        fields = check(body, BUCKET)
+        info, version = self._info(fields), fields["weight_version"]
+        receiver = self._groups.get(fields["group_name"])
+        if receiver is None:
+            raise ApiError(409, "this server is in no such group: init_weights_update_group first", "group_name")
+        buckets = [info] if fields["load_format"] else [{name: info[name]} for name in info]
+
+        def read() -> None:
+            self.worker.torn = True
+            try:
+                with torch.no_grad():
+                    for bucket in buckets:
+                        for name, tensor in receiver.receive_bucket(bucket):
+                            self._tensors[name].fill(tensor)
+            except RuntimeError as error:  # torch's word for a sender that is gone
+                raise ApiError(504, f"the broadcast broke off: {_first_line(error)}") from error
+            if version is not None:
+                self.count(version)
+
+        # Between two buckets of one update nothing is decoded, so that there is nothing to wait for.
+        self.worker.between_steps(read, "keep" if self.worker.torn else _mode(fields))
+        return self._done(f"received {len(info)} tensors")
+
+    def count(self, version: int | None) -> None:
+        """The weights are whole and changed, to `version`; None for the next. On the worker's thread."""
+        self.worker.version = self.worker.version + 1 if version is None else version
+        self.worker.torn = False
+
+    def _done(self, message: str) -> dict[str, Any]:
+        return {"success": True, "message": message, "weight_version": self.worker.version}
+
+    def _info(self, fields: Mapping[str, Any]) -> Info:
+        names, dtypes, shapes = (fields[key] for key in TENSORS)
+        if not len(set(names)) == len(names) == len(dtypes) == len(shapes) > 0:
+            raise ApiError(400, "names, each once, dtypes and shapes must be lists of one length, not empty", "names")
+        info: Info = {}
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            if name not in self._tensors:
+                raise ApiError(400, f"the model has no tensor {name!r}", "names")
+            own = self._tensors[name].shape
+            if own != shape:
+                raise ApiError(400, f"{name} is {shape}, the model has {own}", "shapes")
+            info[name] = (torch.Size(shape), DTYPES[dtype])
+        return info
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """One tensor of the model, or those that a name joins."""
+
+    parts: list[Tensor]
+    joint: Joint
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.joint.shape([part.shape for part in self.parts]))
+
+    def fill(self, tensor: Tensor) -> None:
+        """From one of their shape."""
+        for part, rows in zip(self.parts, self.joint.split(tensor, self.parts), strict=True):
+            part.copy_(rows)
+
+
+def _by_every_name(model: CausalLM) -> dict[str, _Parts]:
+    """The model's tensors under all names that it and checkpoints know them by, a tied one under both."""
+    names, tensors = aliases(model), model_tensors(model)
+    found: dict[str, _Parts] = {}
+    for joint in joints(model, tensors):
+        data = [tensors[part].detach() for part in joint.parts]
+        data = data if joint.expert is None else [data[0][joint.expert]]
+        for name in names.get(joint.name, [joint.name]):
+            found.update(dict.fromkeys([name, *model.checkpoint_names(name)], _Parts(data, joint)))
+    return found
+
+
+def _sha256(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).hexdigest()
+
+
+def _mode(fields: Mapping[str, Any]) -> Mode:
+    return "abort" if fields["abort_all_requests"] else fields["mode"]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,351 @@
+"""The thread that owns the engine: takes requests in, decodes, hands tokens out, and lets weights change between steps.
+
+Everything that touches the model runs here, so that a step never sees half an update. What happens to completions that
+are under way when the weights change is the caller's choice (`MODES`). The default keeps them, with their keys and
+values: waiting for the longest would leave the device idle, and what a trainer corrects for stays exact, for each
+token's logprob is that of the weights that drew it (in-flight updates, arXiv:2509.19128). A piece says the oldest
+version that drew one of its tokens.
+
+Completions of the model and of its adapter are never in one forward: what was asked for first is let in first, and the
+others wait until it has ended.
+"""
+
+import queue
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from dtrain.base.errors import UserError
+from dtrain.commands.serve.answers import StreamChunk
+from dtrain.commands.serve.fields import ApiError
+from dtrain.inference.engine import Engine, NotFinite
+from dtrain.inference.request import Request
+from dtrain.inference.scores import TokenScores, score_prompts
+from dtrain.models.common.adapters import AdapterState
+from dtrain.rl.routed import to_npy_text
+
+T = TypeVar("T")
+Mode = Literal["keep", "wait", "abort"]
+# keep: completions under way go on with the new weights; wait: they end first, and later ones wait; abort: they are
+# refused with 503, to be asked for again.
+MODES: tuple[Mode, ...] = ("keep", "wait", "abort")
+# What can go wrong in one client's work without harm to the others'.
+FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+LOOK_SECONDS = 0.05  # between looks at whether the end is to come at once
+HALF = "an update of the weights began and did not end; send one whole first"
+ABORTED = "the weights changed under way; ask again"
+
+
+@dataclass(eq=False)
+class Job:
+    """The requests of one client call. `pieces` gets their tokens, or one ApiError for all: `EngineThread.submit`.
+    scored: whether the prompts' scores too; scores: these, by prompt, of the weights of `scores_version`."""
+
+    requests: Sequence[Request]
+    stream: bool
+    adapter: str | None = None
+    scored: bool = False
+    scores: dict[tuple[int, ...], TokenScores] = field(default_factory=dict)
+    scores_version: int = -1
+    pieces: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
+    is_over: bool = False  # refused, or its client is gone
+
+
+@dataclass(eq=False)
+class _Row:
+    """Request `index` of a job. given: tokens that the client has; version: of the weights when the engine took it, and
+    scored its prompt."""
+
+    job: Job
+    index: int
+    prompt: tuple[int, ...]
+    given: int = 0
+    version: int = 0
+    scores: TokenScores | None = None
+
+
+@dataclass
+class _Act:
+    do: Callable[[], Any]
+    mode: Mode
+    done: Future
+
+
+class EngineThread(threading.Thread):
+    """most_waiting: sequences that wait or are decoded at a time; those beyond are refused. The engine gets no more
+    than it can decode together: those that wait here start with the weights of the time when they are let in.
+
+    `version` counts the updates of the weights and of the adapter; `torn` says that one began and did not end, so that
+    nothing is decoded until one does. `failure` is why the thread ended, where it was not asked to.
+    """
+
+    def __init__(self, engine: Engine, most_waiting: int = 4096):
+        super().__init__(name="engine", daemon=True)
+        self.version = 0
+        self.torn = False
+        self.failure: str | None = None
+        self.paused = False
+        self._adapter: tuple[str, AdapterState] | None = None  # that is loaded, beside the model
+        self._active: str | None = None  # the adapter of the rows that the engine has
+        self._engine, self._most_waiting = engine, most_waiting
+        self._changed = threading.Condition()
+        self._inbox: deque[_Row] = deque()
+        self._acts: deque[_Act] = deque()
+        self._dropped: set[Job] = set()
+        self._rows: dict[int, _Row] = {}  # by the engine's ticket
+        self._closing: str | None = None  # why no work is taken in
+        self._ending = False
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Sequences that the engine has, and those that wait for it to take them."""
+        return len(self._rows), len(self._inbox)
+
+    def submit(
+        self, requests: Sequence[Request], stream: bool, adapter: str | None = None, scored: bool = False
+    ) -> Job:
+        """Put requests in the queue, of the model with `adapter` or without. Their job's `pieces` gets one Piece a
+        request, or with `stream` several, the last with a finish; where they are to be `scored` with the prompt's
+        scores. Raises ApiError where the server is full or ends."""
+        job = Job(requests, stream, adapter, scored)
+        with self._changed:
+            if self._closing is not None:
+                raise ApiError(503, self._closing)
+            busy = sum(self.load)
+            if busy + len(requests) > self._most_waiting:
+                raise ApiError(503, f"the server has {busy} completions to do; ask later")
+            self._inbox.extend(_Row(job, index, tuple(one.prompt)) for index, one in enumerate(requests))
+            self._changed.notify_all()
+        return job
+
+    def drop(self, job: Job) -> None:
+        """Forget a job whose client is gone."""
+        with self._changed:
+            self._dropped.add(job)
+            self._changed.notify_all()
+
+    def between_steps(self, do: Callable[[], T], mode: Mode = "keep") -> T:
+        """Run `do` on the engine's thread, between two steps; its result, or the UserError or ApiError that it raised.
+
+        Raises ApiError: 503 where the worker ends first, 409 where completions under way are paused and `mode` is to
+        wait for them.
+        """
+        act = _Act(do, mode, Future())
+        with self._changed:
+            if self._ending or self.failure is not None:
+                raise ApiError(503, self._closing or "the server is ending")
+            self._acts.append(act)
+            self._changed.notify_all()
+        return act.done.result()
+
+    def pause(self, mode: Mode) -> None:
+        """Decode nothing until `resume`; requests are still taken in."""
+        self.between_steps(lambda: setattr(self, "paused", True), mode)
+
+    def use_adapter(self, name: str | None, state: AdapterState | None) -> None:
+        """The one that is beside the model from here on; None for none. For `between_steps`."""
+        self._adapter = None if name is None or state is None else (name, state)
+        self._activate(self._active if self._active == name else None)
+
+    def resume(self) -> None:
+        """Raises ApiError while the weights are half of one version and half of another."""
+        if self.torn:
+            raise ApiError(409, HALF)
+        self.between_steps(lambda: setattr(self, "paused", False))
+
+    def end(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> bool:
+        """Take no more work in, finish what there is within `grace` seconds or until `hurry`, refuse the rest. False:
+        some was."""
+        until = time.monotonic() + grace
+        with self._changed:
+            self._closing = "the server is ending"
+            while not (is_idle := self.failure is not None or self.load == (0, 0)):
+                if time.monotonic() >= until or hurry():
+                    break
+                self._changed.wait(LOOK_SECONDS)
+            self._ending = True
+            self._changed.notify_all()
+        self.join()
+        return is_idle
+
+    def run(self) -> None:
+        finished = False
+        try:
+            while self._turn():
+                pass
+            finished = True
+        finally:
+            with self._changed:
+                if not finished:
+                    self.failure = self._closing = "the engine has failed; the server's terminal says why"
+                self._ending = True
+                self._fail_all(ApiError(503, self._closing or "the server is ending"))
+                self._changed.notify_all()
+
+    def _turn(self) -> bool:
+        """One round: cancellations, acts, new requests, a step. False: the worker is to end."""
+        with self._changed:
+            self._changed.wait_for(self._is_due)
+            if self._ending:
+                return False
+            dropped, self._dropped = self._dropped, set()
+        self._cancel(dropped)
+        while self._acts and self._act(self._acts[0]):
+            with self._changed:
+                self._acts.popleft()
+        if self._decodes:
+            if not self._acts:
+                self._admit()
+            if self._engine.has_work:
+                self._step()
+        with self._changed:
+            self._changed.notify_all()
+        return True
+
+    @property
+    def _decodes(self) -> bool:
+        return not self.paused and not self.torn
+
+    def _is_due(self) -> bool:
+        enters = self._inbox and len(self._rows) < self._engine.budget.rows
+        work = self._decodes and (enters or self._engine.has_work)
+        return bool(self._ending or self._acts or self._dropped or work)
+
+    def _act(self, act: _Act) -> bool:
+        """Whether the act is over; one that waits for the completions under way is not until they have ended."""
+        if act.mode == "wait" and self._rows:
+            if self._decodes:
+                return False
+            act.done.set_exception(ApiError(409, "completions under way are paused: resume first, or keep or abort"))
+            return True
+        if act.mode == "abort":
+            self._cancel({row.job for row in self._rows.values()}, ApiError(503, ABORTED))
+        try:
+            act.done.set_result(act.do())
+        except (UserError, ApiError) as error:
+            act.done.set_exception(error)
+        except FAULTS as error:
+            act.done.set_exception(self._told(error))
+        return True
+
+    def _admit(self) -> None:
+        """Give the engine as many requests as it can decode together.
+
+        Engines read a prompt once for all that are under way with it: a request waits while its prompt is in use by
+        some that began with other weights.
+        """
+        old = {row.prompt for row in self._rows.values() if row.version != self.version}
+        passed_over: deque[_Row] = deque()
+        gone: set[Job] = set()
+        with self._changed:  # who asks for the load finds each row here or there
+            while self._inbox and len(self._rows) < self._engine.budget.rows:
+                row = self._inbox.popleft()
+                adapter = row.job.adapter
+                if row.job.is_over:
+                    continue
+                if row.prompt in old or (adapter != self._active and self._rows):
+                    passed_over.append(row)
+                    if adapter != self._active:
+                        break
+                elif adapter is not None and (self._adapter is None or self._adapter[0] != adapter):
+                    gone.add(row.job)
+                else:
+                    self._activate(adapter)
+                    row.version = self.version
+                    self._enter(row)
+            self._inbox.extendleft(reversed(passed_over))
+        self._cancel(gone, ApiError(404, "the adapter that was asked for is not here any more", "model"))
+
+    def _activate(self, adapter: str | None) -> None:
+        self._active = adapter
+        if self._adapter is not None:
+            self._adapter[1].on = adapter is not None
+
+    def _enter(self, row: _Row) -> None:
+        request = row.job.requests[row.index]
+        try:
+            if row.job.scored:
+                self._engine.check(request, "the request")
+                row.scores = self._scores(row.job)[row.prompt]
+            if request.sampling.max_new_tokens == 0:
+                row.job.pieces.put(self._chunk(row, [], [], "length"))
+                return
+            self._rows[self._engine.add(request)] = row
+        except UserError as error:
+            self._cancel({row.job}, ApiError(400, str(error)))
+        except FAULTS as error:
+            self._cancel({row.job}, self._told(error))
+
+    def _scores(self, job: Job) -> dict[tuple[int, ...], TokenScores]:
+        """Of the job's prompts, by these weights."""
+        if job.scores_version != self.version:
+            prompts = list(dict.fromkeys(tuple(one.prompt) for one in job.requests))
+            scores = score_prompts(self._engine.model, prompts, self._engine.budget.prefill)
+            job.scores, job.scores_version = dict(zip(prompts, scores, strict=True)), self.version
+        return job.scores
+
+    @staticmethod
+    def _chunk(
+        row: _Row, ids: list[int], logprobs: list[float], finish: str | None, routed: str | None = None
+    ) -> StreamChunk:
+        return StreamChunk(row.index, ids, logprobs, finish, row.version, row.scores, routed)
+
+    def _step(self) -> None:
+        try:
+            ended = self._engine.step()
+        except NotFinite as error:
+            self._cancel({self._rows[ticket].job for ticket in error.tickets}, ApiError(500, str(error)))
+            return
+        except FAULTS as error:
+            self._engine.abandon()
+            self._cancel({row.job for row in self._rows.values()}, self._told(error))
+            torch.zeros(1, device=self._engine.device).item()  # raises where the device is lost: then all ends
+            return
+        for ticket, completion in ended:
+            row = self._rows.pop(ticket)
+            ids, logprobs = completion.ids[row.given :], completion.logprobs[row.given :]
+            routed = None if completion.routed is None else to_npy_text(completion.routed[:-1])
+            row.job.pieces.put(self._chunk(row, ids, logprobs, completion.finish, routed))
+        for ticket, row in self._rows.items():
+            if row.job.stream:
+                ids, logprobs = self._engine.progress(ticket, row.given)
+                if ids:
+                    row.job.pieces.put(self._chunk(row, ids, logprobs, None))
+                    row.given += len(ids)
+
+    @staticmethod
+    def _told(error: Exception) -> ApiError:
+        """A fault on the terminal, and for the client."""
+        traceback.print_exception(error)
+        return ApiError(500, f"the server has a fault ({type(error).__name__}), which its terminal tells")
+
+    def _cancel(self, jobs: set[Job], error: ApiError | None = None) -> None:
+        """Forget these jobs' requests, and tell each job's client `error`."""
+        if not jobs:
+            return
+        for ticket in [ticket for ticket, row in self._rows.items() if row.job in jobs]:
+            self._engine.cancel(ticket)
+            del self._rows[ticket]
+        with self._changed:
+            self._inbox = deque(row for row in self._inbox if row.job not in jobs)
+        for job in jobs:
+            job.is_over = True
+            if error is not None:
+                job.pieces.put(error)
+
+    def _fail_all(self, error: ApiError) -> None:
+        for job in {row.job for row in [*self._rows.values(), *self._inbox]}:
+            job.pieces.put(error)
+        for act in self._acts:
+            if not act.done.done():
+                act.done.set_exception(error)
+        self._rows.clear()
+        self._inbox.clear()
+        self._acts.clear()

@@ -1,0 +1,178 @@
+"""What was typed after `dtrain` and is no command or option of it, and what to say to that.
+
+Loaded where an answer is needed, so that it costs no start. The words are those of torchtune, LLaMA-Factory, axolotl,
+TRL and Unsloth, and those that people try.
+"""
+
+import argparse
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from dtrain.base.errors import UserError
+from dtrain.base.ranges import nearest
+from dtrain.recipe import find, keys
+from dtrain.recipe import key_aliases as words
+from dtrain.recipe.unsupported_keys import by_word
+
+TOOLS = "tune llamafactory-cli lmf axolotl trl unsloth accelerate deepspeed torchrun python dtrain -m launch".split()
+"""They start others' commands; the word after them counts."""
+
+COMMANDS = by_word(
+    {
+        "`dtrain run RECIPE` trains": "train finetune fine-tune ft fit tune start launch pretrain full_finetune resume",
+        "`dtrain run RECIPE` trains, and the recipe says how, method: sft | dpo | kto | grpo | distill | reward; "
+        "`dtrain cp {word} my.yaml` copies one to begin with": "sft dpo kto grpo distill reward",
+        "`dtrain run RECIPE` trains, by method: sft | dpo | kto | grpo | distill | reward; `dtrain ls` lists recipes "
+        "to begin with": "orpo rm ppo rloo gkd pt lora qlora pairs rl",
+        "`dtrain generate DIR` answers prompts, one a line": "inference infer complete predict ask prompt sample",
+        "`dtrain serve DIR` answers over HTTP, as OpenAI's API has it": (
+            "api vllm-serve vllm_serve server deploy webui webchat ui studio gradio"
+        ),
+        "`dtrain export RUN OUT` writes a whole model, adapters merged": (
+            "merge merge-lora merge_lora merge-sharded-fsdp-weights save convert merge_and_unload fuse save_pretrained"
+        ),
+        "`dtrain push RUN owner/name` uploads a run's model": "upload publish push_to_hub",
+        "`dtrain run` tokenises by itself and keeps the result; `dtrain preview RECIPE` shows rows": (
+            "preprocess tokenize tokenise prepare data show-data inspect"
+        ),
+        "`dtrain ls` lists recipes and `dtrain cp NAME my.yaml` copies one": "fetch list recipes init new create",
+        "`dtrain cp NAME my.yaml` copies a recipe": "copy",
+        "`dtrain cat NAME` prints a recipe": "show print view",
+        "`dtrain validate RECIPE` looks for errors": "check lint verify dry-run dryrun dry_run test",
+        "`dtrain eval DIR DATA` answers and judges": "evaluate evaluation benchmark bench judge score lm-eval lm_eval",
+        "`dtrain download owner/name` fetches a model": "pull get dl",
+        "`dtrain plan RECIPE` says what each GPU would hold": "estimate memory mem size vram profile",
+        "`dtrain env` prints versions and devices": "info doctor collect_env collect-env system",
+        "`dtrain --version` prints it": "version",
+        "`dtrain --help` lists the commands": "help commands usage",
+        "lora.quantize=nf4 in a recipe holds a model in 4 bits; dtrain writes no quantised model": "quantize quantise",
+        "a run writes metrics.jsonl, and TensorBoard where it is installed": "status logs log monitor tensorboard plot",
+        "`hf auth login` is the hub's own command": "login auth",
+        "Ctrl-C, or a SIGTERM, ends a run in order": "stop kill cancel",
+    }
+)
+"""Their command → what to say; `{word}` is the word itself."""
+
+OPTIONS = by_word(
+    {
+        "--max-new-tokens": "max-tokens max-length max-completion-tokens num-tokens length n-predict",
+        "--temperature": "temp t",
+        "--samples": "n num-samples n-samples num-return-sequences k",
+        "--system": "system-prompt system-message",
+        "--out": "output output-file o save-to",
+        "--limit": "num-examples max-samples num-rows head",
+        "--chat-template": "template prompt-template",
+        "--reward": "metric metrics task tasks judge scorer reward-fn reward-funcs",
+        "--prompt": "p text input message user query",
+        "--name": "served-model-name model-name alias",
+        "--max-length": "max-model-len ctx context-length max-seq-len",
+        "--api-key-file": "api-key key token",
+        "--adapter": "lora lora-modules peft adapter-path",
+        "--world-size": "nproc gpus num-gpus nproc-per-node num-processes ngpu",
+        "--gpu": "gpu-type device hardware card",
+        "--dtype": "precision torch-dtype",
+        "--device": "cuda cpu use-cpu",
+        "--samples N, how many to print": "rows num",
+        "--merged": "merge whole",
+    }
+)
+"""Their option → ours, where the command has it."""
+
+
+def no_command(typed: Sequence[str], known: Collection[str]) -> str:
+    """What to say to a first word that is none of the commands `known`."""
+    first = typed[0]
+    if _is_recipe(first):
+        return (
+            f"{first} is a recipe, and no command: `dtrain run {first}` trains it, `dtrain validate {first}` checks it"
+        )
+    of_a_tool = [word for word in typed if word not in TOOLS]
+    word = of_a_tool[0] if first in TOOLS and of_a_tool else first
+    said = COMMANDS["train"] if word == "run" else f"`dtrain {word}` is it" if word in known else COMMANDS.get(word)
+    if said is None:
+        said = _near(word, known)
+    return f"there is no command {first}: {said.replace('{word}', word)}"
+
+
+def _near(word: str, known: Collection[str]) -> str:
+    near = nearest(word, known)
+    theirs = nearest(word, [one for one in COMMANDS if one.isalpha()]) if near is None else None
+    if theirs is not None:
+        return COMMANDS[theirs].replace("{word}", theirs)
+    return f"did you mean `dtrain {near}`?" if near else f"the commands are {', '.join(known)}"
+
+
+def no_option(parser: argparse.ArgumentParser, typed: Sequence[str], unknown: Sequence[str]) -> list[str]:
+    """What to say to each of the words `unknown` of all that were `typed` after the command of `parser`."""
+    takes_keys = any(action.dest == "overrides" for action in parser._actions)
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    said = []
+    for word in unknown:
+        name, _, value = word.partition("=")
+        if not value and word in typed:
+            after = typed[typed.index(word) + 1 : typed.index(word) + 2]
+            value = after[0] if after and "=" not in after[0] and not after[0].startswith("-") else ""
+        key = name.lstrip("-")
+        said.append(f"{word}: {_of_recipe(key, value, options) if takes_keys else _of_command(key, value, options)}")
+    return said
+
+
+def _of_command(key: str, value: str, options: Sequence[str]) -> str:
+    meant = _option(key, options)
+    if meant:
+        return f"write {meant}{' ' + value if value else ''}"
+    if key in keys() or words.answer(key):
+        return "keys of a recipe are for `dtrain run` and `dtrain validate`; this command has options (--help)"
+    return f"there is no such option; there are {', '.join(options)}" if options else "this command takes no options"
+
+
+def _of_recipe(key: str, value: str, options: Sequence[str]) -> str:
+    if key in ("config", "recipe", "c", "file", "config-file", "config_file"):
+        return f"the recipe's file stands alone, without an option{': ' + value if value else ''}"
+    if key in ("dry-run", "dry_run", "check"):
+        return "`dtrain validate RECIPE` starts nothing"
+    plain = key.replace("-", "_")
+    leaves = [one for one in keys() if one == plain or one.rpartition(".")[2] == plain]
+    is_ours = plain in leaves or f"--{key.replace('_', '-')}" in options
+    said = None if is_ours else words.answer(key)
+    if said is None and (meant := _option(key, options)):
+        return f"write {meant}{' ' + value if value else ''}"
+    if said is None and leaves:
+        full = [plain] if plain in leaves else leaves
+        said = " or ".join(f"{one}={value or '...'}" for one in full)
+    near = None if said else nearest(plain, keys())
+    hint = said or (f"did you mean {near}={value or '...'}?" if near else "such as optimizer.lr=1e-5")
+    return f"keys of a recipe are written key=value, without dashes: {hint}"
+
+
+def _option(key: str, options: Sequence[str]) -> str | None:
+    """Ours of `options` for another tool's `key`, or for a slip of one."""
+    meant = OPTIONS.get(key.replace("_", "-"))
+    near = nearest(key, [option.removeprefix("--") for option in options])
+    return meant if meant and meant.split()[0] in options else f"--{near}" if near else None
+
+
+def keys_of_a_recipe(parser: argparse.ArgumentParser, typed: Sequence[str]) -> list[str]:
+    """What to say to words `key=value` among those `typed` after a command that takes options only."""
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    pairs = [word for before, word in zip(["", *typed], typed, strict=False) if not before.startswith("-")]
+    pairs = [word for word in pairs if re.fullmatch(r"[A-Za-z_][\w.]*=.*", word) and not Path(word).exists()]
+    return [f"{word}: {_of_command(word.partition('=')[0], word.partition('=')[2], options)}" for word in pairs]
+
+
+def too_many(parser: argparse.ArgumentParser, answered: Sequence[str], rest: Sequence[str]) -> list[str]:
+    """What to say to each word of `rest` that is neither `answered` nor the value of an option that is."""
+    speaks = "; what the user says stands after --prompt" if "--prompt" in parser._option_string_actions else ""
+    pairs = zip(["", *rest], rest, strict=False)
+    left = [word for before, word in pairs if word not in answered and before not in answered]
+    return [f"{word}: one word too many{speaks}" for word in left]
+
+
+def _is_recipe(word: str) -> bool:
+    if not word.endswith((".yaml", ".yml")) and "-" not in word:
+        return False
+    try:
+        return find(word).is_file()
+    except UserError:
+        return word.endswith((".yaml", ".yml"))

@@ -1,0 +1,224 @@
+"""What every kind of encoder shares: chunks of rows to samples, the recipe's limits, and how plain strings are framed.
+
+A sample is one document, or the two of a pair; how a row becomes its documents is the encoder's own (sample.py,
+pairs.py, prompts.py). Torch is not imported.
+"""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import digest
+from dtrain.data.formats.plain_prompts import TEXT, USER, as_messages, is_plain
+from dtrain.data.sources.columns import lacking, renamed
+from dtrain.data.sources.files import Chunk, parse
+from dtrain.data.text.replies import Replies
+from dtrain.data.text.template import ChatTemplate
+from dtrain.data.text.tokenizer import Tokenizer
+
+NONE: Mapping[str, str] = MappingProxyType({})
+LONG = "longer than data.max_length"
+
+
+class Part(NamedTuple):
+    """Rows that are validated on, or the others: a `share` of all by content and `seed`, whatever their file."""
+
+    share: float
+    seed: int
+    validated: bool
+
+    def has(self, content: Any) -> bool:
+        """content: what JSON can write. Equal content is on one side."""
+        text = json.dumps([self.seed, content], sort_keys=True, default=str)
+        drawn = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64  # from 0 up to 1
+        return (drawn < self.share) == self.validated
+
+
+class Document(NamedTuple):
+    """Token ids, a byte for each that says whether it is trained, and how many there were before truncation; the row's
+    columns as JSON where the encoder keeps them."""
+
+    ids: Sequence[int]
+    trained: bytearray
+    full: int
+    columns: bytes = b""
+
+
+@dataclass
+class EncodedChunk:
+    """The documents of one chunk of rows, one behind the other, and what became of the rest.
+
+    tokens    int32, the ids of all documents      trained   one byte a token, 1 = a target
+    lengths   tokens of each document              lines     the line that each comes from
+    full      its length before truncation         left_out  (line, reason) of the rows that are no sample
+    columns   each document's, as JSON, where they are kept
+    others    rows of the other part, which are none of `rows`
+    plain_prompts   of `rows`, those whose prompt is a plain string
+    """
+
+    rows: int = 0
+    others: int = 0
+    plain_prompts: int = 0
+    size: int = 0
+    tokens: array = field(default_factory=lambda: array("i"))
+    trained: bytearray = field(default_factory=bytearray)
+    lengths: list[int] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    full: list[int] = field(default_factory=list)
+    left_out: list[tuple[int, str]] = field(default_factory=list)
+    columns: list[bytes] = field(default_factory=list)
+
+    def add(self, line: int, document: Document) -> None:
+        self.tokens.extend(document.ids)
+        self.trained += document.trained
+        self.lengths.append(len(document.ids))
+        self.lines.append(line)
+        self.full.append(document.full)
+        self.columns.append(document.columns)
+
+
+class RowEncoder:
+    """Rows to samples, with one tokenizer, one template (None: chats are refused) and the recipe's limits.
+
+    too_long: truncate, drop or error, what becomes of a row beyond `max_length`.
+    """
+
+    documents = 1  # of a sample
+    noun = "samples"  # what these are
+    keeps_columns = False  # whether the cache holds what rewards or a loss read
+    marks: Sequence[str] = ()  # of its kind, in the fingerprint
+    decides: Sequence[Any] = ()  # beside the limits, what a row becomes
+    # Of each format that may have a plain prompt, the columns that are then strings.
+    plain_columns: Mapping[str, Sequence[str]] = MappingProxyType(
+        {"prompt_completion": ("prompt", "completion"), "preference": ("prompt", "chosen", "rejected")}
+    )
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        max_length: int,
+        too_long: str = "truncate",
+        prompts_as: str = TEXT,
+    ):
+        self.tokenizer, self.template = tokenizer, template
+        self.max_length, self.too_long, self.prompts_as = max_length, too_long, prompts_as
+        self.part: Part | None = None  # of the rows; None: all of them
+        self._replies = Replies(template) if template else None
+        self._affixes: tuple[list[int], list[int]] | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that decides what a row becomes."""
+        template = self.template.fingerprint if self.template else None
+        limits = self.max_length, *self.decides, self.too_long, self.prompts_as
+        return digest(*self.marks, self.tokenizer.fingerprint, template, *limits, *(self.part or ()))[:16]
+
+    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        """The documents of a row in format `name`, or why it is left out. Raises UserError."""
+        raise NotImplementedError(f"{type(self).__name__} makes no documents")
+
+    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
+        """What a row in format `name` says, for JSON: no mark of what is trained, no column that is no part of it."""
+        raise NotImplementedError(f"{type(self).__name__} tells no content")
+
+    def has_plain_prompt(self, row: Mapping[str, Any], name: str) -> bool:
+        """Return whether the prompt (and its completions) of a row in format `name` is a plain string."""
+        return is_plain(row, self.plain_columns.get(name, ()))
+
+    def in_messages(self, row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        """Return `row`, its plain strings as messages where `prompts_as` is user."""
+        is_read_so = self.prompts_as == USER and self.has_plain_prompt(row, name)
+        return as_messages(row, self.plain_columns[name]) if is_read_so else row
+
+    def encode_chunk(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> EncodedChunk:
+        """The samples of rows in format `name`, which have their own names of our `columns`. Raises UserError with file
+        and line in front."""
+        result = EncodedChunk(size=chunk.size)
+        for line, raw in chunk.rows:
+            given = parse(chunk.file, line, raw)
+            try:
+                row = renamed(given, columns) if columns else given
+                if self.part is not None and not self.part.has(self.content_of(row, name)):
+                    result.others += 1
+                    continue
+                found = self.documents_of(row, name)
+            except UserError as problem:
+                raise UserError(f"{chunk.file}:{line}: {problem}{lacking(given, columns)}") from problem
+            result.rows += 1
+            result.plain_prompts += self.has_plain_prompt(row, name)
+            if isinstance(found, str):
+                result.left_out.append((line, found))
+                continue
+            for document in found:
+                result.add(line, document)
+        return result
+
+    def look_at(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> None:
+        """As `encode_chunk`, of rows that are parsed and have the format's shape, but are not tokenised."""
+        look = self.documents_of if name == "tokenized" else self.content_of
+        for line, raw in chunk.rows:
+            given = parse(chunk.file, line, raw)
+            try:
+                look(renamed(given, columns) if columns else given, name)
+            except UserError as problem:
+                raise UserError(f"{chunk.file}:{line}: {problem}{lacking(given, columns)}") from problem
+
+    @property
+    def replies(self) -> Replies:
+        """Raises UserError where the model has no chat template."""
+        if self._replies is None:
+            raise UserError(
+                f"the row is a conversation, and {self.tokenizer.directory} has no chat template; "
+                "name a file with data.chat_template, or take the instruct model's directory"
+            )
+        return self._replies
+
+    def conversation(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Ids of a whole conversation, those of transformers' `apply_chat_template`: what the template writes behind
+        the token that ends the last turn is part of them. Raises UserError."""
+        return self.tokenizer.encode(self.replies.template.render(self.replies.with_objects(messages, tools), tools))
+
+    def check_ids(self, ids: Sequence[int], key: str) -> None:
+        """Raises UserError for an id of a tokenized row that the model has no embedding for."""
+        limit = self.tokenizer.id_limit
+        if max(ids, default=0) >= limit:
+            raise UserError(f"{key} holds the id {max(ids)}, beyond the model's vocabulary of {limit}")
+
+    def drops(self, length: int) -> bool:
+        """Whether a row whose longest document has `length` tokens is dropped. Raises UserError where it is refused."""
+        if length <= self.max_length or self.too_long == "truncate":
+            return False
+        if self.too_long == "error":
+            raise UserError(
+                f"the row has {length} tokens and data.max_length is {self.max_length}; "
+                "raise it, or set data.too_long to truncate or drop"
+            )
+        return True
+
+    def around(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The ids that belong before and after those of a plain string: what the tokenizer's post-processor puts in
+        front (BOS, for most) unless the string brings its own, and the EOS token, likewise."""
+        if self.tokenizer.eos_id is None:
+            raise UserError(
+                f"the tokenizer of {self.tokenizer.directory} names no EOS token, which must end each text; "
+                "name it as eos_token in tokenizer_config.json"
+            )
+        if self._affixes is None:
+            self._affixes = self.tokenizer.affixes()
+        before, after = self._affixes
+        if before and list(ids[: len(before)]) == before:
+            before = []
+        if ids and ids[-1] in self.tokenizer.eos_ids:
+            after = []
+        elif after[-1:] != [self.tokenizer.eos_id]:
+            after = [*after, self.tokenizer.eos_id]
+        return before, after

@@ -1,0 +1,435 @@
+"""Rows to samples: what format a row is in, whether it is sound, and what it says, in one shape per kind of training.
+
+The four shapes: `Conversation` (messages, ShareGPT, Alpaca, prompt and completion as messages), `PromptCompletion`
+(prompt and completion as strings), `Text`, and `TokenizedRow` (used as they are). What a pair of a chosen and a
+rejected completion says is in preferences.py, what a prompt says in prompts.py. Torch is not imported.
+Problems are UserErrors that name the key and the fix; the caller, who knows them, puts file and line in front.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import kind_of, loads
+from dtrain.base.ranges import nearest
+
+IGNORE = -100  # a label without loss, as everywhere in the field
+
+# The keys by which a format is known; the first that a row has all of is its format.
+FORMATS: dict[str, tuple[str, ...]] = {
+    "tokenized": ("input_ids",),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "preference": ("chosen", "rejected"),
+    "alpaca": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+# The same for methods that train on pairs.
+PAIR_FORMATS: dict[str, tuple[str, ...]] = {
+    "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids"),
+    "preference": ("chosen", "rejected"),
+}
+# The same for methods that train on what the model answers to prompts.
+PROMPT_FORMATS: dict[str, tuple[str, ...]] = {
+    "tokenized": ("prompt_ids",),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt_completion": ("prompt",),
+    "question": ("question",),
+    "alpaca": ("instruction",),
+}
+# The same for methods that train on replies with a label; a pair is two of them.
+LABELLED_FORMATS = {name: keys for name, keys in FORMATS.items() if name != "text"}
+# What a method trains on -> its formats.
+KINDS = {"examples": FORMATS, "pairs": PAIR_FORMATS, "prompts": PROMPT_FORMATS, "labelled": LABELLED_FORMATS}
+MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "prompt_mask", "loss_mask")  # of tokenized rows
+LABELS = ("label", "kto_tag")  # of a row with one reply: whether it is a good one
+CHAT_FORMATS = ("messages", "sharegpt", "alpaca")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    **{role: role for role in ROLES},
+}
+CALL_ROLES = ("function_call", "tool_call")
+ROLE_HINTS = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """`train[i]` is what the row says of messages[i]: True, False, or None where it says nothing.
+
+    The first `prompt` messages are never trained (0 unless the row has a prompt and a completion).
+    """
+
+    messages: list[dict[str, Any]]
+    train: list[bool | None]
+    tools: list[dict[str, Any]] | None = None
+    prompt: int = 0
+
+
+@dataclass(frozen=True)
+class PromptCompletion:
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True)
+class TokenizedRow:
+    """`trained[t]`: token t is a target."""
+
+    ids: list[int]
+    trained: list[bool]
+
+
+def detect(row: Mapping[str, Any], kind: str = "examples") -> str | None:
+    """The name of the row's format among those of `kind`, or None. Keys whose value is null count as absent (parquet
+    fills them in)."""
+    for name, keys in KINDS[kind].items():
+        if all(row.get(key) is not None for key in keys):
+            return name
+    return None
+
+
+def describe_unknown(row: Mapping[str, Any], kind: str = "examples") -> str:
+    """Why `detect` found nothing."""
+    if kind == "examples" and detect(row, "pairs") is not None:
+        return refuse_preference()
+    single = detect(row, "examples")
+    if kind == "pairs" and single is not None:
+        judged = (
+            "; method=kto trains on single replies with a label, method=reward on any text with one "
+            "(reward.task=classes or numbers)"
+        )
+        return refuse_single(single, kind) + (judged if row.get("label") is not None else "")
+    if kind == "pairs":
+        known = (
+            f"preference: chosen, rejected, with prompt or without; tokenized: {', '.join(PAIR_FORMATS['tokenized'])}"
+        )
+    else:
+        known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in KINDS[kind].items() if name != "preference")
+    return (
+        f"no known format has the keys {', '.join(map(str, row)) or '(none)'}. The formats and their keys are: "
+        f"{known}. Rename the columns of the file"
+        + (", or set method=grpo, which trains on prompts" if kind == "examples" and detect(row, "prompts") else "")
+    )
+
+
+def refuse_preference() -> str:
+    """What is said to preferences where a method wants single examples."""
+    return (
+        "the rows are preferences, pairs of a chosen and a rejected completion: set method=dpo, which trains on them, "
+        "or give each row messages, or prompt and completion"
+    )
+
+
+def refuse_single(name: str, kind: str) -> str:
+    """What is said to rows of format `name` where a method wants pairs or prompts."""
+    if kind == "prompts":
+        wanted = "messages, prompt, question, instruction or prompt_ids"
+        return f"rows of format {name} hold no prompt to answer; method=grpo needs {wanted}"
+    return (
+        f"rows of format {name} are single examples, which method=sft trains on; method=dpo, and method=reward with "
+        "reward.task=pairs, train on preferences: give each row prompt, chosen and rejected, or "
+        f"{', '.join(PAIR_FORMATS['tokenized'])}"
+    )
+
+
+def require_keys(row: Mapping[str, Any], name: str, kind: str = "examples") -> None:
+    """Raises UserError for a row that is not of format `name`."""
+    missing = [key for key in KINDS[kind][name] if row.get(key) is None]
+    if missing:
+        other = detect(row, kind)
+        looks = f"it looks like format {other}" if other else describe_unknown(row, kind)
+        raise UserError(
+            f"the source's format is {name}, but this row has no {' and no '.join(missing)}; {looks}. "
+            "Rows of different formats belong into different files, each one of data.train.sources"
+        )
+
+
+def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptCompletion | Text | TokenizedRow:
+    """`row` of format `name` in its one shape. Raises UserError."""
+    if name == "preference":
+        raise UserError(refuse_preference())
+    require_keys(row, name)
+    _refuse_bad_reply(row, name)
+    return {
+        "messages": lambda: _chat(row, "messages"),
+        "sharegpt": lambda: _chat(row, "conversations"),
+        "alpaca": lambda: _alpaca(row),
+        "prompt_completion": lambda: _prompt_completion(row),
+        "text": lambda: Text(read_string(row["text"], "text")),
+        "tokenized": lambda: _tokens(row),
+    }[name]()
+
+
+def _refuse_bad_reply(row: Mapping[str, Any], name: str) -> None:
+    """KTO's rows: a reply, and whether it is a good one."""
+    for key in LABELS:
+        if name not in ("text", "tokenized") and str(row.get(key)).lower() == "false":
+            raise UserError(
+                f"{key} is false: rows with a reply and a label (KTO) hold bad replies too, and sft would train them. "
+                f"Set method=kto, which learns from both, or keep the rows whose {key} is true; where {key} says "
+                "something else, rename this column"
+            )
+
+
+def read_string(value: Any, key: str) -> str:
+    """`value` if it is a string. Raises UserError, naming `key`, as its neighbours do."""
+    if not isinstance(value, str):
+        raise UserError(f"{key} must be a string, not {kind_of(value)}")
+    return value
+
+
+def read_list(value: Any, key: str) -> list[Any]:
+    """`value` as a list; a string is read as JSON, as CSV and some parquet files hold lists."""
+    if isinstance(value, str):
+        try:
+            value = loads(value)
+        except ValueError as problem:
+            raise UserError(f"{key} is a string that is not JSON ({problem}); it must be a list") from problem
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise UserError(f"{key} must be a list, not {kind_of(value)}")
+    return list(value)
+
+
+def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The row's tools, or None. `functions` is OpenAI's former way to give them."""
+    if row.get("tools") in (None, "", []):
+        functions = row.get("functions")
+        if not isinstance(functions, list) or not all(isinstance(one, dict) and "name" in one for one in functions):
+            return None
+        return [{"type": "function", "function": one} for one in functions] or None
+    tools = read_list(row["tools"], "tools")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            raise UserError(f"tools[{index}] must be an object (a JSON schema of a function), not {kind_of(tool)}")
+    return tools
+
+
+def _chat(row: Mapping[str, Any], key: str) -> Conversation:
+    messages, train = read_messages(row[key], key)
+    system = row.get("system")
+    if system and key == "conversations" and messages[0]["role"] != "system":
+        messages, train = [{"role": "system", "content": read_string(system, "system")}, *messages], [None, *train]
+    return Conversation(messages, train, read_tools(row))
+
+
+def read_messages(value: Any, key: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
+    """The messages of a list, and what each says of being trained."""
+    entries = read_list(value, key)
+    if not entries:
+        raise UserError(f"{key} is an empty list; give at least one user and one assistant message")
+    pairs = [_message(entry, f"{key}[{index}]") for index, entry in enumerate(entries)]
+    if any(isinstance(entry, dict) and entry.get("function_call") is not None for entry in entries):
+        for message, _ in pairs:  # most templates know an answer of a tool by this role alone
+            message["role"] = "tool" if message["role"] == "function" else message["role"]
+    return [message for message, _ in pairs], [train for _, train in pairs]
+
+
+def _message(entry: Any, key: str) -> tuple[dict[str, Any], bool | None]:
+    if not isinstance(entry, dict):
+        raise UserError(f'{key} must be an object like {{"role": "user", "content": "..."}}, not {kind_of(entry)}')
+    message = {name: value for name, value in entry.items() if value is not None}
+    if "role" not in message and "from" in message:
+        message = _sharegpt_message(message, key)
+    elif key.startswith("conversations[") and str(message.get("role")) in SHAREGPT_ROLES:
+        message["role"] = SHAREGPT_ROLES[message["role"]]
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise UserError(f"{key} has no role; give it one of {', '.join(ROLES)}")
+    if role not in ROLES:
+        near = ROLE_HINTS.get(role.lower()) or nearest(role.lower(), ROLES)
+        raise UserError(
+            f"{key}.role is {role!r}, which is no known role"
+            + (f"; did you mean {near!r}?" if near else "")
+            + f"; known are {', '.join(ROLES)}"
+        )
+    train = _train_flag(message, key)
+    if "function_call" in message:  # OpenAI's former way
+        message = {"tool_calls": [{"type": "function", "function": message.pop("function_call")}], **message}
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], f"{key}.tool_calls")
+    if role == "assistant" and isinstance(message.get("content"), list):
+        message = _with_thoughts(message, f"{key}.content")
+    if "content" in message:
+        message["content"] = _content(message["content"], f"{key}.content")
+    elif not message.get("tool_calls"):
+        raise UserError(f"{key} has no content; give it a string")
+    return message, train
+
+
+def _sharegpt_message(message: Mapping[str, Any], key: str) -> dict[str, Any]:
+    speaker, rest = message["from"], {name: value for name, value in message.items() if name not in ("from", "value")}
+    if "value" not in message:
+        raise UserError(f"{key} has no value; give it a string")
+    if speaker in CALL_ROLES:
+        return {**rest, "role": "assistant", "tool_calls": _sharegpt_calls(message["value"], f"{key}.value")}
+    if speaker not in SHAREGPT_ROLES:
+        known = ", ".join([*SHAREGPT_ROLES, *CALL_ROLES])
+        raise UserError(f"{key}.from is {speaker!r}, which is no known speaker; known are {known}")
+    return {**rest, "role": SHAREGPT_ROLES[speaker], "content": message["value"]}
+
+
+def _sharegpt_calls(value: Any, key: str) -> list[dict[str, Any]]:
+    try:
+        calls = loads(value) if isinstance(value, str) else value
+    except ValueError as problem:
+        raise UserError(f"{key} must be the JSON of a function call ({problem})") from problem
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise UserError(f'{key} must be a function call like {{"name": "...", "arguments": {{...}}}}')
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _train_flag(message: dict[str, Any], key: str) -> bool | None:
+    """`train: false`, or `weight: 0` as OpenAI's fine-tuning files say it; taken out of the message."""
+    train, weight = message.pop("train", None), message.pop("weight", None)
+    if train is not None and not isinstance(train, bool):
+        raise UserError(f"{key}.train must be true or false, not {train!r}")
+    if weight is not None:
+        if isinstance(weight, bool) or weight not in (0, 1):
+            raise UserError(f"{key}.weight is {weight!r}; only 0 (not trained) and 1 (trained) are known")
+        if train is not None and train != bool(weight):
+            raise UserError(f"{key}.train and {key}.weight say different things; keep one of them")
+        train = bool(weight)
+    if train and message["role"] != "assistant":
+        raise UserError(
+            f"{key} is a {message['role']} message and asks to be trained; only assistant messages are. "
+            "Take the mark away, or set data.loss_on=all to train on every token"
+        )
+    return train
+
+
+def _with_thoughts(message: dict[str, Any], key: str) -> dict[str, Any]:
+    """A message whose content begins with parts of type thinking, as Mistral and Anthropic write them: with
+    `reasoning_content` in their place."""
+    thoughts: list[str] = []
+    parts = list(message["content"])
+    while parts and isinstance(parts[0], dict) and parts[0].get("type") == "thinking":
+        thoughts.append(_content(parts.pop(0).get("thinking"), f"{key}[{len(thoughts)}].thinking"))
+    if not thoughts:
+        return message
+    if "reasoning_content" in message:
+        raise UserError(f"{key} has parts of type 'thinking', and so has reasoning_content; keep one of them")
+    message = message | {"content": parts, "reasoning_content": "".join(thoughts)}
+    if not parts and message.get("tool_calls"):
+        del message["content"]
+    return message
+
+
+def _content(content: Any, key: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise UserError(f"{key} must be a string, not {kind_of(content)}")
+    texts = []
+    for index, part in enumerate(content):
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+            thinks = "; only an assistant's content begins with thoughts" if kind == "thinking" else ""
+            raise UserError(f"{key}[{index}] is of type {kind!r}; dtrain trains on text only{thinks}")
+    return "".join(texts)
+
+
+def _tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
+    calls = read_list(value, key)
+    for index, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise UserError(
+                f'{key}[{index}] must be like {{"type": "function", "function": {{"name": "...", "arguments": {{}}}}}}'
+            )
+    return [{name: item for name, item in call.items() if item is not None} for call in calls]
+
+
+def _alpaca(row: Mapping[str, Any]) -> Conversation:
+    """`system` and `history`, a list of [question, reply], are read where they stand."""
+    messages = [{"role": "system", "content": read_string(row["system"], "system")}] if row.get("system") else []
+    messages += [*read_asked(row), {"role": "assistant", "content": read_string(row["output"], "output")}]
+    return Conversation(messages, [None] * len(messages), read_tools(row))
+
+
+def read_asked(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of history, and the user's with the instruction."""
+    messages = []
+    for index, pair in enumerate(read_list(row.get("history") or [], "history")):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise UserError(f"history[{index}] must be a list of two strings, a question and its reply")
+        messages.append({"role": "user", "content": read_string(pair[0], f"history[{index}][0]")})
+        messages.append({"role": "assistant", "content": read_string(pair[1], f"history[{index}][1]")})
+    return [*messages, {"role": "user", "content": read_instruction(row)}]
+
+
+def read_instruction(row: Mapping[str, Any]) -> str:
+    """instruction, and behind a blank line input, where there is one."""
+    instruction, given = read_string(row["instruction"], "instruction"), row.get("input")
+    return f"{instruction}\n\n{read_string(given, 'input')}" if given else instruction
+
+
+def _prompt_completion(row: Mapping[str, Any]) -> Conversation | PromptCompletion:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return PromptCompletion(prompt, completion)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise UserError("prompt and completion must both be strings or both be lists of messages")
+    before, before_train = read_messages(prompt, "prompt")
+    after, after_train = read_messages(completion, "completion")
+    return Conversation(before + after, before_train + after_train, read_tools(row), prompt=len(before))
+
+
+def _tokens(row: Mapping[str, Any]) -> TokenizedRow:
+    ids = read_integers(row["input_ids"], "input_ids")
+    _refuse_masks(row)
+    if any(token < 0 for token in ids):
+        raise UserError("input_ids holds a negative id")
+    if row.get("labels") is None:
+        return TokenizedRow(ids, [True] * len(ids))
+    labels = read_integers(row["labels"], "labels")
+    if len(labels) != len(ids):
+        raise UserError(f"input_ids has {len(ids)} entries and labels {len(labels)}; they must be equally long")
+    for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        if label not in (IGNORE, token):
+            raise UserError(
+                f"labels[{index}] is {label}, but input_ids[{index}] is {token}: labels must not be shifted, so each "
+                f"is the id of its own position, or {IGNORE} where no loss is wanted"
+            )
+    return TokenizedRow(ids, [label != IGNORE for label in labels])
+
+
+def _refuse_masks(row: Mapping[str, Any]) -> None:
+    """Other columns by which tokenized rows say what counts: one that would change the numbers is refused."""
+    if row.get("attention_mask") is not None and not all(read_list(row["attention_mask"], "attention_mask")):
+        raise UserError("attention_mask has zeros: tokenized rows are used whole; leave the padding out of input_ids")
+    for name in MASKS:
+        if row.get(name) is not None and row.get("labels") is None:
+            raise UserError(
+                f"{name} is not read: say what is trained in labels, the id of each position or {IGNORE} where "
+                "it is not trained"
+            )
+
+
+def read_integers(value: Any, key: str) -> list[int]:
+    """`value` as a list of whole numbers."""
+    values = read_list(value, key)
+    for index, item in enumerate(values):
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise UserError(f"{key}[{index}] must be a whole number, not {item!r}")
+    return values

@@ -1,0 +1,112 @@
+"""Rows with a number that a model learns to give: an example and its label, a pair and its margin.
+
+An example is any row of formats.FORMATS with a column `label`; all of its text is read. A pair is a row of preferences,
+whose `margin` is 0 where it has none. The score of a document is read at its last token. So a conversation is encoded
+as transformers encodes it, with what its template writes behind the last turn; and what is too long loses its
+beginning, never its end. Torch is not imported.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.ranges import is_number
+from dtrain.data.formats.encoder import LONG, Document, RowEncoder
+from dtrain.data.formats.formats import Conversation, normalise
+from dtrain.data.formats.pairs import PairEncoder
+from dtrain.data.formats.sample import Encoder
+from dtrain.data.text.template import ChatTemplate
+from dtrain.data.text.tokenizer import Tokenizer
+
+EMPTY = "no token"
+ENDS = "to their ends"  # else a cache from before would be read, whose documents end with their last turn
+
+
+@dataclass(frozen=True)
+class Judged:
+    """column: `margin` of pairs, `label` of examples. classes: how many there are, so that a label is a whole number
+    below; None: any finite number."""
+
+    column: str
+    classes: int | None = None
+
+    def read(self, row: Mapping[str, Any]) -> float:
+        """The row's number. Raises UserError."""
+        given = row.get(self.column)
+        value = _number(given)
+        if value is None and self.column == "margin":
+            return 0.0
+        if value is None:
+            raise UserError(f"the row has no {self.column}: give it one, or map its column to this name")
+        if self.classes is not None:
+            if not isinstance(value, int) or not 0 <= value < self.classes:
+                raise UserError(
+                    f"{self.column} is {given!r}, and must be a whole number from 0 to {self.classes - 1}, as "
+                    f"reward.num_labels={self.classes} says"
+                )
+        elif isinstance(value, bool) or not is_number(value):
+            raise UserError(f"{self.column} is {given!r}, and must be a finite number")
+        return float(value)
+
+    def kept(self, row: Mapping[str, Any]) -> bytes:
+        """As `Document.columns` has it."""
+        return json.dumps({"columns": {self.column: self.read(row)}}).encode()
+
+
+def _number(value: Any) -> Any:
+    """A value as JSON has it: CSV has numbers as texts and nothing as "", tables with gaps have 1 as 1.0."""
+    if isinstance(value, str):
+        try:
+            value = float(value) if value else None
+        except ValueError:
+            return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class PairJudgement(PairEncoder):
+    """Pairs, each with its margin."""
+
+    keeps_columns = True
+    keeps_ends = True
+    marks = ("pairs", "margins", ENDS)
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, judged: Judged, **limits: Any):
+        super().__init__(tokenizer, template, **limits)
+        self.judged = judged
+
+    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        kept, found = self.judged.kept(row), super().documents_of(row, name)
+        return found if isinstance(found, str) else [one._replace(columns=kept) for one in found]
+
+
+class TextJudgement(RowEncoder):
+    """Whole texts, each with its label."""
+
+    keeps_columns = True
+    marks = ("labels", ENDS)
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, judged: Judged, **limits: Any):
+        super().__init__(tokenizer, template, **limits)
+        self.judged = judged
+        self.decides = [judged.classes]
+        self._examples = Encoder(tokenizer, template, loss_on="all", **limits)
+
+    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
+        return [self._examples.content_of(self._unlabelled(row), name), self.judged.read(row)]
+
+    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        kept, sample = self.judged.kept(row), normalise(self.in_messages(self._unlabelled(row), name), name)
+        if isinstance(sample, Conversation):
+            ids = self.conversation(sample.messages, sample.tools)
+        else:
+            ids, _ = self._examples.encode(sample)
+        if self.drops(len(ids)):
+            return LONG
+        read = ids[-self.max_length :]
+        return [Document(read, bytearray(b"\1" * len(read)), len(ids), kept)] if read else EMPTY
+
+    def _unlabelled(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Without the label, which elsewhere says whether a reply is good."""
+        return {key: value for key, value in row.items() if key != self.judged.column}

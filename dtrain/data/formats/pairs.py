@@ -1,0 +1,118 @@
+"""One row of preferences to the two documents of a pair: the prompt with the chosen, and with the rejected completion.
+
+Where the completions begin. A template or a tokenizer may write the end of a prompt otherwise once something follows
+it (thinking that is dropped, tokens that merge). So the prompt of a pair is the longest beginning, in tokens, that the
+prompt alone, prompt + chosen and prompt + rejected have in common; without a prompt of its own, that the other two
+have. Every token behind it is trained, in both documents, through the token that ends the turn; the white space that
+a template writes after that one is left out, as in sample.py. A prompt of messages is rendered with the generation
+prompt; plain strings are framed as sample.py frames them. At least one token stays in the prompt and in each
+completion: a document's first token is predicted from nothing.
+
+What is too long loses the beginning of its prompt, as much as the longer completion asks for and all but one token at
+most, the same in both documents; then each completion loses its end. Documents that are rated keep their ends
+(`judged.py`). Torch is not imported.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.data.formats.encoder import LONG, Document, RowEncoder
+from dtrain.data.formats.plain_prompts import USER
+from dtrain.data.formats.preferences import ChatPair, Message, TextPair, TokenPair, normalise_pair, shared_length
+
+Ids = list[int]
+EQUAL = "chosen and rejected are the same tokens"
+EQUAL_CUT = "chosen and rejected are the same tokens within data.max_length"
+
+
+class PairEncoder(RowEncoder):
+    """Preferences to samples of two documents, chosen and rejected."""
+
+    documents = 2
+    noun = "pairs"
+    marks: Sequence[str] = ("pairs",)
+    keeps_ends = False  # of the documents: what a template writes behind the last turn, and of what is too long
+
+    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
+        pair = self._pair(row, name)
+        return [pair.prompt, pair.chosen, pair.rejected, getattr(pair, "tools", None)]
+
+    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        prompt, chosen, rejected = self.encode(self._pair(row, name))
+        full = len(prompt) + len(chosen), len(prompt) + len(rejected)
+        if self.drops(max(full)):
+            return LONG
+        if chosen == rejected:
+            return EQUAL
+        prompt, chosen, rejected = fit(prompt, chosen, rejected, self.max_length, self.keeps_ends)
+        if chosen == rejected:
+            return EQUAL_CUT
+        return [
+            Document([*prompt, *completion], bytearray(len(prompt)) + b"\1" * len(completion), length)
+            for completion, length in zip((chosen, rejected), full, strict=True)
+        ]
+
+    def _pair(self, row: Mapping[str, Any], name: str) -> ChatPair | TextPair | TokenPair:
+        """Raises UserError."""
+        pair = normalise_pair(self.in_messages(row, name), name)
+        if isinstance(pair, TextPair) and self.prompts_as == USER:
+            raise UserError(
+                "data.prompts_as=user makes the prompt a user's message, and the row has no prompt of its own: chosen "
+                "and rejected are strings that begin alike. Give it one, named prompt, or set data.prompts_as=text"
+            )
+        return pair
+
+    def encode(self, pair: ChatPair | TextPair | TokenPair) -> tuple[Ids, Ids, Ids]:
+        """Ids of the prompt and of the two completions, none empty, not yet truncated. Raises UserError."""
+        if isinstance(pair, TokenPair):
+            for ids, key in ((pair.prompt, "prompt_ids"), (pair.chosen, "chosen_ids"), (pair.rejected, "rejected_ids")):
+                self.check_ids(ids, key)
+            return pair.prompt, pair.chosen, pair.rejected
+        prompt, chosen, rejected = self._chats(pair) if isinstance(pair, ChatPair) else self._texts(pair)
+        limit = min(len(chosen), len(rejected)) - 1  # of chosen and rejected, each keeps a token
+        at = min(shared_length(chosen, rejected), limit)
+        if prompt is not None:
+            at = min(at, shared_length(prompt, chosen))
+        if at < 1:
+            raise UserError(
+                "the prompt has no token, so that there is nothing to predict a completion's first token from; "
+                "give the row a prompt that is not empty"
+            )
+        return chosen[:at], chosen[at:], rejected[at:]
+
+    def _chats(self, pair: ChatPair) -> tuple[Ids, Ids, Ids]:
+        """Ids of the prompt, and of the prompt with each completion."""
+
+        messages = self.replies.with_objects(pair.prompt, pair.tools)
+        prompt = self.tokenizer.encode(self.replies.template.render(messages, pair.tools, add_generation_prompt=True))
+        chosen, rejected = (self._completed([*pair.prompt, *more], pair.tools) for more in (pair.chosen, pair.rejected))
+        return prompt, chosen, rejected
+
+    def _completed(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> Ids:
+        """Ids of a prompt with its completion."""
+        if self.keeps_ends:
+            return self.conversation(messages, tools)
+        written = self.replies.template.render(self.replies.with_objects(messages, tools), tools)
+        return self.tokenizer.encode(written.rstrip())
+
+    def _texts(self, pair: TextPair) -> tuple[Ids | None, Ids, Ids]:
+        """The same of plain strings; no prompt where the row has none."""
+        start = pair.prompt or ""
+        chosen, rejected = (self.text(start + text) for text in (pair.chosen, pair.rejected))
+        return None if pair.prompt is None else self.text(start, ends=False), chosen, rejected
+
+    def text(self, text: str, ends: bool = True) -> Ids:
+        """Ids of a plain string, framed; ends: with what stands behind it."""
+        ids = self.tokenizer.encode(text)
+        before, after = self.around(ids)
+        return [*before, *ids, *(after if ends else [])]
+
+
+def fit(prompt: Ids, chosen: Ids, rejected: Ids, max_length: int, keeps_ends: bool = False) -> tuple[Ids, Ids, Ids]:
+    """The three, so cut that the prompt (never empty) and either completion have at most `max_length` tokens.
+    keeps_ends: a completion loses its beginning, not its end."""
+    kept = min(len(prompt), max(1, max_length - max(len(chosen), len(rejected))))
+    left = max_length - kept
+    chosen, rejected = (ids[max(0, len(ids) - left) :] if keeps_ends else ids[:left] for ids in (chosen, rejected))
+    return prompt[len(prompt) - kept :], chosen, rejected

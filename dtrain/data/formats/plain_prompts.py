@@ -1,0 +1,57 @@
+"""Prompts that are plain strings: continued as raw text, or put into the chat template as a user's messages.
+
+`data.prompts_as` says which: text or user. Under user a row is read as if its prompt were a user's message, and its
+completions an assistant's. Torch is not imported.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.data.text.template import ChatTemplate
+
+TEXT, USER = "text", "user"
+KEY = "data.prompts_as"
+
+
+def is_plain(row: Mapping[str, Any], columns: Sequence[str]) -> bool:
+    """Return whether `columns`, those of the row's prompt and of its completions, are all strings; without columns
+    False."""
+    return bool(columns) and all(isinstance(row.get(name), str) for name in columns)
+
+
+def as_messages(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+    """Return `row` with a list of one message in place of the string of each of `columns`: a user's for `prompt`, an
+    assistant's for the others."""
+    roles = {name: "user" if name == "prompt" else "assistant" for name in columns}
+    return {**row, **{name: [{"role": role, "content": row[name]}] for name, role in roles.items()}}
+
+
+def evaluated_as(chosen: str | None, trained_plain: int, template: ChatTemplate | None) -> str:
+    """Return how an evaluation reads plain prompts: as `chosen` (`data.prompts_as`), else as the training data's, of
+    which `trained_plain` rows had one, else as a user's messages; without a template as text."""
+    if template is None:
+        return TEXT
+    return chosen or (TEXT if trained_plain else USER)
+
+
+def refuse_without_template(prompts_as: str | None, template: ChatTemplate | None, directory: Path) -> None:
+    """Raise UserError for `user` where the model in `directory` has no chat template."""
+    if prompts_as == USER and template is None:
+        raise UserError(
+            f"{KEY}=user puts prompts into the chat template, and {directory} has none; name a file with "
+            f"data.chat_template, take the instruct model's directory, or set {KEY}=text"
+        )
+
+
+def describe(label: str, count: int, prompts_as: str, template: ChatTemplate | None, is_all: bool = True) -> list[str]:
+    """Return the line that tells what is done with `count` plain prompts, and the key that does the other; none without
+    a prompt or a template. is_all: False where the count is of the first rows alone."""
+    if not count or template is None:
+        return []
+    number = f"{count:,}" if is_all else f"{count:,} of the first"
+    prompts = f"{label}: {number} prompt{'s' * (count != 1 or not is_all)} as plain text"
+    if prompts_as == USER:
+        return [f"{prompts}: read as a user's message, in the chat template ({KEY}=text: continued as raw text)"]
+    return [f"{prompts}: continued as raw text, without the chat template ({KEY}=user: read as a user's message)"]

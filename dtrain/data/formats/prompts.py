@@ -1,0 +1,220 @@
+"""Rows of prompts: what the model is asked, and the columns by which its answers are judged. Torch is not imported.
+
+    messages, sharegpt      the conversation through its last user (or tool) message; the answer after it is a column
+    prompt                  a list of messages, or a string, which is the beginning of a text, or a user's message
+                            (plain_prompts.py); `completion` is a column
+    question                a user's message, as in GSM8K's files (question, answer)
+    instruction, input      a user's message, as in Alpaca's files; `output` is a column
+    prompt_ids              token ids, used as they are
+
+Every other column is kept for the rewards, `system` and `tools`, which the template reads, among them. Where a row has
+no column `answer`, the answer that the format holds (the last assistant message, `completion`, `output`) becomes it. A
+prompt of messages is rendered with the generation prompt; a string begins with what the tokenizer's post-processor puts
+there. A prompt that is too long loses its beginning.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import kind_of
+from dtrain.data.formats.encoder import LONG, Document, RowEncoder
+from dtrain.data.formats.formats import (
+    read_instruction,
+    read_integers,
+    read_messages,
+    read_string,
+    read_tools,
+    require_keys,
+)
+from dtrain.data.formats.sample import Encoder
+from dtrain.data.text.template import ChatTemplate
+from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.data.text.tool_format import learn_tool_format
+
+Message = dict[str, Any]
+# What a reward's function is called with beside the columns.
+RESERVED = ("prompts", "completions", "completion_ids")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`asked`: a conversation, a text, or token ids. `columns`: the row's others, `answer` among them where known.
+    `variables`: for the chat template, beside its own."""
+
+    asked: list[Message] | str | list[int]
+    columns: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """room: tokens of the longest prompt. system: the system message of conversations that have none. loss_on: as
+    `data.loss_on`, where the row with its own answer is wanted too; None: the prompt alone. tools: schemas of those
+    that every prompt tells of. answers: whether something answers calls of the rows' own tools."""
+
+    room: int
+    system: str | None = None
+    loss_on: str | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    answers: bool = False
+
+    @classmethod
+    def within(
+        cls,
+        max_length: int,
+        max_new_tokens: int,
+        system: str | None,
+        loss_on: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        answers: bool = False,
+    ) -> "PromptOptions":
+        """What a completion of `max_new_tokens` leaves of a sequence of `max_length`, one token at least."""
+        return cls(max(1, max_length - max_new_tokens), system, loss_on, tools, answers)
+
+
+def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = None) -> Prompt:
+    """`row` of format `name` (a key of formats.PROMPT_FORMATS) in its one shape. Raises UserError."""
+    require_keys(row, name, "prompts")
+    if name == "tokenized":
+        ids = read_integers(row["prompt_ids"], "prompt_ids")
+        if not ids or min(ids) < 0:
+            raise UserError("prompt_ids must hold one id at least, and none below 0")
+        return Prompt(ids, _columns(row, "prompt_ids"))
+    if name == "prompt_completion" and isinstance(row["prompt"], str):
+        text = read_string(row["prompt"], "prompt")
+        return Prompt(text, _columns(row, "prompt", answer=row.get("completion")))
+    messages, columns = _chat(row, name)
+    given = row.get("system") or system
+    if given and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": read_string(given, "system")}, *messages]
+    return Prompt(messages, columns, read_tools(row))
+
+
+def _chat(row: Mapping[str, Any], name: str) -> tuple[list[Message], dict[str, Any]]:
+    """The messages that are asked, and the columns beside."""
+    if name == "question":
+        messages = [{"role": "user", "content": read_string(row["question"], "question")}]
+        return messages, _columns(row, "question")
+    if name == "alpaca":
+        messages = [{"role": "user", "content": read_instruction(row)}]
+        return messages, _columns(row, "instruction", "input", answer=row.get("output"))
+    if name == "prompt_completion":
+        messages, _ = read_messages(row["prompt"], "prompt")
+        _check_end(messages, "prompt")
+        answer = row.get("completion")
+        return messages, _columns(row, "prompt", answer=_text_of(answer) if isinstance(answer, list | dict) else answer)
+    key = "messages" if name == "messages" else "conversations"
+    messages, _ = read_messages(row[key], key)
+    end = max((index + 1 for index, message in enumerate(messages) if message["role"] != "assistant"), default=0)
+    _check_end(messages[:end], key)
+    return messages[:end], _columns(row, key, answer=_text_of(messages[end:]))
+
+
+def _check_end(messages: Sequence[Message], key: str) -> None:
+    if not messages or messages[-1]["role"] in ("system", "developer", "assistant"):
+        role = messages[-1]["role"] if messages else "assistant"
+        raise UserError(f"{key}: there is no user message for the model to answer; the last is of role {role}")
+
+
+def _text_of(answer: Any) -> str | None:
+    """The text of an answer in messages or as a string."""
+    if isinstance(answer, list) and answer and isinstance(answer[-1], Mapping):
+        answer = answer[-1].get("content")
+    return answer if isinstance(answer, str) else None
+
+
+def _columns(row: Mapping[str, Any], *taken: str, answer: str | None = None) -> dict[str, Any]:
+    columns = {str(key): value for key, value in row.items() if key not in (*taken, *RESERVED)}
+    if columns.get("answer") is None and answer is not None:
+        columns["answer"] = answer
+    return columns
+
+
+class PromptEncoder(RowEncoder):
+    """Prompts to samples of one document without a trained token, the prompt and the columns as JSON beside it; with
+    `options.loss_on` a second document, what `sample.Encoder` makes of the row."""
+
+    noun = "prompts"
+    keeps_columns = True
+    marks = ("prompts, all columns",)
+    plain_columns: Mapping[str, Sequence[str]] = MappingProxyType({"prompt_completion": ("prompt",)})
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, options: PromptOptions | None, **limits: Any
+    ):
+        super().__init__(tokenizer, template, **limits)
+        self.options = options = options or PromptOptions(self.max_length)
+        self.decides = [[options.room, options.system]]
+        if options.tools:
+            learn_tool_format(template, options.tools)
+            self.decides[0].append(options.tools)
+        self._template, self._knows_calls = template, bool(options.tools)
+        self._examples: Encoder | None = None
+        if options.loss_on is not None:
+            self._examples = Encoder(tokenizer, template, loss_on=options.loss_on, **limits)
+            self.decides[0].append(options.loss_on)
+            self.documents = 2
+
+    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
+        prompt = normalise_prompt(self.in_messages(row, name), name)
+        return [prompt.asked, prompt.tools]
+
+    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        prompt = normalise_prompt(self.in_messages(row, name), name, self.options.system)
+        if self.options.tools:
+            prompt = self._with_tools(prompt)
+        has_tools = bool(self.options.tools or (self.options.answers and prompt.tools))
+        if has_tools and not self._knows_calls:
+            learn_tool_format(self._template, prompt.tools or [])
+            self._knows_calls = True
+        ids, is_dropped = self.encode(prompt), self.too_long == "drop"
+        if len(ids) > self.options.room and (self.too_long == "error" or (has_tools and not is_dropped)):
+            others = "drop, since a cut would take its tools" if has_tools else "truncate or drop"
+            raise UserError(
+                f"the prompt has {len(ids)} tokens, and beside sampling.max_new_tokens there is room for "
+                f"{self.options.room} within data.max_length={self.max_length}; raise it, or set data.too_long to "
+                f"{others}"
+            )
+        if len(ids) > self.options.room and is_dropped:
+            return LONG
+        try:
+            columns = json.dumps({"prompt": prompt.asked, "columns": prompt.columns}).encode()
+        except TypeError as problem:
+            raise UserError(f"a column is neither text, number, list nor object ({problem}); drop it") from problem
+        kept = ids[-self.options.room :]
+        own = [] if self._examples is None else self._examples.documents_of(row, name)
+        return own if isinstance(own, str) else [Document(kept, bytearray(len(kept)), len(ids), columns), *own]
+
+    def _with_tools(self, prompt: Prompt) -> Prompt:
+        """Raises UserError for a prompt that cannot tell of tools, or has some of its own."""
+        if not isinstance(prompt.asked[0], Mapping):
+            raise UserError("grpo.tools: the template tells the model of tools in a conversation, and this prompt is a "
+                            "text or token ids; give it messages, or set data.prompts_as=user for texts")  # fmt: skip
+        if prompt.tools is not None:
+            raise UserError("the row has tools of its own, and the run those of grpo.tools, which alone can be called: "
+                            "take the column away, or name its tools in grpo.tools")  # fmt: skip
+        return replace(prompt, tools=[dict(one) for one in self.options.tools])
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids, not yet cut, never none. Raises UserError."""
+        asked: Any = prompt.asked
+        if isinstance(asked, str):
+            ids = self.tokenizer.encode(asked)
+            ids = [*self.around(ids)[0], *ids]
+        elif asked and isinstance(asked[0], int):
+            self.check_ids(asked, "prompt_ids")
+            ids = list(asked)
+        elif asked and isinstance(asked[0], Mapping):
+            messages = self.replies.with_objects(asked, prompt.tools)
+            text = self.replies.template.render(messages, prompt.tools, True, prompt.variables)
+            ids = self.tokenizer.encode(text)
+        else:
+            raise UserError(f"a prompt must be messages, a text or token ids, not {kind_of(asked)}")
+        if not ids:
+            raise UserError("the prompt has no token, so that there is nothing to answer; give the row a prompt")
+        return ids

@@ -1,0 +1,376 @@
+"""Tokenised samples on disk, memory-mapped: made once, by one process, whole or not at all.
+
+A cache is a directory `<cache_dir>/<key>/`, where the key is a hash of what the data files hold, their names and
+formats, the tokenizer, the template and the options. A sample is one document or, of preferences, two neighbours,
+chosen and rejected; n counts documents:
+
+    tokens.bin    int32   the ids of all documents, one behind the other
+    trained.bin   uint8   1 where the token is a target
+    offsets.bin   int64   n + 1 offsets of the documents into both
+    origins.bin   int64   n × 3: number of the file in meta.json, line, length before truncation
+    columns.bin   uint8   where an encoder keeps them: columns of each row as JSON, one behind the other
+    column_offsets.bin    int64, n + 1 offsets of them
+    left_out.txt          every row that is no sample, and why
+    meta.json             counts, fingerprint, sizes, digests of all files; written last (cache_seal.py)
+
+It is built beside its place, synced and renamed, so that a kill leaves no half cache; a lock file, held by flock and so
+released with its holder, lets one process build while others wait. Every run reads it against its digests first: what
+is damaged is made anew. Building streams: memory does not grow with the set. Old caches are not removed; the directory
+may be deleted whenever no run uses it.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, pairwise, starmap
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dtrain.base.errors import UserError
+from dtrain.base.files import publish
+from dtrain.base.identity import digests
+from dtrain.base.json_files import digest
+from dtrain.base.ranks import Ranks
+from dtrain.data.formats.encoder import LONG, EncodedChunk, Part, RowEncoder
+from dtrain.data.rows.cache_seal import META, drop_damaged, is_whole, lock, seal
+from dtrain.data.rows.order import Share
+from dtrain.data.rows.pool import Job, Pool
+from dtrain.data.sources.files import read_chunks
+
+VERSION = 5
+SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
+NAMED = 20  # rows left out that messages name; left_out.txt has all
+ARRAYS = {
+    "tokens.bin": torch.int32,
+    "trained.bin": torch.uint8,
+    "offsets.bin": torch.int64,
+    "origins.bin": torch.int64,
+}
+COLUMNS = {"columns.bin": torch.uint8, "column_offsets.bin": torch.int64}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files, the format of all or of each, how often each of their rows appears per epoch (see `order.Order`), and the
+    file's names of our columns (columns.py)."""
+
+    files: tuple[Path, ...]
+    format: str | tuple[str, ...]
+    weight: float = 1.0
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Of each file."""
+        return (self.format,) * len(self.files) if isinstance(self.format, str) else self.format
+
+    @property
+    def reading(self) -> list[Any]:
+        """How the files are read, for the cache's key."""
+        one = self.formats[0] if len(set(self.formats)) == 1 else self.formats
+        return [one, len(self.files), *([dict(self.columns)] if self.columns else ())]
+
+
+class Samples:
+    """The samples of a cache. `samples[i]` is the list of its documents, each (ids int32 [s], trained bool [s]).
+
+    documents_per_sample   1, or 2 for preferences: chosen, rejected
+    meta                   what meta.json says: rows, samples, truncated, too_long, untrained, tokens, left_out ...
+    shares                 the samples of each source, with its weight
+    fingerprint            a hash of ids, masks, weights and documents per sample
+    """
+
+    def __init__(self, directory: Path, weights: Sequence[float]):
+        self.directory, self.weights = directory, tuple(weights)
+        self.meta: dict[str, Any] = json.loads((directory / META).read_text())
+        self._tokens, self._trained, self._offsets, origins, *self._columns = (
+            torch.from_file(
+                str(directory / name), shared=False, size=self.meta["sizes"][name] // kind.itemsize, dtype=kind
+            )
+            for name, kind in {**ARRAYS, **COLUMNS}.items()
+            if name in self.meta["sizes"]
+        )
+        self._origins = origins.view(-1, 3)
+        self.documents_per_sample: int = self.meta["documents_per_sample"]
+        counts = self.meta["per_source"]
+        starts = accumulate(counts[:-1], initial=0)
+        self.shares = tuple(Share(*share) for share in zip(starts, counts, self.weights, strict=True))
+        self.fingerprint = digest(self.meta["fingerprint"], self.weights, self.documents_per_sample)[:16]
+
+    @property
+    def identity(self) -> str:
+        """A digest of the samples and of the source that each is of."""
+        return digest(self.fingerprint, self.meta["per_source"])[:16]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """How much there is, and its identity."""
+        counts = {name: self.meta[name] for name in ("rows", "samples", "tokens", "trained_tokens", "plain_prompts")}
+        return {**counts, "identity": self.identity}
+
+    @property
+    def noun(self) -> str:
+        """What a sample is, in the plural."""
+        return self.meta["noun"]
+
+    def __len__(self) -> int:
+        return self.meta["samples"]
+
+    def __getitem__(self, index: int) -> list[tuple[Tensor, Tensor]]:
+        first = index * self.documents_per_sample
+        bounds = self._offsets[first : first + self.documents_per_sample + 1].tolist()
+        return [(self._tokens[start:end], self._trained[start:end].bool()) for start, end in pairwise(bounds)]
+
+    def __reduce__(self):
+        return Samples, (self.directory, self.weights)
+
+    def lengths(self, indices: Tensor) -> Tensor:
+        """Tokens of the samples `indices`, all documents of each. Both int64 [n]."""
+        first = indices * self.documents_per_sample
+        return self._offsets[first + self.documents_per_sample] - self._offsets[first]
+
+    def full_lengths(self, start: int, stop: int) -> Tensor:
+        """Tokens of each document of the samples from `start` until `stop` before truncation, int64 [documents]."""
+        return self._origins[start * self.documents_per_sample : stop * self.documents_per_sample, 2]
+
+    def row(self, index: int) -> dict[str, Any]:
+        """{"columns": what is kept of the row}; of prompts all others, and "prompt", as the data has it."""
+        content, offsets = self._columns
+        first = index * self.documents_per_sample
+        start, end = offsets[first : first + 2].tolist()
+        return json.loads(bytes(content[start:end].tolist()))
+
+    def column_names(self) -> list[str]:
+        """What is kept of up to 256 rows, which are spread over all."""
+        if not self._columns:
+            return []
+        rows = range(0, len(self), -(-len(self) // 256))
+        return list(dict.fromkeys(name for index in rows for name in self.row(index)["columns"]))
+
+    def origin(self, index: int) -> tuple[str, int]:
+        """File and line of a sample."""
+        file, line, _ = self._origins[index * self.documents_per_sample].tolist()
+        return self.meta["files"][file], line
+
+
+def open_cache(
+    sources: Sequence[Source],
+    encoder: RowEncoder,
+    *,
+    cache_dir: str | Path | None,
+    num_workers: int | None = None,
+    progress: bool = True,
+    label: str = "data",
+    say: Callable[[str], None] = print,
+) -> Samples:
+    """The samples of `sources`, from the cache or made now by `num_workers` processes (None or 0: as many as cores).
+
+    Without a `cache_dir` they are made in a temporary file that vanishes with the process. Processes that open the
+    same cache at once wait for the one that makes it. A damaged one is made anew, which goes to `say`. Collective where
+    a process group is up: the ranks share out the reading that tells whether the files are those of the cache, and the
+    cache is what was written. Raises UserError for a row that is wrong, with file and line, for a file that changes
+    meanwhile, and where no sample is left.
+    """
+    weights = [source.weight for source in sources]
+    if cache_dir is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            meta = _build(Path(scratch), sources, encoder, num_workers, progress, label)
+            (Path(scratch) / META).write_text(json.dumps(meta))
+            return Samples(Path(scratch), weights)
+    root = Path(cache_dir).expanduser().resolve()  # a link may lead to a disk where nothing is yet
+    place = root / _key(sources, encoder, Ranks())
+    for damage in drop_damaged(place, Ranks()):
+        say(f"{label}: {damage}; it is made anew")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not is_whole(place):
+            with lock(place):
+                if not is_whole(place):
+                    for rest in root.glob(f"{place.name}.tmp-*"):  # a killed builder's: no other can be at it now
+                        shutil.rmtree(rest)
+                    shutil.rmtree(place, ignore_errors=True)
+                    beside = Path(tempfile.mkdtemp(prefix=f"{place.name}.tmp-", dir=root))
+                    try:
+                        seal(beside, place.name, _build(beside, sources, encoder, num_workers, progress, label))
+                        if root / _key(sources, encoder, Ranks(alone=True)) != place:
+                            raise UserError(f"a file of the {label} changed while it was tokenised: start again")
+                        publish(beside, place)
+                    finally:
+                        shutil.rmtree(beside, ignore_errors=True)
+    except OSError as problem:
+        raise UserError(
+            f"{problem.filename or root}: {problem.strerror}, while the {label} was tokenised into {root}; "
+            "mend that, or set data.cache_dir to another place"
+        ) from problem
+    return Samples(place, weights)
+
+
+def _key(sources: Sequence[Source], encoder: RowEncoder, ranks: Ranks) -> str:
+    """Of what the files hold. Their names are in it too: messages about rows name them. Collective over `ranks`."""
+    files = [file for source in sources for file in source.files]
+    readings = [source.reading for source in sources]
+    names = [str(file.resolve()) for file in files]
+    return digest(VERSION, readings, names, digests(files, ranks=ranks), encoder.fingerprint)[:16]
+
+
+class _Writer:
+    """Samples to the files of a cache, counted on the way."""
+
+    def __init__(self, directory: Path, stack: ExitStack, encoder: RowEncoder):
+        self.documents = encoder.documents
+        names = [*ARRAYS, *(COLUMNS if encoder.keeps_columns else ())]
+        self.streams = {name: stack.enter_context(open(directory / name, "wb")) for name in names}
+        self.ends = {name: 0 for name in names if name.endswith("offsets.bin")}
+        for name in self.ends:
+            self.streams[name].write(array("q", [0]).tobytes())
+        self.list = stack.enter_context(open(directory / "left_out.txt", "w", encoding="utf-8"))
+        self.hash = hashlib.blake2b(digest_size=16)
+        self.samples = 0
+        self.counts = {"rows": 0, "truncated": 0, "too_long": 0, "untrained": 0, "trained_tokens": 0, "tokens_cut": 0}
+        self.counts |= {"others": 0, "plain_prompts": 0}
+        self.named: list[list[Any]] = []
+
+    def add(self, number: int, file: str, chunk: EncodedChunk) -> None:
+        self._write("tokens.bin", chunk.tokens.tobytes())
+        self._write("trained.bin", bytes(chunk.trained))
+        self.hash.update(array("q", chunk.lengths).tobytes())
+        self._advance("offsets.bin", chunk.lengths)
+        origins = array("q")
+        for line, full in zip(chunk.lines, chunk.full, strict=True):
+            origins.extend((number, line, full))
+        self.streams["origins.bin"].write(origins.tobytes())
+        if "columns.bin" in self.streams:
+            self._write("columns.bin", b"".join(chunk.columns))
+            self._advance("column_offsets.bin", map(len, chunk.columns))
+        cut = [full - length for full, length in zip(chunk.full, chunk.lengths, strict=True)]
+        self.counts["tokens_cut"] += sum(cut)
+        self.counts["truncated"] += sum(
+            any(cut[first : first + self.documents]) for first in range(0, len(cut), self.documents)
+        )
+        self.samples += len(chunk.lengths) // self.documents
+        self.counts["rows"] += chunk.rows
+        self.counts["others"] += chunk.others
+        self.counts["plain_prompts"] += chunk.plain_prompts
+        self.counts["trained_tokens"] += chunk.trained.count(1)
+        for line, reason in chunk.left_out:
+            self.counts["too_long" if reason == LONG else "untrained"] += 1
+            self.list.write(f"{file}:{line}: {reason}\n")
+            if len(self.named) < NAMED:
+                self.named.append([file, line, reason])
+
+    def _write(self, name: str, content: bytes) -> None:
+        """What is of the samples themselves, and so of the fingerprint."""
+        self.hash.update(content)
+        self.streams[name].write(content)
+
+    def _advance(self, name: str, lengths: Iterable[int]) -> None:
+        """Offsets of pieces of these lengths, behind those before."""
+        _, *offsets = accumulate(lengths, initial=self.ends[name])
+        self.streams[name].write(array("q", offsets).tobytes())
+        self.ends[name] = offsets[-1] if offsets else self.ends[name]
+
+
+def _build(
+    directory: Path,
+    sources: Sequence[Source],
+    encoder: RowEncoder,
+    num_workers: int | None,
+    progress: bool,
+    label: str,
+) -> dict[str, Any]:
+    """Write the files of a cache, and return what its meta.json says of them."""
+    files = [(number, file) for number, source in enumerate(sources) for file in source.files]
+    size = sum(file.stat().st_size for _, file in files)
+    workers = num_workers or _cores()
+    per_source = [0] * len(sources)
+    with ExitStack() as stack:
+        writer = _Writer(directory, stack, encoder)
+        encode: Callable[[Iterable[Job]], Iterator[EncodedChunk]] = partial(starmap, encoder.encode_chunk)
+        if size > SMALL and workers > 1:
+            encode = stack.enter_context(Pool(encoder, workers)).encode
+        packed = any(file.suffix == ".gz" for _, file in files)
+        bar = stack.enter_context(
+            tqdm(
+                total=None if packed else size,
+                desc=f"tokenising {label}",
+                unit="B",
+                unit_scale=True,
+                disable=None if progress else True,  # None: only where a terminal shows it
+                leave=False,
+            )
+        )
+        at: deque[int] = deque()  # number of the file of each chunk on its way
+
+        def jobs() -> Iterator[Job]:
+            formats = (name for source in sources for name in source.formats)
+            for number, ((source, file), name) in enumerate(zip(files, formats, strict=True)):
+                for chunk in read_chunks(file):
+                    at.append(number)
+                    yield chunk, name, sources[source].columns
+
+        for chunk in encode(jobs()):
+            number = at.popleft()
+            source, file = files[number]
+            writer.add(number, str(file), chunk)
+            per_source[source] += len(chunk.lengths) // encoder.documents
+            bar.update(chunk.size)
+    _refuse_nothing(writer, files, label, encoder.noun, encoder.part)
+    return {
+        "version": VERSION,
+        "documents_per_sample": encoder.documents,
+        "noun": encoder.noun,
+        "fingerprint": writer.hash.hexdigest(),
+        "files": [str(file) for _, file in files],
+        "per_source": per_source,
+        "samples": writer.samples,
+        "tokens": writer.ends["offsets.bin"],
+        **writer.counts,
+        "left_out": writer.named,
+        "max_length": encoder.max_length,
+        "sizes": {name: (directory / name).stat().st_size for name in writer.streams},
+    }
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _refuse_nothing(
+    writer: _Writer, files: Sequence[tuple[int, Path]], label: str, noun: str, part: Part | None
+) -> None:
+    """Raises UserError where there is no sample, saying why."""
+    if writer.samples:
+        return
+    names = ", ".join(str(file) for _, file in files[:3]) + (", ..." if len(files) > 3 else "")
+    rows, others = writer.counts["rows"], writer.counts["others"]
+    if part is not None and others and not rows:
+        raise UserError(
+            f"{label}: data.val={part.share} leaves it without a row: all of the {others} in {names} fall to the other "
+            f"side. Set data.val {'higher' if part.validated else 'lower'}, or to a file of its own (data.val.path)"
+        )
+    if not rows:
+        raise UserError(f"{label}: the dataset is empty: there is no row in {names}")
+    file, line, reason = writer.named[0]
+    is_pair = noun == "pairs"
+    if writer.counts["too_long"] == rows:
+        fix = "raise data.max_length, or set data.too_long=truncate"
+    elif "max_length" in reason:
+        fix = "raise data.max_length: what each row teaches lies beyond it"
+    elif is_pair:
+        fix = "chosen and rejected must differ; `dtrain preview` shows them"
+    else:
+        fix = "data.loss_on and the roles of the messages say what is trained; `dtrain preview` shows it"
+    what = "teaches a preference" if is_pair else "has a trained token"
+    raise UserError(f"{label}: not one of {rows} rows {what} ({names}); {file}:{line}, for one: {reason}. Fix: {fix}")

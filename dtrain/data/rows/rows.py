@@ -1,0 +1,290 @@
+"""The endless sequence of training rows, a cursor that says where in it one stands, and its global batches.
+
+Rows are a function of the samples, the seed, the epoch and max_length alone: no rank, mesh or batch size enters.
+Epochs follow one another, each in an order of its own and packed anew. A data-parallel rank takes its share of a global
+batch by arithmetic; torchdata moves and prefetches it. The only state is the cursor that each batch carries.
+"""
+
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from itertools import chain, islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from dtrain.base.batch import IGNORE, ROW_STREAMS
+from dtrain.base.errors import UserError
+from dtrain.base.randomness import key
+from dtrain.data.rows.cache import Samples
+from dtrain.data.rows.order import Order, deal, pack, permute
+
+WINDOW = 4096  # samples packed together; bounds what packing holds in memory
+
+Row = dict[str, Tensor]
+
+
+class Cursor(NamedTuple):
+    """The next row: `row` counts within `epoch`, both from 0. As JSON a list of two, which `Cursor(*pair)` reads."""
+
+    epoch: int = 0
+    row: int = 0
+
+
+class Placement(NamedTuple):
+    """The samples that stand together, the cursor after them, and how many epochs are then done, as a fraction."""
+
+    samples: list[int]
+    after: Cursor
+    epochs: float
+
+
+@dataclass(eq=False)
+class Rows:
+    """The rows of `samples`. Counts, cursors and batches count placements: packed rows, or samples.
+
+    packing     a row holds as many whole samples as fit into it (best fit, within a window of 4096 samples of the
+                epoch's order), else one document
+    capacity    tokens that a packed row has room for: max_length for each document of one sample
+    shuffle     False: the order of the files, and rows in the order of their first sample within a window
+    epochs      None: without end
+    """
+
+    samples: Samples
+    _: KW_ONLY
+    max_length: int
+    packing: bool = True
+    shuffle: bool = True
+    seed: int = 0
+    epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        self.capacity = self.max_length * self.samples.documents_per_sample
+        self._counts: dict[tuple[int, int], int] = {}  # (epoch, window) → its rows, as far as known
+        if self._order(0).total == 0:
+            raise UserError("the weights of data.train.sources leave no row in an epoch; raise them")
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the tokens that these rows are made of: another one means other data."""
+        return self.samples.fingerprint
+
+    def rows_in_epoch(self, epoch: int) -> int:
+        """How many placements `epoch` has. Packed, this packs the whole epoch by its lengths, once."""
+        if not self.packing:
+            return self._order(epoch).total
+        return sum(self._window_rows(epoch, window) for window in range(self._windows(epoch)))
+
+    def samples_in_epoch(self, epoch: int) -> int:
+        """How many samples `epoch` has, those of its rows all together."""
+        return self._order(epoch).total
+
+    def total_rows(self) -> int | None:
+        """How many placements all epochs have together; None where they do not end."""
+        return None if self.epochs is None else sum(self.rows_in_epoch(epoch) for epoch in range(self.epochs))
+
+    def rows_before(self, cursor: Cursor) -> int:
+        """How many placements stand before `cursor`."""
+        return sum(self.rows_in_epoch(epoch) for epoch in range(cursor.epoch)) + cursor.row
+
+    def tokens_in_epoch(self, epoch: int) -> int:
+        """How many tokens `epoch` has, padding not counted."""
+        return sum(int(self._lengths(epoch, window)[1].sum()) for window in range(self._windows(epoch)))
+
+    def iterate(self, cursor: Cursor = Cursor()) -> Iterator[Row]:  # noqa: B008 (immutable)
+        """The rows from `cursor` on."""
+        return (row for placement in self.placements(cursor) for row in self.build(placement.samples))
+
+    def placements(self, cursor: Cursor = Cursor()) -> Iterator[Placement]:  # noqa: B008 (immutable)
+        """Which samples the rows from `cursor` on hold; much cheaper than the rows.
+
+        Raises UserError for a cursor beyond its epoch: the data is not what it was.
+        """
+        epoch, skip = cursor
+        while self.epochs is None or epoch < self.epochs:
+            windows, total, row = self._windows(epoch), self._order(epoch).total, 0
+            for window in range(windows):
+                count = self._window_rows(epoch, window) if skip else 0
+                if skip and count <= skip:
+                    skip, row = skip - count, row + count
+                    continue
+                packed = self._window(epoch, window)
+                begin, end = window * WINDOW, min(total, (window + 1) * WINDOW)
+                for number in range(skip, len(packed)):
+                    last = window == windows - 1 and number == len(packed) - 1
+                    after = Cursor(epoch + 1, 0) if last else Cursor(epoch, row + number + 1)
+                    done = begin + (end - begin) * (number + 1) / len(packed)
+                    yield Placement(packed[number], after, epoch + done / total)
+                skip, row = 0, row + len(packed)
+            if skip:
+                raise UserError(
+                    f"the data position to resume at is row {cursor.row} of epoch {cursor.epoch}, which has only "
+                    f"{self.rows_in_epoch(epoch)} rows: the data or data.max_length is not what it was"
+                )
+            epoch += 1
+
+    def build(self, samples: list[int]) -> list[Row]:
+        """The rows of these samples: packed, one with all of their documents, else one for each document.
+
+        A row is input_ids, labels, position_ids and seq_ids, int64, all [s], s the tokens in it. labels[t] is the token
+        after input_ids[t] within its document, where that one is trained, else -100; position_ids restart and seq_ids
+        count up with each document, so that the chosen documents of pairs have the even seq_ids of a packed row.
+        """
+        documents = [document for index in samples for document in self.samples[index]]
+        return [row_of(documents)] if self.packing else [row_of([document]) for document in documents]
+
+    def _order(self, epoch: int) -> Order:
+        return Order(self.samples.shares, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+
+    def _windows(self, epoch: int) -> int:
+        return -(-self._order(epoch).total // WINDOW)
+
+    def _lengths(self, epoch: int, window: int) -> tuple[Tensor, Tensor]:
+        """The samples of a window in the epoch's order, and their lengths."""
+        samples = self._order(epoch).samples(window * WINDOW, (window + 1) * WINDOW)
+        return samples, self.samples.lengths(samples)
+
+    def _window(self, epoch: int, window: int) -> list[list[int]]:
+        """The samples of each placement of a window."""
+        samples, lengths = self._lengths(epoch, window)
+        if not self.packing:
+            return [[index] for index in samples.tolist()]
+        bins = pack(lengths.tolist(), self.capacity)
+        if self.shuffle:  # packing puts what it opened first, the long samples, in front
+            order = permute(torch.arange(len(bins)), len(bins), key("rows", self.seed, epoch, window))
+            bins = [bins[index] for index in order.tolist()]
+        identity = samples.tolist()
+        self._counts[epoch, window] = len(bins)
+        return [[identity[index] for index in members] for members in bins]
+
+    def _window_rows(self, epoch: int, window: int) -> int:
+        if not self.packing:
+            return min(WINDOW, self._order(epoch).total - window * WINDOW)
+        if (epoch, window) not in self._counts:
+            self._window(epoch, window)
+        return self._counts[epoch, window]
+
+
+def row_of(documents: Sequence[tuple[Tensor, Tensor]]) -> Row:
+    """The row of documents (ids, trained), one behind the other; see `Rows.build`."""
+    input_ids = torch.cat([ids for ids, _ in documents]).to(torch.int64)  # [s]
+    trained = torch.cat([mask for _, mask in documents])  # [s]
+    lengths = torch.tensor([ids.shape[0] for ids, _ in documents])
+    ends = lengths.cumsum(0)
+    labels = torch.full_like(input_ids, IGNORE)
+    labels[:-1] = torch.where(trained[1:], input_ids[1:], IGNORE)
+    labels[ends - 1] = IGNORE
+    starts = (ends - lengths).repeat_interleave(lengths)
+    return {
+        "input_ids": input_ids,
+        "labels": labels,
+        "position_ids": torch.arange(input_ids.shape[0]) - starts,
+        "seq_ids": torch.arange(len(documents)).repeat_interleave(lengths),
+    }
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """One step's rows. Placements are dealt out: packed rows, or samples (a pair that is not packed is two rows).
+
+    rows      those of this data-parallel rank's placements, in the global batch's order; may be none in a short last
+              batch
+    samples   the samples that these rows hold, in the rows' order
+    size      placements of the whole global batch
+    cursor    where the next batch begins
+    epoch     how many epochs are done after this batch, as a fraction
+    """
+
+    rows: list[Row]
+    samples: list[int]
+    size: int
+    cursor: Cursor
+    epoch: float
+
+
+@dataclass(eq=False)
+class Batches:
+    """The global batches from `cursor` on; iterable, each time from there.
+
+    A batch may span epochs; where `rows` ends, the last one may be short. With num_workers > 0 that many processes
+    make rows ahead of time; the sequence is the same.
+
+    by_length: False: a rank takes placement i of the global batch with i % dp_size == dp_rank. True: for samples; the
+    ranks' placements are alike in tokens, and at most as many as before on the fullest rank.
+    """
+
+    rows: Rows
+    _: KW_ONLY
+    global_batch: int
+    dp_rank: int = 0
+    dp_size: int = 1
+    cursor: Cursor = Cursor()
+    num_workers: int = 0
+    by_length: bool = False
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        if self.num_workers == 0:
+            yield from self._local()
+            return
+        from torchdata.stateful_dataloader import StatefulDataLoader  # only where it is used: its import is slow
+
+        loader = StatefulDataLoader(
+            _Flat(self),
+            batch_size=None,
+            num_workers=self.num_workers,
+            collate_fn=tuple,  # an item as it is
+            worker_init_fn=_leave_signals_to_the_run,
+            generator=torch.Generator(),  # else it would draw from the global one, and shift what training draws
+            snapshot_every_n_steps=1 << 30,
+        )
+        for item in loader:
+            yield _unflatten(*item)
+
+    def _local(self, first: int = 0, step: int = 1) -> Iterator[GlobalBatch]:
+        """Batches number first, first + step, ..."""
+        placements = self.rows.placements(self.cursor)
+        number = 0
+        while group := list(islice(placements, self.global_batch)):
+            if number % step == first:
+                mine = [placement.samples for placement in self._share(group)]
+                rows = [row for samples in mine for row in self.rows.build(samples)]
+                yield GlobalBatch(rows, list(chain(*mine)), len(group), group[-1].after, group[-1].epochs)
+            number += 1
+
+    def _share(self, group: list[Placement]) -> list[Placement]:
+        """This rank's."""
+        if not self.by_length:
+            return group[self.dp_rank :: self.dp_size]
+        samples = torch.tensor([placement.samples[0] for placement in group])
+        most = -(-len(group) // self.dp_size)  # so that it makes no more micro-batches than fixed ones would be
+        dealt = deal(self.rows.samples.lengths(samples).tolist(), self.dp_size, most)
+        return [group[index] for index in dealt[self.dp_rank]]
+
+
+class _Flat(IterableDataset):
+    """The batches of one worker process, each flattened into one tensor: a tensor sent is a file descriptor held."""
+
+    def __init__(self, batches: Batches):
+        self.batches = batches
+
+    def __iter__(self):
+        worker = get_worker_info()
+        assert worker is not None  # only worker processes draw from it
+        for batch in self.batches._local(worker.id, worker.num_workers):
+            rows = [torch.stack([row[name] for name in ROW_STREAMS]) for row in batch.rows]
+            empty = torch.empty(len(ROW_STREAMS), 0, dtype=torch.int64)  # a short last batch may have no row
+            flat = torch.cat([empty, *rows], dim=1)  # [4, tokens]
+            yield flat, [row.shape[1] for row in rows], replace(batch, rows=[])
+
+
+def _unflatten(flat: Tensor, lengths: list[int], batch: GlobalBatch) -> GlobalBatch:
+    rows = [dict(zip(ROW_STREAMS, piece, strict=True)) for piece in flat.split(lengths, dim=1)]
+    return replace(batch, rows=rows)
+
+
+def _leave_signals_to_the_run(worker: int) -> None:
+    """A batch system signals every process; the run needs its rows until it has saved, and ends this process then."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_IGN)

@@ -1,0 +1,143 @@
+"""A file's own names of columns: which of ours a recipe may map to them, what to map where no format is known, and rows
+with our names. Torch is not imported."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.ranges import nearest
+from dtrain.data.formats.formats import KINDS, LABELS, detect
+
+# What a format reads beside the keys by which it is known.
+_ALSO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "examples": {
+        "tokenized": ("labels",),
+        "messages": ("tools",),
+        "sharegpt": ("system", "tools"),
+        "alpaca": ("input", "system", "history", "tools"),
+        "prompt_completion": ("tools",),
+    },
+    "pairs": {
+        "preference": ("prompt", "system", "tools", "question", "conversations", "instruction", "input", "history")
+    },
+}
+_OF_LABELLED = {name: (*keys, *LABELS) for name, keys in _ALSO["examples"].items()}
+ALSO = {**_ALSO, "labelled": {**_OF_LABELLED, **_ALSO["pairs"]}}
+
+
+def names_of(kind: str, name: str = "auto") -> list[str]:
+    """Our columns of a format, of `auto` those of every format, that a method on `kind` trains on."""
+    formats = [one for one in KINDS[kind] if name in ("auto", one) and (kind, one) != ("examples", "preference")]
+    return list(dict.fromkeys(key for one in formats for key in (*KINDS[kind][one], *ALSO.get(kind, {}).get(one, ()))))
+
+
+def unknown(columns: Mapping[str, str], kind: str, name: str, key: str, more: Sequence[str] = ()) -> list[str]:
+    """What is wrong in `columns`, the value of `key`, a line each. more: columns that the method reads beside the
+    format's. Of prompts, rewards may read any column."""
+    problems = [f"{key}.{ours} is empty: name a column of the file" for ours, theirs in columns.items() if not theirs]
+    known = [*names_of(kind, name), *more]
+    reader = "a format" if name == "auto" else f"format {name}"
+    for ours in columns if kind != "prompts" else ():
+        if ours not in known:
+            near = nearest(ours, known)
+            meant = f"; did you mean {near}?" if near else "."
+            problems.append(
+                f"{key}.{ours}: no column of this name is read{meant} Columns that {reader} reads: {', '.join(known)}"
+            )
+    return problems
+
+
+def renamed(
+    row: Mapping[str, Any], columns: Mapping[str, str], key: str = "data.train.columns", *, strict: bool = False
+) -> dict[str, Any]:
+    """`row` with our names: each of `columns` holds what the file's column holds, which loses its own name.
+
+    strict: UserError, naming `key`, for a column that the row does not have; else such a one is absent.
+    """
+    absent = [f"{ours}: {theirs}" for ours, theirs in columns.items() if theirs not in row]
+    if absent and strict:
+        raise UserError(
+            f"{key} names {', '.join(absent)}, and the file has no such column; it has {', '.join(map(str, row))}"
+        )
+    taken = {*columns, *columns.values()}
+    rest = {name: value for name, value in row.items() if name not in taken}
+    return rest | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+
+
+def lacking(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
+    """What to add to a refusal of `row`, as the file has it: which of `columns` it lacks."""
+    absent = [f"{ours} is the file's {theirs}" for ours, theirs in columns.items() if theirs not in row]
+    return f" (by `columns`, {', '.join(absent)}, and this row has {', '.join(map(str, row))})" if absent else ""
+
+
+_ASKED = ("prompt", "question", "query", "instruction", "input", "problem", "user", "human")
+_ANSWERED = ("completion", "answer", "response", "output", "solution", "reply", "target", "assistant")
+_CHOSEN, _REJECTED = re.compile("chosen|preferred|accepted|better"), re.compile("reject|disprefer|worse")
+_ABOUT = re.compile(r"(^|_)(u?u?id|source|category|split|lang|language|model)$", re.IGNORECASE)  # the row, not its text
+_NUMBERED = re.compile(r"(.+?)_?([ab12]|0)", re.IGNORECASE)  # response_a, response1
+
+
+def how_to_map(row: Mapping[str, Any], kind: str, key: str) -> str:
+    """The end of a refusal of `row`, whose format is not known: what its names and values suggest, "" if nothing. `key`
+    is that of the columns."""
+    if len(row) == 1:
+        (column, value), *_ = row.items()
+        if mark := next((mark for mark in ";\t|" if mark in str(column)), ""):
+            return f". If {mark!r} separates its columns: dtrain reads commas, so save the file with commas"
+        if isinstance(value, list) and value and isinstance(value[0], Mapping) and not {"role", "from"} & {*value[0]}:
+            return f". If {column} is the list of rows: `jq -c '.{column}[]' FILE > rows.jsonl` takes it out"
+    if any(re.search(r"\s\S*\s|[.?!]$", str(column)) for column in row):
+        return ". If the first line is a row: a CSV file begins with the names of its columns; add prompt,completion"
+    if detect(row, "examples" if kind == "pairs" else "pairs"):
+        return ""
+    texts = [str(column) for column, value in row.items() if isinstance(value, str) and not _ABOUT.search(str(column))]
+    chats = {str(column): value for column, value in row.items() if isinstance(value, list) and value}
+    talks = [column for column, value in chats.items() if isinstance(value[0], dict) and {"role", "from"} & {*value[0]}]
+    asked = next((text for text in texts if text.lower() in _ASKED), None)
+    answered = next((text for text in texts if text.lower() in _ANSWERED and text != asked), None)
+    rejected = [column for column in [*texts, *talks] if _REJECTED.search(column.lower())]
+    chosen = [column for column in [*texts, *talks] if column not in rejected and _CHOSEN.search(column.lower())]
+    if kind != "prompts" and len(chosen) == len(rejected) == 1:
+        method = ". They look like preferences: set method=dpo and" if kind == "examples" else ", or map them:"
+        prompt = {"prompt": asked or talks[0]} if asked or set(talks) - {*chosen, *rejected} else {}
+        return _mapped({**prompt, "chosen": chosen[0], "rejected": rejected[0]}, key, method)
+    if kind != "prompts" and (two := _two_replies(texts)):
+        return (
+            f". If {two[0]} and {two[1]} are two replies: name the better one chosen, the other rejected, row by row, "
+            "for method=dpo or method=reward; for method=sft name the better one completion"
+        )
+    if kind == "pairs":
+        return ". A pair is two replies: where a row has one, write the best and the worst of a prompt into one row"
+    if talks:
+        whole = any(message.get("role", message.get("from")) in _SPEAKING for message in chats[talks[0]])
+        ours = "conversations" if "from" in chats[talks[0]][0] else "messages"
+        return _mapped({ours: talks[0]}, key) if whole or kind == "prompts" else ""
+    if kind == "prompts":
+        return _mapped({"question": asked or texts[0]}, key) if texts else ""
+    if (asked and answered) or len(texts) == 2:
+        asked = asked or next(text for text in texts if text != answered)
+        answered = answered or next(text for text in texts if text != asked)
+        given = {"input": "context"} if "context" in texts and "context" not in (asked, answered) else {}
+        plain = " (a chat; as plain text: prompt and completion)"
+        return _mapped({"instruction": asked, **given, "output": answered}, key) + plain
+    return _mapped({"text": texts[0]}, key) if len(texts) == 1 and not asked and len(row) <= 3 else ""
+
+
+_SPEAKING = ("assistant", "gpt", "model", "bot", "chatgpt")
+
+
+def _mapped(pairs: Mapping[str, str], key: str, how: str = ", or map them:") -> str:
+    named = {mine: json.dumps(its) if " " in its else its for mine, its in pairs.items() if mine != its}
+    return f"{how} '{key}={{{', '.join(f'{mine}: {its}' for mine, its in named.items())}}}', for one"
+
+
+def _two_replies(texts: list[str]) -> tuple[str, str] | None:
+    """Two columns whose names differ in their number or letter alone; None where there are none, or more."""
+    stems: dict[str, list[str]] = {}
+    for text in texts:
+        if found := _NUMBERED.fullmatch(text):
+            stems.setdefault(found[1].lower(), []).append(text)
+    pairs = [names for names in stems.values() if len(names) == 2]
+    return (pairs[0][0], pairs[0][1]) if len(pairs) == 1 else None

@@ -1,0 +1,382 @@
+"""Data files: which files a path means, the format of each by its first row, and their rows in order, with their lines.
+
+JSON Lines (one object a line), a JSON array of objects, CSV with a header, and parquet (needs pyarrow); the first
+three may be gzipped (`.gz`). Nothing is read whole: rows of bounded size come in chunks. Torch is not imported.
+"""
+
+import csv
+import glob
+import gzip
+import io
+import json
+import os
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from dtrain.base import json_files
+from dtrain.base.errors import UserError
+from dtrain.base.ranges import nearest
+from dtrain.data.formats import formats
+from dtrain.data.sources.columns import how_to_map, renamed
+from dtrain.data.sources.file_kinds import KINDS
+
+CHUNK_ROWS = 256
+CHUNK_BYTES = 1 << 20
+ROW_BYTES = 1 << 24  # of one row: a million tokens, as text or as ids with labels, are less
+_PLAIN_TEXT = 'plain text goes into a .jsonl, a line for each: {"text": "..."}'
+NO_SPACE = re.compile(r"\S|\Z")
+Stream = io.BufferedReader | gzip.GzipFile
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Neighbouring rows of one file: (line, row) pairs; a row is still bytes where `parse` has to read it.
+
+    `size` is how many bytes of the file the chunk stands for: a progress bar adds them up to the file's size.
+    """
+
+    file: str
+    rows: list[tuple[int, Any]]
+    size: int
+
+
+def entries(split: Any, key: str) -> list[tuple[Any, str]]:
+    """The sources of data.train or data.val, by its field names as attributes, and the key of each."""
+    if split.sources:
+        return [(source, f"{key}.sources[{number}]") for number, source in enumerate(split.sources)]
+    return [(split, key)]
+
+
+def resolve(
+    paths: str | Sequence[str],
+    key: str = "data.train.path",
+    source: Any = None,
+    cache_dir: str | Path | None = None,
+) -> list[Path]:
+    """The files that `paths` (one or several paths, globs, ids of the hub or URLs) mean, in the order given, a glob's
+    sorted.
+
+    source: what says split, subset and revision of a dataset of the hub, which is looked for in its cache alone.
+    cache_dir: where files behind URLs are copied to.
+    Raises UserError, naming `key`, for a path without a file and for a kind of file that dtrain does not read.
+    """
+    files: list[Path] = []
+    for path in [paths] if isinstance(paths, str) else list(paths):
+        found = _matches(str(path), key, source, cache_dir)
+        for file in found:
+            kind_of(file, key)
+        files += found
+    if not files:
+        raise UserError(f"{key} names no file; give a path, a glob or a list of them")
+    return files
+
+
+def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> list[Path]:
+    if "://" in path:
+        from dtrain.data.sources import urls
+
+        if cache_dir is None:
+            raise UserError(f"{key}: {path} is a URL, and there is no place to copy it to; copy it yourself")
+        return urls.copies(path, key, Path(cache_dir).expanduser())
+    expanded = Path(path).expanduser()
+    if expanded.is_file():
+        return [expanded]
+    if expanded.is_dir():
+        raise UserError(f"{key}: {path} is a directory; name its files, for example {key}='{path.rstrip('/')}/*.jsonl'")
+    if glob.has_magic(path):
+        found = sorted(Path(name) for name in glob.glob(str(expanded), recursive=True) if Path(name).is_file())
+        if not found:
+            raise UserError(f"{key}: no file matches {path}")
+        return found
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        from dtrain.data.sources import hub
+
+        if hub.is_data_id(path):
+            pick = hub.Pick.of(source)
+            files = hub.cached(path, pick, key.removesuffix(".path"))
+            if files is None:
+                raise UserError(hub.absent(path, pick, key))
+            return files
+    parts = re.split(r"[,;\s]+", path)
+    several = f": several are written [{','.join(parts)}]" if len(parts) > 1 and Path(parts[0]).is_file() else ""
+    raise UserError(f"{key}: there is no file {path}{several or _instead(expanded)}")
+
+
+def _instead(file: Path) -> str:
+    """What to add where a path leads to no file: whither a link leads, or the name that is meant."""
+    if file.is_symlink():
+        return f": it is a link to {os.readlink(file)}, which is no file"
+    names = [one.name for one in islice(file.parent.iterdir(), 1000)] if file.parent.is_dir() else []
+    near = nearest(file.name, names)
+    return f"; did you mean {file.parent / near}?" if near else ""
+
+
+def kind_of(file: Path, key: str = "data.train.path") -> str:
+    """json, csv or parquet, by the file's ending."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    ending = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
+    kind = KINDS.get(ending)
+    if kind is None or (kind == "parquet" and suffixes[-1] == ".gz"):
+        table = ending in (".tsv", ".tab", ".xlsx", ".xls", ".ods")
+        raise UserError(
+            f"{key}: {file} is none of the files that dtrain reads: {', '.join(KINDS)}, all but the last also as .gz; "
+            + ("save the table as .csv, with commas" if table else _PLAIN_TEXT)
+        )
+    return kind
+
+
+def read_chunks(file: Path) -> Iterator[Chunk]:
+    """The rows of `file` in chunks of at most CHUNK_ROWS rows and about CHUNK_BYTES; blank lines are passed over."""
+    kind = kind_of(file)
+    if kind == "parquet":
+        yield from _parquet(file)
+        return
+    stream: Stream
+    with gzip.open(file) if file.suffix.lower() == ".gz" else open(file, "rb") as stream:
+        try:
+            rows: Iterator[tuple[int, Any, int]]
+            if kind == "csv":
+                rows = _csv(file, stream)
+            elif _first_character(stream) == b"[":
+                rows = _json_array(file, stream)
+            else:
+                rows = _json_lines(file, stream)
+            yield from _chunks(file, rows)
+        except UnicodeDecodeError as problem:
+            raise UserError(f"{file}: the file is not UTF-8 text ({problem}); convert it to UTF-8") from problem
+        except (gzip.BadGzipFile, EOFError, zlib.error) as problem:
+            raise UserError(f"{file}: the file is not a whole gzip file ({problem})") from problem
+
+
+def parse(file: str, line: int, row: Any) -> dict[str, Any]:
+    """A row of a chunk as a dict. Raises UserError with file, line and column of what is wrong."""
+    if isinstance(row, bytes):
+        try:
+            text = row.decode("utf-8-sig" if line == 1 else "utf-8").rstrip("\r\n")  # else column 1
+            row = json_files.loads(text)
+        except json.JSONDecodeError as problem:
+            raise UserError(
+                f"{file}:{line}: this line is not JSON: {problem.msg} (column {problem.colno}); "
+                f"each line of the file must be one whole JSON object{_mend(text, Path(file).name)}"
+            ) from problem
+        except UnicodeDecodeError as problem:
+            raise UserError(f"{file}:{line}: {_no_text(row, problem)}") from problem
+        except ValueError as problem:  # a number of thousands of digits, lists in lists in lists, a name twice
+            raise UserError(f"{file}:{line}: Python cannot read this line: {problem}; mend it") from problem
+    if not isinstance(row, dict):
+        raise UserError(f"{file}:{line}: a row must be a JSON object with named fields, not {json_files.kind_of(row)}")
+    return row
+
+
+def _mend(text: str, name: str) -> str:
+    """How to mend a line that is not JSON, where it shows what it is."""
+    if text.strip() in ("{", "["):
+        return f". If an object goes on over several lines, `jq -c . {name} > rows.jsonl` puts each on one"
+    if text.lstrip("{ ")[:1] in ("\u2018", "\u201c", "\u00ab"):
+        return f'. Its quotes are of a page, {text.lstrip("{ ")[0]}: JSON has "'
+    return ". It looks like Python's own notation: write it with json.dumps" if text.startswith("{'") else ""
+
+
+def _no_text(row: bytes, problem: UnicodeDecodeError) -> str:
+    if row.startswith(b"\x1f\x8b"):
+        return "the file is gzipped; give it a name that ends in .gz"
+    if row.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "the file is UTF-16 text; `iconv -f UTF-16 -t UTF-8` converts it"
+    return f"this line is not UTF-8 text ({problem}); convert it to UTF-8"
+
+
+def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
+    """The line and value of the file's first row; None where it has none."""
+    for chunk in read_chunks(file):
+        for line, row in chunk.rows:
+            return line, parse(chunk.file, line, row)
+    return None
+
+
+def formats_of(files: Sequence[Path], name: str, kind: str, columns: Mapping[str, str], key: str) -> tuple[str, ...]:
+    """The format of each file: `name`, or where that is auto that of its first row, to which the encoder holds all
+    others. Raises UserError."""
+    if name == "preference" and kind in ("examples", "prompts"):
+        raise UserError(f"{files[0]}: {formats.refuse_preference()}")
+    if name != "auto" and name not in formats.KINDS[kind]:
+        raise UserError(f"{files[0]}: {formats.refuse_single(name, kind)}")
+    if name != "auto" and not columns:
+        return (name,) * len(files)
+    found = [_first_format(file, name, kind, columns, key) for file in files]
+    known = next((one for one in found if one is not None), None)
+    if known is None:
+        raise UserError(f"the dataset is empty: there is no row in {', '.join(map(str, files[:3]))}")
+    return tuple(one or known for one in found)
+
+
+def _first_format(file: Path, name: str, kind: str, columns: Mapping[str, str], key: str) -> str | None:
+    """The format of the file's first row; None where it has none. Raises UserError, also for a column that it lacks."""
+    first = first_row(file)
+    if first is None:
+        return None
+    line, row = first
+    try:
+        row = renamed(row, columns, key, strict=True) if columns else row
+        found = formats.detect(row, kind) if name == "auto" else name
+        if found is None:
+            raise UserError(formats.describe_unknown(row, kind) + ("" if columns else how_to_map(row, kind, key)))
+    except UserError as problem:
+        raise UserError(f"{file}:{line}: {problem}") from problem
+    return found
+
+
+def _first_character(stream: Stream) -> bytes:
+    """The first byte that is neither space nor byte order mark; the stream is back at its start."""
+    found = b""
+    while not found and (block := stream.read(4096)):
+        found = block.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    stream.seek(0)
+    return found
+
+
+def _chunks(file: Path, rows: Iterator[tuple[int, Any, int]]) -> Iterator[Chunk]:
+    """(line, row, size) triples gathered into chunks."""
+    gathered: list[tuple[int, Any]] = []
+    size = 0
+    for line, row, row_size in rows:
+        gathered.append((line, row))
+        size += row_size
+        if len(gathered) >= CHUNK_ROWS or size >= CHUNK_BYTES:
+            yield Chunk(str(file), gathered, size)
+            gathered, size = [], 0
+    if gathered:
+        yield Chunk(str(file), gathered, size)
+
+
+def _refuse_long(file: Path, line: int, size: int) -> None:
+    """Raise UserError for a row, or what has been read of it, of more than ROW_BYTES."""
+    if size > ROW_BYTES:
+        raise UserError(
+            f"{file}:{line}: this row is larger than {ROW_BYTES >> 20} MiB, more than one row may be: is there a line "
+            "break after each row? Split a longer document into several rows"
+        )
+
+
+def _json_lines(file: Path, stream: Stream) -> Iterator[tuple[int, bytes, int]]:
+    for line, text in enumerate(iter(lambda: stream.readline(ROW_BYTES + 1), b""), start=1):
+        _refuse_long(file, line, len(text))
+        if text.strip():
+            yield line, text, len(text)
+
+
+def _json_array(file: Path, stream: Stream) -> Iterator[tuple[int, Any, int]]:
+    """The objects of one JSON array, decoded one after the other from a sliding piece of the file."""
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    buffer, position, line = text.read(CHUNK_BYTES), 0, 1
+
+    def more() -> bool:
+        nonlocal buffer, position
+        block = text.read(max(CHUNK_BYTES, len(buffer) - position))
+        buffer, position = buffer[position:] + block, 0
+        return bool(block)
+
+    def next_character() -> str:
+        nonlocal position, line
+        while True:
+            found = NO_SPACE.search(buffer, position)
+            end = found.start() if found else len(buffer)
+            line += buffer.count("\n", position, end)
+            position = end
+            if position < len(buffer):
+                return buffer[position]
+            if not more():
+                raise UserError(f"{file}:{line}: the JSON array never ends: a ] is missing; is the file whole?")
+
+    next_character()
+    position += 1
+    closed = next_character() == "]"
+    position += closed
+    while not closed:
+        next_character()
+        while True:
+            try:
+                row, end = json_files.decoder.raw_decode(buffer, position)
+                json_files.check_shape(row)
+                _refuse_long(file, line, end - position)
+                break
+            except json.JSONDecodeError as problem:
+                _refuse_long(file, line, len(buffer) - position)
+                at, found = line + buffer.count("\n", position, problem.pos), buffer[problem.pos : problem.pos + 1]
+                if not more():
+                    after = " (a comma before the ] is one too many)" if found == "]" else ""
+                    raise UserError(f"{file}:{at}: this is not JSON: {problem.msg}{after}") from problem
+            except (ValueError, RecursionError) as problem:
+                raise UserError(f"{file}:{line}: Python cannot read this row: {problem}; mend it") from problem
+        yield line, row, end - position
+        line += buffer.count("\n", position, end)
+        position = end
+        separator = next_character()
+        if separator not in ",]":
+            raise UserError(f"{file}:{line}: a comma or a ] must follow a row of a JSON array, not {separator!r}")
+        position += 1
+        closed = separator == "]"
+    while not (rest := buffer[position:].strip()) and more():
+        pass
+    if rest:
+        raise UserError(
+            f"{file}:{line}: the JSON array ends here, but {rest[:20]!r} follows; a file holds one array, "
+            "or JSON Lines: one object a line"
+        )
+
+
+def _csv(file: Path, stream: Stream) -> Iterator[tuple[int, dict[str, str], int]]:
+    csv.field_size_limit(ROW_BYTES)  # the csv module's own 128 KiB is less than one long document
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    reader = csv.DictReader(text, strict=True)
+    line = 1
+    try:
+        # A spreadsheet's empty columns have empty names, which nothing reads.
+        _refuse_doubled(f"{file}:1", [name for name in reader.fieldnames or () if name])
+        for row in reader:
+            start, line = line + 1 if reader.line_num > line else line, reader.line_num
+            if None in row:
+                raise UserError(f"{file}:{start}: this row has more cells than the header has names")
+            cells = {name: cell for name, cell in row.items() if cell is not None}
+            yield start, cells, sum(map(len, cells.values())) + len(cells)
+    except csv.Error as problem:
+        raise UserError(f"{file}:{reader.line_num}: this is not CSV: {problem}") from problem
+
+
+def _parquet(file: Path) -> Iterator[Chunk]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as problem:
+        raise UserError(f"{file}: parquet files need pyarrow: pip install 'dtrain[datasets]'") from problem
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            _refuse_doubled_fields(file, list(table.schema_arrow))
+            line, total, size = 1, max(1, table.metadata.num_rows), file.stat().st_size
+            for batch in table.iter_batches(batch_size=CHUNK_ROWS):
+                rows = batch.to_pylist()
+                for number, row in enumerate(rows if batch.nbytes > ROW_BYTES else (), start=line):
+                    _refuse_long(file, number, len(str(row)))
+                yield Chunk(str(file), list(enumerate(rows, start=line)), size * len(rows) // total)
+                line += len(rows)
+    except pyarrow.ArrowException as problem:
+        raise UserError(f"{file}: the file is not readable as parquet: {problem}") from problem
+
+
+def _refuse_doubled_fields(file: Path, fields: Sequence[Any], parent: str = "") -> None:
+    """Raise UserError where a name stands twice among the columns of a parquet file, or in a struct of one."""
+    _refuse_doubled(str(file), [f"{parent}{field.name}" for field in fields])
+    for field in fields:
+        inner = [field.type.field(index) for index in range(field.type.num_fields)]
+        _refuse_doubled_fields(file, inner, f"{parent}{field.name}.")
+
+
+def _refuse_doubled(place: str, names: Sequence[str]) -> None:
+    doubled = [repr(name[:80]) for name, count in Counter(names).items() if count > 1]
+    if doubled:
+        raise UserError(f"{place}: several columns have the same name: {', '.join(doubled)}; keep one of each")

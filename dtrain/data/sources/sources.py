@@ -1,0 +1,294 @@
+"""From the `data` section of a recipe to samples and rows: the one door through which trainer and preview come in."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain.base.errors import UserError
+from dtrain.data.formats.encoder import LONG, EncodedChunk, Part, RowEncoder
+from dtrain.data.formats.formats import CHAT_FORMATS, FORMATS, KINDS
+from dtrain.data.formats.plain_prompts import TEXT, describe, refuse_without_template
+from dtrain.data.rows.cache import Samples, Source, open_cache
+from dtrain.data.rows.rows import Rows
+from dtrain.data.sources.files import entries, formats_of, read_chunks, resolve
+from dtrain.data.text.template import ChatTemplate, choose_template
+from dtrain.data.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dtrain.data.formats.labels import Judged
+    from dtrain.data.formats.prompts import PromptOptions
+
+Say = Callable[[str], None]
+
+# Kind of sample -> module and class that make it of a row, loaded when a method asks for it.
+ENCODERS = {
+    "examples": ("dtrain.data.formats.sample", "Encoder"),
+    "pairs": ("dtrain.data.formats.pairs", "PairEncoder"),
+    "labelled": ("dtrain.data.formats.labelled", "LabelledEncoder"),
+    "prompts": ("dtrain.data.formats.prompts", "PromptEncoder"),
+    "judged examples": ("dtrain.data.formats.labels", "TextJudgement"),
+    "judged pairs": ("dtrain.data.formats.labels", "PairJudgement"),
+}
+FEWEST_PACKED = 16  # rows of a pass; with fewer, small data makes too few steps
+
+
+def open_rows(
+    section: Any,
+    *,
+    split: str = "train",
+    kind: str = "examples",
+    prompts: "PromptOptions | None" = None,
+    judged: "Judged | None" = None,
+    tokenizer: Tokenizer,
+    seed: int = 0,
+    epochs: int | None = None,
+    cache_dir: str | Path | None = None,
+    say: Say = print,
+    progress: bool = True,
+) -> Rows:
+    """The rows of `section.train` or `section.val`; what was detected, chosen, cut and left out goes to `say`.
+
+    section     the recipe's `data` (its field names, as attributes)
+    split       "train", or "val": unshuffled, one epoch, each weight taken as 1. Where section.val is a share, both are
+                parts of section.train's rows
+    kind        what the method trains on: examples, pairs (a sample is a chosen and a rejected document), labelled
+                (replies that are wanted or not) or prompts
+    prompts     how prompts are made, where the method trains on these
+    judged      the number of each row that is kept, where the method reads one
+    cache_dir   where section.cache_dir says nothing
+
+    Every rank calls it: the first makes the cache, the others wait for it. Raises UserError.
+    """
+    train, cache_dir = split == "train", section.cache_dir or cache_dir
+    sources, encoder = _opened(section, split, kind, prompts, judged, tokenizer, seed, cache_dir, say)
+    samples = open_cache(
+        sources,
+        encoder,
+        cache_dir=cache_dir,
+        num_workers=section.num_workers,
+        progress=progress,
+        label=f"{split} data",
+        say=say,
+    )
+    told = describe(f"{split} data", samples.meta["plain_prompts"], encoder.prompts_as, encoder.template)
+    for line in (*report(samples, f"{split} data", section.too_long), *told):
+        say(line)
+    rows = Rows(
+        samples,
+        max_length=section.max_length,
+        packing=bool(section.packing) and kind != "prompts",  # what is packed are the completions, once there are some
+        shuffle=section.shuffle and train,
+        seed=seed,
+        epochs=epochs if train else 1,
+    )
+    if section.packing == "auto" and not packs_by_itself(rows, kind):
+        packed = rows.rows_in_epoch(0)
+        rows = replace(rows, packing=False)
+        say(f"data.packing=auto: false, since packed the data has {packed} row{'s' * (packed != 1)} a pass")
+    return rows
+
+
+def packs_by_itself(rows: Rows, kind: str) -> bool:
+    """Whether `data.packing=auto` packs these rows; completions to prompts always."""
+    return kind == "prompts" or replace(rows, packing=True).rows_in_epoch(0) >= FEWEST_PACKED
+
+
+@dataclass(frozen=True)
+class Look:
+    """A file of `open_rows`, to be looked at before. Its methods raise UserError for the first row that is wrong."""
+
+    file: Path
+    format: str
+    columns: Mapping[str, str]
+    encoder: RowEncoder
+
+    def first(self) -> EncodedChunk | None:
+        """Its first rows, up to 256 of them, as they are trained on; None where it has none."""
+        chunk = next(read_chunks(self.file), None)
+        return None if chunk is None else self.encoder.encode_chunk(chunk, self.format, self.columns)
+
+    def rest(self, until: float, whole: bool = False) -> int | None:
+        """Whether all its rows have the shape of its format; whole: whether they become samples, by the template and
+        data.too_long. The line before which it stopped, since the clock (time.monotonic) stood at `until`; None where
+        it read all."""
+        look = self.encoder.encode_chunk if whole else self.encoder.look_at
+        for chunk in read_chunks(self.file):
+            if time.monotonic() >= until:
+                return chunk.rows[0][0]
+            look(chunk, self.format, self.columns)
+        return None
+
+    @property
+    def shape_is_all(self) -> bool:
+        """Whether rows of the right shape cannot be refused: no template writes them, and none is too long."""
+        return self.format in ("text", "tokenized") and self.encoder.too_long != "error"
+
+
+def looks(
+    section: Any,
+    *,
+    split: str = "train",
+    kind: str = "examples",
+    prompts: "PromptOptions | None" = None,
+    judged: "Judged | None" = None,
+    tokenizer: Tokenizer,
+    seed: int = 0,
+    cache_dir: str | Path | None = None,
+) -> list[Look]:
+    """Each file of `open_rows`. Raises UserError."""
+    sources, encoder = _opened(
+        section, split, kind, prompts, judged, tokenizer, seed, section.cache_dir or cache_dir, _nothing
+    )
+    return [
+        Look(file, name, source.columns, encoder)
+        for source in sources
+        for file, name in zip(source.files, source.formats, strict=True)
+    ]
+
+
+def _opened(
+    section: Any,
+    split: str,
+    kind: str,
+    prompts: "PromptOptions | None",
+    judged: "Judged | None",
+    tokenizer: Tokenizer,
+    seed: int,
+    cache_dir: str | Path | None,
+    say: Say,
+) -> tuple[list[Source], RowEncoder]:
+    """The sources of a split, and what makes samples of their rows. Raises UserError."""
+    train, is_part = split == "train", isinstance(section.val, float)
+    whence = "train" if is_part else split
+    tell = say if whence == split else _nothing
+    sources = _sources(getattr(section, whence), f"data.{whence}", tell, kind, cache_dir)
+    if not train:
+        sources = [replace(source, weight=1.0) for source in sources if source.weight]
+    formats = {name for source in sources for name in source.formats}
+    encoder = _encoder(section, tokenizer, formats, tell, kind, prompts, judged)
+    encoder.part = Part(section.val, seed, not train) if is_part else None
+    return sources, encoder
+
+
+def _nothing(line: str) -> None:
+    """Instead of `say`, where it was said already."""
+
+
+def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | None) -> list[Source]:
+    """The sources of data.train or data.val, their formats detected and said. Raises UserError."""
+    sources = []
+    for source, where in _given(split, key):
+        files = tuple(resolve(source.path, f"{where}.path", source, cache_dir))
+        weight, name, columns = getattr(source, "weight", 1.0), source.format, getattr(source, "columns", {})
+        if not 0 <= weight < float("inf"):
+            raise UserError(f"{where}.weight is {weight!r}; it must be a number, 0 or above")
+        if name != "auto" and name not in {**FORMATS, **KINDS[kind]}:
+            known = ", ".join(dict.fromkeys([*FORMATS, *KINDS[kind]]))
+            raise UserError(f"{where}.format is {name!r}; known are auto, {known}")
+        formats = formats_of(files, name, kind, columns, f"{where}.columns")
+        for one in dict.fromkeys(formats) if name == "auto" else ():
+            of = [file for file, found in zip(files, formats, strict=True) if found == one]
+            more = f" and {len(of) - 1} more files" if len(of) > 1 else ""
+            say(f"{key}: {of[0]}{more}: format {one} (detected)")
+        sources.append(Source(files, formats, float(weight), columns))
+    return sources
+
+
+def _encoder(
+    section: Any,
+    tokenizer: Tokenizer,
+    formats: set[str],
+    say: Say,
+    kind: str,
+    prompts: "PromptOptions | None",
+    judged: "Judged | None",
+) -> RowEncoder:
+    """Rows to samples as the section asks; says which chat template serves, and what loss_on means for plain rows."""
+    template = choose_template(
+        tokenizer.directory, tokenizer.special_tokens, section.chat_template, section.template_kwargs
+    )
+    refuse_without_template(section.prompts_as, template, tokenizer.directory)
+    limits = {
+        "max_length": section.max_length,
+        "too_long": section.too_long,
+        "prompts_as": section.prompts_as or TEXT,
+    }
+    options: dict[str, Any] = {}
+    if judged is not None:
+        options["judged"] = judged
+    elif kind == "prompts":
+        options["options"] = prompts
+    elif kind == "examples":
+        options["loss_on"] = section.loss_on
+    module, name = ENCODERS[kind if judged is None else f"judged {kind}"]
+    encoder: RowEncoder = getattr(import_module(module), name)(tokenizer, template, **options, **limits)
+    if template and formats & {*CHAT_FORMATS, "prompt_completion", "preference", "question"}:
+        say(f"chat template: {template.origin}")
+        for note in _template_notes(template, encoder):
+            say(note)
+    plain = kind == "examples" and judged is None
+    if plain and "text" in formats and section.loss_on != "all":
+        say(f"data.loss_on={section.loss_on}: rows of plain text have no such part, so all of their tokens are trained")
+    if "tokenized" in formats:
+        keys = ", ".join(KINDS[kind]["tokenized"])
+        what = "their labels, not data.loss_on, say what is trained" if plain else f"nothing is added to {keys}"
+        say(f"tokenized rows are used as they are: {what}")
+    return encoder
+
+
+def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:
+    """What a cache holds and what is missing from it, in sentences."""
+    meta = samples.meta
+    noun = samples.noun
+    trained = "" if noun == "prompts" else f", {meta['trained_tokens']:,} of them trained"
+    made = noun.removesuffix("s") if meta["samples"] == 1 else noun
+    rows = f"{meta['rows']:,} row{'s' * (meta['rows'] != 1)}"
+    lines = [f"{label}: {meta['samples']:,} {made} of {rows}, {meta['tokens']:,} tokens{trained}"]
+    if meta.get("others"):
+        lines[0] += f" (data.val is a share: {meta['others']:,} rows are of the other part)"
+    if noun == "samples" and 0 < meta["trained_tokens"] <= meta["samples"]:
+        lines.append(
+            f"note: {label}: one token of a sample is trained, as where answers are empty: that teaches their end "
+            "alone; `dtrain preview` shows it"
+        )
+    limit = f"data.max_length={meta['max_length']}"
+    if meta["truncated"]:
+        lines.append(f"{label}: {meta['truncated']:,} {noun} truncated to {limit}; {meta['tokens_cut']:,} tokens cut")
+    if meta["too_long"]:
+        lines.append(f"{label}: {meta['too_long']:,} rows dropped, longer than {limit} (data.too_long={too_long})")
+    if meta["untrained"]:
+        named = [f"{file}:{line} ({reason})" for file, line, reason in meta["left_out"] if reason != LONG]
+        why = "without a trained token" if noun != "pairs" else "that teach no preference"
+        lines.append(
+            f"{label}: {meta['untrained']:,} rows left out {why}: {', '.join(named[:5])}"
+            + (", ..." if meta["untrained"] > len(named[:5]) else "")
+        )
+    if meta["left_out"] and (samples.directory / "left_out.txt").is_file():
+        lines.append(f"{label}: all rows left out are listed in {samples.directory / 'left_out.txt'}")
+    return lines
+
+
+def _given(split: Any, key: str) -> list[tuple[Any, str]]:
+    """Each source, and its key."""
+    if split is None:
+        raise UserError(f"{key} is null: name its data with {key}.path")
+    if split.sources and split.path:
+        raise UserError(f"{key}.path and {key}.sources are both set; sources replace path, so keep one of them")
+    if not split.sources and not split.path:
+        raise UserError(f"{key}.path is not set: name a file, a glob or a list of them")
+    return entries(split, key)
+
+
+def _template_notes(template: ChatTemplate, encoder: RowEncoder) -> list[str]:
+    notes = []
+    if template.writes_today:
+        notes.append(
+            "the chat template writes today's date into each conversation; "
+            "data.template_kwargs.date_string may fix it (what tokenising writes is kept in the cache)"
+        )
+    if encoder.replies.headers().ending == "" and "{% generation" not in template.source:
+        notes.append("the chat template writes no end-of-turn token: a model trained with it does not learn to stop")
+    return notes

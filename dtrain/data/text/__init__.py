@@ -1,0 +1,7 @@
+"""Tokenizers, chat templates, and the calls of tools that templates write.
+
+tokenizer                  tokenizer.json with its special tokens
+template, sandbox          a chat template, and the limits within which it runs
+replies                    the parts of a rendered conversation that the model wrote
+tool_format, tool_calls    the form in which a template writes calls of tools; calls read back
+"""

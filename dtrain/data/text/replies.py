@@ -1,0 +1,233 @@
+"""Where a rendered conversation holds what the model itself writes: the spans that loss on replies is taken over.
+
+A reply runs from the end of the assistant's header (what the generation prompt gives before the model speaks) through
+the end-of-turn token, inclusive. The white space that a template writes after that token is not part of it: the model
+stops at the token. So a model learns to write and to end its turn, and nothing that is put into its prompt for it.
+
+How a span is found. `ChatTemplate.marked` tells which characters of the whole conversation come from a message, so
+that a turn is taken as it stands there: what a template strips from earlier turns (Qwen3's thinking) is not trained.
+Within these characters the header is the generation prompt, or, where a turn does not begin with it (a generation
+prompt may hold an empty thinking block that earlier turns lack), the header that the template writes before a reply
+in mid-conversation, learnt from a probe. Templates whose loop cannot be marked are rendered in prefixes instead.
+A `{% generation %}` block is taken at its word. What none of this decides is refused, not guessed.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import loads
+from dtrain.data.text.template import ChatTemplate, Marked
+
+QUESTION = {"role": "user", "content": "dtrain asks"}
+REPLY = "dtrain replies"
+TOOL = {
+    "type": "function",
+    "function": {"name": "dtrain_tool", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = {"type": "function", "id": "call00000"}
+Span = tuple[int, int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What stands around a reply. None: the template would not tell.
+
+    prompt   what the generation prompt adds
+    turn     what precedes a reply in mid-conversation
+    ending   what follows a reply within its own turn, white space at its ends left out
+    """
+
+    prompt: str | None
+    turn: str | None
+    ending: str | None
+
+
+class Replies:
+    """Finds replies in conversations rendered by one template."""
+
+    def __init__(self, template: ChatTemplate):
+        self.template = template
+        self._headers: dict[bool, Headers] = {}
+        self._calls: dict[bool, str | None] = {}
+
+    def headers(self, with_tools: bool = False) -> Headers:
+        """The headers of conversations with or without tools; probed once each."""
+        if with_tools not in self._headers:
+            self._headers[with_tools] = self._probe([TOOL] if with_tools else None)
+        return self._headers[with_tools]
+
+    def with_objects(self, messages: Messages, tools: Messages | None) -> Messages:
+        """`messages`, the arguments of tool calls as objects where the template would quote a JSON string twice.
+
+        OpenAI's files hold arguments as a string of JSON; most templates write `arguments | tojson`. Raises UserError
+        where the template leaves calls out (Phi-3's, Phi-4-mini's): an empty turn would be trained in their place.
+        """
+        calling = next((index for index, message in enumerate(messages) if message.get("tool_calls")), None)
+        if calling is None:
+            return messages
+        written = self._written_call(tools is not None)
+        if written is not None and "dtrain_tool" not in written:
+            raise UserError(
+                f"messages[{calling}] has tool_calls, and the chat template, {self.template.origin}, does not write "
+                "them: name a template that does with data.chat_template, or write the calls into the content"
+            )
+        if written is not None and '\\"dtrain\\"' not in written:
+            return messages
+        return [
+            {**message, "tool_calls": [_object_call(call) for call in message["tool_calls"]]}
+            if message.get("tool_calls")
+            else message
+            for message in messages
+        ]
+
+    def find(self, messages: Messages, tools: Messages | None, wanted: Iterable[int]) -> tuple[str, list[Span]]:
+        """The conversation's text and the spans of the replies messages[i], i in `wanted`, in order.
+
+        Raises UserError where the template refuses the conversation, or a span cannot be told for certain.
+        """
+        marked = self.template.marked(messages, tools)
+        wanted, spans = sorted(wanted), []
+        if marked.generations and wanted == [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
+            spans = marked.generations
+        elif marked.generations:
+            spans = [span for index in wanted for span in self._generated(marked, index)]
+        else:
+            spans = [self._reply(messages, tools, marked, index) for index in wanted]
+        return marked.text, [span for span in spans if span[0] < span[1]]
+
+    def blocks(self, messages: Messages, tools: Messages | None, wanted: Iterable[int]) -> tuple[str, list[Span]]:
+        """The conversation's text and all that is written of messages[i], i in `wanted`, headers included."""
+        marked = self.template.marked(messages, tools)
+        return marked.text, [self._block(messages, tools, marked, index) for index in sorted(wanted)]
+
+    def _probe(self, tools: Messages | None) -> Headers:
+        reply = {"role": "assistant", "content": REPLY}
+        try:
+            before = self.template.render([QUESTION], tools)
+            asked = self.template.render([QUESTION], tools, add_generation_prompt=True)
+            prompt = asked[len(before) :] if asked.startswith(before) else None
+        except UserError:
+            prompt = None
+        try:
+            messages = [QUESTION, reply, QUESTION]
+            marked = self.template.marked(messages, tools)
+            start, end = self._block(messages, tools, marked, 1)
+        except UserError:
+            return Headers(prompt, None, None)
+        header, found, rest = marked.text[start:end].partition(REPLY)
+        return Headers(prompt, header if found else None, rest.strip() if found else None)
+
+    def _written_call(self, with_tools: bool) -> str | None:
+        """A turn that calls a tool, with arguments as a string, as the template writes it; None where it refuses."""
+        if with_tools not in self._calls:
+            function = {"name": "dtrain_tool", "arguments": '{"dtrain": 1}'}
+            asking = {"role": "assistant", "content": "", "tool_calls": [CALL | {"function": function}]}
+            tools, none = ([TOOL] if with_tools else None), {"role": "assistant", "content": "0"}
+            try:
+                text = self.template.render([QUESTION, asking], tools)
+                # What is there without the call too, the tool's description, is none of it.
+                same = commonprefix([text, self.template.render([QUESTION, none], tools)])
+                self._calls[with_tools] = text[len(same) :]
+            except UserError:
+                self._calls[with_tools] = None
+        return self._calls[with_tools]
+
+    def _block(self, messages: Messages, tools: Messages | None, marked: Marked, index: int) -> Span:
+        """The characters that messages[index] gave: by the marks, else between two prefixes of the conversation."""
+        block = marked.blocks[index]
+        if block is not None:
+            others = (other for number, other in enumerate(marked.blocks) if number != index and other is not None)
+            if any(block[0] <= start and end <= block[1] for start, end in others):
+                raise self._unknown(index, "it writes several messages as one turn")
+            return block
+        try:
+            before, after = (self.template.render(messages[:end], tools) for end in (index, index + 1))
+        except UserError as problem:
+            raise self._unknown(index, "it has no single loop over the messages") from problem
+        if not (marked.text.startswith(after) and after.startswith(before)):
+            raise self._unknown(index, "it rewrites earlier turns, and has no single loop over the messages")
+        return len(before), len(after)
+
+    def _reply(self, messages: Messages, tools: Messages | None, marked: Marked, index: int) -> Span:
+        start, end = self._block(messages, tools, marked, index)
+        text = marked.text[start:end]
+        headers = self.headers(tools is not None)
+        text = text[: self._own(messages, tools, marked, index, text)]
+        end = start + len(text.rstrip())
+        if headers.ending == "":
+            # Some templates end a turn after it: directly in front of the next one, or at the very end.
+            eos = self.template.variables.get("eos_token")
+            if eos and marked.text.startswith(eos, end):
+                end += len(eos)
+        indent = len(text) - len(text.lstrip())
+        for header in (headers.prompt, headers.turn):
+            if header and header.strip() and text.startswith(header.lstrip(), indent):
+                return start + indent + len(header.lstrip()), end
+        if headers.turn is not None and not headers.turn.strip():
+            return start, end  # turns of this template begin without a header
+        return self._end_of_prompt(messages, tools, marked, index), end
+
+    def _own(self, messages: Messages, tools: Messages | None, marked: Marked, index: int, text: str) -> int:
+        """How many characters of `text`, the block of messages[index], come before what tools answered: some templates
+        (Gemma 4's) write answers into the turn that asked. Known by the same conversation without the answers."""
+        after = _after_answers(messages, index)
+        if after == index + 1 or any(marked.blocks[index + 1 : after]):
+            return len(text)
+        try:
+            without = self.template.marked([*messages[: index + 1], *messages[after:]], tools)
+        except UserError as problem:
+            raise self._unknown(index, "it writes the answers of tools as a part of it") from problem
+        block = without.blocks[index]
+        if block is None:
+            raise self._unknown(index, "it writes the answers of tools as a part of it")
+        return len(commonprefix([text, without.text[slice(*block)]]))
+
+    def _end_of_prompt(self, messages: Messages, tools: Messages | None, marked: Marked, index: int) -> int:
+        """Where the generation prompt of messages[index] ends, if the conversation begins with that very prompt."""
+        start, end = self._block(messages, tools, marked, index)
+        try:
+            prompt = self.template.render(messages[:index], tools, add_generation_prompt=True)
+            silent = self.template.render(messages[:index], tools)
+        except UserError as problem:
+            raise self._unknown(index, "its turn begins unlike its generation prompt") from problem
+        if prompt == silent and marked.blocks[index - 1] is None and messages[index - 1]["role"] == "tool":
+            return start  # the turn that asked a tool goes on after the answer
+        if prompt != silent and marked.text.startswith(prompt) and start <= len(prompt) <= end:
+            return len(prompt)
+        raise self._unknown(index, "its turn begins unlike its generation prompt")
+
+    def _generated(self, marked: Marked, index: int) -> list[Span]:
+        block = marked.blocks[index]
+        if block is None:
+            raise self._unknown(index, "it has no single loop over the messages")
+        return [span for span in marked.generations if block[0] <= span[0] and span[1] <= block[1]]
+
+    def _unknown(self, index: int, why: str) -> UserError:
+        return UserError(
+            f"messages[{index}]: dtrain cannot tell where the reply begins and ends in what the chat template, "
+            f"{self.template.origin}, writes: {why}. Put {{% generation %}} and {{% endgeneration %}} around the "
+            "reply in a copy of the template and name it with data.chat_template, or set data.loss_on=all"
+        )
+
+
+def _after_answers(messages: Messages, index: int) -> int:
+    """The first message after messages[index] and the answers of tools that follow it."""
+    rest = range(index + 1, len(messages))
+    return next((number for number in rest if messages[number]["role"] != "tool"), len(messages))
+
+
+def _object_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return dict(call)
+    try:
+        value = loads(arguments)
+    except ValueError:
+        return dict(call)
+    changed = {**function, "arguments": value if isinstance(value, dict) else arguments}
+    return {**call, "function": changed} if "function" in call else changed

@@ -1,0 +1,352 @@
+"""Chat templates: which one a model's conversations are written with, and what it writes.
+
+A template is jinja2, run in a sandbox of bounded time and memory (`sandbox`) and with the extras that the field's
+templates count on (transformers' `apply_chat_template`): what `render` writes is what transformers writes. Torch is not
+imported.
+
+The template is compiled with marks that are silent in `render`: at the start of each round of a loop over messages,
+after such a loop, and around `{% generation %}` blocks. `marked` lets them speak, so that one more rendering tells
+which characters come from which message, whatever the template trims or rewrites.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.visitor import NodeTransformer
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import read_json, read_text
+from dtrain.data.text.sandbox import Sandbox
+
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+DELIMITERS = ("\U000f1234", "\U000f4321", "\U00101234", "\U00104321")  # private use: no text has them all
+PROBE = "A thought that no template has."
+SILENT = {"dtrain_round": lambda item, loop: "", "dtrain_mark": lambda kind, loop: ""}
+SOURCE_BYTES = 1 << 20
+SAID = 500  # characters of a template's own message
+# What a template's own code can raise on a row that does not suit it.
+FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+
+
+@dataclass
+class Marked:
+    """A rendering's text, the characters [start, end) of each message (None: not known), and of generation blocks."""
+
+    text: str
+    blocks: list[tuple[int, int] | None]
+    generations: list[tuple[int, int]] = field(default_factory=list)
+
+
+class ChatTemplate:
+    """One model's chat template with the variables that it is rendered with.
+
+    source          the template; `tool_source`, where there is one, takes its place for conversations with tools
+    origin          where it was found, for messages
+    special_tokens  `bos_token` ... as the template sees them
+    variables       the recipe's `data.template_kwargs`
+    """
+
+    def __init__(
+        self,
+        source: str,
+        origin: str,
+        special_tokens: Mapping[str, str],
+        variables: Mapping[str, Any] | None = None,
+        tool_source: str | None = None,
+    ):
+        self.source, self.origin = source, origin
+        self._arguments = (source, origin, dict(special_tokens), dict(variables or {}), tool_source)
+        taken = [name for name in variables or {} if name in RESERVED]
+        if taken:
+            raise UserError(f"data.template_kwargs.{taken[0]} is set by dtrain itself; take it out of the recipe")
+        self.variables = {**special_tokens, **(variables or {})}
+        self._sandbox = Sandbox(
+            {"tojson": _tojson},
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        )
+        self._sandbox.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self._template = self._compiled(source)
+        self._has_blocks: bool | None = None
+        self._tool_template = self._template if tool_source is None else self._compiled(tool_source)
+
+    def __reduce__(self):
+        return ChatTemplate, self._arguments
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that decides what is written."""
+        source, _, *others = self._arguments  # where it was found decides nothing
+        others += ["thoughts are parts"] * self._thinks_in_blocks()  # else a cache from before would be read, without
+        return hashlib.sha256(json.dumps([source, *others], sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    @property
+    def writes_today(self) -> bool:
+        return any("strftime_now" in (source or "") for source in (self._arguments[0], self._arguments[4])) and (
+            "date_string" not in self.variables
+        )
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as text. variables: of this conversation, over those of all. Raises UserError with the
+        template's own message and line."""
+        return self._run(self._prepared(messages), tools, add_generation_prompt, {**(variables or {}), **SILENT})
+
+    def reads(self, name: str) -> bool:
+        """Whether the template knows a variable of this name that is not dtrain's to set."""
+        sources = (source or "" for source in (self._arguments[0], self._arguments[4]))
+        is_own = name in (*RESERVED, *self._arguments[2]) or name in self._sandbox.globals
+        return name.isidentifier() and not is_own and any(re.search(rf"\b{name}\b", source) for source in sources)
+
+    def marked(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> Marked:
+        """The conversation as text, with the characters that each message gave.
+
+        A message's characters are those written in its round of the one loop over messages that writes anything in
+        it; None where no loop, or more than one, does. No characters are known where marks would change the text.
+        """
+        text = self.render(messages, tools)
+        prepared = self._prepared(messages)
+        delimiter = next((mark for mark in DELIMITERS if mark not in text), None)
+        if delimiter is None:
+            raise UserError("the conversation has the private characters that dtrain marks messages with; remove them")
+        index_of = {id(message): index for index, message in enumerate(prepared)}
+
+        def begin(item: Any, loop: int) -> str:
+            index = index_of.get(id(item))
+            return "" if index is None else f"{delimiter}round:{loop}:{index}{delimiter}"
+
+        def mark(kind: str, loop: int) -> str:
+            return f"{delimiter}{kind}:{loop}:{delimiter}"
+
+        pieces = self._run(prepared, tools, False, {"dtrain_round": begin, "dtrain_mark": mark}).split(delimiter)
+        if "".join(pieces[::2]) != text:
+            return Marked(text, [None] * len(prepared))
+        position, events = 0, []
+        for piece, payload in zip(pieces[::2], [*pieces[1::2], "end::"], strict=True):
+            position += len(piece)
+            kind, loop, index = payload.split(":")
+            events.append((position, kind, loop, index))
+        return Marked(text, _blocks(text, events, len(prepared)), _generations(events))
+
+    def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages as transformers hands them to a template: nulls left out, reasoning under each name in use; for
+        one that knows it as a part of the content alone, there."""
+        prepared = _named_reasoning(messages)
+        if any("reasoning_content" in message for message in prepared) and self._thinks_in_blocks():
+            return [_in_blocks(message) for message in prepared]
+        return prepared
+
+    def _thinks_in_blocks(self) -> bool:
+        """Whether the template writes thoughts only as parts of a message's content of type thinking (Ministral 3)."""
+        if self._has_blocks is None:
+            self._has_blocks = False
+            if re.search("""['"]thinking['"]""", self.source):
+                ask, say = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": PROBE}
+                thinks = _named_reasoning([ask, say])
+                by_field, by_part = self._tried(thinks), self._tried([ask, _in_blocks(thinks[1])])
+                # One that writes the whole list as text would write the parts' names too.
+                self._has_blocks = PROBE not in by_field and PROBE in by_part and "'type'" not in by_part
+        return self._has_blocks
+
+    def _tried(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return self._run(messages, None, False, SILENT)
+        except UserError:
+            return ""
+
+    def _run(self, messages, tools, add_generation_prompt: bool, marks: Mapping[str, Any]) -> str:
+        template = self._template if tools is None else self._tool_template
+        self._sandbox.begin()
+        try:
+            return template.render(
+                **{**self.variables, **marks},
+                messages=messages,
+                tools=None if tools is None else list(tools),
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except FAILURES as problem:
+            line = _template_line(problem)
+            where = f" (line {line} of the template)" if line else ""
+            said = str(problem)[:SAID] or type(problem).__name__
+            raise UserError(f"the chat template, {self.origin}, refuses the conversation{where}: {said}") from problem
+
+    def _compiled(self, source: str) -> jinja2.Template:
+        try:
+            if len(source) > SOURCE_BYTES:
+                raise ValueError(f"it is longer than {SOURCE_BYTES:,} characters")
+            return self._sandbox.compiled(source, _LoopMarks())
+        except (*FAILURES, SyntaxError, AssertionError) as problem:
+            line = f", line {problem.lineno}" if isinstance(problem, jinja2.TemplateSyntaxError) else ""
+            said = str(getattr(problem, "message", problem))[:SAID] or type(problem).__name__
+            raise UserError(f"{self.origin}{line}: the chat template is not valid: {said}") from problem
+
+
+def choose_template(
+    directory: Path,
+    special_tokens: Mapping[str, str],
+    file: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> ChatTemplate | None:
+    """The recipe's own `file` (data.chat_template), else chat_template.jinja of the model's `directory`, else the
+    chat_template of its tokenizer_config.json, else of its chat_template.json (processors keep it there); else None.
+
+    A list of named templates gives its `default`, and `tool_use` for conversations with tools. Raises UserError.
+    """
+    if file is not None:
+        path = Path(file).expanduser()
+        if not path.is_file():
+            raise UserError(f"data.chat_template: there is no file {file}")
+        text = read_text(path, SOURCE_BYTES)
+        return ChatTemplate(text, f"{path} (data.chat_template)", special_tokens, variables)
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        return ChatTemplate(read_text(path, SOURCE_BYTES), str(path), special_tokens, variables)
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        path = directory / name
+        found = read_json(path).get("chat_template") if path.is_file() else None
+        if found is None:
+            continue
+        if isinstance(found, str):
+            return ChatTemplate(found, f"{path} (chat_template)", special_tokens, variables)
+        named = found if isinstance(found, dict) else _named(found)
+        if not all(isinstance(one, str) for one in [*named, *named.values()]) or not named:
+            raise UserError(f"{path}: chat_template must be a template, or a list of them, each with name and template")
+        if "default" not in named:
+            raise UserError(
+                f"{path}: chat_template has no template named default, only {', '.join(named)}; "
+                "save one of them as a file and name it with data.chat_template"
+            )
+        origin = f"{path} (chat_template 'default'{', with tools tool_use' * ('tool_use' in named)})"
+        return ChatTemplate(named["default"], origin, special_tokens, variables, named.get("tool_use"))
+    return None
+
+
+def _named(entries: Any) -> dict[Any, Any]:
+    """The templates of a list by their names; empty where it is none."""
+    is_sound = isinstance(entries, list) and all(
+        isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries
+    )
+    return {entry["name"]: entry.get("template") for entry in entries} if is_sound else {}
+
+
+def _named_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages without nulls, their reasoning under each name in use."""
+    prepared = []
+    for message in messages:
+        message = {name: value for name, value in message.items() if value is not None}
+        reasoning = next((message[name] for name in REASONING if name in message), None)
+        if reasoning is not None:
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        prepared.append(message)
+    return prepared
+
+
+def _in_blocks(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content, a string, stands behind its thoughts, in parts."""
+    if "reasoning_content" not in message or message["role"] != "assistant":
+        return message
+    parts = [{"type": "thinking", "thinking": message["reasoning_content"]}]
+    if message.get("content"):
+        parts.append({"type": "text", "text": message["content"]})
+    return message | {"content": parts}
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}`: the part of a template that the model itself writes."""
+
+    tags = {"generation"}
+
+    def parse(self, parser) -> list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        scope = nodes.Scope(body).set_lineno(line)
+        return [_call("dtrain_mark", line, "generation", 0), scope, _call("dtrain_mark", line, "endgeneration", 0)]
+
+
+class _LoopMarks(NodeTransformer):
+    """Puts a mark at the start of each round of every loop with one variable, and one after the loop."""
+
+    def __init__(self):
+        self.loops = 0
+
+    def visit_For(self, node: nodes.For):
+        self.loops += 1
+        loop = self.loops
+        self.generic_visit(node)
+        if not isinstance(node.target, nodes.Name):
+            return node
+        variable = nodes.Name(node.target.name, "load")
+        node.body.insert(0, _call("dtrain_round", node.lineno, variable, loop))
+        return [node, _call("dtrain_mark", node.lineno, "endloop", loop)]
+
+
+def _call(name: str, line: int, *arguments: Any) -> nodes.Node:
+    values = [value if isinstance(value, nodes.Node) else nodes.Const(value) for value in arguments]
+    return nodes.Output([nodes.Call(nodes.Name(name, "load"), values, [], None, None)]).set_lineno(line)
+
+
+def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """JSON as it is: jinja's own filter would escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str):
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _template_line(problem: BaseException) -> int | None:
+    """The line of the template that raised: jinja rewrites the traceback's frames to the template's lines."""
+    line, frame = None, problem.__traceback__
+    while frame is not None:
+        if re.fullmatch(r"<template>|<unknown>", frame.tb_frame.f_code.co_filename):
+            line = frame.tb_lineno
+        frame = frame.tb_next
+    return line
+
+
+def _blocks(text: str, events: list[tuple[int, str, str, str]], count: int) -> list[tuple[int, int] | None]:
+    found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    for number, (start, kind, loop, index) in enumerate(events):
+        if kind != "round":
+            continue
+        rest = (at for at, other, of, _ in events[number + 1 :] if other in ("round", "endloop") and of == loop)
+        end = next(rest, len(text))
+        if text[start:end].strip():
+            found[int(index)].append((start, end))
+    return [spans[0] if len(spans) == 1 else None for spans in found]
+
+
+def _generations(events: list[tuple[int, str, str, str]]) -> list[tuple[int, int]]:
+    starts = [at for at, kind, _, _ in events if kind == "generation"]
+    ends = [at for at, kind, _, _ in events if kind == "endgeneration"]
+    return list(zip(starts, ends, strict=True))

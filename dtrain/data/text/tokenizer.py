@@ -1,0 +1,227 @@
+"""A model's tokenizer: `tokenizer.json`, and which of its tokens begin, end and pad a sequence.
+
+`tokenizer.json` turns text into ids and back; the names of the special tokens stand beside it, in several files of
+which each model fills other ones. Torch is not imported.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Encoding
+from tokenizers import Tokenizer as Backend
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import LARGE, read_json, read_text
+
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
+
+
+class Tokenizer:
+    """Text to ids and back.
+
+    directory       where it was read
+    special_tokens  name → text of the special tokens that are named, as chat templates see them (`bos_token` ...)
+    bos_id          or None
+    eos_ids         all tokens that end a generation, the model's own `eos_id` first: `eos_token` of
+                    tokenizer_config.json or special_tokens_map.json, then eos_token_id of generation_config.json and
+                    of config.json (each a number or a list); empty where no file names one
+    pad_id          `pad_token`, else pad_token_id of generation_config.json or config.json, else eos_id, else 0
+                    (padding is neither attended to nor trained, so that any id serves)
+    size            highest id + 1
+    id_limit        what ids of tokenized rows must stay below: config.json's vocab_size, or `size` if that is larger
+    """
+
+    def __init__(
+        self, directory: Path, tokenizer_json: str, files: Mapping[str, Mapping[str, Any]], base: Path | None = None
+    ):
+        self.directory, self._base = directory, base
+        config, tokens_map, generation, model = (files.get(name, {}) for name in FILES)
+        self._whole = _backend(directory, tokenizer_json, config)
+        self._plain = _backend(directory, tokenizer_json, config)
+        # Without its post-processor the tokenizer adds nothing, and its offsets are those of the text itself: the
+        # byte-level post-processor would cut the leading space off a token's offsets.
+        self._plain.post_processor = None
+        self.special_tokens = _special_tokens(directory, self._whole, config, tokens_map)
+        inner = model.get("text_config")
+        model = {**(inner if isinstance(inner, dict) else {}), **model}
+
+        named = self._named_id("eos_token")
+        ids = [*([] if named is None else [named]), *_ids(generation, "eos_token_id"), *_ids(model, "eos_token_id")]
+        self.eos_ids: list[int] = list(dict.fromkeys(ids))
+        self.bos_id = _first(self._named_id("bos_token"), _ids(generation, "bos_token_id"), _ids(model, "bos_token_id"))
+        padding = _first(self._named_id("pad_token"), _ids(generation, "pad_token_id"), _ids(model, "pad_token_id"))
+        self.pad_id: int = padding if padding is not None else (self.eos_ids or [0])[0]
+        self.size = max(self.vocabulary.values(), default=-1) + 1
+        self.id_limit = max([self.size, *_ids(model, "vocab_size")])
+        self._source = (tokenizer_json, config.get("added_tokens_decoder"))
+
+    @classmethod
+    def from_directory(cls, path: str | Path, base: Path | None = None) -> "Tokenizer":
+        """The tokenizer of a model's directory, or of an adapter's, whose `base` has the files that name a model's own
+        special tokens. Raises UserError where there is none that `tokenizers` reads."""
+        directory = Path(path).expanduser()
+        file = directory / "tokenizer.json"
+        if not directory.is_dir():
+            raise UserError(f"model.path: there is no directory {path}")
+        if not file.is_file():
+            raise UserError(_missing(directory))
+        found = {name: directory / name for name in FILES if (directory / name).is_file()}
+        if base is not None:
+            found = {name: base / name for name in FILES[2:] if (base / name).is_file()} | found
+        files = {name: read_json(file) for name, file in found.items()}
+        if not isinstance(read_json(file, most=LARGE).get("model"), dict):
+            raise UserError(f"{file} is no tokenizer of the tokenizers library: it has no model")
+        return cls(directory, read_text(file, LARGE), files, base)
+
+    def __reduce__(self):
+        return Tokenizer.from_directory, (self.directory, self._base)
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token that ends a sequence, or None."""
+        return self.eos_ids[0] if self.eos_ids else None
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token as the tokenizer spells it, added ones too, and its id."""
+        return self._whole.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all that decides the ids."""
+        named = json.dumps([self._source[1], self.special_tokens, self.bos_id, self.eos_ids], sort_keys=True)
+        return hashlib.sha256((self._source[0] + named).encode()).hexdigest()[:16]
+
+    @property
+    def special_texts(self) -> list[str]:
+        """Texts of the special tokens, which `decode` can leave out."""
+        return [one.content for one in self._whole.get_added_tokens_decoder().values() if one.special]
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Ids of `text`; with special tokens, what the tokenizer's own post-processor adds (BOS, for most)."""
+        return _encode(self._whole if add_special_tokens else self._plain, text, add_special_tokens).ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of `text`, nothing added, and each token's characters [start, end) in `text`."""
+        encoding = _encode(self._plain, text, False)
+        return encoding.ids, encoding.offsets
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self._whole.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def affixes(self) -> tuple[list[int], list[int]]:
+        """The ids that the post-processor puts before and after a text."""
+        plain, whole = self.encode("a"), self.encode("a", add_special_tokens=True)
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return whole[:start], whole[start + len(plain) :]
+        raise UserError(f"{self.directory / 'tokenizer.json'}: its post_processor rewrites the text's own tokens")
+
+    def _named_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._whole.token_to_id(text)
+
+
+def _encode(backend: Backend, text: str, add_special_tokens: bool) -> Encoding:
+    try:
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+    except TypeError as problem:  # the library's word for a string that is no Unicode text
+        half = next((at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+        if half is None:
+            raise
+        raise UserError(
+            f"the text has half a character at {half}, {text[half]!r} (one of a surrogate pair), which is no Unicode; "
+            "mend or drop it"
+        ) from problem
+
+
+def _backend(directory: Path, text: str, config: Mapping[str, Any]) -> Backend:
+    try:
+        backend = Backend.from_str(text)
+    except BaseException as problem:  # the library raises nothing narrower, and its panics are no Exception
+        if isinstance(problem, KeyboardInterrupt):
+            raise
+        raise UserError(
+            f"{directory / 'tokenizer.json'} is not readable: {problem}. "
+            "Is the file whole, and the tokenizers package up to date?"
+        ) from problem
+    backend.no_truncation()
+    backend.no_padding()
+    for token_id, token in _added(directory / "tokenizer_config.json", config.get("added_tokens_decoder") or {}):
+        if backend.token_to_id(token["content"]) is not None:
+            continue
+        flags = {name: token[name] is True for name in FLAGS if name in token}
+        backend.add_tokens([AddedToken(token["content"], special=token.get("special") is True, **flags)])
+        if backend.token_to_id(token["content"]) != token_id:
+            raise UserError(
+                f"{directory / 'tokenizer_config.json'}: added_tokens_decoder gives {token['content']!r} the id "
+                f"{token_id}, which does not follow the ids of tokenizer.json; "
+                "save the tokenizer anew with transformers"
+            )
+    return backend
+
+
+def _added(file: Path, written: Any) -> list[tuple[int, dict[str, Any]]]:
+    """The tokens of `added_tokens_decoder`, by their ids."""
+    entries = written.items() if isinstance(written, dict) else [("", written)]
+    for key, token in entries:
+        if not (key.isdecimal() and len(key) < 10 and isinstance(token, dict) and _is_text(token.get("content"))):
+            raise UserError(f"{file}: added_tokens_decoder must be a table of ids, each with the content of its token")
+    return sorted(((int(key), token) for key, token in entries), key=lambda entry: entry[0])
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a string that is Unicode: JSON can spell half a character."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _special_tokens(directory: Path, backend: Backend, *files: Mapping[str, Any]) -> dict[str, str]:
+    """name → text, each from the first file that names it; a token may be an object with its text as `content`."""
+    found: dict[str, str] = {}
+    for name in NAMES:
+        values = [file[name] for file in files if file.get(name) is not None]
+        if not values:
+            continue
+        text: Any = values[0].get("content") if isinstance(values[0], dict) else values[0]
+        if not _is_text(text):
+            raise UserError(f"{directory}: {name} must be a text, in tokenizer_config.json or special_tokens_map.json")
+        if backend.token_to_id(text) is None:
+            raise UserError(
+                f"{directory}: {name} is {text!r}, which tokenizer.json has no token for; "
+                "correct tokenizer_config.json (or special_tokens_map.json)"
+            )
+        found[name] = text
+    return found
+
+
+def _ids(file: Mapping[str, Any], key: str) -> list[int]:
+    """The ids under `key`. Anything else names none: -1 stands for nothing in some files."""
+    value = file.get(key)
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31]
+
+
+def _first(named: int | None, *others: list[int]) -> int | None:
+    return named if named is not None else next((ids[0] for ids in others if ids), None)
+
+
+def _missing(directory: Path) -> str:
+    """Why there is no tokenizer in `directory`, and what to do."""
+    slow = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (directory / name).is_file()]
+    if not slow:
+        return (
+            f"{directory} has no tokenizer.json; copy the tokenizer files of the model there "
+            "(tokenizer.json, tokenizer_config.json, special_tokens_map.json)"
+        )
+    return (
+        f"{directory} has {slow[0]} but no tokenizer.json, which is the form dtrain reads. transformers converts it:\n"
+        f"    pip install transformers sentencepiece protobuf\n"
+        f'    python -c "from transformers import AutoTokenizer; '
+        f"AutoTokenizer.from_pretrained('{directory}').save_pretrained('{directory}')\""
+    )

@@ -1,0 +1,510 @@
+"""The native engine of one rank: continuous batching over a KV cache, from requests to completions.
+
+Requests wait in a queue. Each step lets in as many as rows and memory allow, reads the prompts that are not in the
+cache yet, once each whatever the number of their samples, and decodes one token of every row; rows that have ended
+leave. What a completion is does not depend on what else is in the batch, but for rounding.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from dtrain.base.errors import Interrupted, UserError
+from dtrain.inference.budget import choose_budget
+from dtrain.inference.kv_cache import Decode, KeyValues, Place, Prefill, slot_size
+from dtrain.inference.request import Completion, Request, check_request
+from dtrain.inference.sampling import Sampler, random_key
+from dtrain.inference.stopping import StopTexts
+from dtrain.models.common.config import SLIDING
+from dtrain.models.common.decoder import CausalLM
+
+if TYPE_CHECKING:
+    from dtrain.inference.graphs import GraphMaker, Step
+
+Ticket = int
+
+# How many tokens are decoded between looks at which rows have ended: on CUDA each look waits for the device.
+_LOOK_EVERY = {"cpu": 1}
+_LOOK_EVERY_ELSEWHERE = 16
+
+
+class NotFinite(UserError):
+    """The model's logits for the rows of `tickets` are not finite. These have ended; the others go on unharmed."""
+
+    def __init__(self, tickets: Sequence[Ticket]):
+        self.tickets = tickets
+        super().__init__(
+            "the model's logits are not finite, nothing can be drawn from them; "
+            "are its weights sound, and is its dtype wide enough?"
+        )
+
+
+class Peers:
+    """What an engine does together with other ranks: nothing, where it is alone. `native` derives those that do."""
+
+    def before_forward(self) -> None:
+        """Called before every forward of the model."""
+
+    def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [R] int64 and logprobs [R], as drawn: the same on all ranks that compute the same rows."""
+        return tokens, logprobs
+
+    def give_up(self) -> bool:
+        """Whether to stop between two steps; the same answer on all ranks that compute the same rows."""
+        return False
+
+
+class Engine:
+    """One rank's requests on a model that is whole on its device, gathered, or one of several tp ranks in step.
+
+    decode: token ids → text; needed for stop texts only. max_rows: sequences decoded together. max_tokens: positions
+    of keys and values held at a time, in slots of powers of two. Both are chosen by default, see `budget`.
+    A request is let in only when its whole length fits, so that none is ever thrown out.
+    graphs: makes what captures decoding steps (`graphs.CudaGraphs`), for a model that is whole on its device and whose
+    weights are gathered; rows then have room for all their tokens from the beginning. notes_experts: keeps where the
+    tokens of prompts went, so that requests may ask for it; of a mixture of experts, without graphs.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        decode: Callable[[list[int]], str] | None = None,
+        max_rows: int | None = None,
+        max_tokens: int | None = None,
+        device: torch.device | None = None,
+        peers: Peers | None = None,
+        graphs: "Callable[[torch.device], GraphMaker] | None" = None,
+        notes_experts: bool = False,
+    ):
+        if notes_experts and (model.routing is None or graphs is not None):
+            raise ValueError("notes_experts is for a mixture of experts, without graphs")
+        config = model.config
+        self.model = model
+        self.device = device or next(model.parameters()).device
+        chosen = choose_budget(model, self.device)
+        tokens = chosen.tokens // 2 if graphs else chosen.tokens  # graphs round rows and prompts up, at most twofold
+        self.budget = replace(chosen, rows=max_rows or chosen.rows, tokens=max_tokens or tokens)
+        self._decode_text = decode
+        self._peers = peers or Peers()
+        self._graphs = graphs
+        self._notes_experts = notes_experts
+        self._windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
+        self._look_every = _LOOK_EVERY.get(self.device.type, _LOOK_EVERY_ELSEWHERE)
+        self._tickets = 0
+        self._sequences: dict[Ticket, _Sequence] = {}  # unfinished ones
+        self._finished: list[tuple[Ticket, Completion]] = []  # to be handed out
+        self._failed: list[Ticket] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        """An engine without work holds no memory: between calls the weights, and the batch, are others."""
+        self._store = KeyValues(self._windows)
+        self._waiting: dict[tuple[int, ...], deque[_Sequence]] = {}  # by prompt, the first that came first
+        self._prompts: dict[tuple[int, ...], _Prompt] = {}  # in the cache
+        self._held = 0  # positions that prompts and rows may come to fill
+        self._rows: list[_Sequence] = []  # decoding, in the cache's order
+        self._fresh: list[_Drawn] = []  # since the last look
+        self._tokens = self._index([])  # the last ones drawn, [R]
+        self._decoding: _Decoding | None = None  # None: rows came, went or grew
+        self._steps = None
+        if self._graphs is not None:
+            self._steps = import_module("dtrain.inference.graphs").Steps(self.model, self._graphs(self.device))
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """The completions of `requests`, in order. The engine must hold no other work. Raises UserError, and
+        Interrupted where its peers give up."""
+        if self.has_work:
+            raise ValueError("generate needs an engine without work; use add and step beside others")
+        for index, request in enumerate(requests):
+            self.check(request, f"request {index}")
+        tickets = [self._enqueue(request) for request in requests]
+        found: dict[Ticket, Completion] = {}
+        try:
+            while self.has_work:
+                if not self._fresh and self._peers.give_up():  # just looked: the answer waits for no device
+                    raise Interrupted
+                found.update(self.step())
+        finally:
+            self.abandon()
+        return [found[ticket] for ticket in tickets]
+
+    def add(self, request: Request) -> Ticket:
+        """Put a request in the queue; the ticket names it from here on. Raises UserError for a bad request."""
+        self.check(request, "the request")
+        return self._enqueue(request)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or is being decoded, or a completion is still to be handed out by `step`."""
+        return bool(self._sequences or self._finished)
+
+    def progress(self, ticket: Ticket, start: int = 0) -> tuple[list[int], list[float]]:
+        """Token ids and logprobs of an unfinished ticket so far, from the `start`-th on. For streaming: `step` makes
+        them more. Raises KeyError where the ticket has ended."""
+        sequence = self._sequences[ticket]
+        return sequence.ids[start:], sequence.logprobs[start:]
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Drop a ticket, waiting or decoding; nothing where it has ended already."""
+        self._finished = [(other, completion) for other, completion in self._finished if other != ticket]
+        sequence = self._sequences.pop(ticket, None)
+        if sequence is None:
+            return
+        sequence.is_done = True
+        queue = self._waiting.get(sequence.prompt)
+        if queue is not None and sequence in queue:
+            queue.remove(sequence)
+            if not queue:
+                del self._waiting[sequence.prompt]
+                self._drop_unused([sequence.prompt])
+        if not self._sequences:
+            self._clear()
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[Ticket, Completion]]:
+        """Let waiting requests in and decode one token of every row; returns what has ended, in no given order.
+
+        On CUDA completions come up to 16 steps late: looking at tokens waits for the device. Without work it returns
+        nothing. Raises NotFinite for rows whose logits are not; what has ended beside them comes with the next step.
+        """
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            if self._sequences:
+                self._make_room()
+                decoding = self._lay_out(*self._read_prompts(self._admit()))
+                if decoding is not None:
+                    self._decode(decoding)
+                if self._fresh and (len(self._fresh) >= self._look_every or all(row.has_all for row in self._rows)):
+                    self._look()
+        finally:
+            self.model.train(was_training)
+        if not self._sequences:
+            self._clear()
+        if self._failed:
+            failed, self._failed = self._failed, []
+            raise NotFinite(failed)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _enqueue(self, request: Request) -> Ticket:
+        self._tickets += 1
+        ticket = self._tickets
+        if request.sampling.max_new_tokens == 0:
+            self._finished.append((ticket, Completion()))
+            return ticket
+        sequence = _Sequence(ticket, request, self._decode_text)
+        self._sequences[ticket] = sequence
+        self._waiting.setdefault(sequence.prompt, deque()).append(sequence)
+        return ticket
+
+    def abandon(self) -> None:
+        """Drop all work, also where a step has raised in its middle."""
+        self._sequences.clear()
+        self._finished.clear()
+        self._failed.clear()
+        self._clear()
+
+    def _admit(self) -> list["_Sequence"]:
+        """The waiting sequences that rows and memory have room for; new prompts get their places, not yet read.
+
+        Those whose prompt is in the cache first, then by arrival; none overtakes one that must wait for memory.
+        """
+        entering = self._admit_within(self.budget.rows - len(self._rows))
+        if not entering and not self._rows:
+            # Prompts kept for samples that wait may fill the memory that one of these needs.
+            idle = list(self._prompts)
+            self._store.release([self._prompts[ids].place for ids in idle])
+            self._prompts.clear()
+            self._held = 0
+            entering = self._admit_within(self.budget.rows)
+        return entering
+
+    def _admit_within(self, rows: int) -> list["_Sequence"]:
+        entering: list[_Sequence] = []
+        for prompt in sorted(self._waiting, key=lambda prompt: prompt not in self._prompts):
+            queue = self._waiting[prompt]
+            is_held = prompt in self._prompts
+            while queue and len(entering) < rows:
+                needed = queue[0].room + (0 if is_held else slot_size(len(prompt)))
+                if self._held + needed > self.budget.tokens:
+                    break
+                self._held += needed
+                is_held = True
+                entering.append(queue.popleft())
+            if queue:
+                break
+            del self._waiting[prompt]
+        return entering
+
+    def _read_prompts(self, entering: list["_Sequence"]) -> tuple[list["_Sequence"], Tensor]:
+        """Read the prompts that `entering` needs and draw the first tokens; the rows that go on, and theirs, [rows]."""
+        if not entering:
+            return [], self._index([])
+        # Of one size together: little is padding, and their slots lie side by side.
+        by_size: dict[int, list[tuple[int, ...]]] = {}
+        for ids in dict.fromkeys(row.prompt for row in entering):
+            if ids not in self._prompts:
+                by_size.setdefault(slot_size(len(ids)), []).append(ids)
+        for size, group in by_size.items():
+            group.sort(key=len)
+            count = max(1, self.budget.prefill // size)
+            for start in range(0, len(group), count):
+                self._read(group[start : start + count])
+        for row in entering:
+            self._prompts[row.prompt].users += 1
+            row.prompt_routed = self._prompts[row.prompt].routed
+        logits = torch.stack([self._prompts[row.prompt].logits for row in entering])
+        tokens = self._draw(entering, logits, self._sampler(entering), self._index([0] * len(entering)))
+        if self._look_every == 1:
+            self._look()  # a first token may be the last
+        self._give_back([row for row in entering if row.has_ended])
+        staying = [index for index, row in enumerate(entering) if not row.has_ended]
+        return [entering[index] for index in staying], tokens[self._index(staying)]
+
+    def _read(self, prompts: list[tuple[int, ...]]) -> None:
+        places = [self._store.new_prompt(len(ids)) for ids in prompts]
+        longest = max(map(len, prompts))
+        # With a token of its own: a NaN that padding brings in would be one after the masked product too.
+        padded = [[*ids, *ids[-1:] * (longest - len(ids))] for ids in prompts]
+        self._peers.before_forward()
+        cache = Prefill(self._store, places, self.device)
+        logits, routed = self._forward(self._index(padded), cache, self._notes_experts)  # [B, V], [B, S, layers, k]
+        for index, (ids, place, row) in enumerate(zip(prompts, places, logits, strict=True)):
+            where = None if routed is None else routed[index, : len(ids)].clone()
+            self._prompts[ids] = _Prompt(place, row, where)
+
+    def _forward(self, tokens: Tensor, cache: Prefill | Decode, notes: bool) -> tuple[Tensor, Tensor | None]:
+        """`next_logits`, and with `notes` where the tokens [B, S] went, [B, S, layers, k] int16."""
+        routing = self.model.routing
+        if not notes or routing is None:
+            return self.model.next_logits(tokens, cache), None
+        routing.noted = {}
+        try:
+            return self.model.next_logits(tokens, cache), routing.told(len(tokens))
+        finally:
+            routing.noted = None
+
+    def _lay_out(self, entering: list["_Sequence"], first_tokens: Tensor) -> "_Decoding | None":
+        """Bring the rows, their tokens and settings in the cache's order, where rows came, went or grew; None without
+        rows."""
+        old = {id(row): index for index, row in enumerate([*self._rows, *entering])}
+        for row in entering:
+            if self._steps is None:
+                self._store.new_row(row)
+            else:
+                self._store.new_row(row, row.room)
+        if self._store.grow() or entering or (self._decoding is not None and self._decoding.decode.is_full):
+            self._decoding = None
+        if self._decoding is None:
+            self._rows = [place.owner for place in self._store.rows_in_order()]
+            order = self._index([old[id(row)] for row in self._rows])
+            self._tokens = torch.cat([self._tokens, first_tokens])[order]
+            if self._rows:
+                self._decoding = self._decoding_of(self._rows)
+        return self._decoding
+
+    def _decoding_of(self, rows: list["_Sequence"]) -> "_Decoding":
+        prompts = [self._prompts[row.prompt].place for row in rows]
+        decode = Decode(self._store, prompts, self.device, fixed=self._steps is not None)
+        if self._steps is None or decode.live is None:
+            return _Decoding(decode, self._sampler(rows))
+        every = [rows[0]] * decode.rows  # what is drawn for the others is not read
+        for place, row in zip(decode.live.tolist(), rows, strict=True):
+            every[place] = row
+        tokens = self._tokens.new_zeros(decode.rows)
+        tokens[decode.live] = self._tokens
+        sampler = self._sampler(every)
+        return _Decoding(decode, sampler, self._steps.open(decode, sampler, tokens))
+
+    def _decode(self, decoding: "_Decoding") -> None:
+        """One token of every row."""
+        self._peers.before_forward()
+        decode, step = decoding.decode, decoding.step
+        if step is None:
+            decode.begin()
+            notes = any(row.request.routed for row in self._rows)
+            logits, routed = self._forward(self._tokens[:, None], decode, notes)  # [R, V], [R, 1, layers, k]
+            self._tokens = self._draw(self._rows, logits, decoding.sampler, decode.drawn, routed)
+            decode.end()
+        else:
+            step()
+            self._tokens = self._keep(self._rows, step.tokens[decode.live], step.logprobs[decode.live])
+        decode.lengthen()
+
+    def _sampler(self, rows: list["_Sequence"]) -> Sampler:
+        return Sampler([row.request.sampling for row in rows], [row.key for row in rows], self.device)
+
+    def _index(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self.device)
+
+    def _draw(
+        self,
+        rows: list["_Sequence"],
+        logits: Tensor,
+        sampler: Sampler,
+        drawn: Tensor,
+        routed: Tensor | None = None,
+    ) -> Tensor:
+        return self._keep(rows, *self._peers.agree(*sampler.draw(logits, drawn)), routed)
+
+    def _keep(self, rows: list["_Sequence"], tokens: Tensor, logprobs: Tensor, routed: Tensor | None = None) -> Tensor:
+        self._fresh.append(_Drawn(rows, tokens, logprobs, routed))
+        for row in rows:
+            row.drawn += 1
+        return tokens
+
+    def _look(self) -> None:
+        """Read what was drawn since the last look, and find the completions that have ended."""
+        tokens = torch.cat([one.tokens for one in self._fresh]).tolist()
+        logprobs = torch.cat([one.logprobs for one in self._fresh]).tolist()
+        rows = [row for one in self._fresh for row in one.rows]
+        routed = [where for one in self._fresh for where in one.routed_of_rows()]
+        self._fresh = []
+        for row, token, logprob, where in zip(rows, tokens, logprobs, routed, strict=True):
+            if row.is_done:
+                continue
+            if where is not None and row.request.routed:
+                row.routed.append(where)
+            if logprob != logprob:
+                self._failed.append(row.ticket)
+            elif (finish := row.push(token, logprob)) is not None:
+                self._finished.append((row.ticket, Completion(row.ids, row.logprobs, finish, routed=row.all_routed())))
+            else:
+                continue
+            row.is_done = True
+            del self._sequences[row.ticket]
+
+    def _make_room(self) -> None:
+        """Take rows that have ended, or whose tokens are all drawn, out of the cache, and prompts without use."""
+        gone = [row for row in self._rows if row.has_ended]
+        if not gone:
+            return
+        kept = [index for index, row in enumerate(self._rows) if not row.has_ended]
+        self._store.release([place for place in self._store.rows_in_order() if place.owner.has_ended])
+        self._rows = [self._rows[index] for index in kept]
+        self._tokens = self._tokens[self._index(kept)]
+        self._decoding = None
+        self._give_back(gone)
+
+    def _give_back(self, gone: list["_Sequence"]) -> None:
+        """Give back what the rows `gone`, which are in no slot any more, have held."""
+        for row in gone:
+            self._held -= row.room
+            self._prompts[row.prompt].users -= 1
+        self._drop_unused({row.prompt: None for row in gone})
+
+    def _drop_unused(self, prompts: Iterable[tuple[int, ...]]) -> None:
+        held = [ids for ids in prompts if ids in self._prompts and ids not in self._waiting]
+        unused = [ids for ids in held if not self._prompts[ids].users]
+        if unused:
+            self._store.release([self._prompts.pop(ids).place for ids in unused])
+            self._held -= sum(slot_size(len(ids)) for ids in unused)
+            self._decoding = None
+
+    def check(self, request: Request, name: str) -> None:
+        """Raises UserError for a bad request, and where model or memory do not hold it even alone."""
+        config = self.model.config
+        check_request(request, config.vocab_size, name, has_decode=self._decode_text is not None)
+        longest, most = len(request.prompt) + request.sampling.max_new_tokens, config.most_positions
+        if most is not None and longest > most:
+            raise UserError(
+                f"{name} may come to {longest} tokens, and with LongRoPE this model takes {most}; lower "
+                f"max_new_tokens={request.sampling.max_new_tokens}, or shorten the prompt"
+            )
+        if request.routed and not self._notes_experts:
+            raise UserError(f"{name} asks which experts tokens go to, which is told of a mixture of experts alone")
+        needed = slot_size(len(request.prompt)) + slot_size(request.sampling.max_new_tokens)
+        if needed > self.budget.tokens:
+            raise UserError(
+                f"{name} may come to {needed} positions of keys and values (slots are powers of two), and there is "
+                f"room for {self.budget.tokens}; lower max_new_tokens={request.sampling.max_new_tokens}, or give it "
+                "more memory"
+            )
+
+
+class _Sequence:
+    """One request on its way."""
+
+    def __init__(self, ticket: Ticket, request: Request, decode: Callable[[list[int]], str] | None):
+        self.ticket, self.request = ticket, request
+        self.prompt = tuple(request.prompt)
+        self.key = random_key(request)
+        self.ids: list[int] = []  # seen by the host
+        self.logprobs: list[float] = []
+        self.drawn = 0  # tokens drawn, seen or not
+        self.prompt_routed: Tensor | None = None  # [P, layers, k]
+        self.routed: list[Tensor] = []  # of the tokens seen by the host, but the last one, [1, layers, k] each
+        self.is_done = False
+        self._stop_ids = frozenset(request.sampling.stop_ids)
+        self._texts = StopTexts(request.sampling.stop, decode) if request.sampling.stop and decode else None
+
+    @property
+    def room(self) -> int:
+        """Positions that its own tokens may come to fill."""
+        return slot_size(self.request.sampling.max_new_tokens)
+
+    @property
+    def has_all(self) -> bool:
+        return self.drawn == self.request.sampling.max_new_tokens
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it needs no row any more; what was drawn may not have been looked at."""
+        return self.is_done or self.has_all
+
+    def push(self, token: int, logprob: float) -> Literal["stop", "length"] | None:
+        """Take a token; how the completion ends with it, if it does."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if token in self._stop_ids or (self._texts is not None and self._texts.complete(self.ids)):
+            return "stop"
+        return "length" if len(self.ids) == self.request.sampling.max_new_tokens else None
+
+    def all_routed(self) -> Tensor | None:
+        """`Completion.routed`."""
+        if not self.request.routed or self.prompt_routed is None:
+            return None
+        prompt = self.prompt_routed.cpu()
+        return torch.cat([prompt, *self.routed, prompt.new_full((1, *prompt.shape[1:]), -1)])
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Tokens [R] int64 of rows, their logprobs [R], and where the tokens that were read for them went, [R, 1, layers,
+    k], where it was noted."""
+
+    rows: list[_Sequence]
+    tokens: Tensor
+    logprobs: Tensor
+    routed: Tensor | None
+
+    def routed_of_rows(self) -> Sequence[Tensor | None]:
+        """[1, layers, k] of each row, on the host."""
+        return [None] * len(self.rows) if self.routed is None else self.routed.cpu().unbind(0)
+
+
+@dataclass
+class _Decoding:
+    """Rows that are being decoded. step: where steps are captured."""
+
+    decode: Decode
+    sampler: Sampler
+    step: "Step | None" = None
+
+
+@dataclass
+class _Prompt:
+    """A prompt in the cache: its place, the logits [V] after it, where its tokens went, [P, layers, k], where that is
+    noted, and how many rows use it."""
+
+    place: Place
+    logits: Tensor
+    routed: Tensor | None
+    users: int = 0

@@ -1,0 +1,199 @@
+"""Completions in one call: of token ids by a model at hand, and of text by a directory's model."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dtrain import models
+from dtrain.base import hub
+from dtrain.base.errors import UserError
+from dtrain.base.model_directory import CONFIG, TOKENIZER
+from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.store import CheckpointStore, locate, step_of
+from dtrain.checkpoint.dcp.training_state import SCORE, model_tensors, training_tensors
+from dtrain.checkpoint.huggingface.base_weights import RunFacts, step_around, trained_beside
+from dtrain.checkpoint.huggingface.model_files import held_by
+from dtrain.checkpoint.huggingface.read import read_weights
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, base_of, is_adapter_directory, peft_names, read_adapter_config
+from dtrain.checkpoint.peft.files import ADAPTER
+from dtrain.data.text.template import choose_template
+from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.inference.engine import Engine
+from dtrain.inference.request import Request, SamplingParams
+from dtrain.models.common.adapter_config import linears
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.nf4 import quantize_linears
+
+
+def generate(
+    model: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    eos_ids: Sequence[int],
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Completions of `prompts` (token ids, lengths may differ), in order; each ends with the EOS token that stopped it.
+
+    model: one of dtrain's, whole on one device (not sharded). temperature 0 is greedy. A draw depends on seed, the
+    prompt's index and the position in the completion, not on what else is in the batch. No collective. Raises
+    UserError: an empty prompt, an id beyond the vocabulary, settings out of range.
+    """
+    sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, stop_ids=tuple(eos_ids))
+    requests = [Request(prompt, sampling, seed, index) for index, prompt in enumerate(prompts)]
+    return [completion.ids for completion in Engine(model).generate(requests)]
+
+
+def generate_text(
+    directory: Path,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    raw: bool = False,
+    dtype: str = "auto",
+    device: str = "auto",
+) -> Iterator[str]:
+    """The completion of each prompt as text, special tokens left out, in order, each as soon as those before it are.
+
+    directory: in Hugging Face's layout, or an adapter's in PEFT's; or a run's, of which `export/` serves where it is of
+    the newest checkpoint, else that checkpoint; or a checkpoint's. A prompt is a user's message in the model's chat
+    template, or with `raw`, or where the model has no template, the beginning of a text. dtype and device: as
+    `train.dtype` and `launch.device` of a recipe. Raises UserError.
+    """
+    torch_device = choose_device(device)
+    model, tokenizer = load(Path(directory), choose_dtype(dtype, torch_device), torch_device)
+    sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, stop_ids=tuple(tokenizer.eos_ids))
+    engine = Engine(model)
+    tickets = [
+        engine.add(Request(encode_prompt(tokenizer, prompt, raw), sampling, seed, index))
+        for index, prompt in enumerate(prompts)
+    ]
+    done: dict[int, list[int]] = {}
+    for ticket in tickets:
+        while ticket not in done:
+            done.update((ended, completion.ids) for ended, completion in engine.step())
+        yield tokenizer.decode(done.pop(ticket), skip_special_tokens=True)
+
+
+def load(
+    directory: Path, dtype: torch.dtype, device: torch.device, classifiers: bool = False
+) -> tuple[CausalLM, Tokenizer]:
+    """Model and tokenizer of a Hugging Face directory, or of a hub's id that is in the cache; an adapter's in PEFT's
+    layout (with its base; the tokenizer is its own, else the base's), a run's directory or a checkpoint's. Raises
+    UserError, for a classifier too unless `classifiers`."""
+    directory = hub.find_directory(directory)
+    directory = step_around(directory) or directory
+    for candidate in (directory, directory / "export"):
+        is_one = (candidate / CONFIG).is_file() or is_adapter_directory(candidate)
+        if is_one and (candidate == directory or _is_newest(candidate)):
+            return _model_in(candidate, dtype, device, 0 if classifiers else None), _tokenizer(candidate)
+    is_run = (directory / "checkpoints").is_dir()
+    if not is_run and step_of(directory.absolute()) is None:
+        raise UserError(
+            f"{directory} holds neither a model (config.json), nor an adapter ({ADAPTER_CONFIG}), nor a run "
+            "(checkpoints/ or export/), nor a checkpoint"
+        )
+    store, step = locate(directory, Ranks(alone=True))
+    source = store.directory.parent / "model"
+    return _model_of(store, step, source, dtype, device), Tokenizer.from_directory(source)
+
+
+def _model_in(directory: Path, dtype: torch.dtype, device: torch.device, labels: int | None) -> CausalLM:
+    """The model of a Hugging Face directory; of a run's exported adapter with its base as the run trained beside it."""
+    if not is_adapter_directory(directory):
+        return models.from_pretrained(directory, dtype, device, labels=labels)
+    in_4_bits, kept = trained_beside(directory)
+    model = models.from_pretrained(directory, dtype, device, nf4=in_4_bits, labels=labels)
+    config = read_adapter_config(directory)
+    _round([one for name, one in model_tensors(model).items() if not peft_names(name, config, model.config)], kept)
+    return model
+
+
+@torch.no_grad()
+def _round(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
+    """To what `dtype` has room for; None leaves them."""
+    for tensor in tensors:
+        if dtype is not None and tensor.is_floating_point():
+            tensor.copy_(tensor.to(dtype))
+
+
+def _tokenizer(directory: Path) -> Tokenizer:
+    if not is_adapter_directory(directory):
+        return Tokenizer.from_directory(directory)
+    base = base_of(directory)
+    return Tokenizer.from_directory(directory if (directory / TOKENIZER).is_file() else base, base)
+
+
+def _model_of(store: CheckpointStore, step: int, source: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """The model of a run's step: what the step lacks is read from the run's base."""
+    sizes = store.tensors(step)
+    if SCORE in sizes:
+        raise UserError(
+            f"{store.path(step)} is of a model that rates or classifies texts, and writes none; "
+            "`dtrain export` makes a directory of it, which `dtrain serve` takes"
+        )
+    folder, facts = store.path(step) / ADAPTER, RunFacts.of(store.directory.parent)
+    adapter = read_adapter_config(folder) if is_adapter_directory(folder) else None
+    model = models.build(models.read_config(source), dtype, "meta", adapter=adapter)
+    if facts.nf4 and adapter is not None:
+        quantize_linears(model, dtype, adapter.saved(linears(model.config)))
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    tensors = training_tensors(model)
+    held = {name: tensor for name, tensor in tensors.items() if name in sizes}
+    if facts.freezes and len(held) < len(tensors):
+        state = store.read_state(step)
+        read_weights(model, facts.base(state))
+        _round([one for name, one in tensors.items() if name not in held], facts.trained_in(state))
+        tensors = held
+    store.load(step, tensors, only=True, cast=tensors)
+    return model.to(device)
+
+
+def _is_newest(export: Path) -> bool:
+    """Whether the run that `export` lies in holds no checkpoint beyond it, nor one of another training."""
+    store = CheckpointStore(export.parent / "checkpoints", Ranks(alone=True))
+    step, held = store.latest(), held_by(export)
+    if step is None or is_adapter_directory(export):  # whose base may be in the step alone
+        return step is None
+    save = store.read_state(step).get("save")
+    return held.get("save") == save and (save is not None or held.get("step") == step)
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str, raw: bool) -> list[int]:
+    """Token ids of a user's message, ready for the assistant's answer; of the bare text if `raw` or no template."""
+    template = None if raw else choose_template(tokenizer.directory, tokenizer.special_tokens)
+    if template is None:
+        return tokenizer.encode(prompt, add_special_tokens=True)
+    text = template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
+    return tokenizer.encode(text)
+
+
+def choose_device(name: str) -> torch.device:
+    """auto, cpu or cuda. Raises UserError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: torch sees no CUDA device here; use cpu or auto")
+    if name not in ("cpu", "cuda"):
+        raise UserError(f"device={name} is unknown; choose auto, cpu or cuda")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto (bfloat16 on CUDA, else float32) or a name. Raises UserError."""
+    names = ("bfloat16", "float16", "float32", "float64")
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in names:
+        raise UserError(f"dtype={name} is unknown; choose auto, {', '.join(names)}")
+    return getattr(torch, name)

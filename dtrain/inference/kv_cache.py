@@ -1,0 +1,584 @@
+"""Decoding: the keys and values of running sequences, and the attention of a forward over them.
+
+They lie on shelves of slots of one size, a prompt's apart from its rows'. The samples of one prompt share its slot;
+what a row adds lies in a slot of its own, on a larger shelf as it grows, so that at most half of a slot is empty. The
+slots of a shelf that are in use are its first ones: attention reads them as one tensor, without an index. Layers with
+a sliding window keep no more than a later token can see. Layers of linear attention keep, in place of keys, what
+`attention.delta` goes on from, of one size whatever the length; a row begins with its prompt's.
+
+A forward reads whole prompts (`Prefill`), or one more token of every running row (`Decode`). The model hands `attend`
+each layer's queries, keys and values. A row's softmax runs over two parts: its prompt, which the rows of a group
+multiply together, and what it has added itself; the parts are joined by their partition sums.
+
+A step can be captured and replayed (`rollout.graphs`): with `fixed`, sizes are rounded up, so that few shapes occur,
+and all that a step reads and writes lies where it lay in the step before.
+Letters: R rows, G prompts of a shelf, n rows of the largest group, kv key heads, rep query heads of each, L keys.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtrain.attention.blocks import CpuFlash
+from dtrain.attention.kernels import KERNELS, Visibility, additive
+from dtrain.attention.linear.layer import LinearMask
+
+SMALLEST_SLOT = 32
+
+
+def slot_size(length: int) -> int:
+    """The capacity of the smallest slot for `length` positions: a power of two."""
+    return max(SMALLEST_SLOT, _power_of_two(length))
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def rounded(count: int) -> int:
+    """`count` rounded up to one of four sizes between two powers of two: at most a quarter is too much."""
+    unit = 1 << max(0, (count - 1).bit_length() - 3)
+    return -(-count // unit) * unit
+
+
+@dataclass(eq=False)
+class Place:
+    """Where one sequence lies: `length` positions of it are in slot `slot` of `shelf`. owner: whoever asked for it."""
+
+    shelf: "Shelf"
+    slot: int
+    length: int = 0
+    owner: Any = None
+
+
+class Shelf:
+    """Slots of one capacity: per layer keys and values [slots, kv, n, hd], n the capacity or what the layer keeps.
+
+    kept: the most positions that each layer keeps, None for all. Memory comes with the first write to a layer, in the
+    dtype and on the device of what is written, and grows with the slots in use.
+    """
+
+    def __init__(self, capacity: int, kept: Sequence[int | None]):
+        self.capacity = capacity
+        self.places: list[Place] = []  # by slot
+        self.least = 0  # slots that there is room for, used or not
+        self._sizes = [capacity if most is None else min(capacity, most) for most in kept]
+        self._linear: set[int] = set()  # layers that keep states
+        self._layers: list[tuple[Tensor, ...] | None] = [None] * len(kept)
+
+    def take(self) -> Place:
+        place = Place(self, len(self.places))
+        self.places.append(place)
+        return place
+
+    def size(self, layer: int) -> int:
+        """How many positions a slot has in this layer."""
+        return self._sizes[layer]
+
+    def layer(self, index: int, like: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values of a layer, with room for every slot in use; like: [..., kv, hd] of what is to be written."""
+        shape = (like.shape[-2], self._sizes[index], like.shape[-1])
+        return self._room(index, [(shape, like), (shape, like)])
+
+    def states(self, index: int, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What a layer of linear attention keeps, [slots, ..] each, with room for every slot in use; like: [.., ..] of
+        what is to be written."""
+        self._linear.add(index)
+        return self._room(index, [(tuple(one.shape[1:]), one) for one in like])
+
+    def _room(self, index: int, kinds: Sequence[tuple[tuple[int, ...], Tensor]]) -> tuple[Tensor, ...]:
+        held = self._layers[index]
+        used = max(len(self.places), self.least)
+        if held is None or held[0].shape[0] < used:
+            # Zeros, not whatever the memory holds: a NaN that is hidden would still be one after the product.
+            slots = used if held is None else max(used, held[0].shape[0] * 3 // 2)
+            fresh = tuple(like.new_zeros((slots, *shape)) for shape, like in kinds)
+            if held is not None:
+                for new, old in zip(fresh, held, strict=True):
+                    new[: old.shape[0]] = old
+            held = self._layers[index] = fresh
+        return held
+
+    def held(self, index: int) -> tuple[Tensor, ...]:
+        """What a layer of linear attention keeps, room for every slot in use being there."""
+        held = self._layers[index]
+        if held is None:
+            raise ValueError(f"layer {index} has kept nothing yet")
+        return self.states(index, held)
+
+    def begin(self, slots: Sequence[int], source: "Shelf", sources: Sequence[int]) -> None:
+        """Let the sequences in `slots` go on from the states of those in the slots `sources` of a shelf."""
+        for layer in source._linear:
+            held = source._layers[layer]
+            assert held is not None
+            whither, whence = (torch.tensor(one, device=held[0].device) for one in (slots, sources))
+            for mine, theirs in zip(self.states(layer, held), held, strict=True):
+                mine[whither] = theirs[whence]
+
+    def addresses(self) -> list[int]:
+        """Where its memory lies."""
+        return [tensor.data_ptr() for held in self._layers if held is not None for tensor in held]
+
+    def release(self, gone: Sequence[Place]) -> None:
+        """Empty the slots of `gone`; the last ones in use move into the holes. Free slots are zeros, as new ones."""
+        leaving = {place.slot for place in gone}
+        left = len(self.places) - len(leaving)
+        holes = sorted(slot for slot in leaving if slot < left)
+        movers = [slot for slot in range(left, len(self.places)) if slot not in leaving]
+        for hole, mover in zip(holes, movers, strict=True):
+            self.places[hole] = self.places[mover]
+            self.places[hole].slot = hole
+        del self.places[left:]
+        self._copy(self, movers, holes)
+        for tensor in (tensor for held in self._layers if held is not None for tensor in held):
+            tensor[left : left + len(leaving)] = 0
+
+    def receive(self, places: Sequence[Place]) -> None:
+        """Take over sequences from smaller slots of one other shelf, which keeps none of them."""
+        source = places[0].shelf
+        first = len(self.places)
+        self.places += places
+        slots = [place.slot for place in places]
+        for layer, held in enumerate(source._layers):
+            if held is not None and layer in source._linear:
+                self.states(layer, held)
+            elif held is not None:
+                self.layer(layer, held[0][:, :, 0])
+        source._copy(self, slots, list(range(first, len(self.places))))
+        source.release([Place(source, slot) for slot in slots])
+        for slot, place in enumerate(places, first):
+            place.shelf, place.slot = self, slot
+
+    def _copy(self, target: "Shelf", sources: list[int], targets: list[int]) -> None:
+        if not sources:
+            return
+        for held, into in zip(self._layers, target._layers, strict=True):
+            if held is None or into is None:
+                continue
+            device = held[0].device
+            whence, whither = (torch.tensor(slots, device=device) for slots in (sources, targets))
+            for old, new in zip(held, into, strict=True):
+                new[whither, :, : old.shape[2]] = old[whence]  # a larger slot has more positions
+
+
+class KeyValues:
+    """The shelves of one engine, for a model whose layers have these windows (None: a layer that sees everything)."""
+
+    def __init__(self, windows: Sequence[int | None]):
+        self.windows = tuple(windows)
+        self.prompts: dict[int, Shelf] = {}  # by capacity
+        self.rows: dict[int, Shelf] = {}
+        # The first token after a prompt sees window - 1 of it; one slot stays, so that no tensor is empty.
+        self._prompt_keeps = [None if window is None else max(window - 1, 1) for window in windows]
+
+    def new_prompt(self, length: int) -> Place:
+        place = _shelf(self.prompts, slot_size(length), self._prompt_keeps).take()
+        place.length = length
+        return place
+
+    def new_row(self, owner: Any = None, capacity: int = SMALLEST_SLOT) -> Place:
+        place = _shelf(self.rows, capacity, self.windows).take()
+        place.owner = owner
+        return place
+
+    def grow(self) -> bool:
+        """Move rows whose slot is full to a larger one; whether there were any."""
+        moved = False
+        for capacity, shelf in sorted(self.rows.items(), reverse=True):
+            if full := [place for place in shelf.places if place.length == capacity]:
+                _shelf(self.rows, 2 * capacity, self.windows).receive(full)
+                moved = True
+        return moved
+
+    def release(self, places: Sequence[Place]) -> None:
+        for shelf in {place.shelf: None for place in places}:
+            shelf.release([place for place in places if place.shelf is shelf])
+
+    def rows_in_order(self) -> list[Place]:
+        """Every row, shelf by shelf and slot by slot: the order in which `Decode` wants them."""
+        return [place for _, shelf in sorted(self.rows.items()) for place in shelf.places]
+
+
+def _shelf(shelves: dict[int, Shelf], capacity: int, kept: Sequence[int | None]) -> Shelf:
+    return shelves.setdefault(capacity, Shelf(capacity, kept))
+
+
+class Part(NamedTuple):
+    """Attention over some of the keys: Σ w·v, Σ w [..., 1] and the largest score m [..., 1], w = exp(score − m)."""
+
+    total: Tensor
+    weight: Tensor
+    most: Tensor
+
+
+class Prefill:
+    """Prompts read from their beginnings, [B, S], padded on the right; their keys go into the cache.
+
+    places: new ones, in consecutive slots of one shelf, in the batch's order. Padding is never seen: it stands to the
+    right of every token, and what it writes is hidden by the prompt's length.
+    """
+
+    bare = False
+
+    def __init__(self, store: KeyValues, places: Sequence[Place], device: torch.device):
+        self._windows = store.windows
+        self._shelf = places[0].shelf
+        self._slots = slice(places[0].slot, places[0].slot + len(places))
+        self._length = max(place.length for place in places)
+        self._lengths = torch.tensor([place.length for place in places], device=device)
+        self._kernel = KERNELS["sdpa"]
+        self._masks: dict[int | None, object] = {}
+        self.turns: dict[Any, Tensor] = {}
+        self.positions = torch.arange(self._length, device=device)[None]  # [1, S]
+        self.last: Tensor | None = self._lengths - 1
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        held: bool = False,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
+        if not held:
+            self._write(layer, k, v)
+        window = self._windows[layer]
+        if window not in self._masks:
+            visibility = Visibility(self._length, self._length, window)
+            self._masks[window] = self._kernel.prepare(visibility, q.dtype, q.device)
+        return self._kernel(q, k, v, self._masks[window], scale, sinks)
+
+    def _write(self, layer: int, *fresh_ones: Tensor) -> None:
+        """k and v [B, S, kv, hd], or the last of them that the layer keeps."""
+        size = self._shelf.size(layer)
+        for tensor, fresh in zip(self._shelf.layer(layer, fresh_ones[0]), fresh_ones, strict=True):
+            if self._length > size:
+                start = (self._lengths - size).clamp(min=0)  # [B]
+                columns = (start[:, None] + torch.arange(size, device=fresh.device)).clamp(max=self._length - 1)
+                fresh = fresh[torch.arange(fresh.shape[0], device=fresh.device)[:, None], columns]  # [B, size, kv, hd]
+            tensor[self._slots, :, : fresh.shape[1]] = fresh.transpose(1, 2)
+
+    def linear_mask(self, width: int) -> LinearMask:
+        """Of the prompts, each a document."""
+        return LinearMask.of_lengths(self._lengths, self._length, width)
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        raise ValueError("a prompt goes on from nothing")
+
+    def keep(self, layer: int, *states: Tensor) -> None:
+        """[B, ..] each, after the prompts' last tokens."""
+        for held, fresh in zip(self._shelf.states(layer, states), states, strict=True):
+            held[self._slots] = fresh
+
+
+class Decode:
+    """One token of every row in the cache, step after step until rows come, go or change shelves.
+
+    prompts: the prompt of each row of `store.rows_in_order()`. Between `begin` and `end` one forward of [R, 1] tokens;
+    `lengthen` tells the host's side of it, before the next step.
+    fixed: R is more than the rows; each stands at its place in `live`, and what the others compute is not to be read.
+    A Decode of equal `shape` then takes the same steps, once it has `load`ed another's rows; until it `is_full`.
+    """
+
+    last: Tensor | None = None
+
+    def __init__(self, store: KeyValues, prompts: Sequence[Place], device: torch.device, *, fixed: bool = False):
+        self.bare = fixed
+        self.turns: dict[Any, Tensor] = {}
+        self._windows = store.windows
+        self._kinds = {window: layer for layer, window in enumerate(store.windows)}  # a layer with each window
+        self._places = store.rows_in_order()
+        self._device = device
+        self._heads: dict[int, Tensor] = {}  # [kv, 1] by the number of key heads, from the first step on
+        self._own: list[_Own] = []
+        live: list[int] = []
+        start = 0
+        for _, shelf in sorted(store.rows.items()):
+            if used := len(shelf.places):
+                count = rounded(used) if fixed else used
+                shelf.least = max(shelf.least, count if fixed else 0)
+                reach = slot_size(max(place.length for place in shelf.places) + 1) if fixed else None
+                slots = torch.arange(count, device=device)
+                self._own.append(_Own(shelf, slice(start, start + count), slots, reach))
+                live += range(start, start + used)
+                start += count
+        self.rows = start  # R
+        # [rows]: where each row of the cache stands among the R; None where there are no others.
+        self.live = torch.tensor(live, device=device) if fixed else None
+        self._lay_prompts(store, prompts, live, fixed)
+        self._begin_rows(prompts)
+        added, before = [0] * start, [0] * start
+        for row, place, prompt in zip(live, self._places, prompts, strict=True):
+            added[row], before[row] = place.length, prompt.length
+        self._added = torch.tensor(added, device=device)  # [R] own tokens in the cache
+        self._before = torch.tensor(before, device=device)
+        # A row that none stands at stays at its slot's beginning, which the next sequence there overwrites.
+        step = [0] * start
+        for row in live:
+            step[row] = 1
+        self._step: Tensor | int = torch.tensor(step, device=device) if fixed else 1
+
+    def _lay_prompts(self, store: KeyValues, prompts: Sequence[Place], live: list[int], fixed: bool) -> None:
+        """Which rows go on from each prompt, and where each row finds what its prompt gave."""
+        members: dict[Place, list[int]] = {place: [] for shelf in store.prompts.values() for place in shelf.places}
+        for row, prompt in zip(live, prompts, strict=True):
+            members[prompt].append(row)
+        self._shared: list[_Shared] = []
+        groups_of, index_of, offset_of = ([0] * self.rows for _ in range(3))
+        offset = 0
+        for shelf in store.prompts.values():
+            groups = [members[place] for place in shelf.places]
+            count = max(map(len, groups), default=0)
+            if count == 0:
+                continue
+            lengths = [place.length for place in shelf.places]
+            longest = max(lengths)
+            if fixed:
+                count, longest = _power_of_two(count), shelf.capacity
+                more = _power_of_two(len(groups)) - len(groups)
+                groups, lengths = groups + [[]] * more, lengths + [1] * more
+                shelf.least = max(shelf.least, len(groups))
+            for group, rows in enumerate(groups):
+                for index, row in enumerate(rows):
+                    groups_of[row], index_of[row], offset_of[row] = group, index, offset + group * count + index
+            offset += len(groups) * count
+            # A short group's table goes on with row 0: computed, and never read.
+            table = self._index([rows + [0] * (count - len(rows)) for rows in groups])
+            self._shared.append(_Shared(shelf, table, self._index(lengths), longest))
+        # Where each row is its own prompt's only one, in their order, nothing is to be sorted.
+        is_one = len(self._shared) == 1 and self._shared[0].table.shape == (self.rows, 1)
+        self._is_sorted = is_one and groups_of == list(range(self.rows))
+        self._back = self._index([groups_of, index_of] if len(self._shared) == 1 else offset_of)
+
+    def _begin_rows(self, prompts: Sequence[Place]) -> None:
+        """Rows without a token of their own yet go on from their prompts' states."""
+        fresh: dict[tuple[Shelf, Shelf], list[tuple[int, int]]] = {}
+        for place, prompt in zip(self._places, prompts, strict=True):
+            if place.length == 0:
+                fresh.setdefault((place.shelf, prompt.shelf), []).append((place.slot, prompt.slot))
+        for (shelf, source), slots in fresh.items():
+            shelf.begin([slot for slot, _ in slots], source, [slot for _, slot in slots])
+
+    def linear_mask(self, width: int) -> None:
+        return None
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        """[R, ..] each."""
+        held = [[one[: len(own.slots)] for one in own.shelf.held(layer)] for own in self._own]
+        return tuple(held[0]) if len(held) == 1 else tuple(torch.cat(parts) for parts in zip(*held, strict=True))
+
+    def keep(self, layer: int, *states: Tensor) -> None:
+        """[R, ..] each."""
+        for own in self._own:
+            for held, fresh in zip(own.shelf.held(layer), states, strict=True):
+                held[: len(own.slots)] = fresh[own.rows]
+
+    def _index(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    @property
+    def drawn(self) -> Tensor:
+        """[R]: how many tokens each row's completion has before this step's draw."""
+        return self._added + 1
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What a step's kernels depend on beside the values of tensors."""
+        own = tuple((one.shelf.capacity, len(one.slots), one.reach) for one in self._own)
+        return own, tuple((one.shelf.capacity, *one.table.shape) for one in self._shared), self._is_sorted
+
+    @property
+    def is_full(self) -> bool:
+        """With `fixed`: whether a row has come to the last key that a step looks at."""
+        return self.bare and any(max(one.length for one in own.shelf.places) == own.reach for own in self._own)
+
+    def addresses(self) -> list[int]:
+        """Where the keys and values lie."""
+        shelves = [*(own.shelf for own in self._own), *(shared.shelf for shared in self._shared)]
+        return [address for shelf in shelves for address in shelf.addresses()]
+
+    def load(self, other: "Decode") -> None:
+        """Take over the rows of another of the same shape, into the memory that this one has."""
+        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            mine.copy_(theirs)
+
+    def _tensors(self) -> list[Tensor]:
+        of_prompts = [tensor for one in self._shared for tensor in (one.table, one.lengths)]
+        step = [self._step] if isinstance(self._step, Tensor) else []
+        return [self._added, self._before, *step, self._back, *of_prompts]
+
+    def begin(self) -> None:
+        """Before the forward of a step."""
+        self.positions = (self._before + self._added)[:, None]  # [R, 1]
+        for own in self._own:
+            added = self._added[own.rows]
+            longest = own.reach or max(place.length for place in own.shelf.places) + 1
+            for window, layer in self._kinds.items():
+                size = own.shelf.size(layer)
+                seen = min(longest, size)
+                slots = torch.arange(seen, device=self._device)
+                # A window's slots are a ring: once all are written, they hold just what the token sees.
+                own.views[window] = _View(seen, slots <= added[:, None], added if longest <= size else added % size)
+        for shared in self._shared:
+            for window, layer in self._kinds.items():
+                size = shared.shelf.size(layer)
+                slots = torch.arange(min(shared.longest, size), device=self._device)
+                stored = shared.lengths.clamp(max=size)[:, None, None]  # [G, 1, 1]
+                visible = slots < stored  # [G, 1, L]
+                if window is not None:
+                    first = self._added[shared.table][..., None] + stored - window + 1  # [G, n, 1]
+                    visible = visible & (slots >= first)
+                shared.views[window] = _View(slots.shape[0], visible)
+
+    def end(self) -> None:
+        """After the forward: every row has one token more in the cache."""
+        self._added += self._step
+        for own in self._own:
+            own.views.clear()
+        for shared in self._shared:
+            shared.views.clear()
+
+    def lengthen(self) -> None:
+        """After a step: the places know it too."""
+        for place in self._places:
+            place.length += 1
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        held: bool = False,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q [R, 1, H, hd], k and v [R, 1, kv, hd] → [R, 1, H, hd]."""
+        window, heads, key_heads = self._windows[layer], q.shape[2], k.shape[2]
+        grouped = (q[:, 0] * scale).unflatten(1, (key_heads, heads // key_heads))  # [R, kv, rep, hd]
+        parts = []
+        for own in self._own:
+            view = own.views[window]
+            keys, values = own.shelf.layer(layer, k)
+            if not held:
+                keys[own.slots, :, view.spots] = k[own.rows, 0]
+                values[own.slots, :, view.spots] = v[own.rows, 0]
+            seen = slice(len(own.slots)), slice(None), slice(view.keys)
+            bias = view.bias(q.dtype)[:, None, None]  # [rows, 1, 1, L]
+            parts.append(_partial(grouped[own.rows], keys[seen], values[seen], bias))
+        added, parts = _cat(parts), []
+        if sinks is not None:
+            added = _with_sinks(added, sinks.view(key_heads, -1, 1))
+        if key_heads not in self._heads:
+            self._heads[key_heads] = torch.arange(key_heads, device=q.device)[:, None]
+        for shared in self._shared:
+            view = shared.views[window]
+            keys, values = shared.shelf.layer(layer, k)
+            groups, count = shared.table.shape
+            seen = slice(groups), slice(None), slice(view.keys)
+            queries = grouped
+            if not self._is_sorted:
+                queries = grouped[shared.table[:, None], self._heads[key_heads]].flatten(2, 3)  # [G, kv, n · rep, hd]
+            bias = view.bias(q.dtype)[:, None, :, None]  # [G, 1, 1 or n, 1, L]
+            if bias.shape[2] > 1:
+                bias = bias.expand(-1, -1, -1, heads // key_heads, -1)
+            parts.append(_partial(queries, keys[seen], values[seen], bias.flatten(2, 3)))
+        return _join(added, self._by_row(parts)).to(q.dtype).flatten(1, 2)[:, None]
+
+    def _by_row(self, parts: Sequence[Part]) -> Part:
+        """[G, kv, n · rep, x] of each shelf of prompts → [R, kv, rep, x]."""
+        if self._is_sorted:
+            return parts[0]
+        counts = [shared.table.shape[1] for shared in self._shared]
+        split = [Part(*(one.unflatten(2, (n, -1)) for one in part)) for part, n in zip(parts, counts, strict=True)]
+        if len(split) == 1:
+            groups, index = self._back
+            return Part(*(one[groups, :, index] for one in split[0]))
+        # [G · n, kv, rep, x] of all shelves together
+        flat = [Part(*(one.transpose(1, 2).flatten(0, 1) for one in part)) for part in split]
+        return Part(*(one[self._back] for one in _cat(flat)))
+
+
+class _View:
+    """What the layers of one kind see of a part in one step: `keys` slots, those that are `visible` [..., L]; and where
+    a row writes."""
+
+    def __init__(self, keys: int, visible: Tensor, spots: Tensor | None = None):
+        self.keys, self.spots = keys, spots
+        self._visible = visible
+        self._bias: Tensor | None = None
+
+    def bias(self, dtype: torch.dtype) -> Tensor:
+        if self._bias is None:
+            self._bias = additive(self._visible, dtype)
+        return self._bias
+
+
+@dataclass
+class _Own:
+    """The rows of one shelf: consecutive ones, in its first slots. reach: the keys that a step looks at, where that is
+    not as many as there are."""
+
+    shelf: Shelf
+    rows: slice
+    slots: Tensor
+    reach: int | None
+    views: dict[int | None, _View] = field(default_factory=dict)
+
+
+@dataclass
+class _Shared:
+    """The prompts of one shelf, and the rows [G, n] that go on from each."""
+
+    shelf: Shelf
+    table: Tensor
+    lengths: Tensor  # [G]
+    longest: int
+    views: dict[int | None, _View] = field(default_factory=dict)
+
+
+def _partial(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Part:
+    """q [B, kv, m, hd], scaled; k, v [B, kv, L, hd]; bias [B, 1, 1 or m, L]. In max(float32, the dtype); products of
+    half precision are summed in float32, as the fused kernels do.
+    """
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    least = torch.finfo(torch.float32 if half else q.dtype).min
+    if half and q.device.type == "cpu":
+        out, lse = CpuFlash().forward(q, k, v, bias.expand(-1, 1, q.shape[2], -1), 1.0)
+        return Part(out, torch.ones_like(lse)[..., None], lse.clamp(min=least)[..., None])
+    scores = _products(q, k.transpose(-1, -2), half).add_(bias)
+    most = scores.amax(-1, keepdim=True).clamp_(min=least)  # -inf where nothing is seen
+    weights = scores.sub_(most).exp_()
+    return Part(_products(weights.to(v.dtype), v, half), weights.sum(-1, keepdim=True), most)
+
+
+def _products(a: Tensor, b: Tensor, half: bool) -> Tensor:
+    """a [B, kv, m, x] @ b [B, kv, x, n], in float32 where they are of half precision."""
+    flat = a.flatten(0, 1), b.flatten(0, 1)
+    return (torch.bmm(*flat, out_dtype=torch.float32) if half else torch.bmm(*flat)).unflatten(0, a.shape[:2])
+
+
+def _join(one: Part, other: Part) -> Tensor:
+    """The softmax average over the keys of both."""
+    most = torch.maximum(one.most, other.most)
+    shares = (one.most - most).exp_(), (other.most - most).exp_()
+    weight = one.weight * shares[0] + other.weight * shares[1]
+    return (one.total * shares[0]).addcmul_(other.total, shares[1]).div_(weight)
+
+
+def _with_sinks(part: Part, sinks: Tensor) -> Part:
+    """part [R, kv, rep, ..] and one more key of every query, of score `sinks` [kv, rep, 1] and value zero."""
+    sinks = sinks.to(part.most.dtype)
+    most = torch.maximum(part.most, sinks)
+    share = (part.most - most).exp_()
+    return Part(part.total * share, part.weight * share + (sinks - most).exp_(), most)
+
+
+def _cat(parts: Sequence[Part]) -> Part:
+    return parts[0] if len(parts) == 1 else Part(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))

@@ -1,0 +1,199 @@
+"""The native engine on a mesh: the training weights themselves, every rank's share of the requests, one result.
+
+Requests are shared out over the dp and cp ranks, which decode theirs each by itself; the tp ranks of one place decode
+the same rows in step. FSDP's weights are gathered once for all of it where memory allows; else layer by layer in every
+forward, in which all ranks must then take part until the last one is done. Context parallel plays no part: a cache
+attends by itself.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from dtrain.base.errors import Interrupted, UserError
+from dtrain.base.hardware import free_memory
+from dtrain.base.ranks import Ranks
+from dtrain.inference.budget import Budget, choose_budget, share_out
+from dtrain.inference.engine import Engine, Peers
+from dtrain.inference.kv_cache import KeyValues, Prefill
+from dtrain.inference.request import AskStop, Completion, Request
+from dtrain.models.common.decoder import CausalLM
+from dtrain.parallel.fsdp import give_weights_back, weights_gathered
+from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.tensor import whole_sequences
+
+if TYPE_CHECKING:
+    from dtrain.inference.graphs import GraphMaker
+
+
+class NativeEngine:
+    """Completions by a model that lies on `mesh`, as it is at each call: weights may change in between.
+
+    decode: token ids → text; needed for stop texts only. unshard: whether FSDP's weights are gathered once for a whole
+    rollout; "auto" where they take at most half of the memory that is free. max_rows and max_tokens: of each rank, as
+    `Engine` has them. graphs: as `Engine` has it; not under tp, and where weights are not gathered once a rollout ends
+    with UserError before it begins.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        decode: Callable[[list[int]], str] | None = None,
+        unshard: bool | str = "auto",
+        max_rows: int | None = None,
+        max_tokens: int | None = None,
+        graphs: "Callable[[torch.device], GraphMaker] | None" = None,
+    ):
+        if graphs is not None and mesh.tp.size() > 1:
+            raise ValueError("graphs hold no collective: none under tensor parallel")
+        self._graphs = graphs
+        self.model, self.mesh, self.device = model, mesh, device
+        self._decode = decode
+        self._unshard = unshard
+        self._limits = max_rows, max_tokens
+        self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]:
+        """The completions of `requests`, in order. Collective: every rank passes all requests and gets all results.
+
+        ask_stop: asked on each rank between two tokens; once it says yes that rank gives up, and Interrupted is raised
+        on all of them, as soon as the others have given up too, or are done.
+
+        Tokens are the same on every mesh in float64, and in float32 but where two tokens all but tie. Besides the
+        model's own collectives: under tp one broadcast per draw; one all-reduce per forward where weights are gathered
+        layer by layer or experts lie on several ranks; two small reductions and one all-gather of objects in all.
+        Raises UserError, for bad requests on every rank; what else goes wrong on one rank is raised there, and the
+        others wait for it.
+        """
+        if not requests:
+            return []
+        places = self.mesh.dp_cp.size()
+        shares = share_out(requests, places)
+        gathers_once = self._gathers_once()
+        if self._graphs is not None and self._is_sharded and not gathers_once:
+            raise UserError(
+                "grpo.cuda_graphs=true needs the whole weights on every rank, and they take more than half of the free "
+                "memory: leave it out, or set grpo.unshard=true"
+            )
+        with ExitStack() as stack:
+            stack.enter_context(whole_sequences(self.model))
+            if gathers_once:
+                stack.enter_context(weights_gathered(self.model))
+            else:
+                stack.callback(give_weights_back, self.model)
+            in_step = self.mesh.ep is not None or (self._is_sharded and places > 1 and not gathers_once)
+            peers = _MeshPeers(self.mesh, in_step=in_step, ask_stop=ask_stop)
+            engine = self._one(requests, peers)
+            mine = [requests[index] for index in shares[self.mesh.dp_cp.get_local_rank()]]
+            completions: list[Completion] | None = None
+            with suppress(Interrupted):
+                completions = engine.generate(mine)
+            while peers.others_go_on():
+                self._take_part()
+        everywhere = Ranks(self.mesh.dp_cp.get_group()).every(lambda: completions) if places > 1 else [completions]
+        found: dict[int, Completion] = {}
+        for share, drawn in zip(shares, everywhere, strict=True):
+            if drawn is None:
+                raise Interrupted
+            found.update(zip(share, drawn, strict=True))
+        return [found[index] for index in range(len(requests))]
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raises UserError, on every rank, for requests that are bad, or do not fit into memory. Collective."""
+        self._one(requests)
+
+    def _one(self, requests: Sequence[Request], peers: Peers | None = None) -> Engine:
+        """This rank's engine, which can answer each of `requests`. Collective. Raises UserError."""
+        budget = self._agreed_budget()
+        engine = Engine(
+            self.model,
+            decode=self._decode,
+            max_rows=budget.rows,
+            max_tokens=budget.tokens,
+            device=self.device,
+            peers=peers,
+            graphs=self._graphs,
+        )
+        for index, request in enumerate(requests):
+            engine.check(request, f"request {index}")
+        return engine
+
+    def _gathers_once(self) -> bool:
+        """The same answer on every rank. Collective where it depends on memory."""
+        if not self._is_sharded or self._unshard != "auto":
+            return self._is_sharded and bool(self._unshard)
+        whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in self.model.parameters())
+        per_rank = whole // self.mesh.tp.size()
+        return bool(self._least(int(2 * per_rank <= free_memory(self.device, self.mesh.size))))
+
+    def _agreed_budget(self) -> Budget:
+        """What every rank has room for: the tp ranks of a place must let in the same rows. Collective."""
+        chosen = choose_budget(self.model, self.device, self.mesh.size, self.mesh.tp.size())
+        rows, tokens = self._limits
+        return replace(chosen, rows=rows or chosen.rows, tokens=tokens or self._least(chosen.tokens))
+
+    def _least(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        host = torch.tensor([value])
+        for mesh in (self.mesh.dp_cp, self.mesh.tp):
+            if mesh.size() > 1:
+                dist.all_reduce(host, dist.ReduceOp.MIN, group=mesh.get_group())
+        return int(host)
+
+    def _take_part(self) -> None:
+        """A forward on nothing, for the weights that the others gather in theirs, or the experts that they need."""
+        store = KeyValues([None] * self.model.config.num_hidden_layers)
+        token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device))
+
+
+class _MeshPeers(Peers):
+    """in_step: every forward gathers weights over dp and cp, or sends tokens to experts there, so that all those ranks
+    make as many."""
+
+    def __init__(self, mesh: Mesh, *, in_step: bool, ask_stop: AskStop | None):
+        self._tp, self._places = mesh.tp, mesh.dp_cp
+        self._in_step = in_step
+        self._ask_stop = ask_stop
+        self._first_asked: Tensor | None = None  # what the first tp rank's `ask_stop` said at the last draw, [R]
+
+    def before_forward(self) -> None:
+        if self._in_step:
+            self._ranks_at_work(1)
+
+    def others_go_on(self) -> bool:
+        """For a rank that is done: whether it must take part in one forward more."""
+        return self._in_step and self._ranks_at_work(0) > 0
+
+    def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """The first tp rank's tokens [R] int64 and logprobs [R] float64; one broadcast. All have the same logits, but a
+        sum may be rounded in another order on a GPU."""
+        if self._tp.size() == 1:
+            return tokens, logprobs
+        asked = float(self._ask_stop is not None and self._ask_stop())
+        logprobs = logprobs.to(torch.float64)
+        drawn = torch.stack([tokens.to(torch.float64), logprobs, torch.full_like(logprobs, asked)])
+        dist.broadcast(drawn, group=self._tp.get_group(), group_src=0)
+        self._first_asked = drawn[2]
+        return drawn[0].to(torch.int64), drawn[1]
+
+    def give_up(self) -> bool:
+        """Each tp rank may have been asked between two draws: the first one's answer counts, as its draws do."""
+        if self._tp.size() > 1:
+            return self._first_asked is not None and bool(self._first_asked.any())
+        return self._ask_stop is not None and self._ask_stop()
+
+    def _ranks_at_work(self, mine: int) -> int:
+        count = torch.tensor([mine])
+        dist.all_reduce(count, group=self._places.get_group())
+        return int(count)

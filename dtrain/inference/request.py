@@ -1,0 +1,96 @@
+"""What an engine is asked for and what it gives back: token ids in, token ids and log-probabilities out. No torch."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from dtrain.base.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+AskStop = Callable[[], bool]  # whether to give up what is being drawn
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn: logits ÷ temperature, then top-k, then top-p of what is left, then min-p, renormalised.
+
+    temperature 0 takes the likeliest token. top_k None, top_p 1.0 and min_p 0.0 keep everything; min_p keeps tokens of
+    at least min_p times the likeliest one's probability (arXiv:2407.01082). A completion ends with a token of
+    `stop_ids`, which it keeps, with the token that completes one of the texts in `stop`, or after `max_new_tokens`.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion of one prompt.
+
+    The draw at position t depends on (seed, prompt_index, sample_index, t) alone: not on the batch, the mesh or the
+    order of the requests. Requests with equal prompts share the work of reading the prompt. routed: whether the
+    completion is to say which experts tokens went to.
+    """
+
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    seed: int = 0
+    prompt_index: int = 0
+    sample_index: int = 0
+    routed: bool = False
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The tokens that were drawn, the stop token among them, and each one's log-probability where it was drawn.
+
+    logprobs: of the distribution sampled from; at temperature 0 the log-softmax of the plain logits.
+    finish: "stop" by a stop token or text, "length" by max_new_tokens.
+    version: how many updates the weights had seen, where the engine knows; the oldest of the completion's tokens.
+    routed: the experts that the tokens of prompt and completion went to, [tokens, layers, k] int16 on the host; -1
+    where nobody says, as of the last one, which no forward has read; None where the engine was not asked.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Literal["stop", "length"] = "length"
+    version: int | None = None
+    routed: "Tensor | None" = field(default=None, compare=False)
+
+    @property
+    def longest(self) -> float:
+        """Its tokens; infinite where it was cut, for nobody knows how long it would have been."""
+        return math.inf if self.finish == "length" else len(self.ids)
+
+
+def check_request(request: Request, vocabulary: int, name: str, *, has_decode: bool) -> None:
+    """Raises UserError for what no model with this vocabulary can answer; `name` says which request it is."""
+    prompt, sampling = request.prompt, request.sampling
+    if not prompt:
+        raise UserError(f"the prompt of {name} is empty: a completion needs at least one token to follow")
+    if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+        raise UserError(f"the prompt of {name} has a token id outside the model's vocabulary of {vocabulary}")
+    problems = {
+        "max_new_tokens": sampling.max_new_tokens < 0 and "must not be negative",
+        "temperature": not 0.0 <= sampling.temperature < float("inf")
+        and "must be a number of at least 0; 0 takes the likeliest token",
+        "top_k": sampling.top_k is not None
+        and not -1 <= sampling.top_k < 2**63
+        and "must be a positive number below 2**63, or null for all tokens",
+        "top_p": not 0.0 < sampling.top_p <= 1.0 and "must be above 0 and at most 1",
+        "min_p": not 0.0 <= sampling.min_p <= 1.0 and "must be from 0 to 1",
+        "stop": any(not text for text in sampling.stop) and "has an empty text",
+    }
+    for key, problem in problems.items():
+        if problem:
+            raise UserError(f"{key}={getattr(sampling, key)} {problem}")
+    if sampling.stop and not has_decode:
+        raise UserError(f"stop={list(sampling.stop)}: stop texts need a tokenizer, and the engine was given no decode")

@@ -1,0 +1,304 @@
+"""What the processes of a run would refuse before its first step, found without one: `dtrain validate`.
+
+`preflight` is what needs no torch; `run` calls it too. The rest is here, by the functions that a rank calls: its
+device, the run's directory, the rows of the data, the model on meta with the headers of its weights, the optimizer and
+the start. Nothing is trained, no code of a stranger is imported, and no file stays behind.
+
+Data of up to SMALL_DATA bytes are tokenised whole, as the run does it; of others the first rows of each file, and the
+shape of all rows that LOOK_SECONDS allow, which `Rehearsal.notes` tell. Weights of up to SMALL_WEIGHTS bytes are
+compared with those of a run that goes on. Sets of `eval` are read as the run does. What only the run itself can tell is
+left to it: ports, servers, memory, files that are damaged within, what is still to come from the hub, and what code
+does that the recipe names.
+"""
+
+import time
+from collections.abc import Callable, Collection, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from dtrain.base.errors import UserError, in_words
+from dtrain.base.files import refuse_unwritable
+from dtrain.base.json_files import loads
+from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.store import CheckpointStore
+from dtrain.checkpoint.huggingface.safetensor_files import weight_files
+from dtrain.data import Cursor, Rows, Tokenizer, open_rows
+from dtrain.data.formats.plain_prompts import describe
+from dtrain.data.sources.sources import Look, looks
+from dtrain.launch.devices import choose_device, problems, start_device
+from dtrain.launch.place import RankPlace
+from dtrain.methods import METHODS, Method
+from dtrain.methods.spec import REWARD_MODEL, facts_of
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.read_config import read_config
+from dtrain.optim.update import (
+    SCHEDULES,
+    build_scheduler,
+)
+from dtrain.policy.build import choose_attention, choose_delta
+from dtrain.policy.precision import Precision, choose_precision
+from dtrain.policy.saved import weights_of
+from dtrain.recipe import Recipe
+from dtrain.run import eval_sets, metrics, resume
+from dtrain.run import sizes as sizing
+from dtrain.run.directory import RunDirectory
+from dtrain.run.dry_run import rehearse_model, rehearse_optimizer, rehearse_other_model
+from dtrain.run.preflight import has_urls, to_copy
+from dtrain.run.sizes import refuse_idle, settled
+
+SMALL_DATA = 4 << 20
+LOOK_SECONDS = 5.0
+SMALL_WEIGHTS = 256 << 20
+
+T = TypeVar("T")
+
+
+@dataclass
+class Rehearsal:
+    """What was found: `problems` and `notes`, a line each, and where the data tell it the recipe with its sizes and its
+    steps."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    settled: Recipe | None = None
+    steps: int | None = None
+
+    def ask(self, act: Callable[..., T], *given: Any) -> T | None:
+        """What `act` gives; or None, and what it refuses is one of the problems."""
+        try:
+            return act(*given)
+        except (OSError, UserError) as error:
+            self.problems.append(in_words(error))
+            return None
+
+
+def rehearse(
+    recipe: Recipe,
+    world_size: int,
+    environ: MutableMapping[str, str],
+    *,
+    here: bool,
+    known: Sequence[str] = (),
+    awaited: Collection[str] = (),
+) -> Rehearsal:
+    """What a run of `recipe` in a world of `world_size` processes would refuse.
+
+    here: whether the run is to be on this machine, whose devices are then asked. known: what is known to be wrong;
+    with that only what stands by itself is looked at. awaited: keys of what the run downloads first: weights that are
+    not looked at, or data.
+    """
+    found = Rehearsal()
+    device_type = (found.ask(_device, recipe, world_size, environ) if here else None) or "cpu"
+    found.problems += metrics.lacking(recipe.metrics)
+    run = RunDirectory(recipe.run.directory)
+    found.ask(run.look)
+    if recipe.checkpoint.export != "none" and run.path.is_dir():
+        found.ask(refuse_unwritable, run.export)
+    tokenizer = _quietly(Tokenizer.from_directory, recipe.model.directory) if recipe.model.path else None
+    if tokenizer is None:
+        return found
+    before = len(found.problems)
+    columns, rows, trained_plain = _data(recipe, tokenizer, found, known, awaited)
+    is_read = bool(columns) and len(found.problems) == before
+    if known:
+        return found
+    for one in eval_sets.sets(recipe):
+        if f"{one.key}.path" not in awaited:
+            room = import_module("dtrain.run.evaluations")
+            found.ask(room.read_set, recipe, one, tokenizer, trained_plain, found.notes.append)
+    precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
+    model = found.ask(partial(rehearse_model, recipe, precision, has_weights="model.path" not in awaited))
+    for key, other in facts_of(recipe).other_models(recipe):
+        if key not in awaited:
+            found.ask(partial(rehearse_other_model, Path(other), is_classifier=key == REWARD_MODEL))
+    sized = found.ask(settled, recipe, rows["train"], world_size) if rows else recipe
+    method = found.ask(METHODS[recipe.method], sized) if sized is not None else None
+    if sized is None or method is None:
+        return found
+    if rows:
+        columns = {split: one.samples.column_names() for split, one in rows.items()}
+        found.settled, found.steps = sized, found.ask(_steps, sized, method, rows["train"])
+    steps = found.steps or sized.train.steps
+    found.notes += [] if steps is None else sizing.notes(sized, steps)
+    if is_read:
+        found.ask(method.examine, columns, {split: len(one.samples) for split, one in rows.items()})
+    if here and (rows or recipe.data.packing != "auto"):
+        device, longest = torch.device(device_type), method.facts.longest_row(sized)
+        model_config = found.ask(read_config, recipe.model.directory)
+        found.ask(choose_attention, sized, model_config, precision, device, longest)
+        found.ask(choose_delta, sized, model_config, precision, device)
+        found.ask(method.refuse_device, device)
+    if model is not None:
+        _updates(sized, model, steps or 1000, world_size, precision, found)
+        found.ask(_start, recipe, run, tokenizer, method, model, rows, awaited)
+    return found
+
+
+def _quietly(act: Callable[..., T], *given: Any) -> T | None:
+    try:
+        return act(*given)
+    except (OSError, UserError):  # preflight tells
+        return None
+
+
+def _device(recipe: Recipe, count: int, environ: MutableMapping[str, str]) -> str:
+    place = RankPlace(world_size=count, local_world_size=count, environ=environ)
+    device = choose_device(recipe.launch.device, place)
+    if device.type == "cuda":
+        places = [replace(place, rank=rank, local_rank=rank) for rank in range(count)]
+        devices = [start_device(torch.device("cuda", one.local_rank), one) for one in places]
+        found = problems(devices, recipe, torch.cuda.get_arch_list() if torch.version.cuda else ())
+        if found:
+            raise UserError("\n".join(found))
+    return device.type
+
+
+def _splits(recipe: Recipe) -> list[str]:
+    return ["train"] if recipe.data.val is None else ["train", "val"]
+
+
+def _given(recipe: Recipe) -> dict[str, Any]:
+    """What `open_rows` and `looks` are told of a recipe."""
+    facts = facts_of(recipe)
+    return {
+        "kind": facts.kind,
+        "prompts": facts.prompts(recipe),
+        "judged": facts.judged(recipe),
+        "seed": recipe.run.seed,
+    }
+
+
+def _data(
+    recipe: Recipe, tokenizer: Tokenizer, found: Rehearsal, known: Sequence[str], awaited: Collection[str]
+) -> tuple[dict[str, list[str]], dict[str, Rows], int]:
+    """Of each split the columns that its first rows have, and its rows where the files are small; and how many of the
+    training rows that were read have a plain string as their prompt. Each file's first mistake is one of the
+    problems."""
+    columns: dict[str, list[str]] = {}
+    plain: dict[str, int] = {}
+    of_rows = ("data.", "data=", "grpo.tools")
+    is_told = any(one.startswith(of_rows) for one in (*known, *awaited)) or to_copy(recipe)
+    told = None if is_told else found.ask(_given, recipe)
+    if told is None:
+        return columns, {}, 0
+    before = len(found.problems)
+    cache_dir = recipe.cache if has_urls(recipe) else None  # of copies; rows are kept nowhere
+    given = {**told, "tokenizer": tokenizer, "cache_dir": cache_dir}
+    files: list[tuple[str, Look]] = []
+    for split in _splits(recipe):
+        opened = found.ask(partial(looks, recipe.data, split=split, **given)) or []
+        files += [(f"data.{split}", look) for look in opened]
+        chunks = [found.ask(look.first) for look in opened]
+        rows = [loads(text)["columns"] for chunk in chunks if chunk for text in chunk.columns if text]
+        columns[split] = list(dict.fromkeys(name for row in rows for name in row))
+        plain[split] = sum(chunk.plain_prompts for chunk in chunks if chunk)
+    encoders = {key: look.encoder for key, look in files}
+    if len(found.problems) > before:
+        return columns, {}, plain["train"]
+    is_small = sum(_size(look.file) for _, look in files) <= SMALL_DATA
+    rows_of = (found.ask(_rows, recipe, tokenizer, cache_dir) if is_small and not known else None) or {}
+    plain |= {split: rows.samples.meta["plain_prompts"] for split, rows in rows_of.items()}
+    for split, count in plain.items():
+        encoder = encoders[f"data.{split}"]
+        found.notes += describe(f"{split} data", count, encoder.prompts_as, encoder.template, bool(rows_of))
+    if not is_small:
+        _shapes(files, found)
+    return columns, rows_of, plain["train"]
+
+
+def _size(file: Path) -> int:
+    """Bytes, those that are packed counted tenfold."""
+    return file.stat().st_size * (10 if file.suffix.lower() in (".gz", ".parquet") else 1)
+
+
+def _shapes(files: Sequence[tuple[str, Look]], found: Rehearsal) -> None:
+    """The shape of the rows of large files, and in the time that is left what the template and the lengths refuse. Each
+    file is given an equal part of the time."""
+    end, before = time.monotonic() + LOOK_SECONDS, len(found.problems)
+    files = list({look.file: (key, look) for key, look in reversed(files)}.values())  # a share of a file is one of both
+    for whole, what in ((False, "not looked at"), (True, "looked at without the chat template and data.too_long")):
+        wanted = [one for one in files if not (whole and one[1].shape_is_all)]
+        unread = []
+        for index, (key, look) in enumerate(sorted(wanted, key=lambda one: _size(one[1].file))):
+            now = time.monotonic()
+            line = found.ask(look.rest, now + max(0.0, end - now) / (len(wanted) - index), whole)
+            if line is not None:
+                unread.append(f"{key}: {look.file} from line {line} on")
+        if unread:
+            more = f", and of {len(unread) - 3} more files" if len(unread) > 3 else ""
+            listed = "; ".join(unread[:3])
+            found.notes.append(f"note: {what}, for want of time: {listed}{more}. The run reads it all")
+        if unread or len(found.problems) > before:
+            return
+
+
+def _rows(recipe: Recipe, tokenizer: Tokenizer, cache_dir: Path | None) -> dict[str, Rows]:
+    given = {**_given(recipe), "tokenizer": tokenizer, "cache_dir": cache_dir, "epochs": recipe.train.epochs}
+    return {
+        split: open_rows(recipe.data, split=split, say=lambda line: None, progress=False, **given)
+        for split in _splits(recipe)
+    }
+
+
+def _steps(recipe: Recipe, method: Method, rows: Rows) -> int:
+    steps = recipe.train.steps or method.steps_left(rows, Cursor(), {})
+    refuse_idle(recipe, rows, steps)
+    return steps
+
+
+def _updates(
+    recipe: Recipe, model: CausalLM, steps: int, world_size: int, precision: Precision, found: Rehearsal
+) -> None:
+    """The optimizer and its schedule, where no stranger's code is needed for them."""
+    optimizer = found.ask(rehearse_optimizer, recipe, model, world_size, precision)
+    stages = recipe.scheduler if isinstance(recipe.scheduler, list) else [recipe.scheduler]
+    if all(stage.name in SCHEDULES for stage in stages):
+        optimizer = optimizer or torch.optim.SGD([torch.zeros(())], lr=recipe.optimizer.lr)
+        found.ask(build_scheduler, recipe.scheduler, optimizer, steps)
+
+
+def _start(
+    recipe: Recipe,
+    run: RunDirectory,
+    tokenizer: Tokenizer,
+    method: Method,
+    model: CausalLM,
+    rows: dict[str, Rows],
+    awaited: Collection[str],
+) -> None:
+    """Where the run would start, and whether what it was saved with allows that."""
+    ranks = Ranks(alone=True)
+    store = CheckpointStore(run.checkpoints, ranks)
+    start = resume.find_start(recipe, run, store, method.needs_start is not None, ranks, lambda line: None, deep=False)
+    known: dict[str, str] = {}
+    directories = [Path(other) for _, other in facts_of(recipe).other_models(recipe)]
+    directories += [recipe.model.directory] * (recipe.model.init == "pretrained")
+    if not awaited and sum(file.stat().st_size for one in directories for file in weight_files(one)) <= SMALL_WEIGHTS:
+        known = resume.identities(recipe, tokenizer, ranks)
+    if start.weights is not None:
+        _weights(recipe, model, start, known)
+    if start.state is None:
+        return
+    for split, key in (("train", "data.fingerprint"), ("val", "data.val.fingerprint")):
+        if split in rows:
+            known[key] = rows[split].samples.identity
+    # A place whose content was not read may hold the same.
+    unread = [key for key, of in resume.PLACES.items() if of not in known]
+    allowed = replace(recipe.checkpoint, allow_changes=[*recipe.checkpoint.allow_changes, *unread])
+    resume.compare(replace(recipe, checkpoint=allowed), start, known, rows.get("train"))
+
+
+def _weights(recipe: Recipe, model: CausalLM, start: resume.Start, known: dict[str, str]) -> None:
+    """Whether the weights of `checkpoint.init_from` are of this model."""
+    assert start.weights is not None
+    store, step = start.weights
+    resume.refuse_other_adapter(recipe, model, start)
+    found = weights_of(model, store, step)
+    if not found.is_whole and known:
+        resume.refuse_other_base(start, known)
+    store.refuse_misfit(step, found.wanted, found.cast)

@@ -1,0 +1,259 @@
+"""A teacher's likeliest tokens straight from its hidden states, and a student's divergence from them straight from its
+own: the logits of either exist one tile of tokens at a time. The gradient is formed in the forward, as in `hidden`.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtrain.losses.head.kl import HeadInput, check_share, forward_kl, generalized_jsd, reverse_kl
+from dtrain.losses.head.logprobs import Scaling
+from dtrain.losses.head.vocabulary import (
+    WHOLE,
+    Group,
+    VocabShard,
+    compute_dtype,
+    group_size,
+    merge_over,
+    on_shard,
+    part_stats,
+    pick,
+    product,
+    shard_sizes,
+    tiles,
+)
+from dtrain.losses.head.weighted_sum import TiledSum, head_tile_rows, tile_rows_of
+
+
+@torch.no_grad()
+def topk_logits_from_hidden_states(
+    model: HeadInput, k: int, index: Tensor, *, shard: VocabShard | None = None, rows_per_tile: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k largest logits (after the softcap) of tokens index [T], descending, max(float32, the dtype), and their
+    global ids int64, both [T, k], on every rank; equal logits by ascending id, k > V means V. No gradient.
+
+    One all-gather of k candidates per token and tile, one exchange of shard sizes on the host.
+    Raises ValueError for k < 1.
+    """
+    if k < 1:
+        raise ValueError(f"k={k}: at least one token is asked for")
+    shard = shard or WHOLE
+    sizes = shard_sizes(len(model.weight), shard.group, model.weight.device)
+    k, rows = min(k, sum(sizes)), rows_per_tile or head_tile_rows(max(sizes), model.weight.device.type)
+    tokens = TiledSum(model.hidden, model.weight, index, rows, compute_dtype(model.hidden.dtype))
+    scaling = Scaling(1.0, model.softcap)
+    values = torch.empty(len(index), k, dtype=tokens.dtype, device=index.device)
+    ids = torch.empty(len(index), k, dtype=torch.int64, device=index.device)
+    for tile, mine in tokens.tiles():
+        logits = scaling.logits_(product(mine, tokens.operand.t()))  # [t, V/tp]
+        values[tile], ids[tile] = topk_over(logits, k, shard.group, shard.start, sizes)
+    return values, ids
+
+
+class TopkKlSums(NamedTuple):
+    """Sums over tokens: of the loss, which carries the gradient, and of the probability that the student gives to the
+    teacher's tokens."""
+
+    total: Tensor
+    inside: Tensor
+
+
+def topk_kl_sum_from_hidden_states(
+    student: HeadInput,
+    teacher_logits: Tensor,
+    teacher_ids: Tensor,
+    index: Tensor,
+    *,
+    forward_share: float = 1.0,
+    jsd_beta: float | None = None,
+    temperature: float = 1.0,
+    zero_outside: bool = True,
+    shard: VocabShard | None = None,
+    rows_per_tile: int | None = None,
+) -> TopkKlSums:
+    """Σ over tokens index [T] (flat positions, each at most once) of forward_share · KL(p_teacher || p_student)
+    + (1 − forward_share) · KL(p_student || p_teacher), p = softmax(logits / temperature), from the teacher's raw logits
+    [T, K] at its ids [T, K]; no factor temperature². jsd_beta: `generalized_jsd` in its place.
+
+    The teacher is normalised over its K tokens. zero_outside: elsewhere it is zero, and the student is normalised over
+    the whole vocabulary; log 0 counts as −100 in KL(p_student || p_teacher). Otherwise the student is normalised over
+    the K tokens too. With all tokens among the K both are `kl_sum_from_hidden_states`.
+
+    Values, gradients, `shard` and errors as there; one all-gather of K + 3 numbers per token and tile.
+    """
+    check_share(forward_share)
+    shard = shard or WHOLE
+    rows = rows_per_tile or tile_rows_of(student.weight, shard)
+    tokens = TiledSum(student.hidden, student.weight, index, rows, compute_dtype(student.hidden.dtype))
+    loss = _Loss(forward_share, jsd_beta, temperature, zero_outside)
+    scaling = Scaling(temperature, student.softcap)
+    total, inside = _topk_kl_sums(tokens, teacher_logits, teacher_ids, scaling, loss, shard).unbind()
+    return TopkKlSums(tokens.with_gradient(total), inside)
+
+
+class _Loss(NamedTuple):
+    forward_share: float
+    jsd_beta: float | None
+    temperature: float
+    zero_outside: bool
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.zero_outside and self.forward_share < 1 and self.jsd_beta is None
+
+    def __call__(self, at_ids: Tensor, lse: Tensor, neg_entropy: Tensor | None, teacher_logits: Tensor) -> Tensor:
+        """The student's logits at the ids [t, K], log Σ exp of all of them [t] and negative entropy [t] -> [t]."""
+        teacher = (teacher_logits.to(at_ids.dtype) / self.temperature).log_softmax(-1)
+        student = at_ids - lse[:, None] if self.zero_outside else at_ids.log_softmax(-1)
+        if self.jsd_beta is not None:
+            return generalized_jsd(student, teacher, self.jsd_beta)
+        value = torch.zeros_like(lse)
+        if self.forward_share > 0:
+            value = value + self.forward_share * forward_kl(student, teacher)
+        if self.forward_share < 1:
+            value = value + (1 - self.forward_share) * reverse_kl(student, teacher, neg_entropy)
+        return value
+
+    def slopes(
+        self, at_ids: Tensor, lse: Tensor, neg_entropy: Tensor | None, teacher_logits: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The loss [t], and its derivatives by logits at the ids, log Σ exp and (where given) negative entropy."""
+        leaves = [one.detach().requires_grad_() for one in (at_ids, lse, neg_entropy) if one is not None]
+        with torch.enable_grad():
+            value = self(leaves[0], leaves[1], None if neg_entropy is None else leaves[2], teacher_logits)
+            found = torch.autograd.grad(value.sum(), leaves, allow_unused=True, materialize_grads=True)
+        return value.detach(), list(found)
+
+
+@torch.no_grad()
+def _topk_kl_sums(
+    tokens: TiledSum, teacher_logits: Tensor, ids: Tensor, scaling: Scaling, loss: _Loss, shard: VocabShard
+) -> Tensor:
+    """The loss and the probability inside [2]; leaves the loss's gradient with `tokens`."""
+    sums = torch.zeros(2, dtype=tokens.dtype, device=tokens.hidden.device)
+    memory = tokens.memory(2 + loss.needs_entropy)
+    for tile, mine in tokens.tiles():
+        scratch, held, *third = (tensor[: len(mine)] for tensor in memory)  # [t, V/tp]
+        logits = scaling.logits_(product(mine, tokens.operand.t(), out=held))
+        slope = scaling.slope(logits) if tokens.wants_gradient else None
+        columns, is_mine = on_shard(ids[tile], shard.start, logits.shape[1])  # [t, K]
+        at_ids = pick(logits, columns, is_mine, tokens.dtype)
+        stats = part_stats(logits, scratch, *third)  # scratch: log p, or third: p, of the part alone
+        whole, log_share, summed, _ = merge_over(stats, logits.shape[1], shard.group, at_ids.t())
+        at_ids, share = summed.t() - whole.m[:, None], log_share.exp()  # with the maximum at 0, as l has it
+        values, (by_ids, by_lse, *by_entropy) = loss.slopes(at_ids, whole.l, whole.neg_entropy, teacher_logits[tile])
+        inside = (at_ids - whole.l[:, None]).exp().sum()
+        sums += torch.stack([values.sum(), inside])
+        if not tokens.wants_gradient:
+            continue
+        # d lse / dz = p;  d Σ p·log p / dz = p · (log p − Σ p·log p).
+        if whole.neg_entropy is not None:
+            factor = logits.sub_((whole.m + whole.l + whole.neg_entropy)[:, None]).mul_(by_entropy[0][:, None])
+            grad = factor.add_(by_lse[:, None]).mul_(third[0]).mul_(share[:, None])
+        else:
+            grad = scratch.exp_().mul_((by_lse * share)[:, None])
+        if grad.shape[1]:
+            grad.scatter_add_(1, columns, torch.where(is_mine, by_ids, 0))
+        if slope is not None:
+            grad.mul_(slope)
+        tokens.add_gradient(grad, tile, mine)
+    return sums
+
+
+def topk_over(logits: Tensor, k: int, group: Group, start: int | Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """The k largest of logits [..., V/tp] over all shards, descending, in the compute dtype, and their global ids
+    int64, both [..., k] on every rank, the lower of equal ones first. start: this rank's first id; sizes: of every
+    rank's shard, of which k is at most the sum. One all-gather."""
+    values, ids = local_topk(logits, min(k, logits.shape[-1]))
+    values, ids = values.to(compute_dtype(logits.dtype)), ids + start
+    if group_size(group) == 1:
+        return values, ids
+    missing = min(k, max(sizes)) - values.shape[-1]
+    if missing:  # a shorter shard's list ends in entries that lose against every token
+        values = torch.nn.functional.pad(values, (0, missing), value=-float("inf"))
+        ids = torch.nn.functional.pad(ids, (0, missing), value=torch.iinfo(torch.int32).max)
+    # One message: values and ids in integers of the values' width.
+    integer = torch.int32 if values.dtype == torch.float32 else torch.int64
+    message = torch.stack([values.contiguous().view(integer), ids.to(integer)])
+    gathered = [torch.empty_like(message) for _ in sizes]
+    dist.all_gather(gathered, message, group=group)
+    message = torch.cat(gathered, -1)  # [2, .., candidates of all]
+    values, ids = message[0].view(values.dtype), message[1]
+    if min(sizes) < min(k, max(sizes)):  # some end in no tokens, which must lose against a later rank's −inf
+        values, ids = _ordered(values, ids)
+        return values[..., :k], ids[..., :k].long()
+    # Each list is in order, and so are the lists: the lower place has the lower id.
+    values, places = local_topk(values, k)
+    return values, ids.gather(-1, places).long()
+
+
+def _ordered(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Both [..., n], by descending value, equal values by ascending id."""
+    ids, order = ids.sort(-1)
+    values, by_value = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, by_value)
+
+
+def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of logits [..., v] and their columns [..., k], equal ones by lower column (torch.topk: by any)."""
+    if logits.is_cuda or k == logits.shape[-1]:
+        values, columns = logits.sort(dim=-1, descending=True, stable=True)
+        return values[..., :k], columns[..., :k]
+    if logits.is_meta:  # shapes alone, as a plan has: no values to look at
+        return logits.topk(k, -1)
+    # On the CPU a look is free: only rows with equal values need work, and few of those a second look at the logits.
+    values, columns = _largest(logits, k + 1)
+    equal = values[..., 1:] == values[..., :-1]
+    ties, cut = equal.any(-1), equal[..., -1]  # cut: the k-th value is also outside
+    values, columns = values[..., :k], columns[..., :k]
+    if cut.any():
+        columns[cut] = _lowest_columns(logits[cut], values[cut], columns[cut])
+    if ties.any():
+        values[ties], columns[ties] = _ordered(values[ties], columns[ties])
+    return values, columns
+
+
+def _largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """torch.topk on a CPU, in less than one of its passes over wide rows.
+
+    The columns are dealt out to groups, and the k largest stand in the k groups with the largest maxima: those maxima
+    are k elements, and no other group holds more than the smallest of them. Only equal ones of the k-th value may stand
+    elsewhere.
+    """
+    size = logits.shape[-1]
+    groups = 2 ** round(math.log2(k * size) / 2)  # near √(k·size), where both searches together are shortest
+    if groups * 4 > size:
+        return logits.topk(k, -1)
+    whole = size // groups
+    firsts = torch.arange(0, size, groups)[:, None]
+    values = logits.new_empty(*logits.shape[:-1], k)
+    columns = torch.empty(values.shape, dtype=torch.int64)
+    for index in tiles(logits.shape[:-1], 32):
+        row = logits[index]
+        maxima = row[..., : whole * groups].unflatten(-1, (whole, groups)).amax(-2)
+        rest = row[..., whole * groups :]
+        if rest.shape[-1]:
+            torch.maximum(maxima[..., : rest.shape[-1]], rest, out=maxima[..., : rest.shape[-1]])
+        chosen = maxima.topk(k, -1, sorted=False).indices
+        candidates = (chosen.unsqueeze(-2) + firsts).flatten(-2)
+        found = row.gather(-1, candidates.clamp(max=size - 1))
+        if rest.shape[-1]:
+            found.masked_fill_(candidates >= size, -float("inf"))
+        values[index], places = found.topk(k, -1)
+        columns[index] = candidates.gather(-1, places)
+    return values, columns
+
+
+def _lowest_columns(logits: Tensor, values: Tensor, columns: Tensor) -> Tensor:
+    """columns [n, k] of the k largest of logits [n, v], descending, those of the last value replaced by the lowest."""
+    last = values[:, -1:]
+    rows, candidates = (logits == last).nonzero().unbind(1)  # by row, then by column
+    slots = (values == last).sum(-1)  # the last `slots` places of each row belong to the last value
+    rank = torch.arange(len(rows)) - torch.searchsorted(rows, torch.arange(len(slots)))[rows]
+    fits = rank < slots[rows]
+    place = values.shape[1] - slots[rows] + rank
+    columns[rows[fits], place[fits]] = candidates[fits]
+    return columns

@@ -1,0 +1,223 @@
+"""Log-probabilities of the next tokens from logits in each layout that a model hands out: vocabulary-parallel with
+groups, DTensor, plain. Targets come unshifted here, and are shifted inside.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+from dtrain.losses.head.logprobs import TrainingSamplingParams, need_top_k_or_top_p_filtering
+from dtrain.losses.head.vocabulary import Group, group_size
+from dtrain.losses.logits.groups import Bounds, allgather_cp_sharded_tensor, shard_bounds, shard_like
+from dtrain.losses.logits.logprob import logprob_at
+from dtrain.losses.logits.sampling import sampled_logprobs
+from dtrain.parallel.collectives import all_gather
+from dtrain.parallel.placement import chunk_bounds
+
+NO_TARGET = -1  # no id of any vocabulary: log-probability 0.0 and no gradient
+
+
+def logprobs_of_targets(
+    logits: Tensor,
+    target: Tensor,
+    start: int | Tensor,
+    end: int | Tensor,
+    group: Group,
+    inference_only: bool,
+    chunk_size: int | None,
+    sampling_params: TrainingSamplingParams | None,
+) -> Tensor:
+    """log p(target) [B, S] from a shard of the logits [B, S, V/tp], filtered and in chunks where that is asked for."""
+    if sampling_params is not None and need_top_k_or_top_p_filtering(sampling_params):
+        top_k, top_p = sampling_params.top_k, sampling_params.top_p
+        return sampled_logprobs(logits, target, group, top_k, top_p, chunk_size, inference_only)
+    return logprob_at(logits, target.unsqueeze(-1), start, end, group, chunk_size, inference_only).squeeze(-1)
+
+
+def next_tokens(ids: Tensor) -> Tensor:
+    """[B, S] -> the token after each, NO_TARGET at the end."""
+    return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], NO_TARGET)], 1)
+
+
+def from_parallel_logits_to_logprobs(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    vocab_start_index: int | Tensor,
+    vocab_end_index: int | Tensor,
+    tp_group: Group,
+    inference_only: bool = False,
+    cp_group: Group = None,
+    chunk_size: int | None = None,
+    sampling_params: TrainingSamplingParams | None = None,
+) -> Tensor:
+    """logits [B, S/cp, V/tp], head-tail over cp; target [B, S] unshifted, natural order -> [B, S − 1]: log p of the
+    token after each position, natural order, on every rank.
+
+    A target shorter than cp times the local logits is padded and the result cut to it. Under cp the incoming gradient
+    is summed over cp: the true derivative where every cp rank owns a loss. Collectives: those of the log-probabilities
+    over tp, and one all-gather over cp. Raises ValueError for a longer target, and for a length that 2·cp does not
+    divide.
+    """
+    following = shard_like(next_tokens(target), vocab_parallel_logits.shape[1], cp_group)
+    logprobs = logprobs_of_targets(
+        vocab_parallel_logits,
+        following,
+        vocab_start_index,
+        vocab_end_index,
+        tp_group,
+        inference_only,
+        chunk_size,
+        sampling_params,
+    )
+    return allgather_cp_sharded_tensor(logprobs, cp_group, seq_dim=1)[:, : target.shape[1] - 1]
+
+
+def dtensor_from_parallel_logits_to_logprobs(
+    vocab_parallel_logits: Tensor,
+    target: Tensor | DTensor,
+    vocab_start_index: int | Tensor,
+    vocab_end_index: int | Tensor,
+    tp_group: Group,
+    inference_only: bool = False,
+    seq_index: Tensor | None = None,
+    chunk_size: int | None = None,
+    sampling_params: TrainingSamplingParams | None = None,
+) -> Tensor:
+    """This rank's logits [B, S/cp, V/tp] and target [B, S], unshifted -> [B, S − 1] in natural order, on every rank.
+
+    Under context parallel `target` is a DTensor on a mesh with a dimension "cp", sharded along the sequence in the
+    order of the logits, and seq_index [S] names the token that position i of that order holds. The incoming gradient
+    is not summed over cp: every cp rank must have the same loss. One all-gather of the targets over cp, one of the
+    result. Raises ValueError where seq_index is missing under cp, or the target is not sharded along the sequence.
+    """
+    cp_group = _context_group(target)
+    ids = target.full_tensor() if isinstance(target, DTensor) else target
+    if ids.shape[1] != vocab_parallel_logits.shape[1] * group_size(cp_group):
+        raise ValueError(
+            f"target holds {ids.shape[1]} positions, the logits {vocab_parallel_logits.shape[1]} on each of "
+            f"{group_size(cp_group)} cp ranks; under context parallel pass a DTensor sharded over 'cp'"
+        )
+    arguments = (vocab_start_index, vocab_end_index, tp_group, inference_only, chunk_size, sampling_params)
+    if cp_group is None:
+        return logprobs_of_targets(vocab_parallel_logits, next_tokens(ids), *arguments)[:, :-1]
+    if seq_index is None:
+        raise ValueError("seq_index is needed under context parallel: the token that each position holds")
+    length, local = ids.shape[1], vocab_parallel_logits.shape[1]
+    places = torch.empty_like(seq_index).scatter_(0, seq_index, torch.arange(length, device=seq_index.device))
+    following = next_tokens(ids[:, places])[:, seq_index]
+    mine = slice(cp_group.rank() * local, (cp_group.rank() + 1) * local)
+    logprobs = logprobs_of_targets(vocab_parallel_logits, following[:, mine], *arguments)
+    gathered = all_gather(logprobs.detach(), 1, cp_group)[:, places]
+    # This rank's own values once more, with their graph: the gradient of the others stays with the others.
+    return gathered.index_copy(1, seq_index[mine], logprobs)[:, :-1]
+
+
+def _context_group(target: Tensor | DTensor) -> Group:
+    """The cp group of a target that is cut over it; None where it is whole here."""
+    if not isinstance(target, DTensor):
+        return None
+    mesh = target.device_mesh
+    names = mesh.mesh_dim_names or ()
+    for name, placement in zip(names, target.placements, strict=True):
+        if isinstance(placement, Replicate):
+            continue
+        if name != "cp" or placement != Shard(1):
+            raise ValueError(f"target is placed {target.placements} on {names}: Shard(1) over 'cp', else Replicate")
+        if mesh["cp"].size() > 1:
+            return mesh.get_group("cp")
+    return None
+
+
+def local_logits(logits: DTensor) -> tuple[Tensor, Bounds, Group, Group]:
+    """What a DTensor of logits [B, S, V] is on this rank: the local tensor, the bounds of its ids, the tp group over
+    which the vocabulary is cut and the cp group over which the sequence is, None where it is not cut.
+
+    Raises ValueError naming the placements for all but Replicate, Shard of the vocabulary over "tp", and Shard of the
+    sequence over "cp".
+    """
+    mesh = logits.device_mesh
+    names = mesh.mesh_dim_names or ()
+    start, tp_group, cp_group = 0, None, None
+    for mesh_dim, placement in enumerate(logits.placements):
+        name = names[mesh_dim] if names else None
+        if mesh.size(mesh_dim) == 1 or isinstance(placement, Replicate):
+            continue
+        dim = placement.dim % logits.dim() if type(placement) is Shard else None
+        if name == "tp" and dim == logits.dim() - 1:
+            tp_group = mesh.get_group("tp")
+            start, _ = chunk_bounds(logits.shape[-1], tp_group.size(), tp_group.rank())
+        elif name == "cp" and dim == 1:
+            cp_group = mesh.get_group("cp")
+        else:
+            raise ValueError(
+                f"logits are placed {logits.placements} on a mesh of {names}: the vocabulary may be Shard(-1) over "
+                "'tp' and the sequence Shard(1) over 'cp', all else Replicate"
+            )
+    # A replicated tensor is the same on every rank, and so is the loss: each keeps its own gradient.
+    local = logits.to_local()
+    return local, (start, start + local.shape[-1]), tp_group, cp_group
+
+
+def get_logprobs_from_vocab_parallel_logits(
+    vocab_parallel_logits: DTensor,
+    input_ids: Tensor | DTensor,
+    seq_index: Tensor | None = None,
+    chunk_size: int | None = None,
+    sampling_params: TrainingSamplingParams | None = None,
+) -> Tensor:
+    """A DTensor of logits [B, S, V] on a mesh of ("tp",) or ("cp", "tp") and input_ids [B, S] -> [B, S − 1], natural
+    order, on every rank.
+
+    The vocabulary may be sharded over tp, evenly or not, or replicated; the sequence over cp, then input_ids is a
+    DTensor sharded as the logits are, and seq_index [S] names the token that each position of the order holds. Without
+    a grad mode nothing is saved. Otherwise as `dtensor_from_parallel_logits_to_logprobs`.
+    """
+    logits, bounds, tp_group, cp_group = local_logits(vocab_parallel_logits)
+    if cp_group is not None and _context_group(input_ids) is None:
+        raise ValueError("the logits are sharded over 'cp': input_ids must be a DTensor that is, too")
+    return dtensor_from_parallel_logits_to_logprobs(
+        logits,
+        input_ids,
+        *bounds,
+        tp_group,
+        inference_only=not torch.is_grad_enabled(),
+        seq_index=seq_index,
+        chunk_size=chunk_size,
+        sampling_params=sampling_params,
+    )
+
+
+def get_next_token_logprobs_from_logits(
+    input_ids: Tensor | DTensor,
+    next_token_logits: Tensor | DTensor,
+    seq_index: Tensor | None = None,
+    vocab_parallel_rank: int | None = None,
+    vocab_parallel_group: Group = None,
+    context_parallel_group: Group = None,
+    sampling_params: TrainingSamplingParams | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """log p of the token after each position, [B, S − 1] float32 (float64 from float64), by the layout of the logits:
+
+    - a vocab_parallel_group: this rank's shard [B, S/cp, V/tp], cut as torch.chunk cuts, and its rank in the group
+      (`from_parallel_logits_to_logprobs`; one small all-reduce more, for the shard's place);
+    - a DTensor: `get_logprobs_from_vocab_parallel_logits`;
+    - a plain tensor [B, S, V]: no collective.
+
+    input_ids [B, S] unshifted. chunk_size, in sequence positions, and top-k / top-p of sampling_params in all three.
+    Raises ValueError where the group comes without a rank, and for placements that fit no case.
+    """
+    if vocab_parallel_group is None and isinstance(next_token_logits, DTensor):
+        return get_logprobs_from_vocab_parallel_logits(
+            next_token_logits, input_ids, seq_index, chunk_size=chunk_size, sampling_params=sampling_params
+        )
+    return from_parallel_logits_to_logprobs(
+        next_token_logits,
+        input_ids.to(next_token_logits.device),
+        *shard_bounds(next_token_logits, vocab_parallel_rank, vocab_parallel_group),
+        vocab_parallel_group,
+        cp_group=context_parallel_group,
+        chunk_size=chunk_size,
+        sampling_params=sampling_params,
+    )

@@ -1,0 +1,8 @@
+"""Policy-gradient losses: formulas, their table of options, advantages.
+
+formulas    losses per token or sequence, a function each
+terms       a loss with its divergence, corrections and metrics, as GRPO uses it
+options     the table of names, options and ranges
+advantage   advantages from rewards
+padded      `policy_loss`: a loss by name over padded completions
+"""

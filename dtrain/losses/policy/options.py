@@ -1,0 +1,128 @@
+"""The policy losses by name: what each computes, how it is normalised, its options with their defaults and ranges. The
+one table of them, for the functions and for a recipe's check. No torch.
+
+The functions are in `policy_losses`; `policy_core` computes with them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from dtrain.base.ranges import NOT_NEGATIVE, POSITIVE, Range, is_number, one_of
+
+LEVELS = ("token", "sequence", "sequence_token")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_GRADIENTS = ("importance", "direct", "reward", "k2")
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "seq_mask_tis", "none")
+
+Normalisation = Literal["tokens", "sequences", "sequence_sums", "longest"]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A loss and how it becomes a number.
+
+    function: its name in `policy_losses`. options: what it reads beside the clip, with the defaults.
+    normalised by: tokens, Σ over the tokens ÷ tokens of the global batch; sequences, Σ over the sequences of the mean
+    over their tokens ÷ sequences of the global batch; sequence_sums, Σ over the tokens ÷ sequences; longest, Σ over the
+    tokens ÷ (sequences · max_completion_length). level: the default of importance_sampling_level.
+    corrects_itself: reads the correction of the sampler's probabilities, which then does not multiply the loss.
+    by_sequence: no token's loss stands for itself, so that none can be left out.
+    """
+
+    function: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    normalisation: Normalisation = "tokens"
+    level: str = "token"
+    corrects_itself: bool = False
+    by_sequence: bool = False
+
+
+_CLIP = {"delta": None, "dual_clip": None}
+_SAPO = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+_VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+_DPPO = {"dppo_ratio_cap": 20.0}
+
+# grpo: TRL divides by the sequences of a micro-batch and its micro-batches; equal where these are of one size.
+# bnpo: TRL divides by the tokens of a device's micro-batch and its micro-batches; here bnpo is dapo.
+# dapo, cispo, vespo: TRL divides a generation batch's tokens evenly over its steps; here each step has its own count.
+LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
+    {
+        "grpo": PolicyLoss("clipped", _CLIP, "sequences"),  # Shao et al., arXiv:2402.03300
+        "bnpo": PolicyLoss("clipped", _CLIP),  # as dapo; TRL's name for the mean over a batch's tokens
+        "dr_grpo": PolicyLoss("clipped", _CLIP, "longest"),  # Liu et al., arXiv:2503.20783
+        "dapo": PolicyLoss("clipped", _CLIP),  # Yu et al., arXiv:2503.14476
+        "gspo": PolicyLoss("clipped", _CLIP, "sequences", "sequence"),  # Zheng et al., arXiv:2507.18071, equation 5
+        "gspo_token": PolicyLoss("clipped", _CLIP, "sequences", "sequence_token"),  # the same, equation 13
+        "luspo": PolicyLoss("clipped", _CLIP, "sequence_sums", "sequence"),  # arXiv:2602.05261
+        "cispo": PolicyLoss("cispo", {"cispo_lower_clip": False}),
+        "sapo": PolicyLoss("sapo", _SAPO, "sequences"),
+        "vespo": PolicyLoss("vespo", _VESPO, corrects_itself=True),
+        "dppo_tv": PolicyLoss("dppo_tv", _DPPO),
+        "dppo_kl": PolicyLoss("dppo_kl", _DPPO),
+        "gmpo": PolicyLoss("gmpo", {}, "sequences", by_sequence=True),
+        "reinforce": PolicyLoss("reinforce"),
+    }
+)
+
+SHARED: Mapping[str, Any] = MappingProxyType(
+    {
+        "importance_sampling_level": None,
+        "kl_estimator": "k3",
+        "kl_gradient": "importance",
+        "old_kl_coef": 0.0,
+        "entropy_coef": 0.0,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "sampling_correction": "sequence_mask",
+        "sampling_clip_min": None,
+        "sampling_clip_max": 3.0,
+    }
+)
+"""Options of every loss, and their defaults: TRL 1.16's where it has them.
+
+importance_sampling_level   what r is: token, π/π_old; sequence, the geometric mean over the sequence (GSPO,
+                            arXiv:2507.18071, equation 7); sequence_token, sg[that]·π/sg[π] (equation 14). None: the
+                            loss's own. r enters the KL term too
+kl_estimator, kl_gradient   of the term β·KL(π ‖ π_ref): `policy_losses.kl_term`
+old_kl_coef                 c of the term c·(log π/π_old)², normalised as the loss (Kimi K2.5, arXiv:2602.02276)
+entropy_coef                c of −c · mean entropy over the tokens, whatever the loss's normalisation
+top_entropy_quantile        ρ: only the tokens among the ρ of highest entropy keep their policy loss (Wang et al.,
+                            arXiv:2506.01939); the entropy term is over them too, the KL term over all
+off_policy_mask_threshold   leaves out sequences of negative advantage that have drifted off: `policy_losses`
+sampling_correction, ..     weights π_old/π_sampler where the sampler's log-probabilities are given: there too
+"""
+
+_BOUND: Range = (lambda v: v is None or (is_number(v) and v > 0), "a finite number above 0, or null")
+_CAP: Range = (lambda v: v is None or (is_number(v) and v > 1), "a finite number above 1, or null")
+
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "importance_sampling_level": (lambda v: v is None or v in LEVELS, f"one of {', '.join(LEVELS)}"),
+        "kl_estimator": one_of(KL_ESTIMATORS),
+        "kl_gradient": one_of(KL_GRADIENTS),
+        "old_kl_coef": NOT_NEGATIVE,
+        "top_entropy_quantile": (lambda v: is_number(v) and 0 <= v <= 1, "from 0 to 1"),
+        "off_policy_mask_threshold": _BOUND,
+        "sampling_correction": one_of(CORRECTIONS),
+        "sampling_clip_min": _BOUND,
+        "sampling_clip_max": _BOUND,
+        "delta": _CAP,
+        "dual_clip": _CAP,
+        "cispo_lower_clip": (lambda v: isinstance(v, bool), "true or false"),
+        "dppo_ratio_cap": POSITIVE,
+        "sapo_temperature_pos": POSITIVE,
+        "sapo_temperature_neg": POSITIVE,
+        "vespo_k_pos": NOT_NEGATIVE,
+        "vespo_lambda_pos": POSITIVE,
+        "vespo_k_neg": NOT_NEGATIVE,
+        "vespo_lambda_neg": POSITIVE,
+    }
+)
+"""What an option may be; one that is not named here is any finite number."""
+
+
+def is_clip(value: Any) -> bool:
+    """(ε_low, ε_high): how far below and above 1 the ratio may go."""
+    return len(value) == 2 and all(is_number(one) and one >= 0 for one in value)

@@ -1,0 +1,283 @@
+"""A policy loss over one micro-batch, as sums: what the ranks and micro-batches of a global batch add up.
+
+`PolicySpec` says which loss; `policy_terms` computes it over padded rows, packed rows, or a context-parallel rank's
+part of either. Every term is a sum over this rank's own tokens (a sequence's quantities stand at each of its tokens),
+divided by counts of the global batch, so that the sum over micro-batches and over dp and cp ranks is the value of the
+whole.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtrain.base.ranges import NUMBER, hint, is_number, sizes_for
+from dtrain.losses.policy import formulas as policy_losses
+from dtrain.losses.policy.formulas import (
+    Tokens,
+    bounded_exp,
+    correction,
+    is_known,
+    k3_of,
+    kl_term,
+    mean_by_sequence,
+    off_policy_mask,
+)
+from dtrain.losses.policy.options import LOSSES, RANGES, SHARED, PolicyLoss, is_clip
+from dtrain.losses.policy.sequences import Sequences
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """A policy loss by name with its clip, β and options, checked once.
+
+    clip: (ε_low, ε_high); beta: weight of the KL term; options: the loss's own and those of `SHARED`, completed with
+    the defaults. Raises ValueError for an unknown name or option and a value out of its range.
+    """
+
+    name: str = "dapo"
+    clip: Sequence[float] = (0.2, 0.2)
+    beta: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name not in LOSSES:
+            raise ValueError(f"{self.name!r} is no policy loss{hint(self.name, LOSSES)}")
+        read = {**SHARED, **self.loss.options}
+        for key, value in self.options.items():
+            if key not in read:
+                raise ValueError(f"{key} is no option of {self.name}{hint(key, read)}")
+            check, words = RANGES.get(key, NUMBER)
+            if not check(value):
+                raise ValueError(f"{key}={value!r} must be {words.replace('null', 'None')}{sizes_for(value)}")
+        if not is_clip(self.clip):
+            sizes = next((sizes for one in self.clip if (sizes := sizes_for(one))), "")
+            raise ValueError(f"clip={self.clip!r} must be two numbers of at least 0: how far below and above 1{sizes}")
+        if not (is_number(self.beta) and self.beta >= 0):
+            raise ValueError(f"beta={self.beta!r} must be a finite number, at least 0{sizes_for(self.beta)}")
+        whole = read | dict(self.options)
+        object.__setattr__(self, "clip", tuple(float(one) for one in self.clip))
+        object.__setattr__(self, "options", MappingProxyType(whole))
+        self._check_combinations(whole)
+
+    def _check_combinations(self, options: Mapping[str, Any]) -> None:
+        if options.get("delta") is not None and options.get("dual_clip") is not None:
+            raise ValueError("delta and dual_clip bound the same ratio: give one of them")
+        if self.loss.by_sequence and options["top_entropy_quantile"] < 1:
+            raise ValueError(f"top_entropy_quantile: {self.name} is a loss of whole sequences, which keep all tokens")
+        smallest, largest = options["sampling_clip_min"], options["sampling_clip_max"]
+        if smallest is not None and largest is not None and smallest >= largest:
+            raise ValueError(f"sampling_clip_min={smallest} must be below sampling_clip_max={largest}")
+
+    @property
+    def loss(self) -> PolicyLoss:
+        return LOSSES[self.name]
+
+    def divisor(self, counts: "Counts") -> Tensor | float:
+        """What the sum over the global batch is divided by, a scalar."""
+        if self.loss.normalisation == "tokens":
+            return _or_one(counts.tokens)
+        if self.loss.normalisation != "longest":
+            return _or_one(counts.sequences)
+        if counts.max_completion_length is None:
+            raise ValueError(f"{self.name} divides by max_completion_length, which is not given")
+        return _or_one(counts.sequences) * counts.max_completion_length
+
+
+class Counts(NamedTuple):
+    """Of the global batch: tokens that count, sequences (those without a token too, as in TRL), the longest completion
+    that might have been (dr_grpo), and the tokens above the entropy threshold (with top_entropy_quantile and an
+    entropy term; None: `tokens`)."""
+
+    tokens: Tensor | float
+    sequences: Tensor | float
+    max_completion_length: int | None = None
+    high_entropy_tokens: Tensor | float | None = None
+
+
+MEANS: Mapping[str, str] = MappingProxyType(
+    {
+        "kl": "kl_tokens",
+        "approx_kl": "known_tokens",
+        "ratio": "known_tokens",
+        "entropy": "entropy_tokens",
+        "clip_low": "tokens",
+        "clip_high": "tokens",
+        "mismatch_kl": "sampled_tokens",
+        "mismatch_abs": "sampled_tokens",
+        "correction": "corrected_tokens",
+        "oob_frac": "corrected_tokens",
+        "off_policy_frac": "tokens",
+    }
+)
+"""Sum of `policy_terms` -> the count that makes it a mean.
+
+kl             k3 of KL(π ‖ π_ref)
+approx_kl      k3 of KL(π_old ‖ π)
+ratio          r at the level of importance sampling
+entropy        of the distribution drawn from
+clip_low, ..   tokens that got no gradient because π had fallen, risen too far (TRL counts sequences at sequence level)
+mismatch_kl    k3 of KL(π_sampler ‖ π_old); mismatch_abs: |log π_sampler/π_old|
+correction     the weights for that mismatch; oob_frac: tokens whose weight the bounds cut or made 0
+off_policy_frac  tokens of sequences left out by off_policy_mask_threshold
+"""
+
+
+def means(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics from their sums over a global batch (tensors or floats); a mean over nothing is 0."""
+    return {name: sums[name] / _or_one(sums[count]) for name, count in MEANS.items() if name in sums}
+
+
+def policy_terms(
+    spec: PolicySpec,
+    logps: Tensor,
+    old_logps: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    sequences: Sequences,
+    counts: Counts,
+    *,
+    ref_logps: Tensor | None = None,
+    sampling_logps: Tensor | None = None,
+    entropies: Tensor | None = None,
+    entropy_threshold: Tensor | float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """This micro-batch's share of the loss, a scalar to differentiate, and of the sums that `MEANS` is made from.
+
+    logps [n, S]: log π of the tokens, with gradient; old_logps, ref_logps, sampling_logps: of the policy that the
+    update started from (None: π itself), of the reference, of the sampler; entropies [n, S]: with gradient where
+    entropy_coef is not 0; advantages [n, S]; mask [n, S]: the tokens that count. What stands at other places is never
+    read, NaN and infinities included; logps and entropies alone get a gradient. sequences: where the sequences of the
+    micro-batch lie; sums over them are its collectives, the same number on every rank. entropy_threshold:
+    `top_entropy_threshold` of the global batch.
+
+    Computed in max(float32, the dtype of logps). A token with log −inf, which a filter left out since it was drawn, has
+    ratio 0 and no gradient, counts as a log ratio of 0 in its sequence's, and the metrics leave it out; so it is where
+    old_logps has −inf. Where ref_logps has −inf there is no KL term, and where sampling_logps has −inf or NaN
+    (the sampler does not know) the weight is 1. Any other NaN reaches the loss. The gradient of a mask without a token
+    is zero. Raises ValueError for what `spec` needs and is not given.
+    """
+    options, dtype = spec.options, torch.promote_types(logps.dtype, torch.float32)
+    mask = mask.bool()
+
+    def at(where: Tensor, values: Tensor) -> Tensor:
+        return torch.where(where, values.to(dtype), 0.0)
+
+    old_logps = logps if old_logps is None else old_logps
+    possible = is_known(old_logps, is_known(logps, mask))
+    has_reference, is_sampled = is_known(ref_logps, possible), is_known(sampling_logps, possible)
+    reference = None if ref_logps is None else at(has_reference, ref_logps.detach())
+    sampler = None
+    if sampling_logps is not None:
+        is_sampled = is_sampled & ~sampling_logps.isnan()
+        sampler = at(is_sampled, sampling_logps.detach())
+    old_logps, advantages = at(possible, old_logps.detach()), at(mask, advantages.detach())
+    logps, entropies = at(possible, logps), None if entropies is None else at(possible, entropies)
+
+    log_ratio = logps - old_logps
+    level = options["importance_sampling_level"] or spec.loss.level
+    ratio = _ratio(level, logps, log_ratio, possible, sequences)
+    weights = None
+    if sampler is not None:
+        weights = correction(
+            old_logps,
+            sampler,
+            is_sampled,
+            sequences,
+            mode=options["sampling_correction"],
+            smallest=options["sampling_clip_min"],
+            largest=options["sampling_clip_max"],
+        )
+    tokens = Tokens(logps, old_logps, log_ratio, ratio, advantages, possible, sequences, spec.clip, weights)
+    own = {name: options[name] for name in spec.loss.options}
+    surrogate = getattr(policy_losses, spec.loss.function)(tokens, **own)
+
+    loss, kept, is_near = surrogate.loss, mask, None
+    if options["off_policy_mask_threshold"] is not None:
+        drawn, by = (old_logps, possible) if sampler is None else (sampler, is_sampled)
+        is_near = off_policy_mask(logps, drawn, advantages, by, sequences, options["off_policy_mask_threshold"])
+        loss = torch.where(is_near, loss, 0.0)
+    if options["top_entropy_quantile"] < 1:
+        deciding = _given(entropies, _NEEDS_ENTROPIES)
+        if entropy_threshold is None:
+            raise ValueError("top_entropy_quantile needs entropy_threshold: top_entropy_threshold of the global batch")
+        kept = mask & (deciding >= entropy_threshold)
+        loss = torch.where(kept, loss, 0.0)
+    if weights is not None and not spec.loss.corrects_itself:
+        loss = loss * weights.weights
+    if spec.beta:
+        ref_logps = _given(reference, f"beta={spec.beta} needs ref_logps")
+        kl = kl_term(logps, ref_logps, ratio, options["kl_estimator"], options["kl_gradient"])
+        loss = loss + spec.beta * torch.where(has_reference, kl, 0.0)
+    if options["old_kl_coef"]:
+        loss = loss + options["old_kl_coef"] * log_ratio.square()
+    if spec.loss.normalisation == "sequences":
+        loss = loss / sequences.spread(sequences.lengths.clamp(min=1))
+    total = torch.where(mask, loss, 0.0).sum() / spec.divisor(counts)
+    if options["entropy_coef"]:
+        among = counts.tokens if counts.high_entropy_tokens is None else counts.high_entropy_tokens
+        bonus = torch.where(kept, _given(entropies, _NEEDS_ENTROPIES), 0.0).sum() / _or_one(among)
+        total = total - options["entropy_coef"] * bonus
+
+    with torch.no_grad():
+        nowhere = torch.zeros_like(ratio)
+        low, high = (nowhere if one is None else one.to(nowhere) for one in surrogate[1:])
+        sums = _sums(possible, "known_tokens", approx_kl=k3_of(old_logps, logps), ratio=ratio)
+        sums |= _sums(mask, "tokens", clip_low=low, clip_high=high)
+        if reference is not None:
+            sums |= _sums(has_reference, "kl_tokens", kl=k3_of(logps, reference))
+        if entropies is not None:
+            sums |= _sums(possible, "entropy_tokens", entropy=entropies)
+        if sampler is not None:
+            gap, drift = (sampler - old_logps).abs(), k3_of(sampler, old_logps)
+            sums |= _sums(is_sampled, "sampled_tokens", mismatch_kl=drift, mismatch_abs=gap)
+        if weights is not None:
+            sums |= _sums(mask, "corrected_tokens", correction=weights.weights, oob_frac=weights.outside.to(dtype))
+        if is_near is not None:
+            sums |= _sums(mask, "tokens", off_policy_frac=(~is_near).to(dtype))
+    return total, sums
+
+
+def top_entropy_threshold(entropies: Tensor, quantile: float) -> tuple[Tensor, Tensor]:
+    """The entropy that the top `quantile` of the tokens reach, and how many tokens reach it (arXiv:2506.01939).
+
+    entropies [N]: of all tokens of the global batch, in any order; quantile from 0 (the highest alone, and its equals)
+    to 1 (all). Interpolates between neighbours as torch.quantile and TRL do, at any N. No token: infinity and 0.
+    """
+    ordered = entropies.flatten().to(torch.promote_types(entropies.dtype, torch.float32)).sort().values
+    if ordered.numel() == 0:
+        return ordered.new_full((), torch.inf), ordered.new_zeros((), dtype=torch.int64)
+    place = (1 - quantile) * (ordered.numel() - 1)
+    below = int(place)
+    above = min(below + 1, ordered.numel() - 1)
+    threshold = torch.lerp(ordered[below], ordered[above], place - below)
+    return threshold, (ordered >= threshold).sum()
+
+
+def _ratio(level: str, logps: Tensor, log_ratio: Tensor, possible: Tensor, sequences: Sequences) -> Tensor:
+    if level == "token":
+        return torch.where(possible, bounded_exp(log_ratio), 0.0)
+    mean = mean_by_sequence(log_ratio, sequences)
+    return bounded_exp(mean if level == "sequence" else mean.detach() + logps - logps.detach())
+
+
+def _sums(where: Tensor, count: str, **values: Tensor) -> dict[str, Tensor]:
+    sums = {name: torch.where(where, value, 0.0).sum() for name, value in values.items()}
+    return sums | {count: where.sum().to(next(iter(values.values())))}
+
+
+_NEEDS_ENTROPIES = "entropy_coef and top_entropy_quantile need entropies"
+
+
+def _given(value: Tensor | None, needs: str) -> Tensor:
+    if value is None:
+        raise ValueError(needs)
+    return value
+
+
+def _or_one(count: Any) -> Any:
+    """A count to divide by: 1 in the place of 0."""
+    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1

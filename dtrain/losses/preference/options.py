@@ -1,0 +1,88 @@
+"""The preference losses by name: what each computes and needs, its options with their defaults and ranges. The one
+table of them, for the functions and for a recipe's check. No torch.
+
+The functions are in `pair_losses`; `preference` computes with them.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from dtrain.base.ranges import NOT_NEGATIVE, NUMBER, POSITIVE, Range, is_number, one_of
+
+SFT = "sft"  # a name in a list of losses, TRL's: the chosen completions' negative log-likelihood, as dpo.sft_weight
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """A loss and what it needs.
+
+    function: its name in `pair_losses`. options: what it reads beside β, with the defaults.
+    whole_batch: a pair's loss depends on the other pairs of the global batch (bco_pair's only with bco_shift="batch").
+    """
+
+    function: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    needs_reference: bool = True
+    needs_lengths: bool = False
+    whole_batch: bool = False
+
+    @property
+    def f_divergence(self) -> bool:
+        """Whether the margin may be that of another divergence than the reverse KL."""
+        return "f_divergence" in self.options
+
+
+DIVERGENCE: Mapping[str, Any] = MappingProxyType({"f_divergence": "reverse_kl", "f_alpha_divergence_coef": 0.5})
+_SMOOTHING = {"label_smoothing": 0.0}
+
+LOSSES: Mapping[str, PreferenceLoss] = MappingProxyType(
+    {
+        "sigmoid": PreferenceLoss("sigmoid", {**_SMOOTHING, **DIVERGENCE}),
+        "hinge": PreferenceLoss("hinge", DIVERGENCE),
+        "ipo": PreferenceLoss("ipo", DIVERGENCE, needs_lengths=True),
+        "ipo_sum": PreferenceLoss("ipo_sum", DIVERGENCE),
+        "robust": PreferenceLoss("robust", {**_SMOOTHING, **DIVERGENCE}),
+        "exo_pair": PreferenceLoss("exo_pair", {**_SMOOTHING, **DIVERGENCE}),
+        "nca_pair": PreferenceLoss("nca_pair"),
+        "bco_pair": PreferenceLoss("bco_pair", {"bco_shift": 0.0}, whole_batch=True),
+        "sppo_hard": PreferenceLoss("sppo_hard"),
+        "aot": PreferenceLoss("aot", _SMOOTHING, whole_batch=True),
+        "aot_unpaired": PreferenceLoss("aot_unpaired", _SMOOTHING, whole_batch=True),
+        "aot_pair": PreferenceLoss("aot_unpaired", _SMOOTHING, whole_batch=True),
+        "apo_zero": PreferenceLoss("apo_zero"),
+        "apo_down": PreferenceLoss("apo_down"),
+        "discopop": PreferenceLoss("discopop", {"discopop_tau": 0.05, **DIVERGENCE}),
+        "sigmoid_norm": PreferenceLoss("sigmoid_norm", DIVERGENCE, needs_lengths=True),
+        "simpo": PreferenceLoss("simpo", {**_SMOOTHING, "simpo_gamma": 0.5}, needs_reference=False, needs_lengths=True),
+        "orpo": PreferenceLoss("orpo", needs_reference=False, needs_lengths=True),
+    }
+)
+
+OFF: Mapping[str, Any] = MappingProxyType({"label_smoothing": 0.0, "f_divergence": "reverse_kl"})
+"""Values that switch an option off: good for every loss, whether it reads the option or not."""
+
+
+def over_the_batch(names: Iterable[str], options: Mapping[str, Any]) -> list[str]:
+    """Those of `names` by which, with these options, a pair's loss depends on the other pairs of the global batch."""
+    alone = {"bco_pair"} if options.get("bco_shift") != "batch" else set()
+    return [name for name in names if name in LOSSES and LOSSES[name].whole_batch and name not in alone]
+
+
+KWARGS = frozenset[str]().union(*(loss.options for loss in LOSSES.values())) - OFF.keys()
+"""Options without a key of their own in the schema: they stand in `dpo.kwargs`."""
+
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "beta": POSITIVE,
+        "label_smoothing": (lambda v: is_number(v) and 0 <= v < 0.5, "from 0 up to 0.5, without 0.5 itself"),
+        "f_divergence": one_of(DIVERGENCES),
+        "f_alpha_divergence_coef": NUMBER,
+        "discopop_tau": POSITIVE,
+        "simpo_gamma": NOT_NEGATIVE,
+        "bco_shift": (lambda v: v == "batch" or is_number(v), "a finite number or batch"),
+    }
+)
+"""What an option may be; one that is not named here is any finite number."""

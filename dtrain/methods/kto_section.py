@@ -1,0 +1,47 @@
+"""What must hold in a recipe's `kto` section and around it, and what is known of it beforehand. No torch."""
+
+from types import MappingProxyType
+
+from dtrain.base.ranges import is_number
+from dtrain.methods import dpo_section
+from dtrain.methods.spec import Facts
+from dtrain.recipe.schema import Recipe
+
+
+class KtoFacts(Facts):
+    kind = "labelled"
+    ranges = (
+        ("kto.beta", lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10"),
+        ("kto.desirable_weight", lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10"),
+        ("kto.undesirable_weight", lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10"),
+        ("kto.sync_every", lambda v: v >= 1, "at least 1, or null for a reference that stands still"),
+        ("kto.sync_mix", lambda v: 0 < v <= 1, "more than 0, up to 1"),
+    )
+    adapter_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 5e-6
+    curves = MappingProxyType({**Facts.curves, "rewards_margin": "margin of rewards"})
+
+    def problems(self, recipe: Recipe) -> list[str]:
+        section, found = recipe.kto, dpo_section.base_problems(recipe, "kto", recipe.kto.reference)
+        if section.reference in (None, "none"):
+            found.append("kto.reference=none: a reply's reward is measured against a reference; set it to start")
+        if section.desirable_weight == section.undesirable_weight == 0:
+            found.append("kto.desirable_weight and kto.undesirable_weight are both 0: nothing would be learned")
+        if recipe.data.loss_on != "assistant":
+            found.append(dpo_section.no_loss_on(recipe))
+        return found
+
+    def refuses(self, recipe: Recipe, format: str) -> str | None:
+        if format in ("text", "question"):
+            return "method=kto trains on replies with a label; give it prompt, completion and label"
+        return None
+
+    def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
+        return dpo_section.other_reference("kto", recipe.kto.reference)
+
+    def needs_reference(self, recipe: Recipe) -> bool:
+        return True
+
+
+def facts(recipe: Recipe | None = None) -> KtoFacts:
+    """The facts of this method."""
+    return KtoFacts()

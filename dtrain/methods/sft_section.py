@@ -1,0 +1,39 @@
+"""What must hold in a recipe's `sft` section, and what is known of the method beforehand. No torch."""
+
+from types import MappingProxyType
+
+from dtrain.base.ranges import NUMBER, is_number, shown
+from dtrain.losses.token import options as token_options
+from dtrain.methods.spec import Facts
+from dtrain.recipe import key_aliases as words
+from dtrain.recipe.schema import Recipe
+
+
+class SftFacts(Facts):
+    ranges = (("sft.label_smoothing", lambda v: is_number(v) and 0 <= v < 1, "from 0 to below 1"),)
+    curves = MappingProxyType({**Facts.curves, "token_accuracy": "token accuracy"})
+
+    def problems(self, recipe: Recipe) -> list[str]:
+        """Of `sft.loss`, its options and label smoothing."""
+        section, losses = recipe.sft, token_options.LOSSES
+        if section.loss not in losses:
+            return [f"sft.loss={section.loss} is no loss of tokens{words.hint('sft.loss', section.loss, losses)}"]
+        named, found = losses[section.loss], []
+        for key, value in section.kwargs.items():
+            allowed, sentence = token_options.RANGES.get(key, NUMBER)
+            if key not in named.options:
+                found.append(f"sft.kwargs.{key} is not read by {section.loss}; leave it out")
+            elif not allowed(value):
+                found.append(f"sft.kwargs.{key}={shown(value)} must be {sentence}")
+        if section.label_smoothing and not named.smooths:
+            smoothing = [name for name, one in losses.items() if one.smooths]
+            found.append(
+                f"sft.label_smoothing={section.label_smoothing} has no meaning for sft.loss={section.loss}: leave it "
+                f"out, or set sft.loss={' or '.join(smoothing)}"
+            )
+        return found
+
+
+def facts(recipe: Recipe | None = None) -> SftFacts:
+    """The facts of this method."""
+    return SftFacts()

@@ -1,0 +1,12 @@
+"""Parts that the families of models share.
+
+config, config_fields, config_parts, rope_config, quantization_config    a model's sizes; reading them from config.json
+decoder, functions           layers and whole decoders; norms, activations, rotary embedding
+cache                        the interface of a KV cache to the models
+moe, routing                 mixtures of experts; their router and its balance loss
+adapters, adapter_config     what an adapter computes; which layers have one, and of what rank
+nf4, nf4_config              weights in 4 bits; what they ask of a model
+compiled                     the parts of a layer that are compiled
+init                         starting values
+tower                        the text model of a multimodal checkpoint
+"""

@@ -1,0 +1,267 @@
+"""What an adapter is, and which layers of a model get one: LoRA, rsLoRA and DoRA in PEFT's terms. Imports no torch.
+
+Names match as PEFT matches them (https://huggingface.co/docs/peft/package_reference/lora): a list entry is a module's
+name or the end of it, a text is a regular expression for the whole name, `all-linear` every linear layer but the head.
+Experts are stacks of matrices, two a layer, and most routers are single ones: no linear layers in transformers. Only
+lists name them, as PEFT's target_parameters do.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtrain.base.name_patterns import endmatch, fullmatch
+from dtrain.models.common.config import FULL, LINEAR, SLIDING, ModelConfig
+
+ALL_LINEAR = "all-linear"
+ENDS = ("model.embed_tokens", "lm_head")
+_TOWER = "model.language_model."  # what a multimodal model calls its text tower's `model.`
+_ROUTER = ".mlp.gate"
+PARAMETERS = ("lora_A", "lora_B", "lora_magnitude")
+Names = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Low:
+    """The adapter of one layer: its rank r, and the scale s of B·A."""
+
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """rank, alpha: those of layers that no pattern names; a pattern's key is a regular expression for the end of a
+    module's name. parameters: the stacks of experts and the routers that get one, whatever `exclude` and `layers` say,
+    as in PEFT. layers: the numbers of the decoder layers that may have one; None for all. in_tower: names match as
+    those of a multimodal model's text tower; those that the methods take and give are a text model's all the same."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target: Names = ALL_LINEAR
+    parameters: tuple[str, ...] = ()
+    exclude: Names = ()
+    rslora: bool = False
+    dora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    modules_to_save: tuple[str, ...] = ()
+    layers: tuple[int, ...] | None = None
+    in_tower: bool = False
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "AdapterConfig":
+        """From the fields' values by name, lists for tuples; other names are passed over. A target's entries for
+        experts become `parameters`, and with all-linear among the others these are that."""
+        known: dict[str, Any] = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
+        known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+        if isinstance(target := known.get("target"), tuple):
+            known["parameters"] = (*known.get("parameters", ()), *filter(_is_of_experts, target))
+            others = tuple(name for name in target if not _is_of_experts(name))
+            known["target"] = ALL_LINEAR if ALL_LINEAR in others else others
+        return cls(**known)
+
+    def adapted(self, names: Iterable[str]) -> dict[str, Low]:
+        """Of a model's `adaptable` names those that get an adapter, with its rank and scale, in order."""
+        return {name: self._low(name) for name in names if self._is_target(name)}
+
+    def adapted_parameters(self, names: Iterable[str]) -> list[str]:
+        """Of `names` the stacks of experts and the routers that get an adapter."""
+        return [name for name in names if is_parameter(name) and self._is_target(name)]
+
+    def saved(self, modules: Iterable[str]) -> list[str]:
+        """Of the names of modules with parameters those that are trained whole."""
+        return [name for name in modules if any(self.called(name).endswith(end) for end in self.modules_to_save)]
+
+    def targets(self, name: str) -> bool:
+        """Whether `target` and `exclude` mean the module of this name."""
+        called = self.called(name)
+        is_wanted = self.target == ALL_LINEAR or matches(called, self.target)
+        return is_wanted and not (self.exclude and matches(called, self.exclude))
+
+    def called(self, name: str) -> str:
+        """The name that patterns and lists are matched with."""
+        return in_tower(name) if self.in_tower else name
+
+    def _is_target(self, name: str) -> bool:
+        if is_parameter(name):
+            called = parameter_name(self.called(name))
+            means = [called, called.rpartition(".")[0]] if is_stack(name) else [called]
+            return any(matches(one, self.parameters) for one in means) and not self.saved([name])
+        if name in ENDS or not self.targets(name):
+            return False
+        # Whole names count in any layer, as in PEFT.
+        if self.layers is not None and self.called(name) not in self.target:
+            number = re.search(r"\.layers\.(\d+)\.", name)
+            if number is None or int(number[1]) not in self.layers:
+                return False
+        return not self.saved([name])
+
+    def _low(self, name: str) -> Low:
+        called = parameter_name(self.called(name))
+        rank = by_pattern(self.rank_pattern, called, self.rank)
+        alpha = by_pattern(self.alpha_pattern, called, self.alpha)
+        return Low(rank, alpha / math.sqrt(rank) if self.rslora else alpha / rank)
+
+
+def is_stack(name: str) -> bool:
+    """Whether a module of the files of this name is a stack of experts."""
+    return name.rpartition(".")[0].endswith(".experts")
+
+
+def is_parameter(name: str) -> bool:
+    """Whether a module of the files of this name is no linear layer in transformers: a stack of experts or a router."""
+    return is_stack(name) or name.endswith(_ROUTER)
+
+
+def parameter_name(name: str) -> str:
+    """What PEFT's target_parameters call the module `name`, or its name."""
+    return f"{name}.weight" if name.endswith(_ROUTER) else name
+
+
+def _is_of_experts(entry: str) -> bool:
+    """Whether an entry of a recipe's target means stacks of experts, `experts` or one of theirs, or routers."""
+    last = entry.split(".")[-2:]
+    return "experts" in last or last == ["gate", "weight"]
+
+
+def in_tower(name: str) -> str:
+    """What a multimodal model calls the part of its text tower that is `name` in a text model."""
+    return re.sub(r"^model\.", _TOWER, name)
+
+
+def out_of_tower(name: str) -> str:
+    """What a text model calls the part of a multimodal model's text tower that is `name` there."""
+    return "model." + name.removeprefix(_TOWER) if name.startswith(_TOWER) else name
+
+
+def matches(name: str, wanted: Names) -> bool:
+    """Whether a module of this name is meant by `wanted`."""
+    if isinstance(wanted, str):
+        return fullmatch(wanted, name)
+    return any(name == one or name.endswith(f".{one}") for one in wanted)
+
+
+def by_end(pattern: str, name: str) -> bool:
+    """Whether a key of `rank_pattern` or `alpha_pattern` means the module of this name."""
+    return endmatch(pattern, name)
+
+
+def by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
+    """What `patterns` say of the module of this name: the first that means it counts."""
+    return next((value for pattern, value in patterns.items() if by_end(pattern, name)), otherwise)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter of this name is part of an adapter."""
+    return name.rpartition(".")[2] in PARAMETERS
+
+
+def adaptable(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """[out, in] of every linear layer of the decoder of `config`, then of its `parameters`, by the module's name in
+    files, as transformers has it."""
+    return {**linears(config), **parameters(config)}
+
+
+def parameters(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """[E, out, in] of the stacks of experts of `config`, and [E, in] of its routers that are no linear layers, as far
+    as they may have an adapter: stacks that the files have turned (gpt-oss) get none."""
+    return {} if config.experts is not None and config.experts.turned else _sparse(config)
+
+
+def _sparse(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    if (experts := config.experts) is None:
+        return {}
+    count, inner, hidden = experts.count, experts.inner, config.hidden_size
+    parent = "experts" if experts.beside else "mlp.experts"
+    sizes: dict[str, tuple[int, ...]] = {} if experts.beside else {"mlp.gate": (count, hidden)}
+    sizes[f"{parent}.gate_up_proj"] = (count, 2 * inner, hidden)
+    sizes[f"{parent}.down_proj"] = (count, hidden, inner)
+    numbers = [number for number in experts.layers if number < config.num_hidden_layers]
+    return {f"model.layers.{number}.{name}": size for number in numbers for name, size in sizes.items()}
+
+
+def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """[out, in] of every linear layer of the decoder of `config`, by its module's name in files, in the model's
+    order."""
+    hidden, own = config.hidden_size, config.per_layer
+    table = {} if own is None else {"model.per_layer_model_projection": (config.num_hidden_layers * own.size, hidden)}
+    layers = {
+        f"model.layers.{number}.{name}": shape
+        for number in range(config.num_hidden_layers)
+        for name, shape in _of_layer(config, number).items()
+    }
+    return layers | table
+
+
+def _of_layer(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]:
+    """[out, in] of the linear layers in a layer of the decoder."""
+    hidden, inner, kind = config.hidden_size, config.inner_size(number), config.layer_types[number]
+    heads = config.heads_of(kind)
+    query, key = config.num_attention_heads * heads.size, heads.count * heads.size
+    layer = {"self_attn.q_proj": (query * (1 + config.attention_gate), hidden)}
+    if config.key_sources[number] == number:
+        layer |= {"self_attn.k_proj": (key, hidden)} | ({} if heads.tied else {"self_attn.v_proj": (key, hidden)})
+    layer["self_attn.o_proj"] = (hidden, query)
+    if kind == LINEAR and config.linear is not None:
+        keys, values, count = config.linear.keys, config.linear.values, config.linear.value_heads
+        rows = {"q": keys, "k": keys, "v": values, "z": values, "b": count, "a": count}
+        layer = {f"linear_attn.in_proj_{part}": (size, hidden) for part, size in rows.items()}
+        layer["linear_attn.out_proj"] = (hidden, values)
+    parent, down = ("shared_mlp", "output_linear") if "input_linear" in config.fused else ("mlp", "down_proj")
+    mlp = {f"{parent}.{name}": (inner, hidden) for name in ("gate_proj", "up_proj")} | {
+        f"{parent}.{down}": (hidden, inner)
+    }
+    if not config.has_mlp(number):
+        mlp = _of_shared_expert(config)  # the others are stacks, and the router is no linear layer, as in PEFT
+    if config.experts is not None and config.experts.beside and config.is_sparse(number):
+        mlp["router.proj"] = (config.experts.count, hidden)
+    if (own := config.per_layer) is not None:
+        mlp |= {"per_layer_input_gate": (own.size, hidden), "per_layer_projection": (hidden, own.size)}
+    joined: dict[str, tuple[int, int]] = {}
+    for name, (rows_of, columns) in {**layer, **mlp}.items():
+        whole = config.whole(name)
+        joined[whole] = joined.get(whole, (0, columns))[0] + rows_of, columns
+    return joined
+
+
+def _of_shared_expert(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    shared, hidden = 0 if config.experts is None else config.experts.shared, config.hidden_size
+    rows = {"gate_proj": (shared, hidden), "up_proj": (shared, hidden), "down_proj": (hidden, shared)}
+    of_expert = {f"mlp.shared_expert.{name}": shape for name, shape in rows.items()}
+    return {**of_expert, "mlp.shared_expert_gate": (1, hidden)} if shared else {}
+
+
+def modules(config: ModelConfig) -> list[str]:
+    """The names in files of all modules with parameters of their own, in no order: what `modules_to_save` may name."""
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if config.per_layer is not None:
+        norms.append("post_per_layer_input_norm")
+    if config.architecture.startswith("Olmo"):
+        norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
+    if config.architecture.startswith("Gemma"):
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    more = {LINEAR: ["linear_attn.norm", "linear_attn.conv1d"]}
+    if config.architecture.startswith(("Qwen3", "Gemma", "Olmo")):
+        more |= dict.fromkeys((FULL, SLIDING), ["self_attn.q_norm", "self_attn.k_norm"])
+    of_layers = [
+        f"model.layers.{number}.{name}"
+        for number, kind in enumerate(config.layer_types)
+        for name in [*norms, *more.get(kind, [])]
+        if config.key_sources[number] == number or not name.endswith("k_norm")
+    ]
+    sparse: list[str] = []
+    if config.experts is not None and config.experts.beside:
+        sparse = [f"sparse.{name}" for name in ("router", "pre_feedforward_layernorm_2")]
+        sparse += ["post_feedforward_layernorm_1", "post_feedforward_layernorm_2"]
+    numbers = () if config.experts is None else config.experts.layers
+    of_layers += [f"model.layers.{number}.{name}" for number in numbers for name in sparse]
+    if config.per_layer is not None:
+        of_layers += ["model.embed_tokens_per_layer", "model.per_layer_projection_norm"]
+    if config.has_sinks:
+        of_layers += [f"model.layers.{number}.self_attn.scores" for number in range(config.num_hidden_layers)]
+    ends = ENDS if config.labels is None else (ENDS[0], "score")
+    return [*ends, "model.norm", *linears(config), *_sparse(config), *of_layers]

@@ -1,0 +1,211 @@
+"""Adapters in a model: their parameters beside those of its linear layers, what they add to a forward, how they begin.
+
+Letters: r rank, s scale. LoRA (arXiv:2106.09685): y = W x + s B A drop(x) + b, A [r, in], B [out, r]. DoRA
+(arXiv:2402.09353): y = m / ‖W + s B A‖ (W x + s B A x) + b, where the norm is that of each row, a constant in the
+backward, and m [out] is trained. A stack of experts has an A and a B for each.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtrain.base.batch import Batch, document_ids, documents, sum_by_document
+from dtrain.base.randomness import key, mix, uniform
+from dtrain.models.common.adapter_config import PARAMETERS, AdapterConfig, adaptable
+from dtrain.models.common.decoder import CausalLM, Linear
+from dtrain.models.common.moe import ExpertLinear, Router, grouped
+from dtrain.parallel.placement import local_slices, local_tensor
+from dtrain.parallel.tensor import TensorParallel
+
+NORM_ROWS = 1024  # of a weight, whose products with A are in memory at once
+
+
+@dataclass
+class AdapterState:
+    """What all adapters of a model share. config: what they were made by. on: whether they take part. dropout: the
+    share of inputs that they do not see in training; seed, step: what it is drawn from beside the tokens. tokens:
+    [B, S] int64, a number for each token of this forward, None where nothing is dropped."""
+
+    config: AdapterConfig = field(default_factory=AdapterConfig)
+    on: bool = True
+    dropout: float = 0.0
+    seed: int = 0
+    step: int = 0
+    tokens: Tensor | None = None
+
+    def numbers(self, batch: Batch) -> Tensor:
+        """[B, S] int64, what dropout draws from: a function of seed, step, the document's tokens and the place in it.
+        So it is the same on every mesh, whatever row or micro-batch the document is in; equal documents are dropped
+        alike."""
+        of, places = document_ids(batch), batch["position_ids"]
+        words = mix(mix(batch["input_ids"] + 1) + places)
+        sums = sum_by_document(words, of, documents(batch)) + key(self.seed, self.step)  # [documents]
+        return mix(mix(torch.cat([sums, sums.new_zeros(1)])[of]) + places)  # padding is −1, the last
+
+
+@dataclass
+class Adapter:
+    """What one linear layer's adapter computes. number: the layer's, in the sequences of dropout."""
+
+    scale: float
+    dora: bool
+    number: int
+    shared: AdapterState = field(repr=False)
+
+    def __call__(self, layer: Linear, x: Tensor) -> Tensor:
+        """x [.., in] -> [.., out], the layer's forward with the adapter. Under tp of a layer that is cut by its
+        inputs, DoRA sums its norms [out] in one all-reduce."""
+        bias = None if layer.bias is None else layer.local("bias")
+        if not self.shared.on:
+            return layer.product(x, bias)
+        a, b = layer.local("lora_A"), layer.local("lora_B")
+        seen = self._dropped(layer, x)
+        added = F.linear(F.linear(seen, a) * self.scale, b)
+        if not self.dora:
+            return layer.product(x, bias) + added
+        magnitude = layer.local("lora_magnitude")
+        # Rounded as the magnitude is: the ratio of a new adapter is 1, in half precision too. A row of zeros stays one.
+        norms = self._norms(layer, a, b).to(magnitude.dtype)
+        ratio = magnitude / norms.clamp_(min=torch.finfo(norms.dtype).tiny)  # [out]
+        if seen is x:
+            out = ratio * (layer.product(x, None) + added)
+        else:
+            out = layer.product(x, None) + (ratio - 1) * layer.product(seen, None) + ratio * added
+        return out if bias is None else out + bias
+
+    def _dropped(self, layer: Linear, x: Tensor) -> Tensor:
+        """x [B, S, in] or [B · S, in] with a share of its elements zero and the others scaled up: a function of the
+        token, the layer and the element's number in the whole layer's input."""
+        tokens, share = self.shared.tokens, self.shared.dropout
+        if tokens is None or not share or not layer.training:
+            return x
+        first = 0 if layer.tp is None else layer.tp.first(layer.in_features)
+        tp = layer.cut if layer.cut is not None and layer.cut.sequence else None
+        # Sequence parallel has padded the sequence, and cut it outside of blocks.
+        length = x.shape[:-1].numel() // len(tokens) * (1 if tp is None else tp.size)
+        tokens = F.pad(tokens, (0, length - tokens.shape[1]))
+        tokens = tokens if tp is None else tokens.chunk(tp.size, 1)[tp.rank]
+        elements = torch.arange(first, first + x.shape[-1], device=x.device)
+        kept = uniform(elements, (tokens ^ key(self.number))[..., None]) >= share  # [B, S, in]
+        return x * (kept / (1 - share)).to(x.dtype).view_as(x)
+
+    @torch.no_grad()
+    def _norms(self, layer: Linear, a: Tensor, b: Tensor) -> Tensor:
+        """‖W + s B A‖ of each row, [out], in max(float32, the dtype):
+        ‖W‖² + 2s Σ (W Aᵀ ∘ B) + s² Σ (B (A Aᵀ) ∘ B), which needs no matrix as large as W."""
+        wide = torch.promote_types(a.dtype, torch.float32)
+        a, b = a.to(wide), b.to(wide)
+        weight, products = layer.matrix(), (a @ a.t()) * self.scale**2
+        squares = []
+        for rows, low in zip(weight.split(NORM_ROWS), b.split(NORM_ROWS), strict=True):
+            part = rows.to(wide)
+            cross = 2 * self.scale * (part @ a.t()) + low @ products  # [rows, r]
+            squares.append(part.square().sum(1) + (cross * low).sum(1))
+        return _summed(torch.cat(squares), layer.tp).sqrt_()
+
+
+@dataclass
+class ParameterAdapter:
+    """What the adapters of one matrix of every expert add, or that of a router: LoRA's, without dropout."""
+
+    scale: float
+    shared: AdapterState = field(repr=False)
+
+    def __call__(self, layer: "ExpertLinear | Router", x: Tensor, out: Tensor, counts: Tensor | None = None) -> Tensor:
+        """x [m, in], and out [m, out] of the layer alone -> [m, out]; counts [E/ep]: how many rows each expert has, by
+        whom they are sorted. Under tp a share of the same sum."""
+        if not self.shared.on:
+            return out
+        a, b = layer.local("lora_A"), layer.local("lora_B")
+        if counts is None:
+            return out + F.linear(F.linear(x, a) * self.scale, b)
+        return out + grouped(grouped(x, a, counts) * self.scale, b, counts)
+
+
+Adapted = Linear | ExpertLinear | Router
+
+
+def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> AdapterState:
+    """Give `model`, on meta and before it lies on a mesh, the parameters of `config`: beside the weight [out, in] of
+    each adapted layer lora_A [r, in], lora_B [out, r] and with DoRA lora_magnitude [out]; beside experts' [E, out, in]
+    lora_A [E, r, in] and lora_B [E, out, r]. Layers that the files join share A, as the adapter of the joint layer has
+    it. seed: of dropout."""
+    state = AdapterState(config, dropout=config.dropout, seed=seed)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
+    numbers = {name: number for number, name in enumerate(one for one in layers if isinstance(layers[one], Linear))}
+    for name, low in config.adapted(adaptable(model.config)).items():
+        first, *others = model.config.parts(name)
+        for part in (first, *others):
+            layer = layers[part]
+            *experts, rows, columns = layer.weight.shape
+            shapes: dict[str, tuple[int, ...]]
+            shapes = {"lora_A": (*experts, low.rank, columns), "lora_B": (*experts, rows, low.rank)}
+            shapes |= {"lora_magnitude": (rows,)} if config.dora else {}
+            dtype = layer.weight.dtype
+            for parameter, shape in shapes.items():
+                layer.register_parameter(parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+            layer.lora_A = layers[first].lora_A
+            if isinstance(layer, Linear):
+                layer.adapter = Adapter(low.scale, config.dora, numbers[first], state)
+            else:
+                layer.adapter = ParameterAdapter(low.scale, state)
+    return state
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
+    """The layers of `model` with an adapter, by name."""
+    return {name: one for name, one in model.named_modules() if isinstance(one, Adapted) and one.adapter is not None}
+
+
+def remove_adapters(model: nn.Module) -> None:
+    """Take the adapters out of `model`: what is left are its own weights."""
+    for layer in adapted_layers(model).values():
+        layer.adapter = None
+        for parameter in PARAMETERS:
+            layer._parameters.pop(parameter, None)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, forwards of `model` are those of its own weights; after, as before, whatever happens."""
+    states = {id(one.adapter.shared): one.adapter.shared for one in adapted_layers(model).values() if one.adapter}
+    before = {number: state.on for number, state in states.items()}
+    try:
+        for state in states.values():
+            state.on = False
+        yield
+    finally:
+        for number, state in states.items():
+            state.on = before[number]
+
+
+@torch.no_grad()
+def init_adapters(model: CausalLM, seed: int) -> None:
+    """A uniform in ±1/√in, a function of seed, name and place in the whole matrix; B zero; DoRA's magnitudes the row
+    norms of the weights, which must be there. The model computes as without. Under tp one all-reduce for each magnitude
+    of a layer that is cut by its inputs."""
+    for name, layer in adapted_layers(model).items():
+        a = layer.lora_A
+        local = local_tensor(a)
+        flat = torch.zeros((), dtype=torch.int64, device=local.device)
+        for size, part in zip(a.shape, local_slices(a), strict=True):
+            flat = flat[..., None] * size + torch.arange(part.start, part.stop, device=local.device)
+        drawn = uniform(flat, key(seed, f"{model.config.whole(name)}.lora_A")).mul_(2).sub_(1)
+        local.copy_(drawn.mul_(1 / math.sqrt(a.shape[-1])))
+        local_tensor(layer.lora_B).zero_()
+        if isinstance(layer, Linear) and layer.adapter is not None and layer.adapter.dora:
+            magnitude = local_tensor(layer.lora_magnitude)
+            weight = layer.stored_matrix()  # of this rank's shards
+            magnitude.copy_(_summed(weight.to(magnitude.dtype).square().sum(1), layer.tp).sqrt_())
+
+
+def _summed(squares: Tensor, tp: TensorParallel | None) -> Tensor:
+    if tp is not None:
+        dist.all_reduce(squares, group=tp.group)
+    return squares

@@ -1,0 +1,228 @@
+"""`ModelConfig`: sizes and kinds of the layers of a model, whatever its family. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dtrain.models.common.rope_config import Rope
+
+__all__ = ["FULL", "LINEAR", "SLIDING", "KeyHeads", "LinearAttention", "ModelConfig", "PerLayer", "Rope"]
+
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts, and what they join
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+
+LINEAR = "linear_attention"
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """The sizes of layers of linear attention. width: of the convolution, in tokens."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def state(self) -> int:
+        """Elements of one row's state."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of sparse layers. count: of a layer; top: of a token; inner: each one's MLP size; normed: whether a
+    token's weights add up to one; layers: the sparse ones' numbers; shared: the MLP size of an expert of all tokens, 0
+    for none; stacked: whether files have a layer's experts as two tensors, one of which joins gate and up; beside:
+    whether sparse layers have an MLP of their own too; biased: whether router and experts have biases; turned: whether
+    files have a stack's matrices transposed, gate and up joined row by row in turn; clamp: a clamped gate's gain and
+    limit."""
+
+    count: int
+    top: int
+    inner: int
+    normed: bool
+    layers: tuple[int, ...]
+    shared: int = 0
+    stacked: bool = False
+    beside: bool = False
+    biased: bool = False
+    turned: bool = False
+    clamp: tuple[float, float] | None = None
+
+    @property
+    def share(self) -> float:
+        """Of a layer's experts those that a token goes to."""
+        return self.top / self.count
+
+
+@dataclass(frozen=True)
+class KeyHeads:
+    """The heads of keys and values of layers of one kind; queries have heads of the same size. tied: whether keys and
+    values come from one projection."""
+
+    count: int
+    size: int
+    tied: bool = False
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """A second table of embeddings, of which every layer has `size` columns. vocab: its rows."""
+
+    vocab: int
+    size: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder, with config.json's names where it has them. Sizes in elements, of the whole model."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int  # as `head_dim`, of the kinds of layers that `key_heads` does not name
+    head_dim: int
+    max_position_embeddings: int  # of LongRoPE the original length
+    hidden_act: str  # a key of models.functions.ACTIVATIONS
+    rms_norm_eps: float
+    initializer_range: float
+    tie_word_embeddings: bool
+    layer_types: tuple[str, ...]  # FULL, SLIDING or LINEAR, one a layer
+    sliding_window: int | None  # keys that a SLIDING layer sees, the query's own included; None without such layers
+    ropes: dict[str, Rope]  # by layer type
+    attention_scale: float  # what q·k is multiplied by
+    attention_gate: bool = False  # whether q_proj gives a gate of attention's output beside the queries
+    linear: LinearAttention | None = None  # of LINEAR layers
+    key_heads: Mapping[str, KeyHeads] = field(default_factory=dict)  # by layer type
+    shared_layers: int = 0  # the last layers, which read the keys and values of an earlier one of their type
+    shared_width: int = 1  # times intermediate_size: the MLPs of those
+    per_layer: PerLayer | None = None
+    experts: Experts | None = None  # of layers whose MLP is a mixture
+    qkv_bias: bool = False
+    o_bias: bool = False
+    has_sinks: bool = False  # whether each query head has a score that takes part in its softmax (`attention.blocks`)
+    mlp_bias: bool = False
+    final_logit_softcapping: float | None = None
+    unturned: tuple[int, ...] = ()  # the layers without rotary positions
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0  # what logits are divided by
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None  # its embedding starts at zero and gets no gradient as an input, as in transformers
+    dtype: str | None = None  # of the weights in the files, such as "bfloat16"
+    is_text_tower: bool = False  # one part of a multimodal checkpoint
+    unquantized: tuple[str, ...] | None = None  # modules that a checkpoint in 4 bits leaves as they were
+    # A layer's module in the files -> the model's modules whose rows it joins, in order; the others are alike.
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unnamed: tuple[str, ...] = ()  # modules of the model whose parameters the files name as their parent's
+    labels: int | None = None  # outputs of the head `score`, which a classifier has in place of the vocabulary's
+    has_new_head: bool = False  # whether the files are of a language model, and have no such head
+
+    def parts(self, name: str) -> list[str]:
+        """The model's modules that the module `name` of the files is: itself, or those whose rows it joins; of experts
+        those of one of their stacks."""
+        parent, _, module = name.rpartition(".")
+        if self.experts is not None and parent.endswith((".experts", ".router")):
+            if self.experts.beside and ".sparse." not in parent:
+                parent = ".sparse.".join(parent.rsplit(".", 1))
+            return [f"{parent}.{part}" for part in STACKS.get(module, (module,))]
+        return [f"{parent}.{part}" for part in self.fused[module]] if module in self.fused else [name]
+
+    def whole(self, name: str) -> str:
+        """The module of the files that the model's module `name` is, or is a part of; of experts the stack, as
+        transformers names it."""
+        parent, _, module = name.rpartition(".")
+        if self.experts is not None and (parent.endswith(".experts") or name.endswith(".router.proj")):
+            parent = parent.replace(".sparse.", ".")
+            return f"{parent}.{next((one for one, parts in STACKS.items() if module in parts), module)}"
+        return next((f"{parent}.{one}" for one, parts in self.fused.items() if module in parts), name)
+
+    @property
+    def most_positions(self) -> int | None:
+        """Tokens of a document beyond which the files mean another rotary table (LongRoPE's, see `Rope`); None: any."""
+        scaled = any(rope.kind == "longrope" for rope in self.ropes.values())
+        return self.max_position_embeddings if scaled else None
+
+    @property
+    def expert_count(self) -> int | None:
+        return None if self.experts is None else self.experts.count
+
+    @property
+    def linear_key_heads(self) -> int | None:
+        return None if self.linear is None else self.linear.key_heads
+
+    def heads_of(self, kind: str) -> KeyHeads:
+        """Of layers of type `kind`."""
+        return self.key_heads.get(kind) or KeyHeads(self.num_key_value_heads, self.head_dim)
+
+    @property
+    def kv_heads(self) -> dict[str, int]:
+        """How many heads of keys there are, by the type of layers with attention."""
+        kinds = dict.fromkeys(kind for kind in self.layer_types if kind != LINEAR)
+        return {kind: self.heads_of(kind).count for kind in kinds}
+
+    @property
+    def key_sources(self) -> tuple[int, ...]:
+        """Of each layer the one whose keys and values it reads: itself, or the last one of its type that has some."""
+        own = self.num_hidden_layers - self.shared_layers
+        last = {kind: index for index, kind in enumerate(self.layer_types[:own])}
+        return tuple(index if index < own else last[kind] for index, kind in enumerate(self.layer_types))
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the MLP of a layer, by its number, is a mixture of experts."""
+        return self.experts is not None and layer in self.experts.layers
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer, by its number, has an MLP that all tokens go through."""
+        return self.experts is None or self.experts.beside or layer not in self.experts.layers
+
+    @property
+    def inner_sizes(self) -> set[int]:
+        """Of the MLPs that there are, experts among them."""
+        dense = {self.inner_size(one) for one in range(self.num_hidden_layers) if self.has_mlp(one)}
+        sparse = () if self.experts is None else (self.experts.inner, self.experts.shared)
+        return dense | {one for one in sparse if one}
+
+    def inner_size(self, layer: int) -> int:
+        """Of the MLP of a layer, by its number."""
+        own = self.num_hidden_layers - self.shared_layers
+        return self.intermediate_size * (self.shared_width if layer >= own else 1)
+
+    @property
+    def parameters(self) -> int:
+        """How many there are in the matrices; norms and biases are left out."""
+        hidden, widths = self.hidden_size, 0
+        for index, (kind, source) in enumerate(zip(self.layer_types, self.key_sources, strict=True)):
+            if self.experts is not None and self.is_sparse(index):
+                widths += self.experts.count * (3 * self.experts.inner + 1)
+                widths += (3 * self.experts.shared + 1) if self.experts.shared else 0
+            if self.has_mlp(index):
+                widths += 3 * self.inner_size(index)
+            if kind == LINEAR and self.linear is not None:
+                widths += 2 * self.linear.keys + 3 * self.linear.values + 2 * self.linear.value_heads
+                continue
+            heads = self.heads_of(kind)
+            keys = 0 if source != index else (2 - heads.tied) * heads.count
+            widths += heads.size * ((2 + self.attention_gate) * self.num_attention_heads + keys)
+        vocabulary = (2 - self.tie_word_embeddings) * self.vocab_size * hidden
+        if self.labels is not None:
+            vocabulary = (self.vocab_size + self.labels) * hidden
+        if self.per_layer is not None:
+            widths += (self.num_hidden_layers + 2 * self.num_hidden_layers) * self.per_layer.size
+            vocabulary += self.per_layer.vocab * self.num_hidden_layers * self.per_layer.size
+        return hidden * widths + vocabulary

@@ -1,0 +1,158 @@
+"""What the config.json of all families has alike: sizes, types of layers, windows, a text tower. Imports no torch."""
+
+from collections.abc import Callable
+from typing import Any
+
+from dtrain.models.common.config import FULL, SLIDING, Experts, ModelConfig
+from dtrain.models.common.config_fields import Fields, shown
+from dtrain.models.common.rope_config import KINDS, read_rope
+
+
+def common_fields(
+    architecture: str,
+    fields: Fields,
+    *,
+    activation: tuple[str, str | None] = ("hidden_act", "silu"),
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    pad: int | None = None,
+    tie: bool = False,
+) -> dict[str, Any]:
+    """What every family reads in the same way; the keywords are its own defaults (activation: the key, its default)."""
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    # A missing key takes the family's default, null means one for each query head.
+    kv_heads = fields.integer("num_key_value_heads", heads if "num_key_value_heads" in fields else kv_heads or heads)
+    if heads % kv_heads:
+        fields.problem(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if head_dim is None and fields.get("head_dim") is None and hidden % heads:
+        fields.problem(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    head_dim = fields.integer("head_dim", head_dim or max(hidden // heads, 1))
+    if head_dim % 2:
+        fields.problem(f"head_dim {head_dim} is odd, rotary embeddings need pairs")
+    vocab = fields.integer("vocab_size")
+    pad = fields.token("pad_token_id", pad)
+    if pad is not None and not -vocab <= pad < vocab:
+        fields.problem(f"pad_token_id {pad} outside of the vocabulary of {vocab}")
+    for key in ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
+        fields.must_be_off(key, "dropout is not implemented; set it to 0.0")
+    fields.must_be_off("use_bidirectional_attention", "only causal attention is implemented")
+    if fields.get("is_causal") not in (None, True):
+        fields.problem(f"is_causal {shown(fields.get('is_causal'))}: only causal attention is implemented")
+    return {
+        "architecture": architecture,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_hidden_layers": fields.integer("num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "hidden_act": _ACTIVATIONS[fields.choice(activation[0], tuple(_ACTIVATIONS), activation[1])],
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, most=1.0),
+        # transformers reads 0 as "unset"
+        "initializer_range": fields.number("initializer_range", 0.02, zero=True, most=100.0) or 0.02,
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", tie),
+        "attention_scale": head_dim**-0.5,
+        "bos_token_id": fields.token("bos_token_id"),
+        "eos_token_ids": fields.tokens("eos_token_id"),
+        "pad_token_id": pad,
+        "dtype": fields.dtype(),
+    }
+
+
+# transformers' names of activations, and ours.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "gelu_new": "gelu_pytorch_tanh",  # the same formula, written out
+    "relu": "relu",
+}
+
+
+def with_one_rope(
+    fields: Fields,
+    share: float | None = None,
+    theta: float = 10_000.0,
+    scales_queries: bool = False,
+    kinds: tuple[str, ...] = KINDS,
+    **values: Any,
+) -> ModelConfig:
+    """share, theta, scales_queries, kinds: as `read_rope` takes them."""
+    positions, head_dim = values["max_position_embeddings"], values["head_dim"]
+    rope = read_rope(fields, positions, head_dim, share, theta, scales_queries, kinds)
+    if rope.kind == "longrope":
+        values["max_position_embeddings"] = min(positions, rope.original_max_positions)
+    fields.refuse_the_rest()
+    return ModelConfig(**values, ropes=dict.fromkeys(values["layer_types"], rope))
+
+
+def read_layer_types(
+    fields: Fields, count: int, default: list[str], fixed: bool = False, kinds: tuple[str, str] = (FULL, SLIDING)
+) -> tuple[str, ...]:
+    """`layer_types` as written, or the default; where the family fixes them, what is written must agree."""
+    written = fields.get("layer_types")
+    if written is None:
+        return tuple(default)
+    if not isinstance(written, list) or not all(kind in kinds for kind in written):
+        fields.problem(f"layer_types {shown(written)}: entries must be {' or '.join(kinds)}")
+    elif len(written) != count:
+        fields.problem(f"layer_types has {len(written)} entries for num_hidden_layers {count}")
+    elif fixed and written != default:
+        fields.problem(f"layer_types {shown(written)}: in this architecture every layer is {default[0]} here")
+    else:
+        return tuple(written)
+    return tuple(default)
+
+
+def read_experts(
+    fields: Fields,
+    count: int | None,
+    top: int | None,
+    inner: int,
+    normed: bool,
+    layers: tuple[int, ...],
+    top_key: str = "num_experts_per_tok",
+    **more: Any,
+) -> Experts | None:
+    """Of the sparse `layers`; count, top: the family's own defaults; None: there are no experts, or no such layer."""
+    named = [fields.integer(key, count, minimum=0) for key in ("num_local_experts", "num_experts") if key in fields]
+    if len({*named}) > 1:
+        fields.problem(f"num_local_experts {named[0]} and num_experts {named[1]} are two names of one number")
+    count, top = named[0] if named else fields.integer("num_experts", count, minimum=0), fields.integer(top_key, top)
+    fields.known("num_experts", "num_local_experts", "router_aux_loss_coef")
+    fields.must_be_off("output_router_logits", "moe.balance adds a balance loss")
+    if 0 < count < top:
+        fields.problem(f"{top_key} {top} of {count} experts")
+    return Experts(count, top, inner, normed, layers, **more) if count and layers else None
+
+
+def written_window(fields: Fields) -> int | None:
+    """null is no window; transformers takes an absent key for 4096, in every family that has the field."""
+    return fields.optional_integer("sliding_window", None if "sliding_window" in fields else 4096)
+
+
+def used_window(fields: Fields, layer_types: tuple[str, ...], window: int | None) -> int | None:
+    if SLIDING not in layer_types:
+        return None
+    if window is None:
+        fields.problem("layer_types has sliding_attention, but no sliding_window is set")
+    return window
+
+
+def read_text_tower(architecture: str, fields: Fields, read: Callable[..., ModelConfig], tie: bool) -> ModelConfig:
+    """What `read` makes of `text_config`; tie: the family's default of tie_word_embeddings."""
+    text = fields.get("text_config") or {}
+    if not isinstance(text, dict):
+        fields.problem(f"text_config {shown(text)} is no object")
+        text = {}
+    # The files' own end-of-turn tokens stand at the top, beside those of the text model.
+    outer = {key: fields.get(key) for key in ("eos_token_id", "torch_dtype", "dtype") if fields.get(key) is not None}
+    said = None if fields.get("tie_word_embeddings") is None else fields.flag("tie_word_embeddings", tie)
+    if said is not None and text.get("tie_word_embeddings", said) != said:
+        fields.problem("tie_word_embeddings is not the same at the top and in text_config")
+    fields.refuse_the_rest()
+    inner = Fields({**text, **outer}, fields.problems, prefix="text_config.")
+    return read(architecture, inner, tie=tie if said is None else said, is_text_tower=True)

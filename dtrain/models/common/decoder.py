@@ -1,0 +1,553 @@
+"""The decoder that all families share, and the parts they choose from. Module names are Hugging Face's.
+
+A forward makes what all layers of one kind share once (rotary tables, the kernel's form of the mask) and hands it down:
+`layer(hidden, rotary, mask, cache)`; with a cache there is no mask, for it attends by itself. A layer is two functions
+of tensors, before attention and after it, which `models.regions` compiles; attention itself is never compiled: what it
+is handed is each micro-batch's own. Letters: B rows, S
+tokens, D hidden size, H query heads, kv key heads, hd head size, F MLP size, V vocabulary; heads and F are counted from
+the projections' outputs, which may be one rank's share.
+"""
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtrain.attention.kernels import Kernel, Visibility
+from dtrain.base.batch import PADDING_DOCUMENT
+from dtrain.models.common import nf4
+from dtrain.models.common.cache import Cached
+from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope
+from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm, rotate, tables
+from dtrain.parallel.experts import expert_parameters
+from dtrain.parallel.placement import LocalParameters, local_tensor
+from dtrain.parallel.tensor import (
+    Block,
+    ParallelModel,
+    ScoreHead,
+    Stack,
+    TensorParallel,
+    VocabEmbedding,
+    VocabHead,
+    gather_vocabulary,
+)
+
+if TYPE_CHECKING:
+    from dtrain.attention.linear.flash import FlashDelta
+    from dtrain.attention.packing import Packing
+    from dtrain.models.common.adapters import Adapter, AdapterState
+    from dtrain.models.common.compiled import Region
+    from dtrain.models.common.routing import Routing
+
+Rotary = tuple[Tensor, ...]  # two tables, and what else a family's layers take of positions
+Handed = tuple[Any, ...]  # rotary, mask, cache, and of a sparse layer where tokens are no padding
+
+# Module pattern -> style under tensor parallelism (a plan is data: parallel/ applies it, `dtrain plan` prints it).
+DECODER_PLAN = {
+    "model": "decoder",
+    "model.embed_tokens": "vocab_embedding",
+    "model.layers.*.self_attn": "block",
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise_kv",
+    "model.layers.*.self_attn.v_proj": "colwise_kv",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp": "block",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "model.layers.*.input_layernorm": "sequence",
+    "model.layers.*.post_attention_layernorm": "sequence",
+    "model.norm": "sequence",
+    "lm_head": "vocab_head",
+}
+
+
+def plan_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """What of `plan` names modules of this model; of a classifier its head, too."""
+    names = [name for name, _ in model.named_modules()]
+    styles = {**plan, "score": "score_head"}
+    return {pattern: style for pattern, style in styles.items() if any(fnmatchcase(name, pattern) for name in names)}
+
+
+class Linear(LocalParameters, nn.Linear):
+    """A linear layer of a block. adapter: what computes its forward, where it has one (`models.adapters`). tp: set by
+    the style `rowwise`, under which a rank holds some of the weight's columns. Its weight is None where it is held in
+    4 bits (`models.nf4`)."""
+
+    adapter: "Adapter | None" = None
+    tp: TensorParallel | None = None
+    cut: TensorParallel | None = None  # set by the style `sequence`, which may cut the tokens that it sees
+    weight_codes: nn.Parameter
+    weight_scales: nn.Parameter
+    weight_dtype: torch.dtype  # of computation, where the weight is held in 4 bits
+    key_heads: int | None = None  # of a layer that gives keys or values: how many heads of them
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_magnitude: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]"""
+        if self.adapter is not None:
+            return self.adapter(self, x)
+        return self.product(x, None if self.bias is None else self.local("bias"))
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in] -> x · Wᵀ + bias, [..., out], without an adapter."""
+        if self.weight is None:
+            return nf4.product(x, self.local("weight_codes"), self.local("weight_scales"), bias)
+        return F.linear(x, self.local("weight"), bias)
+
+    def matrix(self) -> Tensor:
+        """W [out, in], of which this rank computes with [out/tp, in] or [out, in/tp]; inside a forward. In the dtype of
+        computation."""
+        if self.weight is None:
+            return nf4.dequantize(self.local("weight_codes"), self.local("weight_scales"), self.weight_dtype)
+        return self.local("weight")
+
+    def stored_matrix(self) -> Tensor:
+        """The part of W [out, in] that this rank holds; what is held in 4 bits in the dtype of computation."""
+        if self.weight is None:
+            codes, scales = local_tensor(self.weight_codes), local_tensor(self.weight_scales)
+            return nf4.dequantize(codes, scales, self.weight_dtype)
+        return local_tensor(self.weight)
+
+    def quantize(self, dtype: torch.dtype) -> None:
+        """Hold W [out, in] in 4 bits, on meta: as weight_codes uint8 [out, in/2] and weight_scales int32 [out, in/64],
+        both frozen. dtype: of computation."""
+        self.register_parameter("weight", None)
+        self.weight_dtype = dtype
+        for name, width, kind in (("codes", 2, torch.uint8), ("scales", nf4.BLOCK, torch.int32)):
+            held = torch.empty(self.out_features, self.in_features // width, dtype=kind, device="meta")
+            self.register_parameter(f"weight_{name}", nn.Parameter(held, requires_grad=False))
+
+
+class RMSNorm(LocalParameters):
+    """weight · norm(x). The norm is computed in max(float32, x's dtype) and rounded before the weight."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in x's dtype."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = self.local("weight")
+        if wide == x.dtype == weight.dtype:
+            return rms_norm(x, weight, self.eps)
+        return weight * rms_norm(x.to(wide), None, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class Mixer(Block):
+    """What a layer mixes tokens with: `project` before, `forward` between tokens, `output` after."""
+
+    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+        """hidden [B, S, D], normed -> what `forward` takes before the mask"""
+        raise NotImplementedError
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """What `forward` gives -> [B, S, D]"""
+        raise NotImplementedError
+
+
+class Attention(Mixer):
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions. `kernel` is set when the model is built."""
+
+    kernel: Kernel
+
+    def __init__(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None = None):
+        super().__init__()
+        heads = config.heads_of(config.layer_types[index])
+        self.index = index
+        self.head_dim = heads.size
+        self.scale = config.attention_scale
+        hidden, query = config.hidden_size, config.num_attention_heads * heads.size
+        self.q_proj = Linear(hidden, query, bias=config.qkv_bias)
+        self.k_proj = Linear(hidden, heads.count * heads.size, bias=config.qkv_bias)
+        self.v_proj = Linear(hidden, heads.count * heads.size, bias=config.qkv_bias)
+        self.k_proj.key_heads = self.v_proj.key_heads = heads.count
+        self.o_proj = Linear(query, hidden, bias=config.o_bias)
+        self.q_norm = qk_norm(heads.size, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = qk_norm(heads.size, config.rms_norm_eps) if qk_norm else None
+
+    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+        """hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
+        hidden, heads = self.enter(hidden), (-1, self.head_dim)
+        q, *more = self.queries(hidden)  # [B, S, H, hd]
+        k = self.k_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
+        v = self.v_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, *rotary), rotate(k, *rotary), v, *more
+
+    def queries(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """[B, S, D] -> queries [B, S, H, hd], and what else a family's `forward` takes after the values"""
+        return (self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)),)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cache: Cached | None = None) -> Tensor:
+        """What `project` gives -> [B, S, H · hd], for `o_proj`; mask: the kernel's form of it."""
+        if cache is not None:
+            return cache.attend(self.index, q, k, v, self.scale, sinks=self.sinks()).flatten(2)
+        return self.kernel(q, k, v, mask, self.scale, self.sinks()).flatten(2)
+
+    def sinks(self) -> Tensor | None:
+        """[H], as kernels take them, of a family that has some."""
+        return None
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """[B, S, H · hd] -> [B, S, D]"""
+        return self.o_proj(mixed)
+
+
+class GatedMLP(Block):
+    """down(act(gate(x)) · up(x)). inner: its size, where it is not `intermediate_size`."""
+
+    def __init__(self, config: ModelConfig, inner: int | None = None):
+        super().__init__()
+        hidden, inner = config.hidden_size, inner or config.intermediate_size
+        self.gate_proj = Linear(hidden, inner, bias=config.mlp_bias)
+        self.up_proj = Linear(hidden, inner, bias=config.mlp_bias)
+        self.down_proj = Linear(inner, hidden, bias=config.mlp_bias)
+        self.activation = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]"""
+        x = self.enter(x)
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
+
+
+class Layer(nn.Module):
+    """Attention and MLP: what comes `before` attention, and what a family says comes `after` it, by tensors alone.
+    regions: the two compiled, where they are (`models.regions`); decoding, whose shapes change with every token, goes
+    without."""
+
+    self_attn: Attention
+    input_layernorm: "RMSNorm"
+    regions: "tuple[Region, Region] | None" = None
+    is_sparse = False  # whether its MLP is a mixture of experts, and takes which tokens are real
+
+    @property
+    def mixer(self) -> Mixer:
+        return self.self_attn
+
+    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """hidden [B, S, D], the rotary tables [B or 1, S, 1, hd] -> q [B, S, H, hd], k and v [B, S, kv, hd], or what
+        else the mixer takes"""
+        return self.mixer.project(self.input_layernorm(hidden), (cos, sin))
+
+    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """hidden [B, S, D] as the layer had it, attended [B, S, H · hd] -> [B, S, D]"""
+        raise NotImplementedError
+
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None) -> Tensor:
+        """hidden [B, S, D] -> [B, S, D]"""
+        before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
+        return after(hidden, self.mixer(*before(hidden, *rotary), mask, cache))
+
+
+class PreNormLayer(Layer):
+    """A norm before attention and one before the MLP, each in its residual branch. A family with another mixer makes it
+    in `add_mixer`, one with another MLP in `add_mlp`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        qk_norm: type[nn.Module] | None = None,
+        norm: type["RMSNorm"] | None = None,
+    ):
+        super().__init__()
+        norm = norm or RMSNorm
+        self.add_mixer(config, index, qk_norm)
+        self.add_mlp(config)
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+
+    def add_mixer(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None) -> None:
+        """Give the layer its mixer: attention."""
+        self.self_attn = Attention(config, index, qk_norm)
+
+    def add_mlp(self, config: ModelConfig) -> None:
+        """Give the layer its MLP."""
+        self.mlp: Block = GatedMLP(config)
+
+    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        hidden = hidden + self.mixer.output(attended)
+        del attended  # the MLP needs its memory
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Decoder(Stack):
+    """Token ids to hidden states after the final norm. `embed_scale` multiplies the embeddings. flash_delta computes
+    linear attention where it is not None; why it is, delta_note says."""
+
+    kernel: Kernel
+    flash_delta: "FlashDelta | None" = None
+    delta_note: str = ""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: Callable[[ModelConfig, int], nn.Module],
+        norm: type[nn.Module] = RMSNorm,
+        embed_scale: float | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        self.embed_scale = embed_scale
+        self.head_sizes = {kind: config.heads_of(kind).size for kind in config.layer_types}
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(layer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = norm(config.hidden_size, config.rms_norm_eps)
+
+    def states(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        seq_ids: Tensor | None = None,
+        cache: Cached | None = None,
+        packing: "Packing | None" = None,
+        tokens: int | None = None,
+    ) -> Tensor:
+        """`CausalLM.hidden_states`, cut as the modules' styles say: [B, S, D]. tokens: of a row, without what sequence
+        parallel has padded; None: all."""
+        config, device, kernel = self.config, input_ids.device, self.kernel
+        hidden = self._embed(input_ids)  # [B, S, D]
+        length = input_ids.shape[1]
+        if cache is not None:
+            position_ids = cache.positions
+        elif position_ids is None and config.most_positions is not None and length > config.most_positions:
+            raise ValueError(f"rows of {length} tokens: with LongRoPE this model takes {config.most_positions}")
+        positions = torch.arange(length, device=device)[None] if position_ids is None else position_ids  # [B or 1, S]
+        by_position = seq_ids is not None or kernel.abilities.context_parallel
+        keys = kernel.keys(positions, seq_ids, packing) if by_position and cache is None else None
+        turns, turned = None if cache is None else cache.turns, positions
+        if self.layers[0].regions is not None:  # one table for all rows would be another shape to compile for
+            turned = positions.expand(len(input_ids), -1)
+        made: dict[tuple[Rope, int], Rotary] = {}
+        rotary: dict[str, Rotary] = {}
+        masks: dict[str, Any] = {}
+        for kind in dict.fromkeys(config.layer_types):
+            rope = config.ropes[kind], self.head_sizes[kind]
+            if rope not in made:
+                made[rope] = self.turns(*rope, turned, hidden.dtype, turns)
+            rotary[kind], masks[kind] = made[rope], None
+            if kind == LINEAR:
+                masks[kind] = self.linear_mask(seq_ids, tokens or length, cache, packing)
+            elif cache is None:
+                window = config.sliding_window if kind == SLIDING else None
+                visibility = Visibility(length, length, window, rows=len(input_ids), packing=packing)
+                if keys is not None:
+                    of_keys, owners = keys
+                    visibility = Visibility(
+                        length, of_keys.shape[1], window, positions, of_keys, seq_ids, owners, len(input_ids)
+                    )
+                masks[kind] = kernel.prepare(visibility, hidden.dtype, device)
+        real = None if seq_ids is None else seq_ids != PADDING_DOCUMENT  # [B, S]
+        if real is None and tokens is not None and tokens < length:
+            real = (torch.arange(length, device=device) < tokens).expand(len(input_ids), -1)
+        handed: list[Handed] = [
+            (rotary[kind], masks[kind], cache, *((real,) if layer.is_sparse else ()))
+            for layer, kind in zip(cast(list[Layer], list(self.layers)), config.layer_types, strict=True)
+        ]
+        return self.norm(self.through(hidden, input_ids, handed, cache is not None and cache.bare))
+
+    def through(self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool) -> Tensor:
+        """The embeddings [B, S, D] of `input_ids` [B, S], which sequence parallel does not cut, through all layers ->
+        [B, S, D]. handed: what each layer takes beside them. bare: as in `Cached`."""
+        for layer, beside in zip(self.layers, handed, strict=True):
+            hidden = (layer.forward if bare else layer)(hidden, *beside)
+        return hidden
+
+    @property
+    def takes_packing(self) -> bool:
+        """Whether what it attends with computes from a `Packing`, where there is one."""
+        return self.kernel.takes_packing or self.flash_delta is not None
+
+    def turns(
+        self, rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Any, Tensor] | None
+    ) -> Rotary:
+        """`tables` of positions [B or 1, S], for layers with this rope; a family may add what else these take."""
+        return tables(rope, head_dim, positions, dtype, held)
+
+    def linear_mask(self, seq_ids: Tensor | None, tokens: int, cache: Cached | None, packing: "Packing | None") -> Any:
+        """What layers of linear attention need of a forward, of a family that has some; seq_ids [B, S], tokens and
+        packing as `states` takes them."""
+        raise NotImplementedError
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed_tokens(input_ids)
+        return hidden if self.embed_scale is None else hidden * rounded(self.embed_scale, hidden.dtype)
+
+
+def rounded(scale: float, dtype: torch.dtype) -> float:
+    """What embeddings in `dtype` are multiplied by. Rounded first, as the checkpoints were trained: 50.6 is 50.5 in
+    bfloat16."""
+    return torch.tensor(scale, dtype=dtype, device="cpu").item()
+
+
+class CausalLM(ParallelModel):
+    """A decoder and its head; the families derive from it. Built by `models.build`, never by hand.
+
+    config: the ModelConfig; plan: module pattern -> tensor-parallel style; initial: parameter pattern (first match) ->
+    "normal" (std config.initializer_range), "ones", "zeros" or "decay" (the logarithm of a uniform number).
+    """
+
+    plan: Mapping[str, str] = DECODER_PLAN
+    config: ModelConfig
+    model: Decoder
+    adapters: "AdapterState | None" = None  # what those of the layers share
+    routing: "Routing | None" = None  # what sparse layers share
+    initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
+    uncompiled: str | None = None  # why layers that were to be compiled are not
+
+    def __init__(self, config: ModelConfig, decoder: Decoder):
+        super().__init__()
+        self.config = config
+        self.model = decoder
+        if config.labels is None:
+            self.lm_head = VocabHead(config.hidden_size, config.vocab_size, bias=False)
+        else:
+            self.score = ScoreHead(config.hidden_size, config.labels, bias=False)
+            self.plan = plan_of(self, self.plan)
+        self.tie_weights()
+
+    @property
+    def head(self) -> VocabHead | ScoreHead:
+        """Of a classifier, `config.labels`, its scores; else the vocabulary's."""
+        return self.lm_head if self.config.labels is None else self.score
+
+    def tie_weights(self) -> None:
+        """One parameter for embedding and head where the config says so, and one A for the adapters of layers that the
+        files join; again after anything that replaced them."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        if self.adapters is not None:
+            layers: dict[str, Any] = {name: one for name, one in self.named_modules() if getattr(one, "adapter", None)}
+            for name, layer in layers.items():
+                layer.lora_A = layers[self.config.parts(self.config.whole(name))[0]].lora_A
+
+    def use_kernel(self, kernel: Kernel) -> None:
+        """One kernel for all layers, able to do what this model needs (`attention.kernels.choose_kernel`)."""
+        self.model.kernel = kernel
+        for module in self.model.modules():
+            if isinstance(module, Attention):
+                module.kernel = kernel
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        seq_ids: Tensor | None = None,
+        cache: Cached | None = None,
+    ) -> Tensor:
+        """input_ids [B, S] int64 -> logits [B, S, V] in the weights' dtype.
+
+        Without seq_ids every row is one document, padding (if any) at its right: plain causal attention.
+        seq_ids [B, S]: packed rows, the document of each token (-1 on padding), with position_ids [B, S] that restart.
+        cache: holds the keys of the tokens before, and says where these stand; position_ids and seq_ids are not read.
+        No collective of its own.
+        """
+        return self.logits(self.model(input_ids, position_ids, seq_ids, cache))
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        seq_ids: Tensor | None = None,
+        cache: Cached | None = None,
+    ) -> Tensor:
+        """[B, S, D] after the final norm; arguments as in `forward`."""
+        return self.model(input_ids, position_ids, seq_ids, cache)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., D] after the final norm -> logits [..., V], of a classifier its outputs [..., labels]."""
+        logits = self.head(hidden)
+        cap = self.config.final_logit_softcapping if self.config.labels is None else None
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def next_logits(self, input_ids: Tensor, cache: Cached) -> Tensor:
+        """[B, V] in the weights' dtype, whole on every tp rank: what follows the tokens [B, S] that are read with
+        `cache`, of each row the one that `cache.last` names.
+
+        Under FSDP a registered forward method. Collectives: the layers', and under tp one all-gather of the logits.
+        """
+        hidden = self.model(input_ids, cache=cache)  # [B, S, D]
+        if cache.last is not None:
+            hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), cache.last, None]
+        return gather_vocabulary(self.logits(hidden[:, 0]))
+
+    def with_head(
+        self,
+        fn: Callable[[Tensor, Tensor], Any],
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        seq_ids: Tensor | None = None,
+        packing: "Packing | None" = None,
+    ) -> Any:
+        """`fn(hidden [B, S/cp, D], head_weight [V/tp, D] or [labels, D/tp])`'s result: how a loss reaches the head
+        without whole logits.
+        packing: of the whole rows, for a decoder that `takes_packing`.
+
+        Under FSDP it must be registered as a forward method, or the head's weight is one rank's shard. The caller
+        applies config.final_logit_softcapping.
+        """
+        # Not self.hidden_states: registered too, it may give the root's weights back, and the head's are needed yet.
+        hidden = self.model(input_ids, position_ids, seq_ids, packing=packing)
+        return fn(hidden, self.head.local("weight"))
+
+    def checkpoint_names(self, name: str) -> list[str]:
+        """The names that parameter `name` may have in a checkpoint's files, the likeliest first."""
+        return [name]
+
+    @property
+    def carried_checkpoint_names(self) -> tuple[str, ...]:
+        """Patterns (re.fullmatch) of tensors in the files that are parts which dtrain does not train, a vision tower:
+        an export has them as they are."""
+        return ()
+
+    @property
+    def ignored_checkpoint_names(self) -> tuple[str, ...]:
+        """Patterns (re.fullmatch) of tensors in the files that are no parameters of this model, and no mistake."""
+        head = (r"lm_head\..*",) if self.config.has_new_head else ()
+        return (r".*\.rotary_emb\.inv_freq", *head)  # the first: a buffer that transformers once saved
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Training FLOPs per token in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in reach); 4 for a frozen
+        parameter, whose gradient is not computed. Of experts those count that a token goes to.
+
+        A linear layer's state of K·V a head takes three products a token, whatever the length: 18·Hv·K·V.
+        PaLM's count (arXiv:2204.02311, appendix B): N leaves out the input embedding, attention is counted over all
+        keys of the row or window, though a causal query sees half of them on average; recomputation is not counted.
+        """
+        config = self.config
+        lookups = [] if config.tie_word_embeddings else [self.model.embed_tokens.weight]
+        if (table := getattr(self.model, "embed_tokens_per_layer", None)) is not None:
+            lookups.append(table.weight)
+        products = [one for one in self.parameters() if not any(one is table for table in lookups)]
+        share = {} if config.experts is None else dict.fromkeys(expert_parameters(self), config.experts.share)
+        count = sum(
+            weights_in(parameter) * (6 if parameter.requires_grad else 4) * share.get(parameter, 1)
+            for parameter in products
+        )
+        window = config.sliding_window or seq_len
+        reach = [
+            self.model.head_sizes[kind] * (min(seq_len, window) if kind == SLIDING else seq_len)
+            for kind in config.layer_types
+            if kind != LINEAR
+        ]
+        states = 0 if config.linear is None else config.layer_types.count(LINEAR) * config.linear.state
+        return count + 12.0 * config.num_attention_heads * sum(reach) + 18.0 * states
+
+
+def weights_in(parameter: Tensor) -> int:
+    """How many weights of a model the parameter, [any shape], is: two for a byte of codes, none for scales
+    (`models.nf4`)."""
+    return parameter.numel() * {torch.uint8: 2, torch.int32: 0}.get(parameter.dtype, 1)

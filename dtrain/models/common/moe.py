@@ -1,0 +1,269 @@
+"""A mixture of experts in the place of a layer's MLP: each token's router, the experts' stacks, and their sum.
+
+Routing is computed in max(float32, the dtype); ties go to the lower expert. No token is dropped, padding is not routed,
+and an expert without a token has a gradient of zeros. A token's results are added in the order of its experts, on the
+rank that has the token (`parallel.experts` has the way there and back). Letters as in `layers`; T tokens of B rows,
+E experts, k of them a token.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtrain.models.common.cache import Cached
+from dtrain.models.common.config import Experts as Sizes
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import GatedMLP, Linear, PreNormLayer, Rotary
+from dtrain.models.common.functions import ACTIVATIONS, clamped, gated
+from dtrain.models.common.routing import Routing
+from dtrain.parallel.experts import Experts, collect, on_host, spread
+from dtrain.parallel.placement import LocalParameters
+from dtrain.parallel.tensor import Block
+
+if TYPE_CHECKING:
+    from dtrain.models.common.adapters import ParameterAdapter
+
+Choose = Callable[[Tensor], Tensor]  # a router's choices [T, k] -> those that count, [T, k], ascending
+
+# Of a sparse MLP, beside the plan of its model.
+SPARSE_PLAN = {
+    "model.layers.*.mlp.gate": "router",
+    "model.layers.*.mlp.experts.gate_proj": "expert_colwise",
+    "model.layers.*.mlp.experts.up_proj": "expert_colwise",
+    "model.layers.*.mlp.experts.down_proj": "expert_rowwise",
+    "model.layers.*.mlp.shared_expert": "within",
+    "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
+    "model.layers.*.mlp.shared_expert.up_proj": "colwise",
+    "model.layers.*.mlp.shared_expert.down_proj": "rowwise_within",
+    "model.layers.*.mlp.shared_expert_gate": "router",
+}
+
+
+class Router(LocalParameters):
+    """Which experts a token goes to, and how much each counts: softmax over all, the k largest. adapter: as of
+    `ExpertLinear`."""
+
+    adapter: "ParameterAdapter | None" = None
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def __init__(self, config: ModelConfig, sizes: Sizes):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(sizes.count, config.hidden_size))
+        self.register_parameter("bias", nn.Parameter(torch.empty(sizes.count)) if sizes.biased else None)
+        self.top, self.normed = sizes.top, sizes.normed
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [T, D] -> [T, E]"""
+        out = F.linear(x, self.local("weight"), None if self.bias is None else self.local("bias"))
+        return out if self.adapter is None else self.adapter(self, x, out)
+
+    def forward(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, D] -> experts [T, k] int64, ascending, their weights [T, k] in x's dtype, and the shares of all, [T, E]
+        in max(float32, it). choose: may put others in the place of the likeliest ones"""
+        chosen, weights, shares = self.routed(x, choose)
+        return chosen, weights.to(x.dtype), shares
+
+    def routed(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """As `forward`, the weights [T, k] not yet rounded"""
+        shares = self.logits(x).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        chosen = shares.detach().sort(stable=True, dim=-1, descending=True).indices[:, : self.top].sort(-1).values
+        chosen = chosen if choose is None else choose(chosen)
+        weights = shares.gather(1, chosen)
+        if self.normed:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return chosen, weights, shares
+
+
+class ExpertLinear(LocalParameters):
+    """One matrix of every expert, and its bias, where it has one. adapter: what it adds (`models.adapters`)."""
+
+    adapter: "ParameterAdapter | None" = None
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def __init__(self, count: int, columns: int, rows: int, bias: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, rows, columns))
+        self.register_parameter("bias", nn.Parameter(torch.empty(count, rows)) if bias else None)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [m, in], sorted by expert, as many rows of each as counts [E/ep] says -> [m, out]"""
+        out = grouped(x, self.local("weight"), counts)
+        out = out if self.bias is None else torch.addmm(out, _owners(counts, x), self.local("bias"))
+        return out if self.adapter is None else self.adapter(self, x, out, counts)
+
+    def extra_repr(self) -> str:
+        count, rows, columns = self.weight.shape
+        return f"{count} of {columns} -> {rows}"
+
+
+class GatedExperts(Experts):
+    """down(act(gate(x)) · up(x)) of every expert."""
+
+    def __init__(self, config: ModelConfig, sizes: Sizes):
+        super().__init__()
+        self.count = sizes.count
+        self.gate_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner, sizes.biased)
+        self.up_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner, sizes.biased)
+        self.down_proj = ExpertLinear(sizes.count, sizes.inner, config.hidden_size, sizes.biased)
+        self.gated = partial(gated, activation=ACTIVATIONS[config.hidden_act])
+        if sizes.clamp is not None:
+            self.gated = partial(clamped, gain=sizes.clamp[0], limit=sizes.clamp[1])
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [n, D], sorted by expert, counts [E] of each -> their experts' results [n, D], as `on_their_ranks`"""
+        return self.on_their_ranks(rows, counts, self.compute)
+
+    def compute(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [m, D] of this rank's experts, counts [E/ep] of each -> [m, D]"""
+        return self.down_proj(self.gated(self.gate_proj(x, counts), self.up_proj(x, counts)), counts)
+
+
+class SparseMLP(Block):
+    """Σ over a token's experts of weight · expert(x), and σ(gate(x)) · shared(x) of an expert of all tokens, where
+    there is one. routing, layer: set when the model is built."""
+
+    routing: Routing
+    layer: int
+
+    def __init__(self, config: ModelConfig, sizes: Sizes):
+        super().__init__()
+        self.gate = Router(config, sizes)
+        self.experts = GatedExperts(config, sizes)
+        self.shared_expert = GatedMLP(config, sizes.shared) if sizes.shared else None
+        self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False) if sizes.shared else None
+
+    def forward(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
+        """hidden [B, S, D] -> [B, S, D]; real: where there is a token and no padding, [B, S] bool; None: everywhere."""
+        hidden = self.enter(hidden)
+        x = hidden.flatten(0, 1)  # [T, D]
+        chosen, weights, shares = self.route(x, partial(self.routing.choose, self.layer))
+        order, counts = by_expert(chosen, self.experts.count, real)
+        self.routing.see(self.layer, counts)
+        weights = self.routing.balanced(self.layer, weights, shares, chosen)
+        results = self.experts(spread(self.seen(x), order, chosen.shape[1]), counts)
+        own = collect(results, order, *chosen.shape)  # [T, k, D]
+        mixed = torch.bmm(weights[:, None], own).view_as(hidden)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            mixed = mixed + self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(hidden)
+        return mixed if self.tp is None else self.tp.leave(mixed)
+
+    def route(self, x: Tensor, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
+        """What the router gives of x [T, D]: [T, k], [T, k], [T, E]; choose: as `Router` takes it."""
+        return cast(tuple[Tensor, Tensor, Tensor], self.gate(x, choose))
+
+    def seen(self, x: Tensor) -> Tensor:
+        """What experts see of x, [T, D]; a family may norm it."""
+        return x
+
+
+def share_routing(model: nn.Module, experts: int) -> Routing:
+    """Give the sparse layers of `model` their numbers and one Routing."""
+    sparse = [one for one in model.modules() if isinstance(one, SparseMLP)]
+    routing = Routing(experts, len(sparse))
+    for number, mlp in enumerate(sparse):
+        mlp.routing, mlp.layer = routing, number
+    return routing
+
+
+def by_expert(chosen: Tensor, count: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The places of chosen [T, k], counted row by row, sorted by their expert, [n] int64, and how many each of `count`
+    experts has, [count] int64. Those of tokens that are not real are left out, for which the host waits."""
+    flat = chosen.flatten()
+    if real is not None:
+        flat = torch.where(real.flatten().repeat_interleave(chosen.shape[1]), flat, count)
+    order = flat.argsort(stable=True)
+    counts = flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))[:count]
+    return (order if real is None else order[: sum(on_host(counts, len(flat)))]), counts
+
+
+class SparseLayer(PreNormLayer):
+    """A layer whose MLP is sparse."""
+
+    is_sparse = True
+
+    def add_mlp(self, config: ModelConfig) -> None:
+        """Give the layer its MLP."""
+        assert config.experts is not None
+        self.mlp = SparseMLP(config, config.experts)
+
+    def after(self, hidden: Tensor, attended: Tensor, real: Tensor | None = None) -> Tensor:
+        """As `Layer.after`; real: as `SparseMLP` takes it"""
+        hidden = hidden + self.mixer.output(attended)
+        del attended  # the MLP needs its memory
+        return hidden + self.mlp(self.post_attention_layernorm(hidden), real)
+
+    def forward(
+        self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None, real: Tensor | None = None
+    ) -> Tensor:
+        """As `Layer.forward`; real: as `SparseMLP` takes it"""
+        return self.after(hidden, self.mixer(*self.before(hidden, *rotary), mask, cache), real)
+
+
+def grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """x [m, in], sorted by expert, as many rows of each as counts [E/ep] says, weight [E/ep, out, in] -> [m, out]"""
+    return cast(Tensor, _Grouped.apply(x, weight, counts))
+
+
+class _Grouped(torch.autograd.Function):
+    """x [m, in] · W[e]ᵀ of each row's expert. torch's grouped product takes no float64, and on a CPU it is a loop."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, counts)
+        if _is_fused(x, weight):
+            return F.grouped_mm(x, weight.transpose(1, 2), offs=_ends(counts))
+        out = x.new_empty(len(x), weight.shape[1])
+        for index, (rows, result) in _runs(counts, x, out):
+            torch.mm(rows, weight[index].t(), out=result)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, counts = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        of_x = of_weight = None
+        if _is_fused(x, weight):
+            if ctx.needs_input_grad[0]:
+                of_x = F.grouped_mm(grad, weight, offs=_ends(counts))
+            if ctx.needs_input_grad[1]:
+                of_weight = F.grouped_mm(grad.t(), x, offs=_ends(counts))
+            return of_x, of_weight, None
+        if ctx.needs_input_grad[0]:
+            of_x = torch.empty_like(x)
+            for index, (rows, result) in _runs(counts, grad, of_x):
+                torch.mm(rows, weight[index], out=result)
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.zeros_like(weight)
+            for index, (rows, inputs) in _runs(counts, grad, x):
+                torch.mm(rows.t(), inputs, out=of_weight[index])
+        return of_x, of_weight, None
+
+
+def _owners(counts: Tensor, x: Tensor) -> Tensor:
+    """[m, E] in the dtype of x [m, in]: 1 where the row is the expert's. Its products add up what is each expert's in
+    one order, on every device."""
+    experts = torch.arange(len(counts), device=x.device)
+    return (experts.repeat_interleave(counts, output_size=len(x))[:, None] == experts).to(x.dtype)
+
+
+def _is_fused(x: Tensor, weight: Tensor) -> bool:
+    # Its rows begin at multiples of 16 bytes, which those of an adapter's rank may not.
+    is_aligned = not any(size * x.element_size() % 16 for size in weight.shape[1:])
+    return x.is_cuda and is_aligned and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[int, tuple[Tensor, ...]]]:
+    """Of each expert that has rows its number and its rows of each tensor [m, ..]. The host waits for the counts."""
+    sizes = on_host(counts, len(tensors[0]))
+    parts = zip(*(one.split(sizes) for one in tensors), strict=True)
+    return [(index, rows) for index, (size, rows) in enumerate(zip(sizes, parts, strict=True)) if size]

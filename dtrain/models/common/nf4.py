@@ -1,0 +1,117 @@
+"""Weights in 4 bits: NF4 of QLoRA (arXiv:2305.14314, appendix E) with bitsandbytes' codes, and products with them.
+
+A weight is one of 16 levels times the largest magnitude in its block of 64, all of one row. Two weights share a byte,
+the first in its high half. Scales are held as the bits of a float32, int32: what casts a model's floats to the dtype of
+computation leaves them exact.
+"""
+
+from collections.abc import Collection
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtrain.models.common.adapter_config import linears
+from dtrain.models.common.nf4_config import BLOCK
+from dtrain.models.common.quantization_config import skips
+
+if TYPE_CHECKING:
+    from dtrain.models.common.decoder import CausalLM, Linear
+
+LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+_LEAST = 1e-38  # a block of zeros is divided by it
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [rows, columns], of any float dtype, 64 divides columns -> codes uint8 [rows, columns/2], scales int32
+    [rows, columns/64]. Computed in float32 on the weight's device, where it takes a few times the weight's memory."""
+    blocks = weight.float().unflatten(1, (-1, BLOCK))  # [rows, columns/64, 64]
+    scales = blocks.abs().amax(-1)
+    levels = _levels(weight.device)
+    # A product with the inverse and not a quotient: bitsandbytes' codes are those of its rounding.
+    scaled = blocks * (1 / scales.clamp(min=_LEAST))[..., None]
+    codes = torch.bucketize(scaled, (levels[:-1] + levels[1:]) / 2, out_int32=True).to(torch.uint8).flatten(1)
+    return codes[:, ::2] << 4 | codes[:, 1::2], scales.view(torch.int32)
+
+
+def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`quantize`'s codes and scales -> [rows, columns] in `dtype`, each weight rounded to it once from float32. Beside
+    the result it needs the memory of a tile."""
+    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    whole = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    pairs = _pairs(codes.device, codes.is_meta)
+    tile = max(1, (2**18 if codes.device.type == "cpu" else 2**22) // max(columns, 1))  # a CPU's in its cache
+    for part, bits, out in zip(codes.split(tile), scales.split(tile), whole.split(tile), strict=True):
+        levels = F.embedding(part.int(), pairs).view(-1, BLOCK)  # [blocks, 64]
+        out.copy_((levels * bits.view(torch.float32).reshape(-1, 1)).view_as(out))
+    return whole
+
+
+def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in] · Wᵀ + bias, [..., out], W dequantised to x's dtype from codes [out, in/2] and scales [out, in/64]:
+    once here, and again in the backward, which keeps the codes and scales alone."""
+    return cast(Tensor, _Product.apply(x, codes, scales, bias))
+
+
+def quantize_linears(model: "CausalLM", dtype: torch.dtype, except_for: Collection[str] = ()) -> None:
+    """Let the linear layers of `model`'s decoder, on meta and before it lies on a mesh, hold their weights [out, in] as
+    two frozen parameters, weight_codes uint8 [out, in/2] and weight_scales int32 [out, in/64].
+
+    dtype: what they compute in. except_for: the names in files of layers that stay as they are, beside those that the
+    model's own checkpoint leaves so. Sizes must fit (`nf4_config.misfits`). `read_weights` fills the parameters.
+    """
+    config = model.config
+    for name in linears(config):
+        if name not in except_for and not skips(config.unquantized or (), name):
+            for part in config.parts(name):
+                cast("Linear", model.get_submodule(part)).quantize(dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        return F.linear(x, dequantize(codes, scales, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, Tensor | None]:
+        (grad,), (codes, scales) = grads, ctx.saved_tensors
+        of_x = grad @ dequantize(codes, scales, grad.dtype) if ctx.needs_input_grad[0] else None
+        of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+        return of_x, None, None, of_bias
+
+
+def _levels(device: torch.device) -> Tensor:
+    return torch.tensor(LEVELS, dtype=torch.float32, device=device)
+
+
+@torch.compiler.assume_constant_result
+def _pairs(device: torch.device, is_planned: bool) -> Tensor:
+    """[256, 2] float32: the levels of a byte's two weights. is_planned: for tensors on meta, which in a plan name the
+    device that is planned."""
+    return _pairs_once(device, is_planned)
+
+
+@cache  # making them waits for the device
+def _pairs_once(device: torch.device, is_planned: bool) -> Tensor:
+    levels = _levels(device)
+    return torch.cartesian_prod(levels, levels)

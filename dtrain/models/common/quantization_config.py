@@ -1,0 +1,60 @@
+"""`quantization_config` of a config.json: what bitsandbytes' checkpoints of 4-bit weights say. Imports no torch."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from dtrain.base.name_patterns import fullmatch, pattern_error
+from dtrain.models.common.config_fields import shown
+
+_READ = "of quantized weights only bitsandbytes' nf4 is read"
+_ORIGINAL = "; use the original checkpoint"
+
+_SIBLING = (
+    "take the model in bfloat16, by the same name without -FP8, -AWQ, -GPTQ-Int4 or -bnb-8bit (Qwen, Meta), or with "
+    "-BF16 (Mistral)"
+)
+
+
+def _instead(values: dict[str, Any]) -> str:
+    """What to say of weights in a format that is known."""
+    method = values.get("quant_method")
+    if method == "bitsandbytes" and values.get("load_in_8bit", values.get("_load_in_8bit")):
+        return f"{_ORIGINAL}; bitsandbytes weights in 8 bits are not trained: {_SIBLING}"
+    if method == "mxfp4":
+        copies = "unsloth/gpt-oss-20b-BF16 or unsloth/gpt-oss-120b-BF16"
+        return f"; mxfp4 weights are not trained: take a copy of them in bfloat16, such as {copies}"
+    known = ("fp8", "fbgemm_fp8", "finegrained_fp8", "awq", "gptq", "compressed-tensors", "modelopt", "hqq")
+    return f"{_ORIGINAL}; {method} weights are not trained: {_SIBLING}" if method in known else _ORIGINAL
+
+
+def unquantized(section: Any, problems: list[str]) -> tuple[str, ...]:
+    """The patterns of modules that a checkpoint with this section holds as they were. What dtrain does not read is
+    added to `problems`: everything but bitsandbytes' nf4."""
+    values = section if isinstance(section, dict) else {}
+    kind, storage = values.get("bnb_4bit_quant_type", "fp4"), values.get("bnb_4bit_quant_storage") or "uint8"
+    if values.get("quant_method") != "bitsandbytes" or not values.get("load_in_4bit", values.get("_load_in_4bit")):
+        problems.append(f"quantization_config {shown(section)}: {_READ}{_instead(values)}")
+    elif kind != "nf4":
+        problems.append(f"quantization_config has bnb_4bit_quant_type {shown(kind)}: {_READ}{_ORIGINAL}")
+    elif storage not in ("uint8", "torch.uint8"):
+        problems.append(f"quantization_config has bnb_4bit_quant_storage {shown(storage)}: only uint8 is read")
+    patterns = values.get("llm_int8_skip_modules") or []
+    if not isinstance(patterns, list) or not all(map(_is_pattern, patterns)):
+        problems.append("quantization_config llm_int8_skip_modules: must be a list of names or regular expressions")
+        return ()
+    return tuple(patterns)
+
+
+def skips(patterns: Iterable[str], name: str) -> bool:
+    """Whether the module of this name is left as it was, as transformers matches names: a pattern is the name's
+    beginning up to a dot, as it stands or as a regular expression, or its end."""
+    return any(fullmatch(_from_start(one), name) or name.endswith(one) for one in patterns)
+
+
+def _from_start(pattern: str) -> str:
+    """The expression for whole names of which `pattern` is the beginning, up to a dot."""
+    return rf"(?:{pattern})(?:(?<=\.)|(?=\.|$)).*"
+
+
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, str) and pattern_error(_from_start(value)) is None

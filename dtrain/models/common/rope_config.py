@@ -1,0 +1,236 @@
+"""Rotary scaling as config.json tells it: `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain.models.common.config_fields import Fields, shown
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of one kind of layer. `kind`: default, linear, llama3, yarn, longrope or proportional; the other
+    fields belong to some.
+
+    share: of each head's dimensions, its first ones, that are rotated (partial_rotary_factor); of a proportional one
+    the first of either half, at the frequencies of whole heads. table_scale multiplies cos and sin (YaRN's attention
+    factor, arXiv:2309.00071, section 3.4). query_beta: how queries grow with each original_max_positions (Llama 4's;
+    `models.mistral`).
+    """
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    share: float = 1.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    table_scale: float = 1.0
+    query_beta: float = 0.0
+    factors: tuple[float, ...] = ()
+
+
+# The parameters that each kind reads, beside rope_theta.
+_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "proportional": ("factor",),
+    "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
+}
+
+KINDS = ("default", "linear", "llama3", "yarn")  # of every family that says no other
+PHI_KINDS = ("default", "longrope")
+
+
+def read_rope(
+    fields: Fields,
+    max_positions: int,
+    head_dim: int,
+    share: float | None = None,
+    theta: float = 10_000.0,
+    scales_queries: bool = False,
+    kinds: tuple[str, ...] = KINDS,
+) -> Rope:
+    """The rope of a model whose layers all share it. share, theta: the family's defaults of partial_rotary_factor and
+    rope_theta; no share where it rotates whole heads alone. scales_queries: whether llama_4_scaling_beta is read.
+    kinds: that the family has."""
+    written = fields.get("rope_parameters")
+    written = fields.get("rope_scaling") or written or {}
+    theta = _base(fields, "rope_theta", theta)
+    original = fields.optional_integer("original_max_position_embeddings")
+    if share is None:
+        _whole_heads(fields)
+    else:
+        share = _share(fields, share)
+    rope = _rope(fields, "rope_parameters", written, theta, max_positions, kinds, original, share, scales_queries)
+    turned = int(head_dim * rope.share)
+    if rope.kind == "longrope" and len(rope.factors) != turned // 2:
+        fields.problem(f"short_factor has {len(rope.factors)} numbers for the {turned // 2} pairs that are rotated")
+    if turned < 2 or turned % 2:
+        fields.problem(
+            f"partial_rotary_factor {rope.share} of head_dim {head_dim} is {turned} dimensions, and "
+            "rotary embeddings need pairs"
+        )
+    return rope
+
+
+def read_gemma_ropes(fields: Fields, max_positions: int, full: str, sliding: str) -> dict[str, Rope]:
+    """Gemma3's two: scaling belongs to the full layers, and the sliding ones have a base of their own."""
+    theta = _base(fields, "rope_theta", 1_000_000.0)
+    local_theta = _base(fields, "rope_local_base_freq", 10_000.0)
+    return _by_kind(fields, max_positions, {full: theta, sliding: local_theta}, ("default", "linear", "llama3"))
+
+
+def read_olmo_ropes(fields: Fields, max_positions: int, full: str, sliding: str) -> dict[str, Rope]:
+    """OLMo 3's two: scaling belongs to the full layers, and both have one base."""
+    theta = _base(fields, "rope_theta", 500_000.0)
+    if theta != 500_000.0:
+        # transformers 4 gives it to all layers, 5 to full ones.
+        fields.problem(f"rope_theta {theta:g}: say it in rope_parameters, under {full} and under {sliding}")
+    return _by_kind(fields, max_positions, {full: theta, sliding: theta}, KINDS)
+
+
+def read_gemma4_ropes(
+    fields: Fields, max_positions: int, full: str, sliding: str, sizes: dict[str, int]
+) -> dict[str, Rope]:
+    """Gemma4's two, of which that of full layers turns a part of each head. sizes: of heads, by the layers' type."""
+    written = fields.get("rope_parameters")
+    defaults = {
+        sliding: {"rope_type": "default", "rope_theta": 10_000.0},
+        full: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    }
+    nested = defaults if written is None else written
+    if not isinstance(nested, dict) or set(nested) - set(defaults) or set(sizes) - set(nested):
+        fields.problem(f"rope_parameters {shown(written)}: must be nested under {full} and {sliding}")
+        nested = defaults
+    ropes = {}
+    for kind in sizes:
+        one, where = nested[kind], f"rope_parameters.{kind}"
+        share = 1.0 if isinstance(one, dict) and one.get("rope_type") == "proportional" else None
+        kinds = (*KINDS, "proportional")
+        ropes[kind] = _rope(fields, where, one, 10_000.0, max_positions, kinds, share=share)
+    return ropes
+
+
+def _by_kind(fields: Fields, max_positions: int, thetas: dict[str, float], kinds: tuple[str, ...]) -> dict[str, Rope]:
+    """The ropes of full layers, to which `rope_scaling` belongs, and of sliding ones; thetas: their bases."""
+    full = next(iter(thetas))
+    nested = fields.get("rope_parameters") or {}
+    if not isinstance(nested, dict) or set(nested) - set(thetas):
+        fields.problem(f"rope_parameters {shown(nested)}: must be nested under {' and '.join(thetas)}")
+        nested = {}
+    scaling, written = fields.get("rope_scaling") or {}, {kind: nested.get(kind) or {} for kind in thetas}
+    if isinstance(written[full], dict) and isinstance(scaling, dict):
+        written[full] = {**written[full], **scaling}
+    return {
+        kind: _rope(fields, f"rope_parameters.{kind}", written[kind], theta, max_positions, kinds)
+        for kind, theta in thetas.items()
+    }
+
+
+def _whole_heads(fields: Fields) -> None:
+    if (partial := fields.number("partial_rotary_factor", 1.0)) != 1.0:
+        fields.problem(f"partial_rotary_factor {partial}: only whole heads are rotated in this architecture")
+
+
+def _share(fields: Fields, default: float) -> float:
+    return fields.number("partial_rotary_factor", default, most=1.0)
+
+
+def _base(fields: Fields, key: str, default: float) -> float:
+    """A base of 1 would turn all pairs alike, and YaRN divides by its logarithm."""
+    return fields.number(key, default, least=1.0, most=1e15)
+
+
+def _rope(
+    fields: Fields,
+    where: str,
+    written: Any,
+    theta: float,
+    max_positions: int,
+    kinds: tuple[str, ...],
+    original: int | None = None,
+    share: float | None = None,
+    scales_queries: bool = False,
+) -> Rope:
+    if not isinstance(written, dict):
+        fields.problem(f"{where} {shown(written)} is no object")
+        return Rope()
+    inner = Fields(written, fields.problems, prefix=where + ".")
+    inner.known("type", "original_max_position_embeddings")
+    inner.known("mrope_section", "mrope_interleaved")  # which of an image's axes turns what; a text's are all equal
+    kind = inner.get("rope_type") or written.get("type") or "default"
+    kind = "default" if kind == "mrope" and "mrope_section" in written else kind
+    kind = "longrope" if kind == "su" and "longrope" in kinds else kind  # its first name
+    if kind not in kinds:
+        fields.problem(f"{where}: rope type {shown(kind)} is not implemented; there are: {', '.join(kinds)}")
+        return Rope()
+    theta = _base(inner, "rope_theta", theta)
+    if share is None:
+        _whole_heads(inner)
+    share = 1.0 if share is None else _share(inner, share)
+    length = 0
+    if kind in ("llama3", "yarn", "longrope") or scales_queries:
+        length = original or inner.integer("original_max_position_embeddings", max_positions)
+    reads = _PARAMETERS.get(kind, ())
+    values: dict[str, Any] = {}
+    if "factor" in reads:
+        # Some leave the factor to the two lengths: DeepSeek's YaRN, and Phi.
+        ratio = max_positions / max(length, 1)
+        default = {"yarn": ratio, "longrope": ratio, "proportional": 1.0}.get(kind)
+        values["factor"] = inner.number("factor", default, least=1e-3)
+    if kind == "llama3":
+        values |= {key: inner.number(key) for key in ("low_freq_factor", "high_freq_factor")}
+        if values["high_freq_factor"] <= values["low_freq_factor"]:
+            inner.problem("high_freq_factor must be greater than low_freq_factor")
+    if kind == "yarn":
+        values["beta_fast"] = inner.number("beta_fast", 32.0, zero=True) or 32.0  # 0 is read as unset
+        values["beta_slow"] = inner.number("beta_slow", 1.0, zero=True) or 1.0
+        values["truncate"] = inner.flag("truncate", True)
+        values["table_scale"] = _yarn_scale(inner, values["factor"])
+    if kind == "longrope":
+        values["factors"] = _factors(inner, "short_factor")
+        if len(_factors(inner, "long_factor")) != len(values["factors"]):
+            inner.problem("short_factor and long_factor are not of one length")
+        values["table_scale"] = _longrope_scale(inner, values["factor"], length)
+    if scales_queries:
+        inner.known("max_position_embeddings")
+        values["query_beta"] = inner.number("llama_4_scaling_beta", zero=True)
+    inner.refuse_the_rest()
+    return Rope(kind=kind, theta=theta, share=share, original_max_positions=length, **values)
+
+
+def _yarn_scale(fields: Fields, factor: float) -> float:
+    """YaRN's attention factor as transformers infers it: 0.1·ln(factor) + 1, or DeepSeek's ratio of two such terms."""
+    given = fields.optional_number("attention_factor")
+    mscale = fields.optional_number("mscale", zero=True)
+    mscale_all_dim = fields.optional_number("mscale_all_dim", zero=True)
+    if given is not None:
+        return given
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+
+
+def _factors(fields: Fields, key: str) -> tuple[float, ...]:
+    written = fields.get(key)
+    numbers = written if isinstance(written, list) else [written]
+    if any(isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one <= 1e6 for one in numbers):
+        fields.problem(f"{key} {shown(written)}: must be a list of numbers above 0 and at most 1e+06")
+        return ()
+    return tuple(map(float, numbers))
+
+
+def _longrope_scale(fields: Fields, factor: float, length: int) -> float:
+    """The attention factor of LongRoPE, √(1 + ln(factor) / ln(length)) where the file does not give it."""
+    given = fields.optional_number("attention_factor")
+    if given is not None:
+        return given
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(length, 2)))

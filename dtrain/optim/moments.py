@@ -1,0 +1,168 @@
+"""How a moment of a parameter is kept between two steps: as it is, rounded to bfloat16, or in int8 by blocks.
+
+`read` gives some rows in float32, `write` takes them back; both see these rows of the state's tensors, wherever they
+lie. What is rounded is rounded up or down at random, in such
+shares that its mean is the value itself: rounded to the nearest, a moment that changes by less than half a step of its
+grid would never change. The random bits are given by the caller.
+
+int8 (after Dettmers et al., arXiv:2110.02861): blocks of `BLOCK` elements of a row of the whole tensor, each with its
+largest magnitude in float32. A first moment is sign·(code ÷ 127)² of that, a second moment (code ÷ 255)⁴: small values
+of a block keep two digits or so, and the two moments' grids are alike, since an update is their quotient m ÷ √v. A
+second moment above 0 is never rounded to 0. Where ranks share a row such that a border cuts a block, they agree on its
+largest magnitude, and each keeps those of the whole row.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtrain.optim.places import Place
+
+BLOCK = 256
+FEWEST = 4096  # elements of a whole tensor; smaller ones stay float32
+
+State = dict[str, Tensor]
+
+
+def kind_of(name: str, size: torch.Size, asked: str) -> str:
+    """How the moments of parameter `name`, of so large a whole, are kept where the recipe has asked for `asked`.
+
+    Vectors, small tensors and embeddings (heads too that are tied to one) stay float32: they are few, and the gradients
+    of an embedding's rows differ too much for one scale.
+    """
+    is_small = len(size) < 2 or size.numel() < FEWEST
+    return "float32" if is_small or "embed" in name else asked
+
+
+def round_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
+    """float32 [..] rounded to bfloat16 up or down at random, by the lowest 16 of `bits`, whole numbers [..]. What
+    bfloat16 holds stays as it is, and so do infinities and NaN."""
+    words = values.contiguous().view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
+    rounded = (words & -0x10000).view(torch.float32)  # of NaN it may be infinite, or 0
+    return torch.where(values.isfinite(), rounded, values).bfloat16()
+
+
+class Plain:
+    """A moment in the dtype of arithmetic."""
+
+    def __init__(self, place: Place, key: str):
+        self.place, self.key = place, key
+
+    def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
+        """The state of a moment of zeros; like: this rank's part [..] of the parameter."""
+        return {self.key: torch.zeros_like(like, dtype=dtype)}
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of its tensors in the state."""
+        return (self.key,)
+
+    def read(self, rows: State) -> Tensor:
+        """[rows, held_columns], the state itself or a copy."""
+        return rows[self.key]
+
+    def write(self, rows: State, values: Tensor, bits: Tensor) -> None:
+        """Keep `values` [rows, held_columns]; bits: int64 of that shape, of which 24 from the lowest are taken."""
+
+
+class Bfloat16(Plain):
+    """A moment in bfloat16."""
+
+    def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
+        """As `Plain.allocate`: [..] in bfloat16."""
+        return {self.key: torch.zeros_like(like, dtype=torch.bfloat16)}
+
+    def read(self, rows: State) -> Tensor:
+        """[rows, held_columns] in float32."""
+        return rows[self.key].float()
+
+    def write(self, rows: State, values: Tensor, bits: Tensor) -> None:
+        """As `Plain.write`: [rows, held_columns]."""
+        rows[self.key].copy_(round_bfloat16(values, bits))
+
+
+class Int8(Plain):
+    """A moment in codes of 8 bits and a float32 scale for each block."""
+
+    def __init__(self, place: Place, key: str):
+        super().__init__(place, key)
+        self.signed = key == "exp_avg"
+        self.grid = (127, 2) if self.signed else (255, 4)
+        self.shares_blocks = bool(place.groups) and place.widest % BLOCK != 0
+        self.first_block = 0 if self.shares_blocks else place.first_column // BLOCK
+        end = place.columns if self.shares_blocks else place.first_column + place.held_columns
+        self.blocks = -(-end // BLOCK) - self.first_block if place.held_columns or self.shares_blocks else 0
+        self.before = place.first_column - self.first_block * BLOCK  # elements of these blocks that others hold
+        self.after = self.blocks * BLOCK - self.before - place.held_columns
+
+    @property
+    def scales_at(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The size of the whole tensor of scales, and where this rank's part of it begins."""
+        return (self.place.rows, -(-self.place.columns // BLOCK)), (self.place.first_row, self.first_block)
+
+    def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
+        """As `Plain.allocate`: codes [..], and scales [held_rows, blocks]."""
+        scales = torch.zeros(self.place.held_rows, self.blocks, device=like.device)
+        codes = torch.zeros_like(like, dtype=torch.int8 if self.signed else torch.uint8)
+        return {self.key: codes, self.scales: scales}
+
+    @property
+    def scales(self) -> str:
+        return f"{self.key}_scale"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.key, self.scales
+
+    def read(self, rows: State) -> Tensor:
+        """[rows, held_columns] in float32."""
+        values = rows[self.key].float()
+        most, exponent = self.grid
+        values.mul_(1 / most)  # a GPU divides by a number that way, and a CPU does not
+        values = values * values.abs() if self.signed else _power(values, exponent)
+        return values.mul_(self._of_elements(rows[self.scales]))
+
+    def write(self, rows: State, values: Tensor, bits: Tensor) -> None:
+        """As `Plain.write`: [rows, held_columns]. Where ranks share blocks, one all-reduce of the scales."""
+        sizes = values.abs()
+        scales = F.pad(sizes, (self.before, self.after)).view(len(values), self.blocks, BLOCK).amax(2)
+        if self.shares_blocks:
+            for group in self.place.groups:
+                dist.all_reduce(scales, dist.ReduceOp.MAX, group=group)
+        scales.clamp_(max=torch.finfo(scales.dtype).max)  # by an infinite scale all its block would be read as NaN
+        rows[self.scales].copy_(scales)
+        sizes.div_(self._of_elements(torch.where(scales > 0, scales, 1.0)))
+        share = (bits & 0xFFFFFF).float().mul_(2.0**-24)  # in [0, 1)
+        codes = _codes(sizes, share, *self.grid)
+        if self.signed:
+            codes.copysign_(values)
+        else:
+            codes = torch.where(values > 0, codes.clamp_(min=1), codes)
+        rows[self.key].copy_(codes)
+
+    def _of_elements(self, scales: Tensor) -> Tensor:
+        """A block's value [rows, blocks] for each held element: [rows, held_columns]."""
+        whole = scales.repeat_interleave(BLOCK, 1)
+        return whole[:, self.before : self.before + self.place.held_columns]
+
+
+def _codes(sizes: Tensor, share: Tensor, most: int, exponent: int) -> Tensor:
+    """For sizes [..] in [0, 1] on the grid of (k ÷ most)^exponent: k of the point below, or of the one above with the
+    probability that makes the mean right, by `share` [..] in [0, 1). Whole numbers in float32."""
+    root = sizes
+    for _ in range(exponent // 2):
+        root = root.sqrt()
+    below = (root * most).floor_().clamp_(max=most - 1)
+    low = _power(below, exponent)
+    part = sizes.mul_(most**exponent).sub_(low).div_(_power(below + 1, exponent).sub_(low))
+    return below.add_(share < part)
+
+
+def _power(values: Tensor, exponent: int) -> Tensor:
+    """values [..] to the power of 2 or 4."""
+    square = values * values
+    return square if exponent == 2 else square.mul_(square)
+
+
+KINDS: dict[str, type[Plain]] = {"float32": Plain, "bfloat16": Bfloat16, "int8": Int8}

@@ -1,0 +1,59 @@
+"""Gradients in bfloat16, added up over micro-batches as they are reduced.
+
+FSDP would round each sum to the nearest, which loses terms that are small beside it; here a sum is rounded up or down
+at random, so that it is right on average, however many its terms are.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.optim.adam import AT_ONCE
+from dtrain.optim.moments import round_bfloat16
+from dtrain.optim.places import Place, stream
+
+
+class GradientSums:
+    """For a model under FSDP whose `named_parameters` are trained in bfloat16, its gradients reduced after each
+    micro-batch. Before each backward `begin`, after the last `finish`: then `.grad` holds the sums. No collective."""
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int):
+        self._seed, self._step, self._index, self._is_last = seed, 0, 0, True
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._known: dict[nn.Parameter, tuple[str, Place]] = {}
+        for name, parameter in named_parameters:
+            if parameter.requires_grad:
+                self._known[parameter] = name, Place.of(parameter)
+                parameter.register_post_accumulate_grad_hook(self._take)
+
+    def begin(self, step: int, index: int, is_last: bool) -> None:
+        """The next backward is that of micro-batch `index` of optimizer step `step`."""
+        self._step, self._index, self._is_last = step, index, is_last
+
+    def finish(self) -> None:
+        """Sums of parameters that had no gradient in the last backward."""
+        for parameter, total in self._sums.items():
+            parameter.grad = total
+        self._sums.clear()
+
+    @torch.no_grad()
+    def _take(self, parameter: nn.Parameter) -> None:
+        """FSDP has just reduced this one's gradient [..]."""
+        if (total := self._sums.pop(parameter, None)) is not None:
+            self._add(parameter, total)
+            parameter.grad = total
+        if not self._is_last and parameter.grad is not None:
+            self._sums[parameter] = parameter.grad
+            parameter.grad = None
+
+    def _add(self, parameter: nn.Parameter, total: Tensor) -> None:
+        name, place = self._known[parameter]
+        assert parameter.grad is not None
+        kept, new = place.of_local(total), place.of_local(parameter.grad)
+        bits_of = stream(self._seed, self._step, f"{name} {self._index}")
+        at_once = max(1, AT_ONCE // place.columns)
+        for start in range(0, place.held_rows, at_once):
+            rows = slice(start, min(start + at_once, place.held_rows))
+            bits = place.few_bits(rows, bits_of, kept.device)
+            kept[rows] = round_bfloat16(kept[rows].float() + new[rows].float(), bits)

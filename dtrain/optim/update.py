@@ -1,0 +1,427 @@
+"""Parameter groups, optimizers and learning-rate schedules, by name, by import path, or in stages; and the update.
+
+What may be named, and which fields of the recipe each name reads, stands in the tables `OPTIMIZERS` and `SCHEDULES`.
+What follows a step's backward is `Updater`: the norm, clipping, the optimizer's step; and float16's loss scale.
+"""
+
+import importlib
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
+
+from dtrain.base.errors import UserError
+from dtrain.base.ranges import nearest
+from dtrain.parallel.grads import clip_grads_, grad_norm, nonfinite_names, scale_grads_
+
+
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """`reads`: the fields of the recipe's section that go to the class beside lr and weight_decay.
+
+    fused: whether to ask for torch's fused kernel, where the parameters allow it.
+    """
+
+    cls: type[Optimizer]
+    reads: tuple[str, ...] = ()
+    fused: bool = False
+
+
+OPTIMIZERS = {
+    "adamw": NamedOptimizer(torch.optim.AdamW, ("betas", "eps"), fused=True),
+    "adam": NamedOptimizer(torch.optim.Adam, ("betas", "eps"), fused=True),
+    "sgd": NamedOptimizer(torch.optim.SGD),  # its fused kernel does not know DTensors
+    "adafactor": NamedOptimizer(torch.optim.Adafactor),
+}
+NAMES = (*OPTIMIZERS, "muon")  # the last is dtrain's own, and loaded where it is asked for
+
+# torch's own classes whose step fails: on DTensors, and on the dense gradients of a decoder.
+WHOLE_PARAMETERS_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
+_SPARSE_GRADIENTS_ONLY = (torch.optim.SparseAdam,)
+
+
+def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: tensors of two or more dimensions, embeddings included, decay; the others, and biases of stacks of
+    experts, do not.
+
+    Parameters that need no gradient are left out, and so is a group without parameters.
+    """
+    decaying: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            (decaying if parameter.ndim >= 2 and not name.endswith(".bias") else others).append(parameter)
+    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    section, named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int = 0, offload: torch.device | None = None
+) -> Optimizer:
+    """The optimizer of a recipe's `optimizer` section over `named_parameters` (plain tensors or DTensors). seed: of the
+    random bits that it rounds by, where it keeps weights or moments in few bits. offload: the device of the
+    gradients (`optimizers.adam`), if its state is to lie in host memory.
+
+    `name` is a key of `OPTIMIZERS` or the import path of a torch Optimizer class; `kwargs` go to it as they are and win
+    over the section's fields. A class by import path is handed `betas` and `eps` where its signature has them in
+    AdamW's shape. No collective.
+
+    Raises UserError: an unknown name, a path that does not import, arguments that the class refuses.
+    """
+    named_parameters = list(named_parameters)
+    kwargs = dict(section.kwargs or {})
+    groups = parameter_groups(named_parameters, kwargs.get("weight_decay", section.weight_decay))
+    fields = {"betas": tuple(section.betas), "eps": section.eps}
+    named = OPTIMIZERS.get(section.name)
+    cls: Any = (
+        None if section.name == "muon" else named.cls if named else _import(section.name, "optimizer.name", NAMES)
+    )
+    if cls in _SPARSE_GRADIENTS_ONLY:
+        raise UserError(f"optimizer.name={section.name} steps sparse gradients only, and these are dense; take adamw")
+    if cls in WHOLE_PARAMETERS_ONLY and any(isinstance(p, DTensor) for group in groups for p in group["params"]):
+        raise UserError(cannot_step_shards(section.name))
+    has_few_bits = any(p.dtype == torch.bfloat16 for group in groups for p in group["params"])
+    if section.name == "muon":
+        cls, settings = _muon(section, named_parameters, seed), fields
+    elif section.state != "float32" or has_few_bits or offload is not None:
+        cls, settings = _own_adam(section, named_parameters, seed, offload), fields
+    elif named is not None:
+        settings = {field: fields[field] for field in named.reads}
+        if named.fused and kwargs.get("foreach") is None and _fused_fits(groups):
+            settings["fused"] = True
+    else:
+        settings = {field: fields[field] for field in _adam_like_arguments(cls)}
+    try:
+        return cls(groups, **{"lr": section.lr, **settings, **kwargs})
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"optimizer.name={section.name} refuses its settings: {error}. See optimizer.kwargs") from error
+
+
+def cannot_step_shards(name: str) -> str:
+    """Of `WHOLE_PARAMETERS_ONLY`, where parameters are sharded."""
+    return (
+        f"optimizer.name={name} cannot step sharded parameters: torch's class changes them by operations that DTensor "
+        "refuses. Take adamw, or one process (launch.nproc=1) with train.dtype=float32"
+    )
+
+
+def is_torchs(name: str) -> bool:
+    """Whether `name` is the import path of one of torch's own optimizers, and no other code of torch's."""
+    cls = vars(torch.optim).get(name.removeprefix("torch.optim.")) if name.startswith("torch.optim.") else None
+    return isinstance(cls, type) and issubclass(cls, Optimizer)
+
+
+def _muon(section, named_parameters: list[tuple[str, nn.Parameter]], seed: int) -> Callable[..., Optimizer]:
+    from dtrain.optim.muon import Muon
+
+    names = {parameter: name for name, parameter in named_parameters}
+    return partial(Muon, names=names, seed=seed, adam_lr=section.adam_lr)
+
+
+def _own_adam(
+    section, named_parameters: list[tuple[str, nn.Parameter]], seed: int, offload: torch.device | None
+) -> Callable[..., Optimizer]:
+    """AdamW or Adam over weights or moments of few bits, or with moments on the host."""
+    if section.name not in ("adamw", "adam"):
+        raise UserError(
+            f"optimizer.name={section.name} keeps weights and state in float32 on the device: optimizer.state="
+            f"{section.state}, train.masters=bfloat16 or parallel.optimizer_offload=true needs adamw or adam"
+        )
+    from dtrain.optim.adam import LowBitAdam
+
+    names = {parameter: name for name, parameter in named_parameters}
+    is_decoupled = section.name == "adamw"
+    return partial(LowBitAdam, names=names, seed=seed, state=section.state, decoupled=is_decoupled, offload=offload)
+
+
+def _fused_fits(groups: list[dict[str, Any]]) -> bool:
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+
+
+def _adam_like_arguments(cls: Callable) -> list[str]:
+    """Of betas and eps, those that `cls` takes and means as AdamW does: two numbers, one number."""
+    arguments = inspect.signature(cls).parameters
+    found = []
+    if "betas" in arguments and len(arguments["betas"].default or ()) == 2:
+        found.append("betas")
+    if "eps" in arguments and isinstance(arguments["eps"].default, float):
+        found.append("eps")
+    return found
+
+
+def _constant(progress: float) -> float:
+    return 1.0
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _linear(progress: float) -> float:
+    return 1.0 - progress
+
+
+# Name → the factor between 1 and min_lr_ratio at `progress` (0 to 1) through the decay. Formulas: transformers'
+# get_constant_schedule_with_warmup, get_cosine_with_min_lr_schedule_with_warmup, get_linear_schedule_with_warmup (which
+# ends at 0; here at min_lr_ratio), get_wsd_schedule (whose decay is a cosine; its warm-up starts at 0 here).
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": _constant,
+    "cosine": _cosine,
+    "linear": _linear,
+    "wsd": _cosine,
+}
+# Share of the steps that wsd decays over, where `kwargs: {decay_steps: N}` does not say.
+WSD_DECAY_SHARE = 0.2
+
+
+def factor(
+    name: str, step: int, *, total_steps: int, warmup_steps: int, min_lr_ratio: float, decay_steps: int
+) -> float:
+    """What the schedule `name` multiplies the learning rate with at `step`, counted from 0.
+
+    Warm-up is step ÷ warmup_steps; then a plateau, where decay_steps leaves room for one; the decay would reach
+    min_lr_ratio at step = total_steps.
+    """
+    if step < warmup_steps:
+        return step / warmup_steps
+    plateau_end = max(warmup_steps, total_steps - decay_steps)
+    if step < plateau_end or name == "constant":
+        return 1.0
+    progress = min(1.0, (step - plateau_end) / max(1, total_steps - plateau_end))
+    return max(0.0, SCHEDULES[name](progress) * (1.0 - min_lr_ratio) + min_lr_ratio)
+
+
+class Schedule:
+    """Learning rates by optimizer step. Its state is the number of steps taken, and nothing else.
+
+    Loading replays that many steps on a fresh scheduler, so that one interface serves every class of torch's, whatever
+    it keeps, and a recipe changed in between counts as if it had been so from the start.
+    """
+
+    def __init__(self, optimizer: Optimizer, make: Callable[[Optimizer], LRScheduler]):
+        """`make` builds the scheduler on an optimizer whose groups hold their base learning rates."""
+        self._optimizer = optimizer
+        self._make = make
+        self._base_lrs = [group["lr"] for group in optimizer.param_groups]
+        self._restart()
+
+    def _restart(self) -> None:
+        for group, lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = lr
+            group.pop("initial_lr", None)
+        self._scheduler = self._make(self._optimizer)
+        self.steps = 0
+
+    def step(self) -> None:
+        """Once per optimizer step, after it (also after one that was skipped)."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step")
+            self._scheduler.step()
+        self.steps += 1
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate that the next optimizer step uses, one per parameter group."""
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Also sets the learning rates of the optimizer's groups."""
+        self._restart()
+        for _ in range(state["steps"]):
+            self.step()
+
+
+def build_scheduler(section, optimizer: Optimizer, total_steps: int) -> Schedule:
+    """The schedule of a recipe's `scheduler` section, or of a list of them, over `total_steps` optimizer steps.
+
+    `name` is a key of `SCHEDULES`, or the import path of one of torch's schedulers or of any callable
+    `(optimizer, **kwargs) -> LRScheduler`. In a list each stage counts its own steps from 0 over `steps` steps (the
+    last one may leave them out and take the rest), which makes the milestones of torch's SequentialLR.
+
+    Raises UserError: an unknown name, a path that does not import, arguments refused, a scheduler that needs a metric,
+    stages without steps.
+    """
+    if not isinstance(section, (list, tuple)):
+        return Schedule(optimizer, _maker(section, total_steps, "scheduler"))
+    lengths = stage_lengths([stage.steps for stage in section], total_steps)
+    makers = [
+        _maker(stage, length, f"scheduler[{index}]")
+        for index, (stage, length) in enumerate(zip(section, lengths, strict=True))
+    ]
+    milestones = [sum(lengths[: index + 1]) for index in range(len(lengths) - 1)]
+    return Schedule(optimizer, partial(_sequence, makers=makers, milestones=milestones))
+
+
+def stage_lengths(steps: list[int | None], total_steps: int) -> list[int]:
+    """Optimizer steps of each stage; None, allowed in the last place, takes what is left (at least one)."""
+    if not steps:
+        raise UserError("scheduler: [] has no stages; give a list of stages with steps, or one schedule")
+    for index, length in enumerate(steps):
+        if length is None and index < len(steps) - 1:
+            raise UserError(f"scheduler[{index}].steps is missing: only the last stage may leave its steps out")
+        if length is not None and length < 1:
+            raise UserError(f"scheduler[{index}].steps={length} must be at least 1")
+    known = sum(length for length in steps if length is not None)
+    return [max(1, total_steps - known) if length is None else length for length in steps]
+
+
+def _sequence(optimizer: Optimizer, makers: list, milestones: list[int]) -> LRScheduler:
+    schedulers = [make(optimizer) for make in makers]
+    return SequentialLR(optimizer, schedulers, milestones) if milestones else schedulers[0]
+
+
+def _maker(section, total_steps: int, key: str) -> Callable[[Optimizer], LRScheduler]:
+    kwargs = dict(section.kwargs or {})
+    if section.name not in SCHEDULES:
+        target = _import(section.name, f"{key}.name", SCHEDULES)
+        return partial(_construct, target=target, name=section.name, kwargs=kwargs, key=key)
+    warmup = section.warmup_of(total_steps)
+    decay_steps = total_steps - warmup
+    if section.name == "wsd":
+        decay_steps = kwargs.pop("decay_steps", None) or max(1, round(WSD_DECAY_SHARE * total_steps))
+    if kwargs:
+        raise UserError(f"{key}.kwargs: {section.name} does not know {', '.join(map(str, kwargs))}")
+    at = partial(
+        factor,
+        section.name,
+        total_steps=total_steps,
+        warmup_steps=warmup,
+        min_lr_ratio=section.min_lr_ratio,
+        decay_steps=decay_steps,
+    )
+    return lambda optimizer: LambdaLR(optimizer, at)
+
+
+def _construct(optimizer: Optimizer, target: Callable, name: str, kwargs: dict, key: str) -> LRScheduler:
+    try:
+        scheduler = target(optimizer, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{key}.name={name} refuses its settings: {error}. See {key}.kwargs") from error
+    required = [
+        parameter.name
+        for parameter in inspect.signature(scheduler.step).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    if required:
+        raise UserError(
+            f"{key}.name={name} needs {', '.join(required)} at every step, which the training loop does not have; "
+            "take a schedule that depends on the step alone"
+        )
+    return scheduler
+
+
+def _import(path: str, key: str, names: Iterable[str]) -> Any:
+    """The object at an import path `package.module.Name`."""
+    module_name, _, attribute = path.rpartition(".")
+    names = list(names)
+    if not module_name:
+        near = nearest(path, names)
+        hint = f"; did you mean {near}?" if near else "."
+        raise UserError(
+            f"{key}={path} is unknown{hint} Known: {', '.join(names)}, or an import path such as torch.optim.Adagrad"
+        )
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{key}={path} cannot be imported: {error}") from error
+
+
+class LossScale:
+    """Dynamic loss scaling for float16 (Micikevicius et al., arXiv:1710.03740, section 3.2).
+
+    Halved when the global gradient norm is not finite, doubled after `growth_interval` finite steps. The norm is the
+    same on every rank, so the scale is too.
+    """
+
+    def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000):
+        self.scale = scale
+        self.growth_interval = growth_interval
+        self.finite_steps = 0
+
+    def update(self, finite: bool) -> None:
+        if not finite:
+            self.scale, self.finite_steps = max(self.scale / 2, 1.0), 0
+            return
+        self.finite_steps += 1
+        if self.finite_steps == self.growth_interval:
+            self.scale, self.finite_steps = self.scale * 2, 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale, "finite_steps": self.finite_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale, self.finite_steps = state["scale"], int(state["finite_steps"])
+
+
+class Updater:
+    """The second half of a step: what happens between the gradients and the new weights."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: Schedule,
+        *,
+        max_grad_norm: float | None,
+        skip_nonfinite: int,
+        loss_scale: LossScale | None,
+    ):
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.max_grad_norm = max_grad_norm
+        self.skip_nonfinite = skip_nonfinite
+        self.loss_scale = loss_scale
+        self.skipped_in_row = 0
+
+    def update(self) -> float:
+        """Clip, step, clear, and go on in the schedule. Returns the norm before clipping.
+
+        A norm that is not finite leaves weights and optimizer as they are: with a loss scale the scale falls; otherwise
+        it is skipped up to `skip_nonfinite` times in a row, and then a UserError names the parameters.
+        One all-reduce of a scalar, and one host synchronisation to read it.
+        """
+        parameters = list(self.model.parameters())
+        if self.loss_scale is not None:
+            scale_grads_(parameters, 1.0 / self.loss_scale.scale)
+        norm = grad_norm(parameters)
+        value = norm.item()
+        finite = value == value and value not in (float("inf"), float("-inf"))
+        if self.loss_scale is not None and (finite or self.loss_scale.scale > 1.0):
+            self.loss_scale.update(finite)
+            self.skipped_in_row = 0
+        elif finite:
+            self.skipped_in_row = 0
+        else:
+            self.skipped_in_row += 1
+            if self.skipped_in_row > self.skip_nonfinite:
+                raise UserError(self._nonfinite_message(value))
+        if finite:
+            if self.max_grad_norm is not None:
+                clip_grads_(parameters, self.max_grad_norm, norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+        return value
+
+    def _nonfinite_message(self, norm: float) -> str:
+        names = nonfinite_names(self.model.named_parameters())
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        where = f"in the gradients of {shown}" if names else "in gradients on another rank, or their norm overflows"
+        return (
+            f"the gradient norm is {norm}: the first non-finite values are {where}. The weights were not touched and "
+            "the last checkpoint stands. Lower optimizer.lr, look at the data of this step, or let up to N such steps "
+            "in a row be skipped with train.skip_nonfinite=N"
+        )

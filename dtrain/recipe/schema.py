@@ -1,0 +1,825 @@
+"""The recipe's reference page: every key, its type, its default and what it means.
+
+A recipe is YAML over these dataclasses; what it leaves out has the default written here. `Recipe` is the root, the
+sections follow it in the order in which a recipe is usually written. The text under a field is its documentation.
+`null` turns a thing off where a field's type admits None. `lacks.NOT_YET` lists what dtrain does not have yet.
+docs/recipe.md shows all of it as a page (tools/recipe_reference.py).
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Format = Literal[
+    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "question", "text", "tokenized", "preference"
+]
+
+
+@dataclass
+class Run:
+    """`run`: where a run lives, and its seed."""
+
+    name: str | None = None
+    """The run's directory under `dir`. null: the recipe's file stem (`my.yaml` → `my`). Where the file names no model,
+    the model's name comes before it: `sft` with Qwen/Qwen3-0.6B is `qwen3-0.6b-sft`, with `lora`
+    `qwen3-0.6b-lora-sft`."""
+    dir: str = "runs"
+    """The directory that holds the runs."""
+    seed: int = 0
+    """It decides the initial weights, the order of the data and what is sampled, the same on every mesh."""
+
+    @property
+    def directory(self) -> Path:
+        """The run's own, of a loaded recipe."""
+        return Path(self.dir) / str(self.name)
+
+
+@dataclass
+class Launch:
+    """`launch`: processes on this machine. torchrun and SLURM start processes themselves; `nproc` is then not read."""
+
+    nproc: int = 1
+    """Processes to start here, one per device. 1 runs in place."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one, else cpu. Processes talk over nccl on cuda and over gloo on cpu."""
+    max_restarts: int = 0
+    """How many times all processes are started again after one died. They resume from the newest whole checkpoint.
+    Under torchrun, its own --max-restarts counts."""
+    lost_after: float = 60.0
+    """A rank is lost after this many seconds without a sign of life (its process is stopped, its host is silent). The
+    run then ends and names it. A process that died is noticed at once. A first SIGINT, SIGTERM or SIGUSR1 starts the
+    same clock for ranks of one machine that get nothing done (a save counts as work): the run then ends unsaved."""
+    collective_timeout: float | None = None
+    """Seconds that a rank waits for the others in a collective before the run ends with an error. null: a day over
+    gloo, where a rank may wait while another reads data, draws or judges a rollout, or writes a file; half an hour over
+    nccl, where ranks wait for one another within a step. This ends a run whose ranks all live and wait for one another.
+    `lost_after` notices a rank that died or fell silent, and sooner."""
+
+
+@dataclass
+class Model:
+    """`model`: the weights to start from."""
+
+    path: str | None = None
+    """Required. A local directory in Hugging Face's layout (config.json, *.safetensors, tokenizer.json), or a model's
+    id on the hub (`Qwen/Qwen3-0.6B`), which is downloaded into the hub's own cache unless it is there."""
+    init: Literal["pretrained", "scratch"] = "pretrained"
+    """pretrained reads the weights; scratch draws them from `run.seed` and reads config.json and the tokenizer only."""
+    attention: Literal["auto", "sdpa", "varlen"] = "auto"
+    """sdpa: torch's scaled_dot_product_attention. varlen: torch's variable-length flash attention for packed rows,
+    windows and context parallel, on CUDA in bfloat16 or float16. auto: a check at the start compares varlen with sdpa
+    on the device. If the numbers agree, varlen is taken, else sdpa, which needs a mask. The terminal says which."""
+    linear_attention: Literal["auto", "torch", "fla"] = "auto"
+    """Of models with linear attention (Qwen3.5). torch: by chunks, on every device. fla: flash-linear-attention's
+    kernels (`pip install 'dtrain[fla]'`), on CUDA in bfloat16 or float16. auto: fla where it is installed and a check
+    at the start finds torch's numbers, else torch. The terminal says which."""
+
+    @property
+    def directory(self) -> Path:
+        """`path`, of a checked recipe."""
+        return Path(str(self.path))
+
+
+@dataclass
+class Source:
+    """Files, and what their rows look like."""
+
+    path: str | list[str] | None = None
+    """A file (JSONL, JSON, CSV, parquet), a glob, or a list of them; or a dataset's id on the Hugging Face hub
+    (`trl-lib/Capybara`), which is downloaded into the hub's own cache unless it is there; or a URL
+    (`s3://`, `gs://`, `hf://`, `https://`), whose file is copied into `data.cache_dir` once. Required, or `sources`."""
+    split: str = "train"
+    """Of a dataset of the hub: which of its splits."""
+    subset: str | None = None
+    """Of a dataset of the hub: which of its subsets (configs). null: its default."""
+    revision: str | None = None
+    """Of a dataset of the hub: a branch, a tag or a commit. null: its main branch, as the cache has it."""
+    format: Format = "auto"
+    """What the rows are. auto looks at the first row of each file, and says what it found."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """dtrain's name of a column, and the file's own: `{messages: conversations, tools: functions}`. A column that the
+    format needs must be in every row; another must be at least in the first row of each file."""
+
+
+@dataclass
+class WeightedSource(Source):
+    """One of `data.train.sources`."""
+
+    weight: float = 1.0
+    """How many times an epoch holds each sample: 2.5 takes all twice and half of them once more, 0 takes none."""
+
+
+@dataclass
+class DataSource(Source):
+    """`data.train` and `data.val`: files, and what their rows look like."""
+
+    sources: list[WeightedSource] | None = None
+    """Several weighted sources, `[{path, format, weight}]`, each with the keys above; replaces `path`."""
+
+
+@dataclass
+class Data:
+    """`data`: samples and rows."""
+
+    train: DataSource = field(default_factory=DataSource)
+    """The training set."""
+    val: DataSource | float | None = None
+    """The validation set; null: none. Or a share of the training rows, such as 0.05, which then do not train. A hash of
+    its content and `run.seed` decides for each row, so that the share is about this large. Equal rows stay together,
+    and a row stays where it is when others join it."""
+    max_length: int = 4096
+    """Tokens of the longest sequence, prompt and completion together. A packed row has this many tokens, under dpo
+    twice as many."""
+    packing: bool | str = True
+    """auto | true | false. true: several samples share a row and do not see one another. false: one sample a row,
+    padded. auto: true, where that leaves 16 rows or more of a pass over the data; the terminal says which."""
+    loss_on: Literal["assistant", "completion", "last", "all"] = "assistant"
+    """Trained tokens: the assistant's turns, what follows the prompt, the last turn alone, or every token."""
+    shuffle: bool = True
+    """Each epoch has its own order of the samples, drawn from `run.seed`."""
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    """What happens to a sample longer than `max_length`. Counts are printed."""
+    num_workers: int = 0
+    """Counts two things. Processes that tokenise: 0 means one per core. Processes of each rank that prepare batches
+    ahead: 0 means none."""
+    cache_dir: str | None = None
+    """Where tokenized sets are kept, shared by all runs that name it. null: `.cache` in `run.dir`."""
+    chat_template: str | None = None
+    """A file with a jinja chat template. null: the model's own."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, such as `{enable_thinking: false}`."""
+    prompts_as: Literal["text", "user"] | None = None
+    """text | user | null: how prompts that are plain strings are read. text: they are continued as raw text. user: the
+    chat template writes the prompt as a user's message, and its completions as an assistant's. null: text in training.
+    An evaluation reads such prompts as the training data's were read, and where that had none as a user's messages. The
+    terminal says what is done."""
+
+
+@dataclass
+class Parallel:
+    """`parallel`: the mesh. The product of its four sizes is the number of processes. Results do not depend on it."""
+
+    dp_replicate: int = 1
+    """Copies of the sharded model (HSDP)."""
+    dp_shard: int = -1
+    """Ranks that share the parameters and see different data (FSDP2). -1 takes what the others leave."""
+    cp: int = 1
+    """Context parallel: ranks that share each sequence."""
+    tp: int = 1
+    """Tensor parallel: ranks that share each layer's matrices."""
+    ep: int = 1
+    """Expert parallel: ranks that share the experts of each layer, among those of dp_shard × cp, which it must divide.
+    The number of processes stays the product of the other four."""
+    sequence_parallel: bool = True
+    """Under tp: the activations between the matrices are split over the sequence."""
+    cp_rotate: Literal["allgather", "ring"] = "allgather"
+    """How keys and values travel under cp."""
+    custom_plan: str | dict[str, str] | None = None
+    """A tensor-parallel plan in place of the model's own: a table, module pattern → style
+    (dtrain/parallel/README.md), or the import path of a table or of a function that gives one."""
+    cpu_offload: bool = False
+    """Parameters and optimizer state live in host memory and visit the device. On a CPU this changes nothing."""
+    optimizer_offload: bool = False
+    """The moments of adamw and adam and the float32 weights live in pinned host memory. The device holds copies of the
+    weights in `train.dtype`. Parts of both visit the device at the step, copied while others are computed. Gradients
+    stay on the device; the numbers are the same. On a CPU this changes nothing."""
+    reduce_each: bool = False
+    """For accumulation above 1. true: gradients are reduced after every micro-batch. Between two micro-batches a rank
+    then keeps the gradients of its own shards only, which saves up to 4 bytes for each parameter that tp leaves it, for
+    one more reduce-scatter per micro-batch. false: once, after the last. HSDP's all-reduce comes once in both cases."""
+    reshard_after_forward: bool | str = "default"
+    """default | true | false: whether gathered parameters are freed between forward and backward. default: yes for
+    all layers but the last; no for the last one, the embedding and the head."""
+
+
+@dataclass
+class Train:
+    """`train`: the loop."""
+
+    steps: int | None = None
+    """Optimizer steps. Required, or `epochs`."""
+    epochs: int | None = None
+    """Passes over the training set; the last batch may be short. Stands in for `steps`."""
+    global_batch: int | str = 64
+    """Rows per optimizer step over all ranks: micro_batch × accumulation × dp. Accumulation is derived. auto: the
+    largest power of two up to 16 that makes 32 steps or more of a pass over the data (1 where none does), and under
+    grpo all completions of a rollout; the terminal says which."""
+    micro_batch: int = 4
+    """Rows that a rank holds in memory at once. Under dpo without packing: pairs, which are two rows each."""
+    dynamic_batch: bool = False
+    """For `data.packing: false`. A micro-batch holds rows of similar length: as many as fit, with their padding, where
+    micro_batch rows of max_length tokens would; the ranks' shares of a batch are alike in tokens. No number changes."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
+    """What the model computes in. auto: bfloat16 on cuda, float32 on cpu. Trained weights are kept in float32, or as
+    `masters` says; under float64 in float64."""
+    masters: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: trained weights have no float32 copy, and updates are rounded up or down at random, by `run.seed`.
+    Gradients are kept in bfloat16 too, and added up over ranks and micro-batches in float32. Under
+    `parallel.reduce_each` no float32 copy of them is ever whole: the sum over micro-batches is rounded at random too.
+    Works with adamw, adam and muon, and with `dtype` bfloat16, which auto then means."""
+    max_grad_norm: float | None = 1.0
+    """Where the norm of the whole model's gradient is larger, the gradient is scaled down to it. null: never."""
+    activation_checkpointing: Literal["none", "full", "mlp", "selective"] = "none"
+    """Which activations are not kept but computed again in the backward pass: less memory, more time."""
+    compile: bool = False
+    """torch.compile for each layer, without its attention."""
+    train_only: list[str] = field(default_factory=list)
+    """Patterns of the parameters to train, such as `model.layers.31.*`. All others are frozen. []: all are trained.
+    `*` stands for any text, dots too; `?` for one character; `[01]` for one of these."""
+    freeze: list[str] = field(default_factory=list)
+    """Patterns of the parameters to freeze; they win over `train_only`. A frozen parameter is kept in `dtype`, and has
+    no gradient, optimizer state or master copy."""
+    validate_every: int | None = None
+    """Steps between validations on `data.val`. null: never."""
+    skip_nonfinite: int = 0
+    """How many steps in a row may be skipped because a gradient is not finite. 0: the first one ends the run."""
+    patience: int | None = None
+    """The run ends, as at its last step, once so many measures of `checkpoint.keep_best` in a row were not better than
+    the best before them. null: never."""
+
+    @property
+    def batch(self) -> int:
+        """`global_batch` as a number, of a recipe whose `auto` is settled."""
+        return int(self.global_batch)
+
+    @property
+    def parameter_patterns(self) -> dict[str, list[str]]:
+        """Patterns of parameter names by the key that holds them."""
+        return {"train.train_only": self.train_only, "train.freeze": self.freeze}
+
+
+@dataclass
+class Lora:
+    """`lora`: an adapter is trained, and the model's own weights stay as they are. null: full fine-tuning."""
+
+    rank: int = 16
+    """Rows of A and columns of B, the two small matrices beside each layer's own."""
+    alpha: float = 32.0
+    """B·A is scaled by alpha ÷ rank."""
+    dropout: float = 0.0
+    """The share of a layer's inputs that the adapter does not see."""
+    target: str | list[str] = "all-linear"
+    """The layers with an adapter. all-linear: every linear layer but the head; a list of names (`[q_proj, v_proj]`); or
+    a regular expression for whole names (`.*self_attn.*`). In a list `experts` means the matrices of a mixture's
+    experts, which are no linear layers, and `gate.weight` its routers: `[all-linear, experts]`,
+    `[q_proj, experts.down_proj, gate.weight]`."""
+    exclude: str | list[str] = field(default_factory=list)
+    """Layers that get no adapter although `target` names them: names, or a regular expression."""
+    rslora: bool = False
+    """The scale is alpha ÷ √rank (arXiv:2312.03732)."""
+    dora: bool = False
+    """DoRA: the length of each weight's rows is trained apart from their direction (arXiv:2402.09353)."""
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    """Other ranks for some layers: a regular expression for the end of a name, and a rank: `{down_proj: 32}`."""
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    """Other alphas, in the same way."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules that are trained whole beside the adapter, by the ends of their names: `[embed_tokens, lm_head]`."""
+    path: str | None = None
+    """The directory of an adapter in PEFT's layout to go on from. Its own settings then count for the keys above. Only
+    a dropout above 0 replaces the adapter's."""
+    quantize: Literal["none", "nf4"] = "none"
+    """nf4: the linear layers' own weights are held in 4 bits (QLoRA, arXiv:2305.14314)."""
+
+
+@dataclass
+class Optimizer:
+    """`optimizer`: how a gradient changes the weights."""
+
+    name: str = "adamw"
+    """adamw | adam | sgd | adafactor | muon, or the import path of a torch Optimizer. muon steps matrices by Muon, each
+    whole on every mesh, and embeddings, heads and vectors by AdamW; its `kwargs`: momentum (0.95), nesterov (true),
+    ns_steps (5), ns_coefficients, adjust_lr_fn (match_rms_adamw, for rates as AdamW's; or original)."""
+    lr: float = 1e-5
+    """The peak learning rate."""
+    adam_lr: float | None = None
+    """The peak learning rate of what muon leaves to AdamW. null: `lr`."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Adam's decay of the first and second moment."""
+    eps: float = 1e-8
+    """Adam's term in the denominator."""
+    weight_decay: float = 0.1
+    """Applies to tensors of two or more dimensions, embeddings included."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More arguments of the optimizer's class; they win over the keys above. `state`, `train.masters` and
+    `parallel.optimizer_offload` bring dtrain's own adamw and adam, which take lr, betas, eps and weight_decay."""
+    state: Literal["float32", "bfloat16", "int8"] = "float32"
+    """The type of adamw's and adam's moments: 8, 4 or about 2 bytes for each trained parameter. Vectors, tensors of
+    less than 4096 elements and embeddings keep float32."""
+
+
+@dataclass
+class Scheduler:
+    """`scheduler`: the learning rate over the steps. It moves once per optimizer step."""
+
+    name: str = "cosine"
+    """constant | cosine | linear | wsd, or the import path of a torch LRScheduler. All four begin with the warm-up,
+    from a rate of 0. wsd then stays at lr, and falls over its last `decay_steps`."""
+    warmup: int | float = 0.03
+    """The learning rate rises over so many steps first: a share of all steps where it is below 1 (rounded down), a
+    count where it is a whole number. Step s of w, from 0, uses lr·s ÷ w. An import path's class is made without it: its
+    own arguments stand in `kwargs`."""
+    warmup_steps: int | None = None
+    """The same as a count. It wins over `warmup` where it is given."""
+    min_lr_ratio: float = 0.1
+    """The schedule would reach lr·min_lr_ratio at s = `train.steps`. constant stays at lr."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More arguments: of an import path's class, or `decay_steps` of wsd (default: a fifth of the steps)."""
+
+    def warmup_of(self, steps: int) -> int:
+        """Steps of warm-up in a schedule of `steps`."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return self.warmup if isinstance(self.warmup, int) else int(self.warmup * steps + 1e-9)
+
+
+@dataclass
+class Stage(Scheduler):
+    """One stage where `scheduler` is a list: `[{name: linear, steps: 100}, {name: constant}]`.
+
+    Each stage counts its own steps from 0 (torch's SequentialLR), and warms up only where it says so."""
+
+    warmup: int | float = 0
+    """As above, of the stage's own steps."""
+    steps: int | None = None
+    """Optimizer steps of the stage; the last stage may leave it out and take the rest."""
+
+
+@dataclass
+class Checkpoint:
+    """`checkpoint`: what is saved, and from where a run goes on."""
+
+    every: int | None = 100
+    """Steps between saves; the last step is saved too. null: nothing is saved."""
+    keep_last: int | None = 3
+    """How many of the newest saves stay. null: all."""
+    keep_every: int | None = None
+    """Saves at multiples of this many steps stay too. null: no save stays for this reason."""
+    keep_best: str | None = None
+    """val_loss, or under grpo val_reward_mean: the save with the best value stays too; `every` is then a multiple of
+    `train.validate_every`. Or a field of an evaluation, such as `eval_reward_mean` or `eval_math_pass@1`, and `every` a
+    multiple of that one's. loss: the step's own batch decides. null: no save stays for this reason."""
+    resume: str | None = "auto"
+    """auto: go on from the run's newest whole save, if there is one. Damaged saves are named, left out, and kept as
+    damaged-step-N. null: start over; the directory may hold no metrics. Or a `step-N` directory that this run begins
+    from; later it goes on from its own saves."""
+    async_save: bool = True
+    """Training goes on while a save is written. It waits only for a copy of model and optimizer in host memory. A run
+    waits for its last save, and for the save when it was told to stop. With `parallel.optimizer_offload` it waits for
+    every save: what is on the host already is not copied there again."""
+    export: Literal["final", "every", "none"] = "final"
+    """When `export/`, a Hugging Face directory, is written: at the end, again with every save, or never (also null)."""
+    init_from: str | None = None
+    """A run's directory (its newest checkpoint) or a `step-N`. This run starts with its weights, and nothing else of
+    it, in place of those of `model.path`. Later it resumes from its own checkpoints, and that step stays its start."""
+    allow_changes: list[str] = field(default_factory=list)
+    """Keys or sections of model, data and optimizer that may differ from what a resumed run started with. Never
+    `optimizer.state` and `train.masters`: they say which type the saved tensors have."""
+
+
+@dataclass
+class Metrics:
+    """`metrics`: what a run tells. `metrics.jsonl` is always written."""
+
+    every: int = 1
+    """Steps between updates of the progress bar and of TensorBoard and W&B. metrics.jsonl has every step."""
+    tensorboard: bool | str | None = "auto"
+    """auto | true | false: auto writes where the package is installed, and says which."""
+    wandb: str | None = None
+    """A Weights & Biases project's name. null: no W&B."""
+    plan: bool | str = "auto"
+    """auto | true | false: whether a process of lower priority plans the run's memory; the terminal then shows the
+    planned peak beside the measured one. auto: on GPUs only. There the run reads no weights before the plan is done. If
+    the memory cannot hold the planned peak, the run ends and names the smallest change that helps."""
+
+
+@dataclass
+class Sft:
+    """`sft`: read by method sft."""
+
+    loss: str = "nll"
+    """nll: −log p of each trained token. dft: that times p, as a constant (arXiv:2508.05629). dtrain/losses/
+    token_options.py lists them."""
+    label_smoothing: float = 0.0
+    """With nll: this share of a token's loss is the mean of −log p over the whole vocabulary, as in transformers. The
+    validation loss has it too."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More options of the loss."""
+
+
+@dataclass
+class Dpo:
+    """`dpo`: read by method dpo."""
+
+    loss: str | list[str] = "sigmoid"
+    """A loss's name (dtrain/losses/preference/options.py lists them), or a list with `loss_weights`."""
+    beta: float = 0.1
+    """Strength of the pull towards the reference."""
+    label_smoothing: float = 0.0
+    """The share of preferences that are assumed to be wrong."""
+    reference: str | None = "start"
+    """start: the weights that training starts from; none (also null); base: the model without its adapter (`lora`),
+    even where that was trained before; or the path of a model of the same shapes."""
+    sft_weight: float = 0.0
+    """Weight of the chosen completions' own negative log-likelihood per token in the loss."""
+    loss_weights: list[float] | None = None
+    """One weight per name in `loss`. null: 1 each."""
+    f_divergence: str = "reverse_kl"
+    """The divergence from the reference: reverse_kl | forward_kl | js_divergence | alpha_divergence."""
+    ld_alpha: float | None = None
+    """LD-DPO's weight of the tokens beyond the shorter completion. null: off."""
+    use_weighting: bool = False
+    """WPO: a pair's loss is weighted by how likely the policy finds its completions (arXiv:2406.11827)."""
+    precompute: bool = False
+    """The reference scores all data once, before the first step, into the data's cache. After that it takes no memory
+    and no time. This pays where the run sees each pair more than once. These scores come from other batches, so they
+    are rounded otherwise: `accuracy` is a toss-up in the first step, where policy and reference are the same."""
+    sync_every: int | None = None
+    """The reference moves towards the policy every so many steps. null: it stands still."""
+    sync_mix: float = 0.6
+    """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More options of the losses, such as `{simpo_gamma: 0.5}` for simpo."""
+
+
+@dataclass
+class Kto:
+    """`kto`: read by method kto."""
+
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """kto: a reply's reward is compared with the divergence from the reference. apo_zero_unpaired: with zero."""
+    beta: float = 0.1
+    """Strength of the pull towards the reference."""
+    desirable_weight: float = 1.0
+    """Weight of the replies that are wanted. Where a file has few of them, more than 1 makes up for it."""
+    undesirable_weight: float = 1.0
+    """Weight of the others."""
+    reference: str = "start"
+    """As `dpo.reference`: start, base, or the path of a model of the same shapes."""
+    sync_every: int | None = None
+    """The reference moves towards the policy every so many steps. null: it stands still."""
+    sync_mix: float = 0.6
+    """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
+
+
+@dataclass
+class Sampling:
+    """`grpo.sampling`, `distill.sampling`: how completions are drawn. GRPO computes with the same distribution."""
+
+    temperature: float = 1.0
+    """Divides the logits before anything else."""
+    top_k: int | None = None
+    """Keep the k likeliest tokens. null: all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens of this much probability."""
+    max_new_tokens: int = 512
+    """Tokens of the longest completion; in an environment, of the longest turn."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion, beside the model's end-of-sequence tokens."""
+
+
+@dataclass
+class Reward:
+    """One of `grpo.rewards`."""
+
+    fn: str | None = None
+    """Required. A reward's name (dtrain/rl/rewards/options.py lists them), or an import path of
+    `fn(prompts, completions, completion_ids, **columns) -> list of numbers or None`, async or not."""
+    weight: float = 1.0
+    """Its weight in the sum."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Its options, such as `{pattern: "yes|no"}` for regex."""
+    url: str | None = None
+    """Of judge: where a server listens that answers as OpenAI's API does, such as `http://localhost:8000/v1`."""
+    model: str | None = None
+    """Of judge: the name of the model there that gives each answer 0 to 10 points, divided by 10."""
+    rubric: str | None = None
+    """Of judge: what a good answer is, in words for that model."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """`kwargs`, and the keys above that are given."""
+        told = {"url": self.url, "model": self.model, "rubric": self.rubric}
+        return {**{key: value for key, value in told.items() if value is not None}, **self.kwargs}
+
+
+@dataclass
+class EvalSampling:
+    """`eval.sampling`: how answers are drawn."""
+
+    temperature: float = 0.0
+    """Divides the logits. 0: the likeliest token."""
+    top_k: int | None = None
+    """Draw from the k likeliest tokens only. null: all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens of this much probability."""
+    max_new_tokens: int | None = None
+    """Tokens of the longest answer. null: 512, or half of the model's positions where that is less."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer, beside the model's end-of-sequence tokens."""
+
+
+@dataclass
+class Eval(Source):
+    """`eval`: the model's answers to a set of prompts, judged while it trains, as `dtrain eval` does. Or several sets
+    by name: `{math: {path: ..}, chat: {path: ..}}`, each with these keys. Training is the same with and without it."""
+
+    every: int | None = None
+    """Optimizer steps between evaluations. The last step is evaluated too. null: only that, and `at_start`."""
+    at_start: bool = True
+    """Evaluate before the first step, as step 0."""
+    limit: int | None = None
+    """The first so many prompts only. null: all."""
+    rewards: list[Reward] = field(default_factory=list)
+    """What judges an answer, as `grpo.rewards`. []: math_exact, or text_exact where most answers hold no number."""
+    samples: int = 1
+    """Answers to each prompt. More than 1 needs a `sampling.temperature` above 0."""
+    sampling: EvalSampling = field(default_factory=EvalSampling)
+    """How answers are drawn, from `run.seed`."""
+    system_prompt: str | None = None
+    """The system message of conversations that have none."""
+    pass_reward: float = 1.0
+    """The reward from which an answer passes, for pass@k."""
+    reward_timeout: float = 60.0
+    """Seconds that one reward may take over 512 answers; after that its values are unknown. A judge has its own."""
+    show: int = 2
+    """Answers of each evaluation that the terminal shows; evals.jsonl has all."""
+
+
+@dataclass
+class Server:
+    """`grpo.server`: read with `grpo.engine=http`."""
+
+    urls: list[str] = field(default_factory=list)
+    """Required. Where the servers listen, such as `http://localhost:8000`."""
+    kind: Literal["auto", "dtrain", "vllm", "sglang"] = "auto"
+    """What they are. auto asks the first one."""
+    model: str | None = None
+    """The model's name on the servers. null: the one that they report."""
+    timeout: float = 600.0
+    """Seconds that a completion, or an update of the weights, may take."""
+    retries: int = 3
+    """How often a request is sent again where the connection or the server failed."""
+    concurrency: int = 64
+    """Requests on their way at once, over all servers."""
+    start_timeout: float = 300.0
+    """Seconds that the servers may take to come up, when the run starts."""
+    api_key_file: str | None = None
+    """A file with the key that the servers want. null: none."""
+    weights: Literal["auto", "directory", "broadcast", "adapter"] = "auto"
+    """How new weights reach the servers. directory: as safetensors in `weights_dir`, which the servers can read.
+    broadcast: over a process group made for it. With `lora` both send whole weights with the adapter merged. adapter:
+    the adapter alone, in `weights_dir`. auto: with `lora` the adapter, if all servers take it and have the base that is
+    trained; else directory."""
+    weights_dir: str | None = None
+    """A directory that the servers see under the same path. null: `weights` in the run's directory."""
+
+
+@dataclass
+class RatingModel:
+    """`grpo.reward_model`: a model with a head of one output, as `method: reward` trains it, that rates completions. It
+    lies on the mesh beside the policy and reads text, with its own tokenizer and chat template."""
+
+    path: str | None = None
+    """Its directory, or its id on the hub. null: none."""
+    weight: float = 1.0
+    """What its score counts for beside `grpo.rewards`, which may be []."""
+
+
+@dataclass
+class Tool:
+    """One of `grpo.tools`."""
+
+    fn: str | None = None
+    """Import path of a Python function, async or not. Its name, hints and docstring (with `Args:`) tell the model what
+    it does and takes. This or `mcp` is required."""
+    mcp: str | None = None
+    """A command that starts a server of tools, which speaks the Model Context Protocol over its standard input and
+    output."""
+    schema: str | None = None
+    """Of mcp, and required there: a file with what the server offers, as
+    `python -m dtrain.rl.environments.mcp "COMMAND" > FILE` writes it. Prompts tell the model of the tools in it."""
+
+
+@dataclass
+class Verifiers:
+    """`grpo.verifiers`: an environment of the library `verifiers` (dtrain/rl/README.md), in place of
+    `grpo.environment`."""
+
+    name: str | None = None
+    """Its name, whose package must be installed. `python -m dtrain.rl.environments.verifiers NAME ARGS > FILE` writes
+    its prompts for `data.train.path`. null: none."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """What its `load_environment` is called with. The data must be written with the same."""
+
+
+@dataclass
+class Grpo:
+    """`grpo`: read by method grpo. A rollout is prompts_per_step × group_size completions; a minibatch is
+    train.global_batch of them, and each pass over a rollout takes every completion once."""
+
+    prompts_per_step: int = 16
+    """Prompts of a rollout."""
+    group_size: int = 8
+    """Completions drawn for each prompt."""
+    updates_per_rollout: int = 1
+    """Passes over a rollout."""
+    loss: str = "dapo"
+    """The policy loss's name (dtrain/losses/policy/options.py lists them)."""
+    beta: float = 0.0
+    """Weight of the divergence from the reference. 0: no reference is kept."""
+    clip: list[float] = field(default_factory=lambda: [0.2, 0.2])
+    """How far below and above 1 the ratio may go."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More options of the loss, such as `{delta: 2.0}`."""
+    reference: str = "start"
+    """What `beta` pulls towards. start: the weights that training starts from; base: the model without its adapter
+    (`lora`), even where that was trained before; or the path of a model of the same shapes."""
+    sync_every: int | None = None
+    """The reference moves towards the policy every so many steps. null: it stands still."""
+    sync_mix: float = 0.6
+    """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
+    advantage: Literal["group", "leave_one_out", "batch", "none"] = "group"
+    """What is subtracted from a reward: the mean of its group, of its group's others, of the rollout, or nothing."""
+    scale: Literal["group", "leave_one_out", "batch", "none"] = "group"
+    """What the difference is divided by: the standard deviation of its group, of its group's others, of the rollout, or
+    nothing. leave_one_out in both keys is NeMo-RL's default; a spread of 0 divides nothing there."""
+    rewards: list[Reward] = field(default_factory=lambda: [Reward(fn="math_exact")])
+    """A completion earns the weighted sum of these. They run in a process that sees no CUDA device, unless the code
+    names one in CUDA_VISIBLE_DEVICES before it loads torch."""
+    reward_model: RatingModel = field(default_factory=RatingModel)
+    """A model that rates completions, beside `rewards`."""
+    reward_timeout: float = 60.0
+    """Seconds that one reward may take over a rollout; after that its values are unknown."""
+    mask_truncated: bool = False
+    """Completions that max_new_tokens cut train nothing; they still count where a loss divides by sequences. So do,
+    in an environment, episodes whose last turn was cut, or whose next turn found no room in max_length."""
+    overlong_cache: int | None = None
+    """Soft punishment of length (arXiv:2503.14476, section 3.4): within the last so many tokens before max_new_tokens
+    the reward falls by up to 1. In an environment the longest turn decides, counted in tokens that the model drew. A
+    turn that was cut, by max_length too, costs 1. null: off."""
+    dynamic_sampling: Literal["none", "drop", "refill"] = "none"
+    """Groups whose rewards are all equal teach nothing. drop: they are left out of the updates. refill: new prompts
+    take their place."""
+    max_refills: int = 3
+    """How many times a rollout is refilled. After that it goes on with the groups that it has."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How completions are drawn."""
+    system_prompt: str | None = None
+    """The system message of conversations that have none."""
+    environment: str | None = None
+    """Import path of a maker of environments (dtrain/rl/README.md): completions in several turns. null: one
+    completion answers a prompt."""
+    verifiers: Verifiers = field(default_factory=Verifiers)
+    """An environment of the library `verifiers`, by its name."""
+    tools: list[Tool] = field(default_factory=list)
+    """Functions that the model may call in its completions (dtrain/rl/README.md), in place of an environment. Each
+    prompt tells it of them."""
+    tool_output: int = 4096
+    """Characters of the longest answer of a tool. What is beyond is cut, and the answer says so."""
+    environment_timeout: float = 60.0
+    """Seconds that making an environment, or one step of it, may take; of tools, all calls of one turn. After that it
+    is given up, and its completion has no known reward."""
+    environment_threads: int = 1
+    """How many threads make and step environments, or call tools. More than 1 helps where they wait, for a server say.
+    1: one after another, in the order of the completions."""
+    max_turns: int = 8
+    """Completions of the longest episode in an environment, or with tools."""
+    engine: Literal["native", "http"] = "native"
+    """What draws completions: the training processes, or servers."""
+    server: Server = field(default_factory=Server)
+    """The servers of `engine: http`."""
+    max_off_policy_steps: int = 0
+    """How many optimizer steps old a completion's weights may be when its updates begin. 0: training waits for each
+    rollout. More needs engine=http: the next rollout is drawn while this one is trained on. It must then be at least
+    the optimizer steps of a rollout."""
+    router_replay: bool = False
+    """engine=http, of a mixture of experts: training sends tokens to the experts that the server's router took, weighed
+    by the policy's own router (arXiv:2510.11370). Tokens that the server says nothing of go where that router sends
+    them, and in the reference all do. Servers must tell experts: `dtrain serve` does, vLLM and SGLang with
+    --enable-return-routed-experts."""
+    unshard: bool | str = "auto"
+    """auto | true | false. true: a rank gathers the whole weights (its tensor-parallel part) once and keeps them while
+    it generates. false: it gathers each layer for each token. auto: true where memory allows."""
+    cuda_graphs: bool = False
+    """engine=native on CUDA: each step of decoding is one captured graph, not some seventy kernels a layer.
+    Weights are gathered once. A completion has room for max_new_tokens from its beginning. Not under parallel.tp."""
+    dynamic_batch: bool = False
+    """As `train.dynamic_batch`: a micro-batch holds completions of similar length, as many as fit, with their padding,
+    into micro_batch × max_length tokens. false: it holds micro_batch completions."""
+    offload: bool = False
+    """The optimizer's state, and with engine=http the weights, wait in host memory while completions are drawn."""
+    max_mismatch: float | None = 0.1
+    """The run ends at its first rollout if trainer and engine differ by more than this in the log-probabilities of the
+    sampled tokens (mean absolute difference). null: never."""
+    show: int = 2
+    """Completions of each rollout that the terminal shows; samples.jsonl has all."""
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether an environment or tools answer completions."""
+        return self.environment is not None or self.verifiers.name is not None or bool(self.tools)
+
+
+@dataclass
+class Distill:
+    """`distill`: read by method distill."""
+
+    teacher: str | None = None
+    """Required. The directory or hub id of a model with the student's vocabulary, of any size. It is frozen and lies
+    on the same mesh."""
+    top_k: int | None = None
+    """How many of the teacher's likeliest tokens count. null: all, exactly."""
+    kl: Literal["forward", "reverse", "mixed", "jsd"] = "forward"
+    """forward: KL(teacher || student), reverse: KL(student || teacher), mixed: both, jsd: the generalized
+    Jensen-Shannon divergence (arXiv:2306.13649)."""
+    temperature: float = 1.0
+    """Divides the logits of both; the loss is multiplied by its square."""
+    mixed_kl_weight: float = 0.5
+    """The forward KL's share where `kl` is mixed; the reverse KL has the rest."""
+    jsd_beta: float = 0.5
+    """The teacher's share of the mixture where `kl` is jsd. 0: the forward KL; 1: the reverse KL."""
+    zero_outside_topk: bool = True
+    """With `top_k`. true: the teacher is zero outside its top k, and what the student gives to other tokens counts
+    against it. false: the student too is normalised over the teacher's top k, and free elsewhere."""
+    samples: Literal["data", "student"] = "data"
+    """Whose completions are trained on. student: the data's rows are prompts, as under method grpo, and the student's
+    own answers are what it learns from, drawn as training goes on."""
+    student_share: float = 1.0
+    """The share of a step's samples that the student draws. The rest are the data's."""
+    prompts_per_step: int | None = None
+    """Prompts of a rollout, a multiple of train.global_batch. null: as many, so that each step's samples are drawn by
+    the weights of that step."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How the student draws."""
+
+
+@dataclass
+class RewardModel:
+    """`reward`: read by method reward."""
+
+    task: Literal["pairs", "classes", "numbers"] = "pairs"
+    """What the rows are. pairs: chosen and rejected answers, with a `margin` where they have one; classes, numbers:
+    texts or messages with a `label`, a whole number from 0 or any number."""
+    num_labels: int | None = None
+    """How many classes there are. null: one output, a reward."""
+    center_rewards_coefficient: float | None = None
+    """The weight of (r_chosen + r_rejected)², which keeps rewards near zero (arXiv:2312.09244). null: none."""
+
+
+@dataclass
+class Moe:
+    """`moe`: what a mixture of experts trains with beside its method's loss."""
+
+    balance: float = 0.0
+    """The weight of a loss that keeps experts evenly used, each document's own (DeepSeek-V3, arXiv:2412.19437). It is
+    1 × this where they are. 0.0: none, as the files' own value for training on is not read."""
+
+
+@dataclass
+class Recipe:
+    """The root of a recipe."""
+
+    method: Literal["sft", "dpo", "kto", "grpo", "distill", "reward"] = "sft"
+    """What is learned from: examples, preferences, replies that are wanted or not, rewards, or a teacher. reward
+    trains a model that rates texts."""
+    run: Run = field(default_factory=Run)
+    launch: Launch = field(default_factory=Launch)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    eval: Eval | dict[str, Eval] | None = None
+    """null: no answers are judged during training."""
+    parallel: Parallel = field(default_factory=Parallel)
+    train: Train = field(default_factory=Train)
+    lora: Lora | None = None
+    """null: all weights are trained, or what `train.train_only` and `train.freeze` leave."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    scheduler: Scheduler | list[Stage] = field(default_factory=Scheduler)
+    """One schedule, or a list of stages."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    sft: Sft = field(default_factory=Sft)
+    dpo: Dpo = field(default_factory=Dpo)
+    kto: Kto = field(default_factory=Kto)
+    grpo: Grpo = field(default_factory=Grpo)
+    distill: Distill = field(default_factory=Distill)
+    reward: RewardModel = field(default_factory=RewardModel)
+    moe: Moe = field(default_factory=Moe)
+
+    @property
+    def evals(self) -> dict[str, Eval]:
+        """The sets of `eval` by name; one that has none is called eval."""
+        return self.eval if isinstance(self.eval, dict) else {"eval": self.eval} if self.eval else {}
+
+    @property
+    def cache(self) -> Path:
+        """Where tokenized sets, and copies of files from elsewhere, are kept."""
+        return Path(self.data.cache_dir or Path(self.run.dir) / ".cache")
+
+
+OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "muon")
+"""`optimizer.name` without a dot. `dtrain.optim.update` holds what they mean."""
+SCHEDULES = ("constant", "cosine", "linear", "wsd")
+"""`scheduler.name` without a dot. `dtrain.optim.update` holds what they mean."""
+BEST = {"val_loss": min, "loss": min, "val_reward_mean": max}
+"""`checkpoint.keep_best`: the fields of the metrics by which a save can be the best, and which of two values is."""

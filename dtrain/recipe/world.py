@@ -1,0 +1,125 @@
+"""The mesh and the batch of a recipe in a world of so many processes: the sizes, or what does not fit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dtrain.recipe.schema import Recipe
+
+LARGEST_AUTO = 16
+STEPS_OF_A_PASS = 32
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers that follow from a recipe in a world: global_batch = micro_batch × accumulation × dp."""
+
+    world_size: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    ep: int = 1
+    is_open: bool = False  # train.global_batch=auto, which the data settle: the numbers are an upper bound of its parts
+
+    @property
+    def dp(self) -> int:
+        """Ranks, or groups of cp×tp ranks, that see different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The mesh's sizes, whose product is the world's, by name."""
+        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
+
+    @property
+    def axes(self) -> str:
+        """The sizes above 1 in words."""
+        among = f", ep {self.ep} among them" if self.ep > 1 else ""
+        return " × ".join(f"{axis} {number}" for axis, number in self.shape.items() if number > 1) + among
+
+    def __str__(self) -> str:
+        shape = self.axes or "one process"
+        if self.is_open:
+            ranks = "rank" if self.dp == 1 else "ranks"
+            return (
+                f"mesh: {shape}\nglobal batch auto: by the rows of the data, shared by {self.dp} data-parallel {ranks}"
+            )
+        return (
+            f"mesh: {shape}\nglobal batch {self.global_batch} = micro-batch {self.micro_batch} × "
+            f"accumulation {self.accumulation} × data-parallel ranks {self.dp}"
+        )
+
+
+def sizes(recipe: Recipe, world_size: int) -> Sizes:
+    """The derived sizes of a recipe in which `check` found no problem. Where the batch is `auto` they are those of its
+    largest number, 16, or of one micro-batch on each rank where that is more."""
+    problems, shape = mesh_problems(recipe, world_size)
+    if problems or not shape:
+        raise ValueError("; ".join(problems))
+    replicate, shard, cp, tp = shape
+    unit, is_open = recipe.train.micro_batch * replicate * shard, recipe.train.global_batch == "auto"
+    total = -(-LARGEST_AUTO // unit) * unit if is_open else recipe.train.batch
+    accumulation, rest = divmod(total, unit)
+    if rest:
+        raise ValueError("; ".join(batch_problems(recipe, replicate * shard)))
+    micro, ep = recipe.train.micro_batch, recipe.parallel.ep
+    return Sizes(world_size, replicate, shard, cp, tp, total, micro, accumulation, ep, is_open)
+
+
+def automatic_batch(rows: int) -> int:
+    """`train.global_batch=auto` for so many rows a pass: at least 32 steps of it, where it is more than 1."""
+    return max(1, min(LARGEST_AUTO, 1 << max(0, (rows // STEPS_OF_A_PASS).bit_length() - 1)))
+
+
+def mesh_problems(recipe: Recipe, world_size: int) -> tuple[list[str], tuple[int, int, int, int] | None]:
+    """Problems of the mesh in this world, and its sizes (dp_replicate, dp_shard, cp, tp) where there is none."""
+    p = recipe.parallel
+    fixed = p.dp_replicate * p.cp * p.tp
+    world = f"{world_size} process{'es' * (world_size != 1)} (launch.nproc, or what torchrun or SLURM started)"
+    named = f"dp_replicate {p.dp_replicate} × cp {p.cp} × tp {p.tp}"
+    if p.dp_shard == -1:
+        if world_size % fixed:
+            return [
+                f"parallel: {named} = {fixed} does not divide {world}; "
+                f"set launch.nproc to a multiple of {fixed}, or change one of the three"
+            ], None
+        return _experts(p.ep, world_size // fixed, p.cp), (p.dp_replicate, world_size // fixed, p.cp, p.tp)
+    if fixed * p.dp_shard != world_size:
+        fits = f"parallel.dp_shard={world_size // fixed} or -1, or " if world_size % fixed == 0 else ""
+        return [
+            f"parallel: dp_shard {p.dp_shard} × {named} = {fixed * p.dp_shard} is not {world}; "
+            f"set {fits}launch.nproc={fixed * p.dp_shard}"
+        ], None
+    return _experts(p.ep, p.dp_shard, p.cp), (p.dp_replicate, p.dp_shard, p.cp, p.tp)
+
+
+def _experts(ep: int, dp_shard: int, cp: int) -> list[str]:
+    shared = dp_shard * cp
+    if shared % ep == 0:
+        return []
+    fitting = ", ".join(str(one) for one in range(1, shared + 1) if shared % one == 0)
+    return [f"parallel.ep={ep} does not divide dp_shard {dp_shard} × cp {cp} = {shared}; ep may be {fitting}"]
+
+
+def batch_problems(recipe: Recipe, dp: int) -> list[str]:
+    """Whether the micro-batches of `dp` data-parallel ranks make up the global batch, and what would."""
+    total, micro = recipe.train.batch, recipe.train.micro_batch
+    unit = micro * dp
+    if total % unit == 0:
+        return []
+    lower = total // unit * unit
+    fixes = [f"train.global_batch={size}" for size in (lower, lower + unit) if size]
+    if total % dp == 0:
+        per_rank = total // dp
+        fixes.append(f"train.micro_batch={max(n for n in range(1, min(micro, per_rank) + 1) if per_rank % n == 0)}")
+    return [
+        f"train.global_batch={total} is not micro_batch × accumulation × dp: "
+        f"micro_batch {micro} × dp {dp} = {unit} does not divide it; set {_either(fixes)}"
+    ]
+
+
+def _either(options: Sequence[str]) -> str:
+    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"

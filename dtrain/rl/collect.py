@@ -1,0 +1,376 @@
+"""A rollout: prompts of the data to completions, their rewards and advantages; the same on every rank. And what the
+terminal shows of it: a line of measures, and some completions.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.base.errors import UserError
+from dtrain.base.ranks import Ranks
+from dtrain.base.run_context import RunLog
+from dtrain.data import Cursor, Rows, Tokenizer
+from dtrain.data.rows.rows import Placement
+from dtrain.inference.request import AskStop, Request, SamplingParams
+from dtrain.losses.policy.advantage import advantages, soft_overlong_penalty, zero_variance_groups
+from dtrain.policy.reward_model import RewardModel
+from dtrain.recipe.schema import Grpo
+from dtrain.rl.buffer import Buffer, Sample
+from dtrain.rl.engine_interfaces import EpisodePlayer, RolloutEngine
+from dtrain.rl.rewards import Rewards
+
+SECONDS_BETWEEN_TABLES = 20.0
+ALIKE = (
+    "warning: in every group of the rollout before step {} all rewards are equal, so nothing is learned from it: "
+    "samples.jsonl shows whether the prompts are too hard or too easy, or the reward never gives points"
+)
+WIDTH = 72
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt of the data: its place in the endless sequence of prompts, its ids, and its row."""
+
+    index: int
+    ids: list[int]
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Completions group by group, in the data's order, and where the next rollout's prompts begin.
+
+    measured: fields of the metrics. rows: lines of samples.jsonl, on rank 0 alone.
+    """
+
+    buffer: Buffer
+    cursor: Cursor
+    epochs: float
+    measured: dict[str, float]
+    rows: list[dict[str, Any]]
+
+
+class PromptGroups:
+    """Groups of completions that are drawn and judged, in a list that grows."""
+
+    def __init__(self, names: Sequence[str]):
+        self.asked: list[PromptRow] = []
+        self.samples: list[Sample] = []
+        self.rewards = torch.zeros(0, dtype=torch.float64)  # [N], NaN where nothing is known
+        self.parts = torch.zeros(0, len(names), dtype=torch.float64)  # [N, rewards]
+
+    def add(self, asked: Sequence[PromptRow], samples: Sequence[Sample], rewards: Tensor, parts: Tensor) -> None:
+        """More groups: their rewards [n] and the parts [n, rewards]."""
+        self.asked += asked
+        self.samples += samples
+        self.rewards = torch.cat([self.rewards, rewards])
+        self.parts = torch.cat([self.parts, parts])
+
+    def select(self, groups: Sequence[int], size: int) -> None:
+        """Keep these groups, in this order."""
+        rows = [group * size + one for group in groups for one in range(size)]
+        self.asked = [self.asked[group] for group in groups]
+        self.samples = [self.samples[row] for row in rows]
+        self.rewards, self.parts = self.rewards[rows], self.parts[rows]
+
+
+class Collector:
+    """Draws rollouts. Collective: every rank makes the same calls; rank 0 alone asks the rewards.
+
+    version: the optimizer steps behind the weights, as the engine counts them.
+    """
+
+    def __init__(
+        self,
+        section: Grpo,
+        *,
+        engine: RolloutEngine,
+        rows: Rows,
+        tokenizer: Tokenizer,
+        rewards: Rewards | None,
+        rates: RewardModel | None = None,
+        episodes: EpisodePlayer | None,
+        max_length: int,
+        seed: int,
+        ask_stop: AskStop,
+    ):
+        self.section, self.engine, self.rows, self.tokenizer = section, engine, rows, tokenizer
+        self.rewards, self.rates, self.episodes = rewards, rates, episodes
+        self.max_length, self.seed = max_length, seed
+        self.ask_stop = ask_stop
+        self.ranks = Ranks()
+        of_functions: list[str] = self.ranks.first(lambda: rewards.names if rewards else [])
+        self.names = of_functions + (["reward_model"] if rates else [])
+        self._has_known_reward = False
+
+    def collect(self, cursor: Cursor, version: int) -> Rollout | None:
+        """The rollout whose prompts begin at `cursor`; None where the data's epochs are over. Raises UserError, also
+        where no reward of the first one is known, and Interrupted where the run is asked to stop while completions are
+        drawn."""
+        section, began = self.section, time.perf_counter()
+        placements = self.rows.placements(cursor)
+        size, wanted = section.group_size, section.prompts_per_step
+        refills = section.max_refills if section.dynamic_sampling == "refill" else 0
+        groups, last = PromptGroups(self.names), None
+        for _ in range(1 + refills):
+            taken = list(islice(placements, wanted - len(self._teaching(groups))))
+            if not taken:
+                break
+            asked = self.asked(self.rows, taken, self.rows.rows_before(cursor if last is None else last.after))
+            last = taken[-1]
+            samples = self._draw(asked, self._requests(asked), version, self.ask_stop)
+            groups.add(asked, samples, *self._judge(asked, samples))
+        if last is None:
+            return None
+        if not self._has_known_reward and groups.rewards.isnan().all():
+            of = f" ({', '.join(self.names)})" if self.names else ""
+            raise UserError(
+                f"none of the first rollout's {len(groups.samples)} completions has a known reward{of}: each is None "
+                "or NaN, or was not given in time, as said above. The run would train nothing; let the rewards give "
+                "numbers, and None only for what they cannot judge"
+            )
+        self._has_known_reward = True
+        following = list(islice(self.rows.placements(last.after), wanted))
+        expected = self.asked(self.rows, following, self.rows.rows_before(last.after))
+        self.engine.expect(self._requests(expected), version)
+        measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it
+        drawn = len(groups.asked)
+        measured["frac_zero_std"] = int(zero_variance_groups(groups.rewards, size)[::size].sum()) / drawn
+        if drawn > wanted:  # groups that teach first, then the others that were drawn, in the data's order
+            teaching = self._teaching(groups)
+            others = [group for group in range(drawn) if group not in teaching]
+            groups.select(sorted((teaching + others)[:wanted]), size)
+        measured["rollout_time"] = time.perf_counter() - began
+        return self._rollout(groups, last, measured)
+
+    def judge_greedily(self, asked: Sequence[PromptRow], version: int) -> tuple[list[Sample], Tensor]:
+        """A completion of the likeliest tokens for each prompt, and its reward [n]."""
+        samples = self._draw(asked, self._requests(asked, greedy=True), version)
+        return samples, self._judge(asked, samples)[0]
+
+    def asked(self, rows: Rows, placements: Sequence[Placement], first: int) -> list[PromptRow]:
+        """The prompts at `placements` of `rows`; `first`: the place of the first in the endless sequence."""
+        found = []
+        for number, placement in enumerate(placements):
+            (sample,) = placement.samples
+            (ids, _), *_ = rows.samples[sample]
+            found.append(PromptRow(first + number, ids.tolist(), rows.samples.row(sample)))
+        return found
+
+    def _teaching(self, groups: PromptGroups) -> list[int]:
+        """The groups whose rewards differ; all of them where that does not matter."""
+        if self.section.dynamic_sampling != "refill":
+            return list(range(len(groups.asked)))
+        size = self.section.group_size
+        alike = zero_variance_groups(groups.rewards, size)[::size]
+        return (~alike).nonzero().flatten().tolist()
+
+    def _requests(self, asked: Sequence[PromptRow], greedy: bool = False) -> list[Request]:
+        count = 1 if greedy else self.section.group_size
+        return [
+            Request(one.ids, self._sampling(one, greedy), self.seed, one.index, number)
+            for one in asked
+            for number in range(count)
+        ]
+
+    def _draw(
+        self, asked: Sequence[PromptRow], requests: Sequence[Request], version: int, ask_stop: AskStop | None = None
+    ) -> list[Sample]:
+        if self.episodes is not None:
+            count = len(requests) // max(1, len(asked))
+            rows = [one.row for one in asked for _ in range(count)]
+            return self.episodes.play(self.engine, requests, rows, version, ask_stop)
+        completions = self.engine.generate(requests, version, ask_stop)
+        return [
+            Sample(
+                request.prompt,
+                done.ids,
+                [True] * len(done.ids),
+                done.logprobs,
+                done.finish,
+                done.version,
+                longest=done.longest,
+                routed=done.routed,
+            )
+            for request, done in zip(requests, completions, strict=True)
+        ]
+
+    def _sampling(self, asked: PromptRow, greedy: bool) -> SamplingParams:
+        wanted = self.section.sampling
+        return SamplingParams(
+            max_new_tokens=min(wanted.max_new_tokens, self.max_length - len(asked.ids)),
+            temperature=0.0 if greedy else wanted.temperature,
+            top_k=None if greedy else wanted.top_k,
+            top_p=1.0 if greedy else wanted.top_p,
+            stop_ids=tuple(self.tokenizer.eos_ids),
+            stop=tuple(wanted.stop),
+        )
+
+    def _judge(self, asked: Sequence[PromptRow], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        """Rewards [N], NaN where nothing is known, and what they are the sum of [N, rewards]. One broadcast, and the
+        reward model's collectives."""
+        count = len(samples) // max(1, len(asked))
+        rows = [one.row for one in asked for _ in range(count)]
+        names = dict.fromkeys(name for row in rows for name in row["columns"])
+        ids = [[token for token, drawn in zip(s.ids, s.sampled, strict=True) if drawn] for s in samples]
+        prompts = [row["prompt"] for row in rows]
+        is_read = self.ranks.is_first or self.rates is not None
+        texts = [self.tokenizer.decode(one, skip_special_tokens=True) for one in ids] if is_read else []
+
+        def judge() -> tuple[list[float], list[list[float]]]:
+            if self.rewards is None:
+                return [float("nan")] * len(samples), []
+            scores = self.rewards.score(
+                prompts,
+                texts,
+                ids,
+                {name: [row["columns"].get(name) for row in rows] for name in names},
+            )
+            return scores.total, list(scores.parts.values())
+
+        total, parts = self.ranks.first(judge)
+        rewards = torch.tensor(total, dtype=torch.float64)
+        if self.rates is not None:
+            rated = self.rates.rate(prompts, texts)
+            parts = [*parts, rated.tolist()]
+            rewards = rewards.nan_to_num(nan=0.0) + self.section.reward_model.weight * rated
+        rewards = _plus_earned(rewards, samples)
+        by_name = torch.tensor(parts, dtype=torch.float64).view(len(self.names), len(samples))
+        if self.section.overlong_cache is not None:
+            lengths = torch.tensor([sample.longest for sample in samples], dtype=torch.float64)
+            rewards = rewards + soft_overlong_penalty(
+                lengths, self.section.sampling.max_new_tokens, self.section.overlong_cache
+            )
+        return rewards, by_name.t()
+
+    def _rollout(self, groups: PromptGroups, last: Placement, measured: dict[str, float]) -> Rollout:
+        section, size = self.section, self.section.group_size
+        values = advantages(groups.rewards, size, baseline=section.advantage, scale=section.scale)
+        counted = ~groups.rewards.isnan()
+        if section.dynamic_sampling != "none":
+            counted &= ~zero_variance_groups(groups.rewards, size)
+        trains = counted.clone()
+        if section.mask_truncated:
+            trains &= torch.tensor([sample.finish != "length" for sample in groups.samples])
+        rows = self._lines(groups, values) if self.ranks.is_first else []
+        buffer = Buffer.of(groups.samples, values, counted, trains)
+        return Rollout(buffer, last.after, last.epochs, measured, rows)
+
+    def _measure(self, groups: PromptGroups) -> dict[str, float]:
+        rewards = groups.rewards.view(-1, self.section.group_size)
+        fields = {"reward_mean": _mean(groups.rewards), "reward_std": _mean(_spread(rewards))}
+        if len(self.names) > 1:
+            parts = zip(self.names, groups.parts.t(), strict=True)
+            fields |= {f"reward/{name}": _mean(values) for name, values in parts}
+        if self.episodes is not None:
+            fields["lost_frac"] = sum(sample.finish == "lost" for sample in groups.samples) / len(groups.samples)
+            for name in sorted({name for sample in groups.samples for name in sample.metrics}):
+                known = [sample.metrics[name] for sample in groups.samples if name in sample.metrics]
+                fields[f"environment/{name}"] = sum(known) / len(known)
+        if self.section.tools:
+            calls = (sum(one) / len(groups.samples) for one in zip(*(one.calls for one in groups.samples), strict=True))
+            fields |= zip(("tool_calls", "tool_failures"), calls, strict=True)
+        return fields | lengths_of(groups.samples)
+
+    def _lines(self, groups: PromptGroups, values: Tensor) -> list[dict[str, Any]]:
+        """What samples.jsonl says of each completion."""
+        size = self.section.group_size
+        lines = []
+        for index, sample in enumerate(groups.samples):
+            asked = groups.asked[index // size]
+            parts = dict(zip(self.names, groups.parts[index].tolist(), strict=True))
+            lines.append(
+                {
+                    "group": asked.index,
+                    "prompt": asked.row["prompt"],
+                    "completion": self.tokenizer.decode(list(sample.ids), skip_special_tokens=True),
+                    "reward": _known(groups.rewards[index].item()),
+                    "rewards": {name: _known(value) for name, value in parts.items()},
+                    "advantage": values[index].item(),
+                    "tokens": len(sample.ids),
+                    "finish": sample.finish,
+                    **({} if sample.version is None else {"version": sample.version}),
+                    **({} if sample.earned is None else {"earned": sample.earned}),
+                    **({"environment": dict(sample.metrics)} if sample.metrics else {}),
+                }
+            )
+        return lines
+
+
+def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean tokens of the completions, and the share that max_new_tokens or max_length ended."""
+    count = max(1, len(samples))
+    return {
+        "completion_len": sum(sum(sample.sampled) for sample in samples) / count,
+        "truncated_frac": sum(sample.finish == "length" for sample in samples) / count,
+    }
+
+
+def _plus_earned(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Rewards and what samples earned in their environments; NaN where neither is known, or the environment was lost:
+    rewards of a conversation that broke off would hold that against the model."""
+    earned = torch.tensor([float("nan") if one.earned is None else one.earned for one in samples], dtype=torch.float64)
+    is_known = ~(rewards.isnan() & earned.isnan())
+    is_known &= torch.tensor([one.finish != "lost" for one in samples], dtype=torch.bool)
+    return torch.where(is_known, rewards.nan_to_num(nan=0.0) + earned.nan_to_num(nan=0.0), float("nan"))
+
+
+def _spread(rewards: Tensor) -> Tensor:
+    """The standard deviation of each group [groups, size] (n − 1), unknown rewards left out; 0 for fewer than two."""
+    known = ~rewards.isnan()
+    count = known.sum(1)
+    filled = torch.where(known, rewards, 0)
+    mean = filled.sum(1, keepdim=True) / count.clamp(min=1)[:, None]
+    squares = torch.where(known, filled - mean, 0).square().sum(1)
+    return (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def _mean(values: Tensor) -> float:
+    """Over what is known; 0 where nothing is."""
+    known = values[~values.isnan()]
+    return known.mean().item() if len(known) else 0.0
+
+
+def _known(value: float) -> float | None:
+    return None if value != value else value
+
+
+class SampleTable:
+    """Shows a rollout now and then: the first, and one when 20 seconds have passed since the last."""
+
+    def __init__(self, metrics: RunLog, rows: int):
+        self.metrics, self.rows = metrics, rows
+        self._last = float("-inf")
+        self._alike = 0  # rollouts that taught nothing
+
+    def show(self, step: int, rollout: Rollout) -> None:
+        """`step`: the first that trains on it. Ranks without rows say nothing."""
+        if rollout.rows and rollout.measured["frac_zero_std"] == 1:
+            self._alike += 1
+            if self._alike in (1, 10, 100, 1000):
+                self.metrics.say(ALIKE.format(step))
+        if not rollout.rows or not self.rows or time.monotonic() - self._last < SECONDS_BETWEEN_TABLES:
+            return
+        self._last = time.monotonic()
+        for line in _table(step, rollout.measured, rollout.rows[: self.rows]):
+            self.metrics.say(line)
+
+
+def _table(step: int, measured: Mapping[str, float], rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        f"rollout before step {step}: reward {measured['reward_mean']:.3f} ± {measured['reward_std']:.3f}, "
+        f"{measured['completion_len']:.1f} tokens, {100 * measured['truncated_frac']:.0f}% cut off, "
+        f"{100 * measured['frac_zero_std']:.0f}% of the groups alike",
+        "  reward  advantage  tokens  completion",
+    ]
+    for row in rows:
+        reward = "-" if row["reward"] is None else f"{row['reward']:.3g}"
+        text = " ".join(row["completion"].split())
+        text = text if len(text) <= WIDTH else text[: WIDTH - 3] + "..."
+        lines.append(f"  {reward:>6}  {row['advantage']:>9.3f}  {row['tokens']:>6}  {text}")
+    return lines

@@ -1,0 +1,88 @@
+"""What draws a method's completions, what answers and what judges them, as the recipe's `grpo` section says it."""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torch
+
+from dtrain.base.errors import UserError
+from dtrain.base.ranks import Ranks
+from dtrain.base.run_context import RunContext
+from dtrain.data import Tokenizer
+from dtrain.inference.native import NativeEngine
+from dtrain.inference.request import AskStop, Completion, Request
+from dtrain.policy import Policy
+from dtrain.recipe.schema import Grpo, Recipe
+from dtrain.rl.engine_interfaces import EpisodePlayer, RolloutEngine
+from dtrain.rl.rewards import Rewards
+
+if TYPE_CHECKING:
+    from dtrain.inference.graphs import GraphMaker
+
+
+class OnTheMesh:
+    """The native engine on the policy's own weights; with `offload` the optimizer's state waits in host memory."""
+
+    def __init__(self, recipe: Recipe, policy: Policy, tokenizer: Tokenizer):
+        refuse_graphs(recipe, policy.device)
+        self.policy, self.offload = policy, recipe.grpo.offload
+        self.engine = NativeEngine(
+            policy.model,
+            policy.mesh,
+            policy.device,
+            decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+            unshard=recipe.grpo.unshard,
+            graphs=_graphs() if recipe.grpo.cuda_graphs else None,
+        )
+
+    def generate(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
+        if not self.offload:
+            return self.engine.generate(requests, ask_stop)
+        self.policy.offload_before_refit()
+        try:
+            return self.engine.generate(requests, ask_stop)
+        finally:
+            self.policy.prepare_for_training()
+
+    def expect(self, requests: Sequence[Request], version: int) -> None:
+        """Nothing: the weights are at work."""
+
+
+def refuse_graphs(recipe: Recipe, device: torch.device) -> None:
+    """Raises UserError for CUDA graphs on another device."""
+    if recipe.grpo.engine == "native" and recipe.grpo.cuda_graphs and device.type != "cuda":
+        raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
+
+
+def _graphs() -> "Callable[[torch.device], GraphMaker]":
+    """What captures decoding steps."""
+    return import_module("dtrain.inference.graphs").CudaGraphs
+
+
+def open_engine(recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: RunContext) -> RolloutEngine:
+    """The engine of `grpo.engine`. Collective. Raises UserError."""
+    if recipe.grpo.engine == "http":
+        return import_module("dtrain.rl.remote.training").OverHttp(recipe, policy, run)
+    return OnTheMesh(recipe, policy, tokenizer)
+
+
+def open_rewards(section: Grpo, run: RunContext) -> Rewards | None:
+    """The rewards in their own process, on rank 0 alone; the run closes it. Collective. Raises UserError."""
+    opened: list[Rewards] = []
+
+    def start() -> None:
+        if section.rewards:
+            rewards = Rewards(section.rewards, timeout=section.reward_timeout, say=run.metrics.say)
+            opened.append(run.stack.enter_context(rewards))
+
+    Ranks().first(start)
+    return opened[0] if opened else None
+
+
+def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> EpisodePlayer | None:
+    """What plays completions in the environment that `grpo.environment` or `grpo.verifiers` names, or with `grpo.tools`
+    (`environments.play.Episodes`); None where there are none. Collective. Raises UserError."""
+    if not recipe.grpo.has_episodes:
+        return None
+    return import_module("dtrain.rl.environments.play").open_episodes(recipe, tokenizer, run)

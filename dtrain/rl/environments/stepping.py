@@ -1,0 +1,178 @@
+"""Environments in one worker process that may hang, crash or be killed without harm to the run."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.rl.child import Outcome
+from dtrain.rl.environments.calls import total
+from dtrain.rl.environments.episodes import EnvironmentReply, Turn, tool_answers
+from dtrain.rl.environments.observations import Observation
+from dtrain.rl.environments.timeout_pool import MOST_LATE
+from dtrain.rl.rewards.find import find
+from dtrain.rl.worker import Lost, Worker
+
+GRACE = 5.0  # seconds behind the timeout after which the process itself hangs, in C say, and not one of its threads
+KEY = "grpo.environment_timeout"
+
+Failures = dict[tuple[str, str], list[str]]  # by stage and a word for the cause: what went wrong, of each environment
+
+
+class Environments(Worker):
+    """Environments that the function at import path `path` makes, in a process of their own; or, with `options`, what
+    it gives for these, under the recipe's key for that, `whose`.
+
+    timeout: seconds that making one may take, or one step with its observation. threads: how many are made or stepped
+    side by side; with 1 all is done in one thread, in the order of the calls. grace: seconds more until the process is
+    killed where it does not give up by itself what takes too long. say: told, once for each cause, what went wrong.
+
+    An environment is lost where it raises, gives something of a wrong type or takes too long; all are where their
+    process ends or no longer answers, and it is replaced when others are made. As long as nothing of its kind (a make,
+    a step, an observation) has ever worked, that is its user's mistake: a UserError with the end of the traceback. It
+    is a UserError, too, where there is no such function or it cannot be loaded. Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        options: Sequence[Any] | None = None,
+        whose: str | None = None,
+        timeout: float = 60.0,
+        threads: int = 1,
+        say: Callable[[str], None] = print,
+        grace: float = GRACE,
+    ):
+        self._whose, self._grace = whose or f"environment {path}", grace
+        self._live: set[int] = set()
+        self._count = 0
+        super().__init__(
+            "dtrain.rl.environments.calls:EnvironmentCalls",
+            *find(path, "environment"),
+            options,
+            timeout,
+            threads,
+            what=whose or f"the environments of {path}",
+            timeout=timeout,
+            key=KEY,
+            say=say,
+        )
+
+    def make(self, given: Sequence[tuple[Mapping[str, Any], int]]) -> None:
+        """An environment for each row and seed, numbered from 0; those before are gone."""
+        self._count = len(given)
+        self._live.clear()
+        try:
+            self._renew()
+        except Lost as lost:
+            self._tell("make", str(lost), f"{self._whose}: their process {lost}{self._loss(self._count)}")
+            return
+        answers = self._answers("make", range(self._count), given)
+        failures: Failures = defaultdict(list)
+        for number, answer in answers.items():
+            if "value" in answer:
+                self._has_worked.add("make")
+            if "value" in answer and "lost" not in answer:
+                self._live.add(number)
+            else:
+                self._add(failures, "make", answer)
+        self._judge_all(failures)
+
+    def step(self, turns: Sequence[Turn], encode: Callable[[int, Observation], list[int]]) -> list[EnvironmentReply]:
+        """A reply to each turn, in their order; no environment has two. encode: ids of what was observed, from its
+        place in `turns`; a UserError that it raises is the environment's. Lost environments are not asked again."""
+        asked = [(turn.number, turn.text, turn.is_last) for turn in turns if turn.number in self._live]
+        answers = self._answers("step", [number for number, *_ in asked], asked)
+        failures: Failures = defaultdict(list)
+        replies = []
+        full: list[int] = []  # places of those whose observation leaves no room for a completion
+        for place, turn in enumerate(turns):
+            reply = EnvironmentReply(is_lost=True)
+            if turn.number in self._live:
+                answer = answers[turn.number]
+                value = answer.get("value")
+                if value is not None:
+                    self._has_worked.add("step")
+                if value is not None and (value["done"] or turn.is_last):
+                    reply = EnvironmentReply(value["earned"], value["done"], metrics=value["metrics"])
+                elif value is None or "lost" in answer:
+                    self._add(failures, "step", answer)
+                else:
+                    try:
+                        seen = value["observation"]
+                        calls, failed = tool_answers(seen)
+                        ids = encode(place, seen)
+                        reply = EnvironmentReply(value["earned"], False, ids, False, calls, failed, value["metrics"])
+                        full += [place] * (len(ids) >= turn.room)
+                        self._has_worked.add("observe")
+                    except UserError as error:
+                        failures["observe", "encode"].append(f"{self._whose}: {error}")
+            replies.append(reply)
+        numbers = [turns[place].number for place in full]
+        for place, answer in zip(full, self._answers("end", numbers, numbers).values(), strict=True):
+            value = answer.get("value")
+            if value is None or "lost" in answer:
+                self._add(failures, "end", answer)
+                replies[place] = EnvironmentReply(is_lost=True)
+            else:
+                self._has_worked.add("end")
+                earned = total(replies[place].earned, value["earned"])
+                replies[place] = replace(replies[place], earned=earned, metrics=value["metrics"])
+        self._judge_all(failures)
+        self._live -= {turn.number for turn, reply in zip(turns, replies, strict=True) if reply.is_lost}
+        return replies
+
+    def forget(self) -> None:
+        """Let the environments go, with what they hold."""
+        self._live.clear()
+        if self._is_alive:
+            try:
+                list(self._ask("forget", grace=self._grace))
+            except Lost as lost:
+                self._tell("end", str(lost), f"{self._whose}: their process {lost} when they were over")
+
+    def _renew(self) -> None:
+        """Another process where this one is gone, or has threads that hang and slow it down for ever."""
+        if self._is_alive:
+            with suppress(Lost):
+                (stuck,) = self._ask("stuck", grace=self._grace)
+                if stuck:
+                    self._kill()
+        self._ensure()
+
+    def _answers(self, method: str, numbers: Sequence[int], content: Sequence[Any]) -> dict[int, Outcome]:
+        """An answer of each number; where the process is lost, each says so."""
+        answers: dict[int, Outcome] = {number: {} for number in numbers}
+        if content:
+            try:
+                for number, answer in self._ask(method, content, grace=self._grace):
+                    answers[number] = answer
+            except Lost as lost:
+                for answer in answers.values():
+                    answer["lost"] = str(lost)
+        return answers
+
+    def _add(self, failures: Failures, stage: str, answer: Outcome) -> None:
+        stage, late = answer.get("stage", stage), f"took longer than {self._timeout:g} s ({KEY})"
+        if answer.get("missed") == "untried":
+            many = f"{MOST_LATE} times or more in a row: the others were not tried"
+            cause, text = "untried", f"{self._whose}: {stage} {late} {many}"
+        elif "missed" in answer:
+            cause, text = "late", f"{self._whose}: {stage} {late}"
+        elif "user" in answer:
+            cause, text = "user", f"{self._whose}: {stage} {answer['user']}"
+        elif "error" in answer:
+            cause, text = answer["kind"], f"{self._whose} failed in {stage}:\n{answer['error']}"
+        else:
+            cause, text = answer["lost"], f"{self._whose}: their process {answer['lost']} in {stage}"
+        failures[stage, cause].append(text)
+
+    def _judge_all(self, failures: Failures) -> None:
+        for (stage, cause), texts in failures.items():
+            self._judge(stage, cause, texts[0], self._loss(len(texts)))
+
+    def _loss(self, count: int) -> str:
+        return f"\nwhat {count} of {self._count} episodes earned is unknown"

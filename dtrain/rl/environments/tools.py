@@ -1,0 +1,139 @@
+"""Tools as an environment: the calls in a completion are done, and their answers are read next.
+
+In the environments' process; a call that hangs is given up as any step is, and a server that ends loses the episodes
+that ask it; another is started for the next ones.
+"""
+
+import asyncio
+import importlib
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.ranges import nearest
+from dtrain.data.text.tool_calls import FAILED, UNREAD, Parameters, ToolCall, misfit, read_calls
+from dtrain.rl.child import attempt, shown
+from dtrain.rl.environments.mcp import ToolServer
+
+
+class Toolbox:
+    """Makes an environment of the same tools for each completion.
+
+    sources: of each tool (module, function) or the command of its server, and its schema with `name` and `parameters`.
+    form, is_single: `data.tool_format.ToolFormat`'s. most: characters of an answer; what is beyond is cut, and it says
+    so. Raises UserError for what is no function of these parameters, and a server that has no such tool.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[tuple[tuple[str, str] | str, Mapping[str, Any]]],
+        form: str,
+        is_single: bool,
+        most: int,
+    ):
+        self.form, self._is_single, self._most = form, is_single, most
+        self.parameters: Parameters = {schema["name"]: schema["parameters"] for _, schema in sources}
+        self._servers = {
+            command: ToolServer(command) for command in dict.fromkeys(one for one, _ in sources if isinstance(one, str))
+        }
+        offered = {
+            command: {one["function"]["name"]: one["function"] for one in server.tools()}
+            for command, server in self._servers.items()
+        }
+        self._functions, self._served = {}, {}
+        for source, schema in sources:
+            name = schema["name"]
+            if not isinstance(source, str):
+                self._functions[name] = _loaded(*source, schema["parameters"])
+            elif offered[source].get(name) == schema:
+                self._served[name] = self._servers[source]
+            else:
+                raise UserError(f"grpo.tools: {source} offers no {name} as the file says that it does; write it anew: "
+                                f'python -m dtrain.rl.environments.mcp "{source}"')  # fmt: skip
+
+    def __call__(self, row: Mapping[str, Any], seed: int) -> "ToolUse":
+        for server in self._servers.values():
+            server.ensure()
+        return ToolUse(self)
+
+    def calls(self, text: str) -> list[ToolCall]:
+        """Those in a completion; the first alone where the template writes no more in a turn."""
+        found = read_calls(self.form, text, self.parameters)
+        return found[:1] if self._is_single else found
+
+    def answer(self, call: ToolCall) -> str:
+        """What a call gives, as text: JSON where it is none; or why it gives nothing."""
+        problem = self._problem(call)
+        if problem is not None:
+            return self._cut(FAILED + problem)
+        if call.name in self._served:
+            return self._cut(self._served[call.name].answer(call.name, call.arguments))
+        done = attempt(partial(_run, self._functions[call.name], call.arguments))
+        if "value" in done:
+            return self._cut(done["value"])
+        return self._cut(FAILED + (done.get("user") or done["error"].splitlines()[-1]))
+
+    def _problem(self, call: ToolCall) -> str | None:
+        if call.problem is not None:
+            return call.problem
+        if call.name not in self.parameters:
+            near = nearest(call.name, self.parameters)
+            meant = f"did you mean {near}?" if near else f"there are {', '.join(self.parameters)}"
+            return f"there is no tool {shown(call.name)}; {meant}"
+        if call.name in self._served:
+            return None  # the server says what is wrong
+        known = self.parameters[call.name]["properties"]
+        other = next((name for name in call.arguments if name not in known), None)
+        if other is not None:
+            return f"{call.name} takes no argument {shown(other)}; it takes {', '.join(known) or 'none'}"
+        return misfit(call.arguments, self.parameters[call.name], "arguments")
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= self._most:
+            return text
+        return f"{text[: self._most]}\n[cut: {self._most} of {len(text)} characters]"
+
+
+class ToolUse:
+    """One completion's. It earns nothing, and is done where a completion calls no tool."""
+
+    def __init__(self, box: Toolbox):
+        self.done = False
+        self._box, self._count = box, 0
+        self._calls: list[ToolCall] = []
+
+    def step(self, completion: str) -> None:
+        self._calls = self._box.calls(completion)
+        self.done = not self._calls
+
+    def observe(self) -> list[dict[str, Any]]:
+        """The answers in the order of the calls, messages of role tool."""
+        answers = []
+        for call in self._calls:
+            name = call.name if call.name in self._box.parameters else UNREAD
+            number = f"call{self._count:05}"
+            answers.append({"role": "tool", "name": name, "tool_call_id": number, "content": self._box.answer(call)})
+            self._count += 1
+        return answers
+
+
+def _loaded(module: str, name: str, parameters: Mapping[str, Any]) -> Any:
+    function = getattr(importlib.import_module(module), name)
+    if not callable(function):
+        raise UserError(f"tool {module}.{name} is {shown(function)}, which cannot be called")
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(parameters["properties"]))
+    except TypeError as error:
+        raise UserError(f"tool {module}.{name} takes other arguments than its source says ({error}): a decorator must "
+                        "keep them") from None  # fmt: skip
+    return function
+
+
+def _run(function: Any, arguments: Mapping[str, Any]) -> str:
+    value = function(**arguments)
+    if inspect.iscoroutine(value):
+        value = asyncio.run(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

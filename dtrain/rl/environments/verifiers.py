@@ -1,0 +1,334 @@
+"""Environments of the library `verifiers`, by name: a rollout of theirs is stepped as an environment of dtrain is.
+
+In the environments' process, whose main thread runs all rollouts; where one asks its client for a completion, it waits
+for the next step. `python -m dtrain.rl.environments.verifiers NAME` writes its prompts.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.data.text.tool_calls import read_calls
+from dtrain.rl.child import shown
+from dtrain.rl.rewards.find import find_verifiers
+
+Message = dict[str, Any]
+OPENINGS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]")  # what is before the first of them is a turn's text
+MADE = "verifiers"  # the column that says of which environment a row is
+ROW = "row"  # the column of what the environment's own data set says
+
+
+def load(name: str, args: Mapping[str, Any]) -> Any:
+    """`vf.load_environment(name, **args)`. Raises UserError where it is not installed, cannot be loaded, or is of a
+    kind whose rollouts cannot be stepped one by one."""
+    find_verifiers(name)
+    import verifiers as vf
+
+    if not hasattr(vf, "load_environment"):
+        raise UserError("grpo.verifiers: this release of verifiers loads no environment by name: pip install "
+                        "'dtrain[verifiers]'")  # fmt: skip
+    try:
+        found = vf.load_environment(name, **args)
+    except (RuntimeError, ValueError, TypeError) as error:
+        cause = f" ({error.__cause__})" if error.__cause__ and str(error.__cause__) not in str(error) else ""
+        raise UserError(f"grpo.verifiers: {error}{cause}; grpo.verifiers.args are {json.dumps(dict(args))}") from None
+    problem = None
+    if getattr(found, "message_type", "chat") != "chat":
+        problem = "continues plain texts, and dtrain plays conversations with it"
+    elif found.rubric.has_group_rewards:
+        problem = "rewards all completions of a group together, and dtrain asks it for each by itself"
+    if problem is not None:
+        raise UserError(f"grpo.verifiers: {name} {problem}; write it as grpo.environment and grpo.rewards")
+    return found
+
+
+class Library:
+    """Makes an environment of a rollout for each completion.
+
+    specials: texts of the special tokens, which a completion may have in it and a message has not.
+    """
+
+    def __init__(self, name: str, args: Mapping[str, Any], specials: Sequence[str]):
+        self.made: dict[str, Any] = {"name": name, "args": dict(args)}
+        self._environment = load(name, args)
+        self._specials = specials
+        self._loop = asyncio.new_event_loop()
+
+    def main(self) -> None:
+        """Runs the rollouts, for ever: in the process's main thread, since rewards of math-verify set alarms, which no
+        other thread may, and the library takes what they raise there for 0."""
+        self._loop.run_forever()
+
+    def __call__(self, row: Mapping[str, Any], seed: int) -> "Played":
+        columns = row["columns"]
+        if columns.get(MADE) != self.made:
+            of = json.dumps(columns[MADE]) if MADE in columns else "no environment of verifiers"
+            raise UserError(
+                f"the data's row is of {of}, and the run of {json.dumps(self.made)}: write the data anew: "
+                f"{_command(**self.made)}"
+            )
+        talk = _Talk(self._loop)
+        given = {**columns[ROW], "prompt": row["prompt"]}
+        rollout = self._environment.run_rollout(given, _client(talk), "dtrain", {})
+        talk.run(rollout)
+        read = partial(_message, specials=self._specials, calls=columns.get("calls"), tools=columns.get("tools") or [])
+        return Played(talk, row["prompt"], columns.get("tools") or [], read)
+
+
+class Played:
+    """One completion's: a rollout that waits for it. earned: what the rubric gives where the rollout is over, with its
+    parts, the `metrics`."""
+
+    def __init__(
+        self,
+        talk: "_Talk",
+        prompt: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        read: Callable[[str, int], Message],
+    ):
+        self.done, self.metrics = False, dict[str, float]()
+        self._talk, self._tools, self._read = talk, tools, read
+        self._messages: list[Message] = [*prompt]
+        self._count = 0  # calls so far
+        if talk.hear() is None:
+            self._earned()
+            raise UserError("its rollout ended before it asked for a completion")
+        self._check(talk.messages, talk.tools, len(self._messages))
+
+    def __del__(self) -> None:
+        self._talk.cancel()
+
+    def step(self, completion: str) -> float | None:
+        reply = self._read(completion, self._count)
+        self._count += len(reply.get("tool_calls", []))
+        self._messages.append(reply)
+        self._talk.say(reply)
+        if self._talk.hear() is not None:
+            return None
+        self.done = True
+        return self._earned()
+
+    def observe(self) -> list[Message]:
+        """The messages behind the reply. Raises UserError where those before are no longer what they were."""
+        begin = len(self._messages)
+        self._check(self._talk.messages, self._talk.tools, begin)
+        new = [_plain(one) for one in self._talk.messages[begin:]]
+        if not new:
+            raise UserError("it asks again and said nothing, and a turn needs a message before it")
+        names = {call["id"]: call["function"]["name"] for call in self._messages[-1].get("tool_calls", [])}
+        for one in new:
+            if not isinstance(one.setdefault("content", ""), str):
+                raise UserError(f"it said {shown(one)}; messages of text alone can be trained on")
+            if one["role"] == "assistant":
+                raise UserError("it speaks for the model, and what the model did not draw is not trained as its own")
+            if one["role"] == "tool":
+                one["name"] = names.get(one.get("tool_call_id"), "unread")
+        self._messages += new
+        return new
+
+    def end(self) -> float | None:
+        """There is no room for another turn: the rollout ends as it does where a prompt is too long."""
+        import verifiers as vf
+
+        self._talk.fail(vf.OverlongPromptError("there is no room for another turn"))
+        if self._talk.hear() is not None:
+            raise UserError("it asks again where there is no room for another turn")
+        return self._earned()
+
+    def _earned(self) -> float | None:
+        """Raises whatever the rollout raised."""
+        found = self._talk.result()
+        if found.get("error"):
+            raise RuntimeError(f"the rollout failed: {found['error']}")
+        numbers = {name: one for name, one in (found.get("metrics") or {}).items() if isinstance(one, int | float)}
+        self.metrics = {name: float(one) for name, one in numbers.items() if math.isfinite(one)}
+        return found["reward"]
+
+    def _check(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], count: int) -> None:
+        """That what it asks with begins as the tokens do that were read and drawn."""
+        if [_plain(one) for one in messages[:count]] != [_plain(one) for one in self._messages]:
+            raise UserError("it asks with other messages than were read and drawn before, and dtrain trains on one "
+                            "conversation that only grows")  # fmt: skip
+        if [_tool(one) for one in tools] != [_tool(one) for one in self._tools]:
+            raise UserError("it offers other tools than the prompt tells of, which dtrain cannot follow; write the "
+                            "data anew if the environment has changed")  # fmt: skip
+
+
+class _Talk:
+    """What passes between a rollout, in its loop, and the thread that steps it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._heard: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+
+    def run(self, rollout: Any) -> None:
+        self._task = asyncio.run_coroutine_threadsafe(rollout, self._loop)
+        self._task.add_done_callback(lambda _: self._heard.put(None))
+
+    async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Any:
+        """The completion that follows, `openai.types.chat.ChatCompletion`."""
+        answer: asyncio.Future[Any] = self._loop.create_future()
+        self._heard.put((messages, tools, answer))
+        return await answer
+
+    def hear(self) -> tuple[Any, ...] | None:
+        """What it asks next; None where it is over. It waits for ever: who asks is given up."""
+        heard = self._heard.get()
+        if heard is not None:
+            self.messages, self.tools, self._answer = heard
+        return heard
+
+    def say(self, reply: Message) -> None:
+        from openai.types.chat import ChatCompletion
+
+        finish = "tool_calls" if reply.get("tool_calls") else "stop"
+        choice = {"index": 0, "finish_reason": finish, "message": reply}
+        whole = {"id": "dtrain", "object": "chat.completion", "created": 0, "model": "dtrain", "choices": [choice]}
+        self._loop.call_soon_threadsafe(self._answer.set_result, ChatCompletion.model_validate(whole))
+
+    def fail(self, error: Exception) -> None:
+        self._loop.call_soon_threadsafe(self._answer.set_exception, error)
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+    def result(self) -> Any:
+        return self._task.result()
+
+
+def _client(talk: _Talk) -> Any:
+    from verifiers.clients import OpenAIChatCompletionsClient
+
+    class Client(OpenAIChatCompletionsClient):
+        """Completions that a step brings."""
+
+        async def get_native_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any):
+            return await talk.ask(prompt, tools or [])
+
+        async def raise_from_native_response(self, response: Any) -> None:
+            """An empty completion is judged as any other."""
+
+    return Client(None)
+
+
+def _message(text: str, count: int, *, specials: Sequence[str], calls: Sequence[Any] | None, tools: Any) -> Message:
+    """A completion as a server's answer. calls: the form of calls, and whether there is one a turn at most. count: of
+    the calls before. Calls that cannot be read are text."""
+    found = []
+    if tools and calls is not None:
+        form, is_single = calls
+        parameters = {one["function"]["name"]: one["function"]["parameters"] for one in tools}
+        found = read_calls(form, text, parameters)[: 1 if is_single else None]
+    if found and not any(one.problem for one in found):
+        opening = min((text.find(one) for one in OPENINGS if one in text), default=0)
+        text = text[:opening].rstrip()
+    else:
+        found = []
+    for special in specials:
+        text = text.replace(special, "")
+    written = [
+        {
+            "type": "function",
+            "id": f"call{count + number:05}",
+            "function": {"name": one.name, "arguments": json.dumps(one.arguments, ensure_ascii=False)},
+        }
+        for number, one in enumerate(found)
+    ]
+    return {"role": "assistant", "content": text, **({"tool_calls": written} if written else {})}
+
+
+def _plain(message: Mapping[str, Any]) -> Message:
+    """A message as others are compared with it: parts of text are one text, what is empty is left out."""
+    found = {key: value for key, value in message.items() if key != "name" and value not in (None, "", [])}
+    parts = found.get("content")
+    if isinstance(parts, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in parts):
+        found["content"] = "".join(one["text"] for one in parts)
+    if "tool_calls" in found:
+        found["tool_calls"] = [_call(one) for one in found["tool_calls"]]
+    return found
+
+
+def _call(call: Any) -> Any:
+    """Of a conversation that was read from a file, or of a client's."""
+    call = json.loads(call) if isinstance(call, str) else call
+    function = call.get("function", call)
+    return [call.get("id"), function.get("name"), function.get("arguments")]
+
+
+def _tool(tool: Mapping[str, Any]) -> list[Any]:
+    function = tool["function"]
+    return [function[key] for key in ("name", "description", "parameters")]
+
+
+def rows_of(environment: Any, name: str, args: Mapping[str, Any], is_eval: bool = False) -> list[dict[str, Any]]:
+    """Rows of prompts of its data set, with what its rubric reads. Raises UserError for a data set that is empty, or
+    holds what JSON does not."""
+    try:
+        found = environment.get_eval_dataset() if is_eval else environment.get_dataset()
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
+    rows = []
+    for one in found:
+        info = one.get("info") or {}
+        info = json.loads(info) if isinstance(info, str) else info
+        defined = info.get("tool_defs", environment.tool_defs) or []
+        prompt = [_message_of(message) for message in one["prompt"]]
+        row: dict[str, Any] = {"prompt": prompt, MADE: {"name": name, "args": dict(args)}}
+        row |= {"answer": one["answer"]} if isinstance(one.get("answer"), str) else {}
+        row |= {"tools": [_openai(tool) for tool in defined]} if defined else {}
+        rows.append(row | {ROW: {key: value for key, value in one.items() if key != "prompt"}})
+    if not rows:
+        raise UserError(f"{name}: its data set is empty")
+    try:
+        json.dumps(rows)
+    except TypeError as error:
+        raise UserError(f"{name}: a column of its data set is no JSON: {error}") from None
+    return rows
+
+
+def _message_of(message: Any) -> Message:
+    plain = message if isinstance(message, Mapping) else message.model_dump()
+    return {key: value for key, value in plain.items() if value is not None}
+
+
+def _openai(tool: Any) -> dict[str, Any]:
+    """A definition, as an object or a mapping, in OpenAI's function format."""
+    plain = tool if isinstance(tool, Mapping) else tool.model_dump()
+    function = plain.get("function", plain)
+    about = {key: function[key] for key in ("name", "description", "parameters")}
+    return {"type": "function", "function": about}
+
+
+def _command(name: str, args: Mapping[str, Any]) -> str:
+    given = f" '{json.dumps(dict(args))}'" if args else ""
+    return f"python -m dtrain.rl.environments.verifiers {name}{given} > FILE"
+
+
+def main() -> None:
+    """Writes an environment's prompts, as `data.train.path` reads them."""
+    parser = argparse.ArgumentParser("python -m dtrain.rl.environments.verifiers", description=main.__doc__)
+    parser.add_argument("name", help="grpo.verifiers.name")
+    parser.add_argument("args", nargs="?", type=json.loads, default={}, help="grpo.verifiers.args, as JSON")
+    parser.add_argument("--eval", action="store_true", help="those of its data set for evaluation")
+    given = parser.parse_args()
+    if "" not in sys.path:
+        sys.path.append("")
+    try:
+        with redirect_stdout(sys.stderr):  # what the environment prints is no row
+            rows = rows_of(load(given.name, given.args), given.name, given.args, given.eval)
+    except UserError as error:
+        raise SystemExit(f"dtrain: {error}") from None
+    for row in rows:
+        print(json.dumps(row, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()

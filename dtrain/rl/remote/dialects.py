@@ -1,0 +1,338 @@
+"""How vLLM, SGLang and `dtrain serve` are asked for completions and told of new weights. No torch.
+
+vllm    /v1/completions with token ids in and `return_token_ids`, `return_tokens_as_token_ids` and `logprobs: 0` for
+        token ids and logprobs out (vLLM's openai/completion/protocol.py). Start it with --logprobs-mode
+        processed_logprobs: its default gives logprobs before the temperature and the filters. New weights from a
+        directory: collective_rpc reload_weights, which needs VLLM_SERVER_DEV_MODE=1 (docs/training/async_rl.md). An
+        adapter: load_lora_adapter (docs/features/lora.md), without load_inplace: it stays on the stored request, so
+        that every step of a completion reads the files again (SkyRL#1606), and keys of the prompts are cached by name.
+sglang  /generate with `input_ids` and `return_logprob`; ids and logprobs are meta_info.output_token_logprobs
+        (docs/basic_usage/sampling_params.md). Its logprobs are after the temperature, before top-k, top-p and min-p:
+        leave those off. New weights: update_weights_from_disk (docs/advanced_features/sglang_for_rl.md). An adapter:
+        load_lora_adapter, and `lora_path`, its name, with each prompt (docs/advanced_features/lora.ipynb).
+dtrain  vLLM's completions with `prompt_index` and `sample_index`, so that the draws are the native engine's; each
+        choice says the `weight_version` that it came from. New weights: SGLang's words. An adapter: vLLM's, one that
+        is loaded in place of itself: completions under way go on with it, and say their oldest version.
+
+A dialect's `body` asks for samples of one prompt: requests that differ in their sample_index alone, which ascends by 1.
+`streams`: whether it can join a process group that dtrain makes; `pause`, `resume`: what it is told around an update
+there. `names_versions`: whether each version of an adapter has a name of its own, by which a completion's version is
+known; `dora`: whether it takes DoRA. `routed_asked`: what a body has beside that asks for experts; `routed`: of each
+completion in `read`'s order what the answer says of them, for `rollout.routed`; `routed_start`: how a server is started
+that tells them. `load_adapter` gives the name to ask for. `read` raises Unanswered for an answer
+that may be better next time, and UserError, with the fix, for one that a setting of the server explains.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dtrain.base.errors import UserError
+from dtrain.base.randomness import key
+from dtrain.inference.request import Completion, Request, SamplingParams
+from dtrain.rl.remote.http_client import Refused, Unanswered, Wire
+
+Post = tuple[str, dict[str, Any]]  # path and body
+TOKEN = "token_id:"
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
+ADAPTER = "trained"  # an adapter's name where all versions share one
+
+
+class Call(Protocol):
+    """A POST, or without a body a GET; the answer, without `is_json` in any form. tries: at most, None for the engine's
+    number. Raises Refused, and UserError where no try is answered."""
+
+    def __call__(
+        self, path: str, body: dict[str, Any] | None, *, is_json: bool = True, tries: int | None = None
+    ) -> Any: ...
+
+
+@dataclass(frozen=True)
+class AdapterVersion:
+    """A version of an adapter, in a directory of PEFT's layout. name: no other version's, of no run."""
+
+    directory: Path
+    version: int
+    name: str
+    rank: int
+
+
+class Vllm:
+    name = "vllm"
+    streams = False
+    pause: Sequence[Post] = [("/pause?mode=keep&clear_cache=false", {})]
+    resume: Sequence[Post] = [("/resume", {})]
+    names_versions = True
+    dora = False
+    routed_asked: dict[str, Any] = {}  # all its answers have them, or none
+    routed_start = "start it with --enable-return-routed-experts (vLLM 0.21 or later)"
+
+    def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
+        body = {
+            "model": adapter or model,
+            "prompt": list(requests[0].prompt),
+            "n": len(requests),
+            "max_tokens": requests[0].sampling.max_new_tokens,
+            **_sampling(requests[0].sampling),
+            "ignore_eos": True,  # the stop tokens are those of the request
+            "seed": derived_seed(requests[0]),  # vLLM adds a sample's index
+            "logprobs": 0,
+            "return_tokens_as_token_ids": True,
+            "return_token_ids": True,
+        }
+        return "/v1/completions", body
+
+    def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not isinstance(choices, list):
+            raise Unanswered(f"an answer without choices: {str(answer)[:200]}")
+        if len(choices) != len(requests):
+            raise UserError(f"asked for n={len(requests)} completions, it gave {len(choices)}")
+        return [self._completion(choice) for choice in sorted(choices, key=_index)]
+
+    def routed(self, answer: Any) -> list[Any]:
+        told = [choice.get("routed_experts") for choice in sorted(answer["choices"], key=_index)]
+        prompt = answer.get("prompt_routed_experts")  # of releases that tell a prompt's apart
+        return told if prompt is None else [(prompt, [] if one is None else one) for one in told]
+
+    def _completion(self, choice: dict[str, Any]) -> Completion:
+        logprobs = choice.get("logprobs") or {}
+        values, ids = logprobs.get("token_logprobs"), choice.get("token_ids")
+        tokens: Sequence[str] | None = ids if ids is not None else logprobs.get("tokens")
+        if values is None or tokens is None:
+            raise UserError(
+                "its completions carry no logprobs (or no token ids): use vLLM 0.10.2 or later, with "
+                "--max-logprobs at its default or above, or another kind of server"
+            )
+        if ids is None:
+            if not all(token.startswith(TOKEN) for token in tokens):
+                raise UserError("it answers in text, not token ids: use vLLM 0.10.2 or later")
+            ids = [int(token.removeprefix(TOKEN)) for token in tokens]
+        return _completion(ids, values, choice.get("finish_reason"), _version(choice.get("weight_version")))
+
+    def load(self, call: Call, directory: Path, version: int) -> None:
+        was_paused = all(self._try(call, *post) for post in self.pause)
+        try:
+            arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+            if not self._try(call, "/collective_rpc", arguments):
+                raise UserError("it has no /collective_rpc: start it with VLLM_SERVER_DEV_MODE=1")
+            self._try(call, "/reset_prefix_cache", {})
+        finally:
+            for post in self.resume if was_paused else []:
+                call(*post)
+
+    def lacks_adapters(self, call: Call) -> str | None:
+        """Why it takes no adapter, by how it was started."""
+        try:
+            call("/v1/load_lora_adapter", {"lora_name": "", "lora_path": ""})  # refused, where the route is there
+        except Refused as error:
+            return "it has no /v1/load_lora_adapter" if error.status in (404, 405) else None
+        return None
+
+    def load_adapter(self, call: Call, adapter: AdapterVersion) -> str:
+        fields = {"lora_name": adapter.name, "lora_path": str(adapter.directory)}
+        try:
+            call("/v1/load_lora_adapter", fields, is_json=False)
+        except (Refused, UserError) as error:
+            raise UserError(f"{error}; to take this adapter, {self.start_with(adapter.rank)}") from error
+        return adapter.name
+
+    def unload_adapter(self, call: Call, name: str) -> None:
+        call("/v1/unload_lora_adapter", {"lora_name": name}, is_json=False, tries=1)
+
+    def start_with(self, rank: int) -> str:
+        """What a server that takes adapters of this rank is started with."""
+        most = next((one for one in VLLM_RANKS if one >= rank), rank)
+        return f"start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {most}"
+
+    @staticmethod
+    def _try(call: Call, path: str, body: dict[str, Any]) -> bool:
+        """Whether the server has `path`: releases differ in the routes beside the one that loads."""
+        try:
+            call(path, body)
+        except Refused as error:
+            if error.status not in (404, 405):
+                raise
+            return False
+        return True
+
+
+class Dtrain(Vllm):
+    name = "dtrain"
+    streams = True
+    pause = resume = ()  # it decodes nothing from the first bucket of an update to the last
+    names_versions = False
+    dora = True
+    routed_asked = {"return_routed_experts": True}
+    routed_start = "it must serve a mixture of experts"
+
+    def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
+        first = requests[0]
+        path, body = super().body(requests, model, adapter)
+        del body["repetition_penalty"]
+        indices = {"prompt_index": first.prompt_index, "sample_index": first.sample_index}
+        return path, {**body, "seed": first.seed, **indices}
+
+    def load(self, call: Call, directory: Path, version: int) -> None:
+        call("/update_weights_from_disk", {"model_path": str(directory), "weight_version": version})
+
+    def lacks_adapters(self, call: Call) -> str | None:
+        try:
+            call("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": "", "load_inplace": True})
+        except Refused as error:
+            return str(error) if error.status in (404, 405, 409) else None  # 409: it has no room for one
+        return None
+
+    def load_adapter(self, call: Call, adapter: AdapterVersion) -> str:
+        fields = {"lora_name": ADAPTER, "lora_path": str(adapter.directory), "weight_version": adapter.version}
+        call("/v1/load_lora_adapter", {**fields, "load_inplace": True})
+        return ADAPTER
+
+    def start_with(self, rank: int) -> str:
+        return "start it with --control DIR, which holds grpo.server.weights_dir, and --api-key-file FILE"
+
+
+class Sglang:
+    name = "sglang"
+    streams = True
+    pause: Sequence[Post] = [("/pause_generation", {"mode": "retract"})]  # what is under way is read anew
+    resume: Sequence[Post] = [("/continue_generation", {})]
+    names_versions = True
+    dora = False
+    routed_asked = {"return_routed_experts": True}
+    routed_start = "start it with --enable-return-routed-experts"
+
+    def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
+        # One prompt many times, each with a seed of its own, rather than `n`: the server shares the prompt's keys.
+        body = {
+            "input_ids": [list(requests[0].prompt)] * len(requests),
+            "sampling_params": [
+                {
+                    "max_new_tokens": request.sampling.max_new_tokens,
+                    **_sampling(request.sampling),
+                    "ignore_eos": not request.sampling.stop_ids,  # with it SGLang heeds no stop token
+                    "sampling_seed": derived_seed(request) % 2**31,  # heeded with --enable-deterministic-inference
+                }
+                for request in requests
+            ],
+            "return_logprob": True,
+            "logprob_start_len": -1,
+        }
+        return "/generate", body if adapter is None else {**body, "lora_path": adapter}
+
+    def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
+        answers = answer if isinstance(answer, list) else [answer]
+        if len(answers) != len(requests):
+            raise UserError(f"asked for {len(requests)} completions, it gave {len(answers)}")
+        return [self._completion(one) for one in answers]
+
+    def routed(self, answer: Any) -> list[Any]:
+        return [one["meta_info"].get("routed_experts") for one in (answer if isinstance(answer, list) else [answer])]
+
+    def _completion(self, answer: Any) -> Completion:
+        meta = answer.get("meta_info") if isinstance(answer, dict) else None
+        if not isinstance(meta, dict):
+            raise Unanswered(f"an answer without meta_info: {str(answer)[:200]}")
+        drawn = meta.get("output_token_logprobs")
+        if drawn is None:
+            raise UserError(
+                "its completions carry no output_token_logprobs: is it SGLang, and not a router that drops them?"
+            )
+        finish = meta.get("finish_reason")
+        finish = finish.get("type") if isinstance(finish, dict) else finish
+        ids, values = [one[1] for one in drawn], [one[0] for one in drawn]
+        return _completion(ids, values, finish, _version(meta.get("weight_version")))
+
+    def load(self, call: Call, directory: Path, version: int) -> None:
+        for post in self.pause:
+            call(*post)
+        try:
+            answer = call("/update_weights_from_disk", {"model_path": str(directory), "weight_version": str(version)})
+            if not answer.get("success"):
+                raise UserError(f"it could not load {directory}: {answer.get('message')}")
+        finally:
+            for post in self.resume:
+                call(*post)
+
+    def lacks_adapters(self, call: Call) -> str | None:
+        try:
+            information = call("/get_server_info", None)
+        except Refused:
+            return None  # a release that does not say
+        has = information.get("enable_lora", True) if isinstance(information, dict) else True
+        return None if has else "it was started without --enable-lora"
+
+    def load_adapter(self, call: Call, adapter: AdapterVersion) -> str:
+        try:
+            answer = call("/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.directory)})
+            if not answer.get("success"):
+                raise UserError(f"it could not load {adapter.directory}: {answer.get('error_message')}")
+        except (Refused, UserError) as error:
+            raise UserError(f"{error}; to take this adapter, {self.start_with(adapter.rank)}") from error
+        return adapter.name
+
+    def unload_adapter(self, call: Call, name: str) -> None:
+        call("/unload_lora_adapter", {"lora_name": name}, tries=1)
+
+    def start_with(self, rank: int) -> str:
+        return f"start it with --enable-lora --max-lora-rank {rank} --lora-target-modules all"
+
+
+Dialect = Vllm | Sglang
+DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang(), "dtrain": Dtrain()}
+
+
+def recognise(wire: Wire, kind: str, seconds: float) -> tuple[Dialect, list[str]]:
+    """A server of `kind`, auto: that of its models' owner; and its models' names. Raises Unanswered, Refused and
+    UserError."""
+    answer = wire.ask("/v1/models", None, seconds)
+    models = answer.get("data") if isinstance(answer, dict) else None
+    names = [str(model.get("id")) for model in models or []]
+    if kind != "auto":
+        return DIALECTS[kind], names or ["default"]
+    if not models:
+        raise Unanswered("no model at /v1/models")
+    owner = str(models[0].get("owned_by"))
+    if owner not in DIALECTS:
+        raise UserError(f"{wire.url}: its models are {owner}'s, neither of {', '.join(DIALECTS)}; say which it is like")
+    return DIALECTS[owner], names
+
+
+def derived_seed(request: Request) -> int:
+    """A seed below 2**63 for servers that know no prompt_index: samples of one prompt follow one another."""
+    return key(request.seed, request.prompt_index) % 2**62 + request.sample_index
+
+
+def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """What vLLM and SGLang call alike."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,  # a model's generation_config.json may say otherwise
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_ids),
+    }
+
+
+def _completion(ids: list[int], logprobs: list[float], finish: Any, version: int | None) -> Completion:
+    if finish not in ("stop", "length"):
+        raise Unanswered(f"a completion that ended by {finish!r}, not by stop or length")
+    if len(ids) != len(logprobs):
+        raise UserError(f"a completion of {len(ids)} tokens has {len(logprobs)} logprobs")
+    if not all(type(one) is int and 0 <= one < 2**31 for one in ids):
+        raise UserError("a completion has a token id that is no id")
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in logprobs):
+        raise UserError("a completion has a logprob that is no number")
+    return Completion(ids, [float(value) for value in logprobs], finish, version)
+
+
+def _index(choice: dict[str, Any]) -> int:
+    return int(choice["index"])
+
+
+def _version(value: Any) -> int | None:
+    return int(value) if isinstance(value, int | str) and str(value).isdecimal() else None

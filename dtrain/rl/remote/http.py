@@ -1,0 +1,468 @@
+"""`HttpEngine`: completions from servers that already run (vLLM, SGLang, `dtrain serve`), over HTTP.
+
+Token ids go in, token ids and logprobs come out. All samples of a prompt are one call; calls go to the server that has
+the fewest under way. No torch; on a mesh one rank calls `generate` and shares what it gives.
+"""
+
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dtrain.base.errors import Interrupted, UserError
+from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
+from dtrain.rl.remote.dialects import DIALECTS, AdapterVersion, Call, Dialect, recognise
+from dtrain.rl.remote.http_client import Refused, Unanswered, Wire
+
+if TYPE_CHECKING:
+    from dtrain.rl.routed import RoutedReader
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds between tries, doubled each time
+ASK_EVERY = 0.5  # seconds between questions whether to stop
+TRY_SECONDS = 30.0  # for the completion that shows what a server says
+TOLD_EVERY = 30.0  # seconds between lines about a server that is waited for
+
+
+@dataclass
+class ServerClient:
+    """One server. version: of the weights that it was last given, None: those it started with; adapter: the name of
+    the one to draw with, None: the model alone; behind: why it did not take the last weights, so that it is asked for
+    nothing until it does. is_held: calls wait for an adapter's next version. loaded: adapters' names there, and how
+    many calls are under way with each."""
+
+    wire: Wire
+    dialect: Dialect
+    model: str
+    adapter: str | None = None
+    is_held: bool = False
+    loaded: dict[str, int] = field(default_factory=dict)
+    busy: int = 0
+    failures: int = 0  # in a row
+    rest_until: float = 0.0
+    version: int | None = None
+    behind: str | None = None
+
+    def given(self, version: int, problem: str | None, adapter: str | None = None) -> None:
+        """Remember that it has this version of the weights, `adapter` or the model's, or why it did not take it."""
+        self.behind, self.is_held = problem, False
+        if problem is None:
+            self.adapter = adapter
+            if adapter is not None:
+                self.loaded.setdefault(adapter, 0)
+            self.version, self.failures, self.rest_until = version, 0, 0.0
+
+
+@dataclass
+class _Place:
+    """A place for one call at a server, and what that is asked to draw with. others: whether there are more servers."""
+
+    server: ServerClient
+    others: bool
+    version: int | None
+    adapter: str | None
+
+
+@dataclass
+class _Tries:
+    """What one call met, by url. `until` bounds it; `stop` is set where it is not wanted any more."""
+
+    until: float
+    stop: threading.Event
+    seen: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return max(0.1, self.until - time.monotonic())
+
+    def count(self, url: str) -> int:
+        return len(self.seen.get(url, []))
+
+    def note(self, url: str, seen: object) -> None:
+        self.seen.setdefault(url, []).append(str(seen))
+
+    def wait(self, url: str, most: float = math.inf) -> bool:
+        """Wait before the next try at `url`; False where there is none: `most` have failed, no time is left, or it is
+        not wanted any more."""
+        pause = _pause(self.count(url))
+        if self.count(url) >= most or self.stop.is_set() or time.monotonic() + pause > self.until:
+            return False
+        self.stop.wait(pause)
+        return True
+
+    def told(self) -> str:
+        lines = [f"{url}: {len(seen)} tries, the last: {seen[-1]}" for url, seen in self.seen.items()]
+        return "; ".join(lines) or "none could be asked"
+
+
+class HttpEngine:
+    """Servers at `urls`. kind: vllm, sglang, dtrain, or auto, which asks each for the owner of its models.
+
+    model: its name there (None: the only one each has). timeout: seconds that one call may take, tries included.
+    retries: further tries at one server, with growing pauses, where it gives no answer or a passing error; a server
+    that fails is passed over for a while, the others go on. concurrency: calls under way at once, over all servers.
+    samples_per_call: at most so many samples of a prompt in one call. start_timeout: seconds that the servers may take
+    to come up. api_key_file: a file with the key that the servers want. routed: reads where the tokens went, which the
+    servers are then asked for with every completion, and once before, with a prompt of two tokens. vocab_size: what a
+    token's id must be below. say: gets a line about each server that fails.
+
+    Raises UserError where a server's address or kind is wrong, or one does not come up, and Interrupted soon after
+    `ask_stop` says yes while they come up.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        kind: str = "auto",
+        model: str | None = None,
+        timeout: float = 600.0,
+        retries: int = 3,
+        concurrency: int = 64,
+        samples_per_call: int | None = None,
+        start_timeout: float = 300.0,
+        api_key_file: str | Path | None = None,
+        routed: "RoutedReader | None" = None,
+        vocab_size: int = 2**31,
+        say: Callable[[str], None] = lambda line: None,
+        ask_stop: AskStop | None = None,
+    ):
+        if not urls:
+            raise UserError("no server is named: give at least one address, http://host:port")
+        if kind != "auto" and kind not in DIALECTS:
+            raise UserError(f"kind={kind} is unknown; choose auto, {', '.join(DIALECTS)}")
+        self.timeout, self.retries, self.concurrency, self.say = timeout, retries, concurrency, say
+        self.samples_per_call, self._routed, self._vocab_size = samples_per_call, routed, vocab_size
+        self._changed = threading.Condition()
+        self._closed = False
+        key = read_key(api_key_file)
+        until = time.monotonic() + start_timeout
+        self._start_timeout = start_timeout
+        self._wires = [Wire(url, key) for url in urls]
+        self.servers: list[ServerClient] = self._all(
+            self._wires, lambda wire, stop: self._meet(wire, kind, model, _Tries(until, stop)), ask_stop
+        )
+
+    def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]:
+        """The completions of `requests`, in order. `Completion.version` is what the server says, else the version that
+        it was last given when it was asked. Raises UserError where no server answers, naming each with its last error,
+        or one answers what cannot be used, and Interrupted soon after `ask_stop` says yes."""
+        calls = [[requests[index] for index in call] for call in group(requests, self.samples_per_call)]
+        return [one for several in self._all(calls, self._complete, ask_stop) for one in several]
+
+    def update_from_directory(self, directory: Path, version: int) -> None:
+        """Have every server read a whole directory that they all see. One that fails is asked for nothing until the
+        next update reaches it; UserError where none took it."""
+        directory = directory.absolute()
+
+        def give(server: ServerClient, call: Call) -> None:
+            server.dialect.load(call, directory, version)
+
+        self._update(give, version, directory)
+
+    def update_adapter(self, adapter: AdapterVersion) -> None:
+        """Have every server load an adapter from a directory that they all see, and draw with it from here on; earlier
+        versions go when no call is under way with them. New calls wait meanwhile. Fails as `update_from_directory`."""
+        with self._changed:
+            for server in self.servers:
+                server.is_held = True
+
+        def give(server: ServerClient, call: Call) -> str:
+            with self._changed:
+                idle = [name for name, calls in server.loaded.items() if not calls and server.dialect.names_versions]
+                for name in idle:
+                    del server.loaded[name]
+            for name in idle:
+                # A server that has dropped it by itself refuses.
+                with suppress(UserError, Refused):
+                    server.dialect.unload_adapter(call, name)
+            return server.dialect.load_adapter(call, adapter)
+
+        self._update(give, adapter.version, adapter.directory)
+
+    def lacks_adapters(self) -> str | None:
+        """Why a server takes no adapter, by what it says of itself; None where all take them. Raises UserError."""
+
+        def look(server: ServerClient, stop: threading.Event) -> str | None:
+            lacking = server.dialect.lacks_adapters(partial(self._call, server, stop))
+            return None if lacking is None else f"{server.wire.url}: {lacking}"
+
+        return next((found for found in self._all(self.servers, look) if found), None)
+
+    def close(self) -> None:
+        """End the calls under way: `generate` raises UserError in its thread."""
+        self._closed = True
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        for wire in self._wires:
+            wire.hang_up()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _meet(self, wire: Wire, kind: str, model: str | None, tries: _Tries) -> ServerClient:
+        said = 0.0
+        while True:
+            try:
+                dialect, models = recognise(wire, kind, tries.seconds)
+                break
+            except Refused as error:
+                raise UserError(f"{wire.url}: {error}") from error
+            except Unanswered as error:
+                tries.note(wire.url, error)
+                waits = f"of {self._start_timeout:g} s, grpo.server.start_timeout"
+                if tries.count(wire.url) == 1 or time.monotonic() - said >= TOLD_EVERY:
+                    said = time.monotonic()
+                    self.say(f"{wire.url}: {error}; waiting for it to come up, {tries.seconds:.0f} s left {waits}")
+                if not tries.wait(wire.url):
+                    raise UserError(
+                        f"{tries.told()}: the server did not come up (the time {waits}, is over); start it, or take it "
+                        "out of grpo.server.urls"
+                    ) from error
+        if model is not None and model not in models:
+            raise UserError(f"{wire.url} has no model {model}; it has {', '.join(models)}")
+        server = ServerClient(wire, dialect, model or models[0])
+        if self._routed is not None:
+            self._try_routed(server)
+        return server
+
+    def _try_routed(self, server: ServerClient) -> None:
+        """Raises UserError where it does not say where tokens go, or serves another model. One that gives no answer now
+        may wait for weights."""
+        requests = [Request([0, 0], SamplingParams(max_new_tokens=1))]
+        path, body = server.dialect.body(requests, server.model)
+        try:
+            try:
+                answer = server.wire.ask(path, body | server.dialect.routed_asked, min(TRY_SECONDS, self.timeout))
+                completions = self._read(server, answer, requests)
+            except Unanswered:
+                return
+            self._with_routed(server, answer, requests, completions)
+        except (Refused, Unanswered, UserError) as error:
+            what = "grpo.router_replay=true needs servers that say which experts tokens go to"
+            raise UserError(f"{server.wire.url}: {error}; {what}") from error
+
+    def _read(self, server: ServerClient, answer: Any, requests: Sequence[Request]) -> list[Completion]:
+        """Raises Unanswered and UserError."""
+        try:
+            completions = server.dialect.read(answer, requests)
+        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+            shape = f"{type(error).__name__}: {error}"
+            raise Unanswered(f"an answer in another form than {server.dialect.name}'s ({shape})") from error
+        beyond = [one for completion in completions for one in completion.ids if one >= self._vocab_size]
+        if beyond:
+            raise UserError(
+                f"it drew the token {max(beyond)}, and the model has {self._vocab_size}: does it serve this very model?"
+            )
+        return completions
+
+    def _with_routed(
+        self, server: ServerClient, answer: Any, requests: Sequence[Request], completions: list[Completion]
+    ) -> list[Completion]:
+        """`completions` with what is said of experts. Raises UserError, and Unanswered where that is nothing."""
+        if (reader := self._routed) is None:
+            return completions
+        found = []
+        told = server.dialect.routed(answer)
+        for one, request, text in zip(completions, requests, told, strict=True):
+            count = len(request.prompt) + len(one.ids)
+            if text is None and one.ids:
+                raise Unanswered(f"its answer has no routed experts; {server.dialect.routed_start}")
+            found.append(replace(one, routed=reader.read(text, count) if one.ids else reader.nothing(count)))
+        return found
+
+    def _update(self, give: Callable[[ServerClient, Call], str | None], version: int, directory: Path) -> None:
+        """Give all servers their weights from `directory`: `give` raises where one does not take them, and names the
+        adapter to draw with."""
+
+        def attempt(server: ServerClient, stop: threading.Event) -> None:
+            problem = adapter = None
+            try:
+                adapter = give(server, partial(self._call, server, stop))
+            except (UserError, Refused) as error:
+                problem = str(error)
+                self.say(f"{server.wire.url} did not take version {version} of the weights: {problem}")
+            with self._changed:
+                server.given(version, problem, adapter)
+                self._changed.notify_all()
+
+        self._all(self.servers, attempt)
+        if all(server.behind for server in self.servers):
+            told = "; ".join(f"{server.wire.url}: {server.behind}" for server in self.servers)
+            raise UserError(f"no server took version {version} of the weights ({directory}): {told}")
+
+    def _call(
+        self,
+        server: ServerClient,
+        stop: threading.Event,
+        path: str,
+        body: dict[str, Any] | None,
+        *,
+        is_json: bool = True,
+        tries: int | None = None,
+    ) -> Any:
+        """The answer to one call, tried `tries` times, 1 + self.retries unless said. Raises Refused and UserError."""
+        met, url = _Tries(time.monotonic() + self.timeout, stop), server.wire.url
+        while True:
+            try:
+                return server.wire.ask(path, body, met.seconds, is_json=is_json)
+            except Unanswered as error:
+                met.note(url, error)
+                if self._closed or not met.wait(url, most=1 + self.retries if tries is None else tries):
+                    raise UserError(f"{path}: {met.told()}") from error
+
+    def _complete(self, requests: Sequence[Request], stop: threading.Event) -> list[Completion]:
+        tries = _Tries(time.monotonic() + self.timeout, stop)
+        while True:
+            place = self._choose(tries)
+            server, told = place.server, place.version
+            # Half of the time that is left for this try, while another server could be asked after it.
+            seconds = tries.seconds / 2 if place.others else tries.seconds
+            try:
+                completions = self._ask(place, requests, seconds)
+                for completion, request in zip(completions, requests, strict=True):
+                    _check(completion, request.sampling.max_new_tokens, told)
+            except Unanswered as error:
+                self._failed(server, tries, error)
+                continue
+            except (Refused, UserError) as error:
+                raise UserError(f"{server.wire.url}: {error}") from error
+            finally:
+                with self._changed:
+                    server.busy -= 1
+                    if place.adapter is not None:
+                        server.loaded[place.adapter] -= 1
+                    self._changed.notify_all()
+            with self._changed:
+                server.failures = 0
+            return [one if one.version is not None else replace(one, version=told) for one in completions]
+
+    def _ask(self, place: _Place, requests: Sequence[Request], seconds: float) -> list[Completion]:
+        server, adapter = place.server, place.adapter
+        path, body = server.dialect.body(requests, server.model, adapter)
+        if self._routed is not None:
+            body = body | server.dialect.routed_asked
+        try:
+            answer = server.wire.ask(path, body, seconds)
+        except Refused as error:
+            if adapter is None or error.status != 404:
+                raise
+            raise Unanswered(f"{error} (it had the adapter {adapter}): was it restarted?") from error
+        completions = self._with_routed(server, answer, requests, self._read(server, answer, requests))
+        if adapter is None or not server.dialect.names_versions:
+            return completions
+        return [replace(one, version=place.version) for one in completions]  # the name tells, not the base's version
+
+    def _choose(self, tries: _Tries) -> _Place:
+        """Wait for a server that may be asked, the one with the fewest calls, and take a place there."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                if self._closed or tries.stop.is_set():
+                    raise UserError("the client was closed while completions were under way")
+                able = [one for one in self.servers if one.behind is None and tries.count(one.wire.url) <= self.retries]
+                if not able or now > tries.until:
+                    raise UserError(self._given_up(tries))
+                free = [one for one in able if not one.is_held]
+                ready = [server for server in free if server.rest_until <= now]
+                if ready:
+                    server = min(ready, key=lambda one: one.busy)
+                    server.busy += 1
+                    if server.adapter is not None:
+                        server.loaded[server.adapter] += 1
+                    return _Place(server, len(able) > 1, server.version, server.adapter)
+                self._changed.wait(max(0.01, min([tries.until, *(server.rest_until for server in free)]) - now))
+
+    def _given_up(self, tries: _Tries) -> str:
+        behind = [f"{one.wire.url} did not take the last weights: {one.behind}" for one in self.servers if one.behind]
+        told = "; ".join([tries.told(), *behind])
+        return f"no server gave completions within {self.timeout:.0f} s ({told}); start them again and resume the run"
+
+    def _failed(self, server: ServerClient, tries: _Tries, seen: Unanswered) -> None:
+        tries.note(server.wire.url, seen)
+        with self._changed:
+            server.failures += 1
+            # Calls that fail together count once.
+            if server.rest_until <= time.monotonic():
+                server.rest_until = time.monotonic() + _pause(server.failures)
+        if server.failures == 1:
+            self.say(f"{server.wire.url}: {seen}; trying again")
+
+    def _all(
+        self, items: Sequence[Item], act: Callable[[Item, threading.Event], T], ask_stop: AskStop | None = None
+    ) -> list[T]:
+        """`act(item, stop)` for all items, in threads; the first error ends the others' calls and is raised."""
+        if not items:
+            return []
+        stop = threading.Event()
+        with ThreadPoolExecutor(min(len(items), self.concurrency), thread_name_prefix="rollout") as threads:
+            futures = [threads.submit(act, item, stop) for item in items]
+            try:
+                wait_for(futures, ask_stop)
+            except BaseException:
+                stop.set()
+                threads.shutdown(wait=False, cancel_futures=True)
+                self._hang_up()
+                raise
+            return [future.result() for future in futures]
+
+
+def _check(completion: Completion, most: int, version: int | None) -> None:
+    """Raises UserError for a completion that `most` tokens do not explain, and Unanswered for one of older weights."""
+    count = len(completion.ids)
+    if count > most or (not count and most) or (completion.finish == "length" and count != most):
+        raise UserError(
+            f"a completion has {count} tokens and ended by {completion.finish}, where "
+            f"{most} were asked for at most: does the server's context hold prompt and completion "
+            "(--max-model-len, --context-length, --max-length)?"
+        )
+    if version is not None and completion.version is not None and completion.version < version:
+        raise Unanswered(f"it has version {completion.version} of the weights, not {version}: was it restarted?")
+
+
+def wait_for(futures: Sequence[Future], ask_stop: AskStop | None = None) -> None:
+    """Until all are done. Raises the first error among them, and Interrupted where `ask_stop` says yes before."""
+    missing: Collection[Future] = futures
+    while missing:
+        done, missing = wait(missing, None if ask_stop is None else ASK_EVERY, FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        if missing and ask_stop is not None and ask_stop():
+            raise Interrupted
+
+
+def group(requests: Sequence[Request], most: int | None = None) -> list[list[int]]:
+    """Indices of requests that are samples of one prompt with ascending sample_index, at most `most` together."""
+    groups: list[list[int]] = []
+    for index, request in enumerate(requests):
+        has_room = groups and len(groups[-1]) < (most or len(requests))
+        if has_room and replace(request, sample_index=request.sample_index - 1) == requests[index - 1]:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def read_key(file: str | Path | None) -> str | None:
+    """The API key that is the one line of `file`. Raises UserError."""
+    if file is None:
+        return None
+    try:
+        key = Path(file).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: the API key cannot be read ({error})") from error
+    if not re.fullmatch("[!-~]+", key):
+        raise UserError(f"{file} must hold one line, the API key, of letters, digits and signs without a space")
+    return key
+
+
+def _pause(count: int) -> float:
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (count - 1))

@@ -1,0 +1,146 @@
+"""One HTTP call to a server: JSON in, JSON out, and what became of it in words. Standard library only, no torch."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from dtrain.base.errors import UserError
+
+CONNECT_SECONDS = 10.0
+LARGEST = 1 << 32  # bytes of an answer; experts that are told for many long completions are some hundred MB
+AT_ONCE = 1 << 20  # bytes that are read at once
+# Answers after which the same call may succeed: too many at once, starting, ending, or a gateway's bad moment.
+PASSING = {408, 425, 429, 500, 502, 503, 504}
+
+
+class Unanswered(Exception):
+    """A call that got no answer, or one that may be better next time; the message says what was seen."""
+
+
+class Refused(Exception):
+    """A call that the server refuses with `status`, and would refuse again; the message is the server's."""
+
+    def __init__(self, status: int, message: str):
+        self.status = status
+        super().__init__(message)
+
+
+class Wire:
+    """Calls to the server at `url` (http or https, with a path before the routes or without). For several threads."""
+
+    def __init__(self, url: str, key: str | None = None):
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise UserError(f"{url}: {error}") from error
+        if parts.scheme not in ("http", "https") or not host:
+            raise UserError(f"{url} is no server's address; write http://host:port")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.host = host
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._port = port or (443 if parts.scheme == "https" else 80)
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._live: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def ask(self, path: str, body: dict[str, Any] | None, seconds: float, *, is_json: bool = True) -> Any:
+        """The JSON that the server answers with 200, to a POST of `body`, else to a GET; without `is_json` an answer
+        in another form is its text. Raises Unanswered and Refused."""
+        method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+        connection = self._kind(self.host, self._port, timeout=min(CONNECT_SECONDS, seconds))
+        until = time.monotonic() + seconds
+        try:
+            connection.connect()
+            with self._cut_off(connection.sock, until):
+                connection.sock.settimeout(seconds)
+                connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.request(method, self._base + path, data, self._headers)
+                response = connection.getresponse()
+                raw = _body(response)
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, TimeoutError) or time.monotonic() >= until:
+                raise Unanswered(f"no answer within {seconds:.0f} s") from error
+            raise Unanswered(_in_words(error)) from error
+        finally:
+            connection.close()
+        return _read(response.status, raw, is_json)
+
+    def hang_up(self) -> None:
+        """End every call under way; they raise Unanswered."""
+        with self._lock:
+            for sock in self._live:
+                _shut_down(sock)
+
+    @contextmanager
+    def _cut_off(self, sock: socket.socket, until: float) -> Iterator[None]:
+        """Within the block `hang_up` ends what is sent and read, and so does the time: a socket's own timeout is for
+        each part that comes, and they may trickle."""
+        seconds = min(max(until - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+        timer = threading.Timer(seconds, _shut_down, (sock,))
+        timer.daemon = True
+        timer.start()
+        with self._lock:
+            self._live.add(sock)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            with self._lock:
+                self._live.discard(sock)
+
+
+def _shut_down(sock: socket.socket) -> None:
+    with suppress(OSError):  # it has ended
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _body(response: http.client.HTTPResponse) -> bytearray:
+    """Raises Unanswered for more than LARGEST bytes, and as `HTTPResponse.read`."""
+    raw = bytearray()
+    while part := response.read(AT_ONCE):
+        raw += part
+        if len(raw) > LARGEST:
+            raise Unanswered(f"an answer of more than {LARGEST >> 20} MiB")
+    if response.length:  # of what it said that it would send
+        raise http.client.IncompleteRead(bytes(raw), response.length)
+    return raw
+
+
+def _read(status: int, raw: bytes | bytearray, is_json: bool) -> Any:
+    try:
+        answer = json.loads(raw) if raw else {}
+    except ValueError as error:
+        answer = raw.decode(errors="replace")[:500]
+        if status == 200 and is_json:
+            raise Unanswered(f"an answer that is no JSON, which begins {answer[:80]!r}") from error
+    if status == 200:
+        return answer
+    message = f"{status}: {_message(answer)}"
+    raise Unanswered(message) if status in PASSING else Refused(status, message)
+
+
+def _message(answer: Any) -> str:
+    """What an error's body says: OpenAI's error object, FastAPI's detail, SGLang's words, or the text itself."""
+    if isinstance(answer, dict):
+        known = ("error", "detail", "message", "error_message")
+        error = next((answer[key] for key in known if key in answer), answer)
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    return str(answer) or "no explanation"
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, http.client.IncompleteRead):
+        return f"the answer broke off after {len(error.partial)} bytes"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__

@@ -1,0 +1,265 @@
+"""From the trainer to the servers of an `HttpEngine`: new weights, by a shared directory or by a broadcast.
+
+Both are collective over the run's ranks; only rank 0 has the engine, the others pass None. An error on rank 0 is a
+UserError on every rank, after all of them have gathered every weight: none is left in a collective.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.base.addresses import listen, own_address
+from dtrain.base.errors import UserError
+from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.huggingface.write import write_directory
+from dtrain.policy.weight_buckets import BUCKET_BYTES, MEETING, Info, WeightSource, buckets, flatten, weight_group
+from dtrain.rl.remote.dialects import Dialect, Post
+from dtrain.rl.remote.http import HttpEngine, ServerClient
+from dtrain.rl.remote.http_client import Refused, Unanswered
+from dtrain.rl.remote.shared_directory import mark, prune, step_directory
+
+QUICK_SECONDS = 10.0  # for a question that costs a server nothing
+
+
+class Publisher:
+    """engine: on rank 0, None elsewhere. dtype: of what is published (None: the model's)."""
+
+    def __init__(self, engine: HttpEngine | None, dtype: torch.dtype | None):
+        self._engine, self.dtype, self.ranks = engine, dtype, Ranks()
+
+    @property
+    def engine(self) -> HttpEngine:
+        if self._engine is None:
+            raise ValueError("rank 0 talks to the servers, and was given none")
+        return self._engine
+
+
+class DirectoryPublisher(Publisher):
+    """Writes `shared`/step-N, marked when it is whole, and has the servers read it.
+
+    shared: a directory that trainer and servers see under the same path. source: as of `write_directory`, the directory
+    that the model came from. keep: how many step-N stay.
+    """
+
+    def __init__(
+        self,
+        shared: Path,
+        source: Path,
+        engine: HttpEngine | None,
+        *,
+        dtype: torch.dtype | None = None,
+        keep: int = 2,
+    ):
+        super().__init__(engine, dtype)
+        self.shared, self.source, self.keep = Path(shared).absolute(), source, keep
+
+    def publish(self, model: nn.Module, version: int) -> None:
+        """Collective; one all-gather per sharded tensor, as `write_directory`. Raises UserError where the directory
+        cannot be written or no server took it."""
+        directory = step_directory(self.shared, version)
+        write_directory(model, directory, self.source, self.dtype, replace=True, ranks=self.ranks)
+
+        def announce() -> None:
+            mark(directory)
+            self.engine.update_from_directory(directory, version)
+            prune(self.shared, version, self.keep)
+
+        self.ranks.first(announce)
+
+
+class StreamPublisher(Publisher):
+    """Broadcasts weights to the servers over a process group of its own, a bucket in memory at a time.
+
+    device: where the tensors are; the group is nccl on CUDA, else gloo, and the servers' must be of the same kind. It
+    meets at a free port of this machine's address on the way to the first server. For `dtrain serve`, and SGLang, whose
+    words and group these are; vLLM's wants its own code on the trainer's side: use DirectoryPublisher there.
+
+    The group meets at the first `publish`, and anew where a server has gone or come back since. Building one is
+    collective. Raises UserError for a server that takes no stream.
+    """
+
+    def __init__(
+        self,
+        engine: HttpEngine | None,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ):
+        super().__init__(engine, dtype)
+        self.device, self.bucket_bytes = torch.device(device), bucket_bytes
+        self._group: Any = None
+        self._members: list[ServerClient] = []
+        self._meetings = 0
+        self._abandoned: list[Any] = []  # groups with a message that nobody takes: collecting one waits for it
+        self.ranks.first(self._check)
+
+    def publish(self, source: WeightSource, version: int) -> None:
+        """Collective; the all-gathers of `source.full_tensors`. Raises UserError where no server can take part, or one
+        breaks off under way; such a server decodes nothing until it got a whole version."""
+        info = source.prepare_refit_info(self.dtype)
+        self.ranks.first(lambda: self._meet(info))
+        parts = buckets(info, self.bucket_bytes)
+        problem: Exception | None = None
+        for names in parts:
+            full = [tensor for _, tensor in source.full_tensors(self.dtype, names)]
+            if self.ranks.is_first and problem is None:
+                last = version if names is parts[-1] else None
+                problem = _attempt(self._send, info, names, full, last)
+            del full
+        self.ranks.first(lambda: self._conclude(version, problem))
+
+    def close(self) -> None:
+        """Leave the group. No collective."""
+        for server in self._members:
+            _attempt(self._ask, server, "/destroy_weights_update_group", {"group_name": self._name})
+        self._group, self._members = None, []
+
+    def _check(self) -> None:
+        for server in self.engine.servers:
+            if not server.dialect.streams:
+                raise UserError(
+                    f"{server.wire.url} is a {server.dialect.name} server, which takes no streamed weights from "
+                    "dtrain; publish by a shared directory"
+                )
+
+    @property
+    def _name(self) -> str:
+        return f"weights-{self._meetings}"
+
+    def _meet(self, info: Info) -> None:
+        alive = [server for server in self.engine.servers if self._is_alive(server)]
+        if not alive:
+            raise UserError(f"no server is there to take weights: {', '.join(s.wire.url for s in self.engine.servers)}")
+        if self._group is None or alive != self._members:
+            self.close()
+            self._form(alive, info)
+        problem = self._tell_members(lambda dialect: dialect.pause)
+        if problem is not None:
+            self._tell_members(lambda dialect: dialect.resume)
+            raise UserError(str(problem))
+
+    def _tell_members(self, posts: Callable[[Dialect], Sequence[Post]]) -> Exception | None:
+        """Every member, whatever others answer; the first error."""
+        told = [(server, *post) for server in self._members for post in posts(server.dialect)]
+        problems = [_attempt(self._ask, *one) for one in told]
+        return next((problem for problem in problems if problem is not None), None)
+
+    def _form(self, servers: list[ServerClient], info: Info) -> None:
+        sizes = []
+        for server in servers:
+            if server.dialect.name == "dtrain":
+                self._ask(server, "/check_weights", _described(info, list(info)))
+                sizes.append(1)
+            else:
+                sizes.append(int(self._ask(server, "/get_server_info").get("tp_size", 1)))
+        self._meetings += 1
+        address = own_address(servers[0].wire.host, 9) or socket.gethostname()
+        with listen(address, 0) as probe:  # a free port
+            port = probe.getsockname()[1]
+        meeting = {
+            "master_address": address,
+            "master_port": port,
+            "world_size": 1 + sum(sizes),
+            "group_name": self._name,
+            "backend": "nccl" if self.device.type == "cuda" else "gloo",
+        }
+        posts = []
+        for index, server in enumerate(servers):
+            body = {**meeting, "rank_offset": 1 + sum(sizes[:index])}
+            posts.append(_in_thread(self._ask, server, "/init_weights_update_group", body))
+        size = 1 + sum(sizes)
+        joined = _in_thread(partial(weight_group, address, port, 0, size, self.device, name=self._name))
+        try:
+            _first_error([*posts, joined])
+        except RuntimeError as error:  # torch's word for peers that do not come
+            raise UserError(f"the servers did not meet at {address}:{port}: {error}") from error
+        self._group, self._members = joined.result(), servers
+
+    def _send(self, info: Info, names: list[str], full: list[Tensor], version: int | None) -> None:
+        body = {**_described(info, names), "group_name": self._name, "load_format": "flattened_bucket"}
+        if version is not None:
+            body["weight_version"] = str(version)
+        path = "/update_weights_from_distributed"
+        posts = [_in_thread(self._ask, server, path, body) for server in self._members]
+        message = flatten(full)
+        sent = self._group.broadcast(message, 0)
+        try:
+            _first_error(posts)
+        except UserError:
+            self._abandoned.append((self._group, sent, message))
+            self._group = None
+            raise
+        sent.wait()
+
+    def _conclude(self, version: int, problem: Exception | None) -> None:
+        resumed = self._tell_members(lambda dialect: dialect.resume)
+        problem = problem or resumed
+        for server in self.engine.servers:
+            was_there = server in self._members
+            server.given(version, None if was_there and problem is None else str(problem or "it was not there"))
+        if problem is not None:
+            raise UserError(f"version {version} of the weights did not reach the servers: {problem}")
+
+    def _ask(self, server: ServerClient, path: str, body: dict[str, Any] | None = None) -> Any:
+        """One call without a second try: a broadcast has none either. Raises UserError."""
+        try:
+            answer = server.wire.ask(path, body, QUICK_SECONDS if body is None else self.engine.timeout)
+        except (Unanswered, Refused) as error:
+            raise UserError(f"{server.wire.url}{path}: {error}") from error
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise UserError(f"{server.wire.url}{path}: {answer.get('message')}")
+        return answer
+
+    def _is_alive(self, server: ServerClient) -> bool:
+        try:
+            server.wire.ask("/v1/models", None, QUICK_SECONDS)
+        except (Unanswered, Refused) as error:
+            self.engine.say(f"{server.wire.url} takes no part in this update: {error}")
+            return False
+        return True
+
+
+def _described(info: Info, names: list[str]) -> dict[str, Any]:
+    return {
+        "names": names,
+        "dtypes": [str(info[name][1]).removeprefix("torch.") for name in names],
+        "shapes": [list(info[name][0]) for name in names],
+    }
+
+
+def _attempt(act: Callable[..., Any], *arguments: Any) -> Exception | None:
+    """Why `act` failed, for reasons that lie with a server or the network; else None."""
+    try:
+        act(*arguments)
+    except (UserError, RuntimeError) as error:  # RuntimeError: torch's word for a peer that is gone
+        return error
+    return None
+
+
+def _in_thread(act: Callable[..., Any], *arguments: Any) -> Future:
+    """The outcome of `act` in a thread that nobody has to wait for."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act(*arguments))
+        except (UserError, RuntimeError) as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="publish", daemon=True).start()
+    return future
+
+
+def _first_error(futures: list[Future]) -> None:
+    """Wait for all, or raise the first error as it comes."""
+    done, _ = wait(futures, MEETING.total_seconds() * 2, return_when=FIRST_EXCEPTION)
+    for future in done:
+        future.result()

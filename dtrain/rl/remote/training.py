@@ -1,0 +1,145 @@
+"""Servers as the engine of a training run: given the weights whenever these change, asked by rank 0 alone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from dtrain.base.errors import Interrupted, Unavailable, UserError
+from dtrain.base.ranks import Ranks
+from dtrain.base.run_context import RunContext
+from dtrain.checkpoint.peft.config import adapter_of
+from dtrain.inference.request import AskStop, Completion, Request
+from dtrain.models.common.adapter_config import AdapterConfig
+from dtrain.policy import Policy
+from dtrain.recipe.schema import Recipe
+from dtrain.rl.remote.adapter import MERGED, AdapterPublisher, refusal
+from dtrain.rl.remote.http import HttpEngine
+from dtrain.rl.remote.prefetch import Ahead
+from dtrain.rl.remote.publish import DirectoryPublisher, StreamPublisher
+from dtrain.rl.routed import RoutedReader
+
+
+class OverHttp:
+    """Servers, which are given the weights whenever these have changed. Rank 0 alone talks to them.
+
+    A version of the weights is the number of optimizer steps behind them. Raises Unavailable, on every rank, where the
+    servers fail, and Interrupted where rank 0 is asked to stop while they come up.
+    """
+
+    def __init__(self, recipe: Recipe, policy: Policy, run: RunContext):
+        section = recipe.grpo.server
+        self.policy, self.offload, self.ranks = policy, recipe.grpo.offload, Ranks()
+        self._ahead: Ahead | None = None
+        self._published: int | None = None
+        self._publisher: AdapterPublisher | DirectoryPublisher | StreamPublisher
+
+        engine: HttpEngine | None = None
+        routed = RoutedReader.of(policy.model.config) if recipe.grpo.router_replay else None
+
+        def connect() -> bool:
+            nonlocal engine
+            try:
+                engine = HttpEngine(
+                    section.urls,
+                    kind=section.kind,
+                    model=section.model,
+                    timeout=section.timeout,
+                    retries=section.retries,
+                    concurrency=section.concurrency,
+                    start_timeout=section.start_timeout,
+                    api_key_file=section.api_key_file,
+                    routed=routed,
+                    vocab_size=policy.model.config.vocab_size,
+                    say=run.metrics.say,
+                    ask_stop=run.ask_stop,
+                )
+            except Interrupted:
+                return False
+            if recipe.grpo.max_off_policy_steps:
+                self._ahead = Ahead(engine, recipe.grpo.max_off_policy_steps, run.metrics.say)
+                run.stack.callback(self._ahead.close)
+            run.stack.callback(engine.close)  # runs first, and ends what is under way
+            return True
+
+        if not self.ranks.first(connect):
+            raise Interrupted
+        dtype, shared = policy.precision.compute, Path(section.weights_dir or run.path / "weights")
+        config = None if recipe.lora is None else adapter_of(asdict(recipe.lora))
+        is_rounded = recipe.lora is not None and recipe.lora.quantize == "nf4"
+        way = self.ranks.first(
+            lambda: _choose_way(
+                section.weights, config, engine, run.metrics.say, is_rounded=is_rounded, is_held=policy.holds_base
+            )
+        )
+        if way == "adapter" and config is not None:
+            alone = self._publisher = AdapterPublisher(shared, recipe.model.directory, config, engine)
+            self._publish: Callable[[int], None] = lambda version: alone.publish(policy.model, version)
+        elif way == "broadcast":
+            stream = self._publisher = StreamPublisher(engine, device=policy.device, dtype=dtype)
+            run.stack.callback(stream.close)
+            self._publish = lambda version: stream.publish(policy, version)
+        else:
+            files = self._publisher = DirectoryPublisher(shared, recipe.model.directory, engine, dtype=dtype)
+            self._publish = lambda version: files.publish(policy.model, version)
+
+    def generate(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
+        try:
+            if self._published != version:
+                self._publish(version)
+                self._published = version
+            if self.offload:
+                self.policy.offload_after_refit()
+            drawn = self.ranks.first(lambda: self._draw(list(requests), version, ask_stop))
+        except UserError as error:
+            raise Unavailable(str(error)) from error
+        finally:
+            if self.offload:
+                self.policy.prepare_for_training()
+        if drawn is None:
+            raise Interrupted
+        return drawn
+
+    def expect(self, requests: Sequence[Request], version: int) -> None:
+        if self._ahead is not None and requests:
+            self._ahead.begin(requests, version)
+
+    def _draw(self, requests: list[Request], version: int, ask_stop: AskStop | None) -> list[Completion] | None:
+        """None: rank 0 was asked to stop."""
+        try:
+            if self._ahead is not None and self._ahead.is_under_way and requests == self._ahead.requests:
+                return self._ahead.take(version, ask_stop)
+            return self._publisher.engine.generate(requests, ask_stop)
+        except Interrupted:
+            return None
+
+
+def _choose_way(
+    asked: str,
+    config: AdapterConfig | None,
+    engine: HttpEngine | None,
+    say: Callable[[str], None],
+    *,
+    is_rounded: bool = False,
+    is_held: bool = False,
+) -> str:
+    """How weights travel: of `auto` the adapter alone where there is one and all servers take it, else a directory of
+    whole weights; says which, and why. is_rounded: whether the adapter is trained beside weights in 4 bits, which are
+    not those that servers have; is_held: beside weights that are in the run's checkpoints alone. Raises UserError where
+    `adapter` was asked for and cannot be."""
+    if engine is None:
+        raise ValueError("rank 0 talks to the servers, and was given none")
+    if config is None or asked not in ("auto", "adapter"):
+        return "directory" if asked == "auto" else asked
+    held = "its base is in this run's checkpoints alone (checkpoint.init_from, model.init), where no server finds it"
+    why_not = held if is_held else refusal(engine, config)
+    if why_not is not None and asked == "adapter":
+        raise UserError(f"grpo.server.weights=adapter: {why_not}; or {MERGED}")
+    rounded = "lora.quantize=nf4 trains beside weights in 4 bits, which servers of the same model do not draw with"
+    if asked == "auto" and is_rounded:
+        why_not = rounded
+    if why_not is not None:
+        say(f"the servers get merged weights, not the adapter alone: {why_not}")
+        return "directory"
+    say("the servers get the adapter alone, which they all take; " + (f"{rounded}: " if is_rounded else "") + MERGED)
+    say("  the adapter is right beside the weights of model.path: start servers again that an earlier run gave others")
+    return "adapter"

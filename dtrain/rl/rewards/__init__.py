@@ -1,0 +1,31 @@
+"""What a completion earns: functions by name or import path, run in a process of their own. No torch.
+
+A reward is a callable, async or not,
+
+    fn(prompts, completions, completion_ids, **columns) -> list of numbers or None
+
+called with keywords, of which it may take fewer: prompts as they stand in the data (a string or a list of messages),
+completions as text without special tokens, completion_ids as lists of ints, every other column of the data as a list.
+None says that it has no opinion on a completion. Options of the recipe are given by keyword too; an import path may
+also name a class, which is made with the options and then called.
+
+    find, options                   an import path or a name to a function; the options of those of our own
+    columns                         whether a reward can work with the data's columns
+    scoring, calls                  `Rewards` scores with a list of them, in a process of its own; what that does
+    math_exact, math_answers        those that come with dtrain: right answers, and reading them
+    text_exact, regex, json_valid   words, patterns, JSON
+    numeric                         numbers that are close
+    format_tags, length_penalty     layout, length
+    cosine_length                   right answers by their length
+    repetition_penalty              n-grams that come again
+    python_tests, code_sandbox      code that passes tests; the walls that it runs behind
+    sandboxed, remote_calls         what runs there; calls between the test and the code
+    plain_values                    what such a call carries
+
+`judge`, another model's points over HTTP, is in `dtrain.rl.remote`.
+"""
+
+from dtrain.rl.rewards.find import BUILT_IN, find
+from dtrain.rl.rewards.scoring import Rewards, Scores
+
+__all__ = ["BUILT_IN", "Rewards", "Scores", "find"]

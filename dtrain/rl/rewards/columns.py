@@ -1,0 +1,169 @@
+"""Whether a reward can work with the columns of the data: by its source, or by its own process where that is silent."""
+
+import ast
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.rl.rewards.find import BUILT_IN, NO_REWARD, definition, find_file
+from dtrain.rl.worker import Lost, Worker
+
+OWN = ("prompts", "completions", "completion_ids")
+"""What a reward is called with beside the columns of the data."""
+_ONE_VALUE = ("float", "int", "bool", "len", "str")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """needs, may: what a callable takes by name, without and with a default; by_place: what it needs and takes by place
+    alone; takes_all: whether it takes any name."""
+
+    needs: Collection[str]
+    may: Collection[str] = ()
+    by_place: Collection[str] = ()
+    takes_all: bool = False
+
+
+def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[str]) -> str | None:
+    """Why a reward has no values with data of these `columns`; None where it may have some.
+
+    A function of dtrain's own that takes a `column` reads that one, and python_tests must start on this machine;
+    another must have what its signature takes without a default, and take something of what a reward is given. A class
+    must have __call__ and be given what it is made with. That is read in the source. Where the source does not tell, of
+    a decorated function say, the module is imported in a process of its own, as a run does. UserError as `find` raises
+    it."""
+    module, function, file = find_file(name)
+    own = next((known for known, path in BUILT_IN.items() if path == f"{module}:{function}"), None)
+    if own is not None:
+        column = {**import_module("dtrain.rl.rewards.options").REWARDS[own], **options}.get("column")
+        if column is not None and column not in columns:
+            return no_column(own, column, columns)
+        return _refusal(module, function, options) if own == "python_tests" else None
+    node = definition(Path(file), function)
+    if isinstance(node, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set):
+        return f"reward {name} is a value that cannot be called, {NO_REWARD}"
+    made_with: Signature | None = None
+    if isinstance(node, ast.ClassDef):
+        makes, call = (_method(node, called) for called in ("__init__", "__call__"))
+        if call is None and not (node.bases or node.keywords):
+            return f"reward {name} is a class without __call__, {NO_REWARD}"
+        made_with, node = _signature(makes) or Signature([]), call
+    called = _signature(node)
+    if called is None:
+        try:
+            with _Look(name, module, function) as process:
+                made_with, called = process.signatures()
+        except (UserError, Lost) as problem:
+            return str(problem)
+    lacking = [key for key in made_with.needs if key not in options] if made_with else []
+    if lacking:
+        return f"reward {name} is made with {', '.join(lacking)}: set its kwargs in grpo.rewards"
+    if called.by_place:
+        return f"reward {name} takes {', '.join(called.by_place)} by place, {NO_REWARD}"
+    given = {*columns, *OWN, *(() if made_with else options)}
+    missing = [key for key in called.needs if key not in given]
+    if missing:
+        return takes_more(name.rsplit(".", 1)[-1], missing, columns)
+    if not called.takes_all and not {*called.needs, *called.may} & {*columns, *OWN}:
+        return f"reward {name} takes neither completions nor a column, {NO_REWARD}"
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _gives_no_list(node):
+        return f"reward {name} gives one value, or none, for all completions: return a list, a number for each"
+    return None
+
+
+def _refusal(module: str, function: str, options: Mapping[str, Any]) -> str | None:
+    """Why a reward cannot be made on this machine."""
+    try:
+        getattr(import_module(module), function)(**options)
+    except UserError as problem:
+        return str(problem)
+    return None
+
+
+def no_column(name: str, column: str, columns: Collection[str]) -> str:
+    """What is said of a reward of dtrain's own that reads a column which the data does not have."""
+    return (
+        f"reward {name}: the data has no column {column!r} (it has {_listed(columns)}); name the right one: "
+        f"grpo.rewards=[{{fn: {name}, kwargs: {{column: ..}}}}]"
+    )
+
+
+def takes_more(name: str, missing: Collection[str], columns: Collection[str]) -> str:
+    """What is said of a reward whose signature takes columns that are `missing` from the data."""
+    return f"reward {name} takes {', '.join(missing)}, which is no column of the data (it has {_listed(columns)})"
+
+
+def _listed(columns: Collection[str]) -> str:
+    return ", ".join(key for key in columns if key not in OWN) or "none"
+
+
+class _Look(Worker):
+    """A process that has imported a reward, and has neither made nor called it."""
+
+    def __init__(self, name: str, module: str, function: str):
+        def say(text: str) -> None:
+            print(text, file=sys.stderr)
+
+        service, key = "dtrain.rl.rewards.calls:Look", "grpo.reward_timeout"
+        super().__init__(service, module, function, what=f"reward {name}", timeout=60.0, key=key, say=say)
+
+    def signatures(self) -> tuple[Signature | None, Signature]:
+        """What the reward is made with, a class, and what it is called with. Raises Lost."""
+        (answer,) = self._ask("signatures")
+        makes, calls = answer
+        return makes and Signature(**makes), Signature(**calls)
+
+
+def _method(node: ast.ClassDef, name: str) -> ast.AST | None:
+    """Of a class, without the argument self."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    found = [one for one in node.body if isinstance(one, kinds) and one.name == name]
+    if not found or found[-1].decorator_list or not found[-1].args.args:
+        return next((one for one in node.body if getattr(one, "name", None) == name), None)
+    del found[-1].args.args[0]
+    return found[-1]
+
+
+def _signature(node: ast.AST | None) -> Signature | None:
+    """Of a function; None where the source does not tell."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or getattr(node, "decorator_list", []):
+        return None
+    takes = node.args
+    by_place = [one.arg for one in takes.posonlyargs]
+    names = [*by_place, *(one.arg for one in takes.args)]
+    bare = names[: len(names) - len(takes.defaults)]
+    of_keywords = [(one.arg, default is None) for one, default in zip(takes.kwonlyargs, takes.kw_defaults, strict=True)]
+    return Signature(
+        needs=[*(key for key in bare if key not in by_place), *(key for key, is_bare in of_keywords if is_bare)],
+        may=[
+            *(key for key in names[len(bare) :] if key not in by_place),
+            *(k for k, is_bare in of_keywords if not is_bare),
+        ],
+        by_place=[key for key in bare if key in by_place],
+        takes_all=takes.kwarg is not None,
+    )
+
+
+def _gives_no_list(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether each of a function's returns is surely one value, or it has none and does not only raise."""
+    within: list[ast.AST] = [*node.body]
+    returns: list[ast.expr | None] = []
+    while within:
+        one = within.pop()
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            continue
+        if isinstance(one, ast.Raise | ast.Yield | ast.YieldFrom):
+            return False
+        if isinstance(one, ast.Return):
+            returns.append(one.value)
+        within += ast.iter_child_nodes(one)
+    return all(
+        one is None
+        or isinstance(one, ast.Constant)
+        or (isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id in _ONE_VALUE)
+        for one in returns
+    )

@@ -1,0 +1,91 @@
+"""The rewards that come with dtrain: their options with the defaults, read from the functions, and the ranges. No
+torch.
+
+Any other name has to be an import path, `module.function` or `module:function`, found in the working directory too.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+from dtrain.base.name_patterns import python_error
+from dtrain.base.ranges import NUMBER, Range, is_finite
+from dtrain.rl.rewards.find import BUILT_IN
+
+REQUIRED = inspect.Parameter.empty
+"""The default of an option that has none."""
+OF_JUDGE = ("url", "model", "rubric")
+"""Options of judge that stand beside `fn`."""
+
+
+def _options(path: str) -> Mapping[str, Any]:
+    """The keywords of a reward of our own, and their defaults."""
+    module, _, function = path.partition(":")
+    parameters = inspect.signature(getattr(import_module(module), function)).parameters.values()
+    return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+
+
+REWARDS: Mapping[str, Mapping[str, Any]] = MappingProxyType({name: _options(path) for name, path in BUILT_IN.items()})
+"""Name -> its options and their defaults."""
+
+FORMER_NAMES: Mapping[str, str] = MappingProxyType({"isolated": "allow_full_access"})
+"""Options that had another name or meaning -> which one replaced them."""
+
+
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, str) and python_error(value) is None
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+_TEXT: Range = (lambda v: isinstance(v, str), "a string")
+_SAID: Range = (lambda v: v is None or (isinstance(v, str) and v.strip() != ""), "a text that is not empty")
+_WORDS: Range = (lambda v: _is_list(v) and all(isinstance(one, str) for one in v), "a list of strings")
+_SWITCH: Range = (lambda v: isinstance(v, bool), "true or false")
+_NOT_NEGATIVE: Range = (lambda v: is_finite(v) and v >= 0, "a finite number, at least 0")
+_TOKENS: Range = (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "a whole number, at least 0")
+_COUNT: Range = (lambda v: _TOKENS[0](v) and v >= 1, "a whole number, at least 1")
+
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "column": (lambda v: isinstance(v, str) and v != "", "the name of a column"),
+        "absolute": _NOT_NEGATIVE,
+        "relative": _NOT_NEGATIVE,
+        "pattern": (_is_pattern, "a regular expression of Python's re"),
+        "full": _SWITCH,
+        "ignore_case": _SWITCH,
+        "tags": (lambda v: _WORDS[0](v) and len(v) > 0 and all(v), "a list of at least one tag's name"),
+        "strict": _SWITCH,
+        "prefix": _TEXT,
+        "target_tokens": _TOKENS,
+        "max_tokens": _COUNT,
+        "ngram_size": _COUNT,
+        "max_penalty": (lambda v: is_finite(v) and v <= 0, "a finite number, at most 0"),
+        **dict.fromkeys(("min_value_wrong", "max_value_wrong", "min_value_correct", "max_value_correct"), NUMBER),
+        "required_keys": _WORDS,
+        "whole": _SWITCH,
+        "memory": (lambda v: type(v) is int and 64 <= v <= 1 << 20, "a whole number of MiB, from 64"),
+        "allow_full_access": _SWITCH,
+        "url": (
+            lambda v: isinstance(v, str) and v.startswith(("http://", "https://")),
+            "an address that begins with http:// or https://",
+        ),
+        "model": _SAID,
+        "rubric": _SAID,
+        "concurrency": (lambda v: type(v) is int and 1 <= v <= 1024, "a whole number from 1 to 1024"),
+        "timeout": (lambda v: is_finite(v) and v > 0, "a finite number of seconds, more than 0"),
+        "api_key_file": _SAID,
+        "cache": _SAID,
+    }
+)
+"""What an option may be."""
+
+
+def is_path(name: str) -> bool:
+    """Whether `name` can be an import path: dotted, or with a colon before the function."""
+    return bool(re.fullmatch(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*", name))

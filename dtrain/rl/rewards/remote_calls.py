@@ -1,0 +1,459 @@
+"""Calls between the process of a completion's code and the process of a test, in both directions.
+
+The test decides, so its side trusts nothing: it builds plain values (`plain_values`) and stand-ins for the code's
+objects, lets the code call only functions that the test handed over, and ends, failed, at any other message. It runs
+inside the processes of `code_sandbox`, without dtrain beside it.
+"""
+
+import copy
+import functools
+import importlib
+import io
+import operator
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+from dtrain.rl.rewards.plain_values import ERRORS, Codec, Shared, from_line, refill, to_line
+
+FAILED = 1
+"""Exit status of a test that does not pass."""
+_CONTAINERS = (list, dict, set, bytearray)
+# Special methods that an object has where its class has them. They show the code nothing but the object itself, keys
+# and arguments: what is compared or computed with it stays with the test.
+_SPECIAL = (
+    *(
+        "__len__",
+        "__iter__",
+        "__next__",
+        "__reversed__",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__complex__",
+        "__index__",
+    ),
+    *("__abs__", "__neg__", "__pos__", "__invert__", "__round__", "__trunc__", "__floor__", "__ceil__", "__bytes__"),
+    *("__getitem__", "__setitem__", "__delitem__", "__enter__"),
+)
+_ARITHMETIC = (
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "lshift",
+    "rshift",
+    "and",
+    "or",
+    "xor",
+)
+_BETWEEN_OBJECTS = (
+    *(f"__{prefix}{name}__" for name in _ARITHMETIC for prefix in ("", "i")),
+    *("__lt__", "__le__", "__gt__", "__ge__"),
+)
+
+
+class Side(Codec):
+    """One end of the two pipes. Either side may call while it answers a call."""
+
+    def __init__(self, incoming: BinaryIO, outgoing: BinaryIO):
+        self._incoming, self._outgoing = incoming, outgoing
+
+    def request(self, operation: str, *operands: Any) -> Any:
+        """The other side's answer, or the exception that it raises there. Mutable containers among `operands` change
+        as they changed there."""
+        is_raised, value = self.exchange(operation, operands)
+        if is_raised:
+            raise value
+        return value
+
+    def exchange(self, operation: str, operands: tuple[Any, ...]) -> tuple[bool, Any]:
+        """(whether the other side raises it, its value)."""
+        shared = Shared()
+        self.send({"operation": operation, "operands": [self.encode(operand, shared) for operand in operands]})
+        num_sent = len(shared.containers)
+        while "operation" in (message := self.receive()):
+            self.answer(message)
+        value = self.decode(message["value"], shared)
+        sent = shared.containers[:num_sent]
+        contents = [self.decode_contents(*pair, shared) for pair in zip(sent, message["contents"], strict=True)]
+        for container, items in zip(sent, contents, strict=True):
+            refill(container, items)
+        self.show(message["printed"])
+        return message["raised"], value
+
+    def answer(self, message: dict[str, Any]) -> None:
+        shared = Shared()
+        operands = [self.decode(operand, shared) for operand in message["operands"]]
+        received = [*shared.containers]
+        try:
+            value, is_raised = self.perform(message["operation"], *operands), False
+        except BaseException as error:  # SystemExit too is the caller's to see
+            value, is_raised = error, True
+        self.send(
+            {
+                "value": self.encode(value, shared),
+                "contents": [self.encode_contents(container, shared) for container in received],
+                "raised": is_raised,
+                "printed": self.printed(),
+            }
+        )
+
+    def perform(self, operation: str, *operands: Any) -> Any:
+        raise NotImplementedError
+
+    def printed(self) -> str:
+        return ""
+
+    def show(self, printed: str) -> None:
+        pass
+
+    def send(self, message: Any) -> None:
+        self._outgoing.write(to_line(message))
+        self._outgoing.flush()
+
+    def receive(self) -> Any:
+        return from_line(self._incoming.readline())
+
+
+class CodeSide(Side):
+    """The side of the code: all of its objects may be called and looked at, by handles. module: where it runs."""
+
+    def __init__(self, incoming: BinaryIO, outgoing: BinaryIO, code: str, module: types.ModuleType):
+        super().__init__(incoming, outgoing)
+        self._code, self._module = code, module
+        self._objects: list[Any] = []
+        self._handles: dict[int, int] = {}
+        self._of_the_test: dict[int, tuple[Any, int]] = {}  # id -> an object that the test's side sent, its handle
+        self._described: set[int] = set()
+        self._stdout = io.BytesIO()
+        sys.stdout = io.TextIOWrapper(self._stdout, encoding="utf-8", errors="replace", write_through=True)
+
+    def serve(self) -> None:
+        """Answer until the test's process has ended, which raises."""
+        while True:
+            self.answer(self.receive())
+
+    def perform(self, operation: str, *operands: Any) -> Any:
+        if operation == "run":
+            return exec(compile(self._code, "solution", "exec"), self._module.__dict__)
+        if operation == "global":
+            return vars(self._module)[operands[0]]
+        if operation == "call":
+            function, arguments, keywords = operands
+            return function(*arguments, **keywords)
+        if operation == "special":
+            name, owner, *arguments = operands
+            return getattr(type(owner), name)(owner, *arguments)
+        if operation == "operator":
+            return getattr(operator, operands[0])(*operands[1:])
+        if operation == "copy":
+            return getattr(copy, operands[0])(operands[1])
+        if operation == "contents":
+            base: Any = next(base for base in _CONTAINERS if isinstance(operands[0], base))
+            return base(dict.items(operands[0]) if base is dict else base.__iter__(operands[0]))
+        attributes: dict[str, Callable[..., Any]] = {"getattr": getattr, "setattr": setattr, "delattr": delattr}
+        return attributes[operation](*operands)
+
+    def printed(self) -> str:
+        text = self._stdout.getvalue().decode(errors="replace")
+        self._stdout.seek(0)
+        self._stdout.truncate()
+        return text
+
+    def encode(self, value: Any, shared: Shared) -> Any:
+        if id(value) in self._of_the_test:
+            return {"kind": "yours", "handle": self._of_the_test[id(value)][1]}
+        return super().encode(value, shared)
+
+    def encode_other(self, value: Any, shared: Shared) -> dict[str, Any]:
+        handle = self._handles.setdefault(id(value), len(self._objects))
+        if handle == len(self._objects):
+            self._objects.append(value)
+        if not isinstance(value, type):
+            return {"kind": "object", "handle": handle, "type": self.encode_type(type(value), shared)}
+        return self.encode_type(value, shared)
+
+    def encode_type(self, kind: type, shared: Shared) -> dict[str, Any]:
+        """A class, described where it is sent for the first time."""
+        handle = self._handles.setdefault(id(kind), len(self._objects))
+        if handle == len(self._objects):
+            self._objects.append(kind)
+        node: dict[str, Any] = {"kind": "class", "handle": handle}
+        if handle not in self._described:
+            self._described.add(handle)
+            attributes: dict[str, Any] = {}
+            for base in reversed(kind.__mro__):
+                attributes |= vars(base)
+            node |= {
+                "name": kind.__name__,
+                "error": next((base.__name__ for base in kind.__mro__ if ERRORS.get(base.__name__) is base), None),
+                "bases": [self.encode_type(base, shared) for base in kind.__bases__ if _is_sent_as_base(base)],
+                "special": [name for name in (*_SPECIAL, "__call__") if attributes.get(name) is not None],
+                "has_contents": issubclass(kind, _CONTAINERS),
+            }
+        return node
+
+    def decode_other(self, node: dict[str, Any], shared: Shared) -> Any:
+        if node["kind"] == "yours":
+            return self._objects[node["handle"]]
+        handle: int = node["handle"]
+        value: Any
+        if node["kind"] == "named":
+            value = importlib.import_module(node["module"])
+            for part in filter(None, node["name"].split(".")):
+                value = getattr(value, part)
+        else:
+            value = Callback(self, handle)
+            if node["kind"] == "iterator":
+                self._of_the_test[id(value)] = value, handle
+                value = _items_of(value)
+        self._of_the_test[id(value)] = value, handle
+        return value
+
+
+class Callback:
+    """A function of the test, for the code to call."""
+
+    def __init__(self, side: CodeSide, handle: int):
+        self._side, self._handle = side, handle
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._side.request("call", self, arguments, keywords)
+
+
+def _items_of(take: Callable[[], Any]) -> Iterator[Any]:
+    while True:
+        try:
+            item = take()
+        except StopIteration:
+            return
+        yield item
+
+
+def _is_sent_as_base(base: type) -> bool:
+    return base is not object and base.__module__ != "builtins"
+
+
+class TestSide(Side):
+    """The side of the test. What it cannot send, and any message that it cannot read, ends the process as failed."""
+
+    def __init__(self, incoming: BinaryIO, outgoing: BinaryIO):
+        super().__init__(incoming, outgoing)
+        self._sent: list[Any] = []
+        self._handles: dict[int, int] = {}
+        self._callbacks: set[int] = set()
+        self._classes: dict[int, RemoteClass] = {}
+        self._objects: dict[int, RemoteObject] = {}
+
+    def exchange(self, operation: str, operands: tuple[Any, ...]) -> tuple[bool, Any]:
+        try:
+            return super().exchange(operation, operands)
+        except BaseException:  # no `try` of the test may take it for an exception of the code
+            os._exit(FAILED)
+
+    def perform(self, operation: str, *operands: Any) -> Any:
+        function, arguments, keywords = operands
+        if operation != "call" or self._handles.get(id(function)) not in self._callbacks:
+            os._exit(FAILED)
+        return function(*arguments, **keywords)
+
+    def show(self, printed: str) -> None:
+        if printed:
+            sys.stdout.write(printed)
+
+    def encode_other(self, value: Any, shared: Shared) -> dict[str, Any]:
+        if isinstance(value, RemoteClass):
+            return {"kind": "yours", "handle": value.__dict__["_dtrain_class"]}
+        if isinstance(value, RemoteObject):
+            return {"kind": "yours", "handle": value._dtrain_handle}
+        if isinstance(value, BaseException):
+            name = next(base.__name__ for base in type(value).__mro__ if ERRORS.get(base.__name__) is base)
+            return {"kind": "error", "name": name, "items": [self.encode(item, shared) for item in value.args]}
+        node: dict[str, Any] = {}
+        if named := _name_in_library(value):
+            node = {"kind": "named", "module": named[0], "name": named[1]}
+        elif isinstance(value, _FUNCTIONS):
+            node = {"kind": "callback"}
+        elif isinstance(value, Iterator):
+            value, node = value.__next__, {"kind": "iterator"}
+        if not node:
+            raise TypeError("an object of the test cannot be sent")
+        handle = self._handles.setdefault(id(value), len(self._sent))
+        if handle == len(self._sent):
+            self._sent.append(value)
+        if node["kind"] != "named":
+            self._callbacks.add(handle)
+        return node | {"handle": handle}
+
+    def decode_other(self, node: dict[str, Any], shared: Shared) -> Any:
+        handle = node["handle"]
+        if node["kind"] == "yours":
+            return self._sent[handle]
+        if node["kind"] == "class":
+            return self._classes[handle] if handle in self._classes else self._make_class(handle, node, shared)
+        if node["kind"] != "object":
+            raise ValueError("no such kind")
+        kind = _remote_class(self.decode_other(node["type"], shared))
+        if handle not in self._objects:
+            value = self._objects[handle] = kind.__new__(kind)
+            object.__setattr__(value, "_dtrain_handle", handle)
+            if isinstance(value, BaseException):
+                object.__setattr__(value, "args", tuple(self.request("getattr", value, "args")))
+        return self._objects[handle]
+
+    def _make_class(self, handle: int, node: dict[str, Any], shared: Shared) -> "RemoteClass":
+        bases = [_remote_class(self.decode_other(base, shared)) for base in node["bases"]] or [RemoteObject]
+        error = ERRORS.get(node["error"])
+        if error is not None and not any(issubclass(base, error) for base in bases):
+            bases.append(error)
+        methods = {name: _special(name) for name in _SPECIAL if name in node["special"]}
+        if "__call__" in node["special"]:
+            methods["__call__"] = _call
+        if "__enter__" in node["special"]:
+            methods["__exit__"] = _exit
+        own = {"_dtrain_side": self, "_dtrain_class": handle, "_dtrain_has_contents": node["has_contents"]}
+        made = self._classes[handle] = RemoteClass(
+            node["name"], tuple(bases), {"__module__": "solution", **own, **methods}
+        )
+        return made
+
+
+class RemoteClass(type):
+    """The class of stand-ins for objects of one class of the code; itself the stand-in for that class."""
+
+    _dtrain_side: TestSide
+
+    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
+        return cls._dtrain_side.request("call", cls, arguments, keywords)
+
+    def __getattr__(cls, name: str) -> Any:
+        return cls._dtrain_side.request("getattr", cls, name)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        cls._dtrain_side.request("setattr", cls, name, value)
+
+    def __getitem__(cls, key: Any) -> Any:
+        return cls._dtrain_side.request("operator", "getitem", cls, key)
+
+    def __iter__(cls) -> Any:
+        return cls._dtrain_side.request("special", "__iter__", cls)
+
+    def __len__(cls) -> int:
+        return cls._dtrain_side.request("special", "__len__", cls)
+
+    def __bool__(cls) -> bool:
+        return True
+
+
+class RemoteObject:
+    """The stand-in for an object of the code, which answers for it, but is never shown a plain value by an operator.
+
+    It equals no plain value, whatever its own `__eq__` says, unless it is of a class derived from a mutable container:
+    then its contents are compared here. With a plain value it cannot be ordered or computed. Two objects of the code
+    are compared and computed with by the code.
+    """
+
+    _dtrain_side: TestSide
+    _dtrain_handle: int
+    _dtrain_has_contents = False
+
+    __dict__ = property(lambda self: self._dtrain_side.request("getattr", self, "__dict__"))
+
+    def __getattr__(self, name: str) -> Any:
+        return self._dtrain_side.request("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._dtrain_side.request("setattr", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._dtrain_side.request("delattr", self, name)
+
+    def __eq__(self, other: Any) -> Any:
+        if _is_remote(other):
+            return self._dtrain_side.request("operator", "eq", self, other)
+        if self._dtrain_has_contents:
+            return self._dtrain_side.request("contents", self) == other
+        return NotImplemented
+
+    def __contains__(self, item: Any) -> Any:
+        if _is_remote(item):
+            return self._dtrain_side.request("operator", "contains", self, item)
+        return any(item is each or item == each for each in self)  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return self._dtrain_side.request("special", "__hash__", self)
+
+    def __str__(self) -> str:
+        return self._dtrain_side.request("special", "__str__", self)
+
+    def __repr__(self) -> str:
+        return self._dtrain_side.request("special", "__repr__", self)
+
+    def __format__(self, layout: str) -> str:
+        return self._dtrain_side.request("special", "__format__", self, layout)
+
+    def __copy__(self) -> Any:
+        return self._dtrain_side.request("copy", "copy", self)
+
+    def __deepcopy__(self, _: Any) -> Any:
+        return self._dtrain_side.request("copy", "deepcopy", self)
+
+
+_FUNCTIONS = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType, functools.partial),
+)
+
+
+def _remote_class(value: Any) -> Any:
+    if not isinstance(value, RemoteClass):
+        raise ValueError("it is no class of the code")
+    return value
+
+
+def _is_remote(value: Any) -> bool:
+    return isinstance(value, RemoteObject | RemoteClass)
+
+
+def _special(name: str) -> Callable[..., Any]:
+    return lambda self, *operands: self._dtrain_side.request("special", name, self, *operands)
+
+
+def _call(self: RemoteObject, *arguments: Any, **keywords: Any) -> Any:
+    return self._dtrain_side.request("call", self, arguments, keywords)
+
+
+def _exit(self: RemoteObject, kind: Any, error: Any, _: Any) -> Any:
+    return self._dtrain_side.request("special", "__exit__", self, kind, error, None)
+
+
+def _between(name: str) -> Callable[[RemoteObject, Any], Any]:
+    def method(self: RemoteObject, other: Any) -> Any:
+        return self._dtrain_side.request("operator", name, self, other) if _is_remote(other) else NotImplemented
+
+    return method
+
+
+for _name in _BETWEEN_OBJECTS:
+    setattr(RemoteObject, _name, _between(_name))
+
+
+def _name_in_library(value: Any) -> tuple[str, str] | None:
+    """(module, name) by which the standard library knows an object: a function, a class or a module."""
+    if isinstance(value, types.ModuleType):
+        module, name = value.__name__, ""
+    else:
+        module, name = getattr(value, "__module__", None) or "", getattr(value, "__qualname__", "")
+    if module.partition(".")[0] not in sys.stdlib_module_names or module not in sys.modules:
+        return None
+    try:
+        is_there = functools.reduce(getattr, filter(None, name.split(".")), sys.modules[module]) is value
+    except AttributeError:
+        return None
+    return (module, name) if is_there else None

@@ -1,0 +1,146 @@
+"""Completions to rewards, in one worker process that may hang, crash or be killed without harm to the run."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dtrain.rl.child import Outcome
+from dtrain.rl.rewards.find import find
+from dtrain.rl.worker import Lost, Worker
+
+
+class Spec(Protocol):
+    """A reward of a checked recipe, where no `fn` is None: `config.schema.Reward`, or anything alike."""
+
+    fn: str | None
+    weight: float
+
+    @property
+    def options(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Scores:
+    """total: the weighted sum of the parts for each completion; parts: by reward's name. NaN where none is known."""
+
+    total: list[float]
+    parts: dict[str, list[float]]
+
+
+class Rewards(Worker):
+    """Rewards by name or import path, loaded in a process of their own.
+
+    specs: each with fn, weight and options. timeout: seconds that one reward may take over one call of `score`, and
+    `key` that of the recipe. say: told, once for each cause, why a reward has no values. Two rewards of one name are
+    told apart by a number.
+
+    Raises UserError where a name or path is not there, or a module or class of the user's cannot be loaded. Not for
+    several threads at once.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        *,
+        timeout: float = 60.0,
+        say: Callable[[str], None] = print,
+        key: str = "grpo.reward_timeout",
+    ):
+        names = names_of(specs)
+        self._weights = {name: spec.weight for name, spec in zip(names, specs, strict=True)}
+        self._paths = {name: str(spec.fn) for name, spec in zip(names, specs, strict=True)}
+        where = [(*find(str(spec.fn)), dict(spec.options or {})) for spec in specs]
+        super().__init__(
+            "dtrain.rl.rewards.calls:RewardCalls",
+            dict(zip(self._weights, where, strict=True)),
+            what=f"the rewards ({', '.join(self._weights)})",
+            timeout=timeout,
+            key=key,
+            say=say,
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The parts' names, in the order of the specs."""
+        return list(self._weights)
+
+    def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Scores:
+        """The rewards of N completions; columns: the data's others, a list of N each.
+
+        A reward that takes longer than the timeout, or whose process dies, has no values in this call, and the process
+        is replaced. So has one that raises or gives something else than N numbers or None; but as long as this reward
+        has never given values, that is its user's mistake, and a UserError with the end of the traceback.
+        """
+        own = {"prompts": list(prompts), "completions": list(completions)}
+        batch = {**columns, **own, "completion_ids": [list(ids) for ids in completion_ids]}
+        count = len(own["completions"])
+        wrong = {key: len(values) for key, values in batch.items() if len(values) != count}
+        if wrong:
+            raise ValueError(f"{count} completions, but {wrong}")
+        if not count:
+            return Scores([], {name: [] for name in self._weights})
+        # The answers to their end, and no more than rewards: a process may be lost behind its last one.
+        found = zip(self._answers(batch), self._weights, strict=False)
+        parts = {name: self._values(name, answer, count) for answer, name in found}
+        return Scores([self._sum([part[place] for part in parts.values()]) for place in range(count)], parts)
+
+    def _answers(self, batch: Mapping[str, Sequence[Any]]) -> Iterator[Outcome]:
+        """Of each reward; those behind one that the process is lost with are asked in another process."""
+        asked = 0
+        while asked < len(self._weights):
+            try:
+                self._ensure()
+                for answer in self._ask("score", batch, asked):
+                    asked += 1
+                    yield answer
+            except Lost as lost:
+                asked += 1
+                yield {"lost": str(lost)}
+
+    def _values(self, name: str, answer: Outcome, count: int) -> list[float]:
+        if "value" in answer:
+            self._has_worked.add(name)
+            if "missed" in answer:
+                self._tell(name, answer["missed"], f"reward {name}: {answer['missed']}")
+            return [math.nan if value is None else value for value in answer["value"]]
+        if "lost" in answer:
+            text = f"reward {name} {answer['lost']}; its values of this rollout are unknown"
+            self._tell(name, answer["lost"], text)
+        else:
+            text = answer.get("user") or f"{self._called(name)} failed:\n{answer['error']}{_hint(answer['error'])}"
+            self._judge(name, text.splitlines()[-1], text, "\nits values of this rollout are unknown")
+        return [math.nan] * count
+
+    def _called(self, name: str) -> str:
+        """The reward and, where that says more, its import path."""
+        path = self._paths[name]
+        return f"reward {name}" if path == name else f"reward {name} ({path})"
+
+    def _sum(self, values: Sequence[float]) -> float:
+        known = [w * v for w, v in zip(self._weights.values(), values, strict=True) if not math.isnan(v)]
+        return math.fsum(known) if known else math.nan
+
+
+def _hint(error: str) -> str:
+    """What to add to a traceback of code that was written for TRL, whose completions may be lists of messages."""
+    of_messages = "TypeError: string indices must be integers", "AttributeError: 'str' object has no attribute 'get'"
+    if not error.rpartition("\n")[2].startswith(of_messages):
+        return ""
+    return "\ncompletions are strings here: write completion where TRL has completion[0]['content']"
+
+
+def names_of(specs: Sequence[Spec]) -> list[str]:
+    """What the rewards are called: the last word of the path, the second of one name numbered."""
+    names: list[str] = []
+    for spec in specs:
+        name = str(spec.fn).rsplit(".", 1)[-1]
+        taken = sum(other == name or other.startswith(f"{name}#") for other in names)
+        names.append(f"{name}#{taken + 1}" if taken else name)
+    return names

@@ -1,0 +1,196 @@
+"""What a model is told of tools, in OpenAI's function format: of Python functions, read from their source; of servers,
+from a file.
+
+Nothing is imported or run: hints and docstring stand in the source. No torch.
+"""
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import loads, read_text
+from dtrain.rl.rewards.find import definition, find_file
+
+Schema = dict[str, Any]
+
+_PLAIN: Mapping[str, Schema] = MappingProxyType(
+    {
+        **dict.fromkeys(("str",), {"type": "string"}),
+        **dict.fromkeys(("int",), {"type": "integer"}),
+        **dict.fromkeys(("float",), {"type": "number"}),
+        **dict.fromkeys(("bool",), {"type": "boolean"}),
+        **dict.fromkeys(("list", "List", "Sequence"), {"type": "array"}),
+        **dict.fromkeys(("dict", "Dict", "Mapping"), {"type": "object"}),
+        "Any": {},
+    }
+)
+_CONSTANTS = {str: "string", int: "integer", bool: "boolean", float: "number"}
+HINTS = "str, int, float, bool, list[..], dict[str, ..], Literal[..], Any, and unions of these with | or Optional"
+
+
+def tool_schemas(entries: Sequence[Any]) -> list[tuple[Any, Schema]]:
+    """Each tool of `config.schema.Tool`s with the entry that names it: the schema of the function `fn`, or those in the
+    file `schema` of what a server has; {"type": "function", "function": {..}}. In their order.
+
+    Raises UserError: as `tool_schema` does; no such file, or one of something else; two tools of one name.
+    """
+    named = [(one, [tool_schema(one.fn)] if one.fn else served_schemas(one.mcp, one.schema)) for one in entries]
+    found = [(one, schema) for one, schemas in named for schema in schemas]
+    names = [schema["function"]["name"] for _, schema in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"grpo.tools: two of them are named {twice}, by which the model calls them; rename one")
+    return found
+
+
+def served_schemas(command: str | None, file: str | None) -> list[Schema]:
+    """The schemas in a file that was written of a server's tools. Raises UserError."""
+    if not command or not file:
+        raise UserError("grpo.tools: an entry needs fn, or mcp and schema")
+    how = f'python -m dtrain.rl.environments.mcp "{command}" > {file}'
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise UserError(f"grpo.tools: there is no file {file} of what {command} offers, which every prompt tells; "
+                        f"write it: {how}")  # fmt: skip
+    try:
+        found = loads(read_text(path))
+    except ValueError as error:
+        raise UserError(f"grpo.tools: {file} is no JSON ({error}); write it anew: {how}") from None
+    are_sound = isinstance(found, list) and all(
+        isinstance(one, dict)
+        and isinstance(function := one.get("function"), dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("parameters"), dict)
+        for one in found
+    )
+    if not are_sound or not found:
+        raise UserError(f"grpo.tools: {file} must be a list of tools in OpenAI's function format; write it anew: {how}")
+    return found
+
+
+def tool_schema(path: str) -> Schema:
+    """Of the function at an import path. Raises UserError: no such function; no docstring; a parameter without a hint,
+    or of a kind that JSON cannot give."""
+    _, function, file = find_file(path, "tool")
+    node = definition(Path(file), function, decorated=True)
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        raise UserError(
+            f"tool {path}: {file} has no `def {function}` at its top, whose hints and docstring can be read"
+        )
+    text = ast.get_docstring(node)
+    if not text:
+        raise UserError(f"tool {path} has no docstring: write what it does, which the model reads, and its Args")
+    said, described = _docstring(text)
+    takes = node.args
+    if takes.vararg or takes.kwarg or takes.posonlyargs:
+        raise UserError(f"tool {path} takes *args, **kwargs or positional parameters: a call gives arguments by name")
+    properties = {one.arg: _parameter(path, one, described) for one in (*takes.args, *takes.kwonlyargs)}
+    last = takes.args[: len(takes.args) - len(takes.defaults)]
+    required = [one.arg for one in last]
+    required += [one.arg for one, value in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if value is None]
+    parameters: Schema = {"type": "object", "properties": properties}
+    if required:
+        parameters["required"] = required
+    return {"type": "function", "function": {"name": node.name, "description": said, "parameters": parameters}}
+
+
+def _parameter(path: str, one: ast.arg, described: Mapping[str, str]) -> Schema:
+    if one.annotation is None:
+        raise UserError(f"tool {path}: its parameter {one.arg} has no type hint; write {one.arg}: str, say ({HINTS})")
+    found = _of_hint(one.annotation)
+    if found is None:
+        hint = ast.unparse(one.annotation)
+        raise UserError(f"tool {path}: {one.arg}: {hint} is no hint that a call's JSON can fill; known are {HINTS}")
+    return found | ({"description": described[one.arg]} if one.arg in described else {})
+
+
+def _of_hint(hint: ast.expr) -> Schema | None:
+    """The JSON schema of a hint; None where it has none."""
+    if isinstance(hint, ast.Constant) and isinstance(hint.value, str):
+        try:
+            return _of_hint(ast.parse(hint.value, mode="eval").body)
+        except SyntaxError:
+            return None
+    if isinstance(hint, ast.Name | ast.Attribute):
+        known = _PLAIN.get(_last(hint))
+        return None if known is None else dict(known)
+    if isinstance(hint, ast.BinOp) and isinstance(hint.op, ast.BitOr):
+        return _union([*_sides(hint)])
+    if not isinstance(hint, ast.Subscript):
+        return None
+    outer, inner = _last(hint.value), hint.slice
+    parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+    if outer in ("Optional", "Union"):
+        return _union([*parts, *([ast.Constant(None)] if outer == "Optional" else [])])
+    if outer == "Literal":
+        return _literal(parts)
+    if outer == "Annotated":
+        return _of_hint(parts[0])
+    within = _of_hint(parts[-1])
+    if within is None or _PLAIN.get(outer, {}).get("type") not in ("array", "object"):
+        return None
+    if _PLAIN[outer]["type"] == "array":
+        return {"type": "array", "items": within} if len(parts) == 1 else None
+    is_text = len(parts) == 2 and isinstance(parts[0], ast.Name) and parts[0].id == "str"
+    return {"type": "object", "additionalProperties": within} if is_text else None
+
+
+def _union(parts: Sequence[ast.expr]) -> Schema | None:
+    """null beside one kind is `nullable`; several plain kinds are a list of types, others stand under anyOf."""
+    kinds = [_of_hint(one) for one in parts if not (isinstance(one, ast.Constant) and one.value is None)]
+    known = [one for one in kinds if one is not None]
+    if not known or len(known) < len(kinds):
+        return None
+    if len(known) == 1:
+        found = known[0]
+    elif all(one.keys() == {"type"} for one in known):
+        found = {"type": sorted({one["type"] for one in known})}
+    else:
+        found = {"anyOf": known}
+    return found | ({"nullable": True} if len(kinds) < len(parts) else {})
+
+
+def _literal(parts: Sequence[ast.expr]) -> Schema | None:
+    values = [one.value for one in parts if isinstance(one, ast.Constant)]
+    kinds = sorted({_CONSTANTS[type(value)] for value in values if type(value) in _CONSTANTS})
+    plain = [value for value in values if value is not None]
+    if len(values) < len(parts) or not kinds or any(type(value) not in _CONSTANTS for value in plain):
+        return None
+    found: Schema = {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": plain}
+    return found | ({"nullable": True} if None in values else {})
+
+
+def _sides(hint: ast.expr) -> list[ast.expr]:
+    if isinstance(hint, ast.BinOp) and isinstance(hint.op, ast.BitOr):
+        return [*_sides(hint.left), *_sides(hint.right)]
+    return [hint]
+
+
+def _last(hint: ast.expr) -> str:
+    return hint.attr if isinstance(hint, ast.Attribute) else hint.id if isinstance(hint, ast.Name) else ""
+
+
+def _docstring(text: str) -> tuple[str, dict[str, str]]:
+    """What a docstring says before its first section, and of each parameter under `Args:` (Google's style)."""
+    said, *sections = re.split(r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):[ ]*$", text,
+                               flags=re.MULTILINE)  # fmt: skip
+    named = dict(zip(sections[::2], sections[1::2], strict=True))
+    block = next((named[name] for name in ("Args", "Arguments", "Parameters") if name in named), "")
+    found: dict[str, str] = {}
+    indent, name = None, None
+    for line in block.splitlines():
+        if not line.strip():
+            continue
+        depth = len(line) - len(line.lstrip())
+        indent = depth if indent is None else indent
+        begins = re.match(r"\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)", line) if depth <= indent else None
+        if begins:
+            name = begins[1]
+            found[name] = begins[2].strip()
+        elif name is not None:
+            found[name] = f"{found[name]} {line.strip()}".strip()
+    return said.strip(), {name: one for name, one in found.items() if one}

@@ -1,0 +1,31 @@
+"""A training run: its checks, the loop, resume, evaluations, and what it writes down.
+
+`dtrain.run` is this package, and a function too: `dtrain.run(recipe, overrides)` trains, as `dtrain run` does.
+
+trainer                       the loop
+check, preflight              the problems of a recipe; of the files that it names
+lora_section, eval_section    the same of its sections `lora` and `eval`; eval_sets: the sets of `eval`
+sizes                         the batch and steps that the data make
+resume, directory             where a run starts; its directory and lock
+evaluations                   judged answers within a run
+summary                       the first and last lines on the terminal
+metrics                       rows of metrics.jsonl and their sinks
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import dtrain
+
+
+class _RunPackage(ModuleType):
+    """The package as a function: `import dtrain.run.trainer` binds the name `dtrain.run` to the package."""
+
+    def __call__(self, recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Any:
+        return dtrain.run_recipe(recipe, overrides)
+
+
+sys.modules[__name__].__class__ = _RunPackage

@@ -1,0 +1,393 @@
+"""What must hold between a recipe's keys, and in a world of so many processes; every problem at once.
+
+No torch and no file is read here: `run.preflight` adds what the model's directory and the data files tell. What a
+method asks of its section is its own: `dtrain.methods.spec`; of `lora`, `dtrain.run.lora_section`; of `eval`,
+`dtrain.run.eval_section`.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from dtrain.base.ranges import Range, is_finite, nearest, shown
+from dtrain.data.sources import columns
+from dtrain.methods.spec import facts_of, section_ranges
+from dtrain.recipe import key_aliases as words
+from dtrain.recipe import saved
+from dtrain.recipe.load import keys
+from dtrain.recipe.schema import OPTIMIZERS, SCHEDULES, DataSource, Recipe
+from dtrain.recipe.world import batch_problems, mesh_problems
+from dtrain.run.eval_sets import best_problems, sets
+
+# What a resume compares beside the recipe's keys, and `checkpoint.allow_changes` may name.
+DIGESTS = ("data.fingerprint", "data.val.fingerprint", "model.weights", "model.config", "model.tokenizer")
+
+# (key, what its value must satisfy, and that in words). None is not looked at: the schema says where it is allowed.
+RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("launch.nproc", lambda v: v >= 1, "at least 1"),
+    ("launch.max_restarts", lambda v: v >= 0, "at least 0"),
+    ("launch.lost_after", lambda v: 1 <= v < math.inf, "a finite number of seconds, at least 1"),
+    ("launch.collective_timeout", lambda v: 1 <= v <= 31_536_000, "from 1 second to a year of them, or null"),
+    ("data.val", lambda v: not isinstance(v, float) or 0 < v < 1, "a section, or a share between 0 and 1"),
+    ("data.max_length", lambda v: 2 <= v < 2**31, "at least 2, a token and the one after it, and below 2 ** 31"),
+    ("data.packing", lambda v: v in ("auto", True, False), "auto, true or false"),
+    ("data.num_workers", lambda v: 0 <= v <= 256, "at least 0, and at most 256"),
+    ("parallel.dp_replicate", lambda v: v >= 1, "at least 1"),
+    ("parallel.dp_shard", lambda v: v >= 1 or v == -1, "at least 1, or -1 to take the ranks that are left"),
+    ("parallel.cp", lambda v: v >= 1, "at least 1"),
+    ("parallel.tp", lambda v: v >= 1, "at least 1"),
+    ("parallel.ep", lambda v: v >= 1, "at least 1"),
+    ("moe.balance", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
+    ("parallel.custom_plan", lambda v: len(v) > 0, "a table of module pattern and style, an import path, or null"),
+    ("parallel.reshard_after_forward", lambda v: v in ("default", True, False), "default, true or false"),
+    ("train.steps", lambda v: 1 <= v <= 10**9, "at least 1, and at most a thousand million"),
+    ("train.epochs", lambda v: 1 <= v <= 10**6, "at least 1, and at most a million"),
+    (
+        "train.global_batch",
+        lambda v: v == "auto" or (type(v) is int and 1 <= v <= 10**6),
+        "a whole number, at least 1 and at most a million, or auto",
+    ),
+    ("train.micro_batch", lambda v: v >= 1, "at least 1"),
+    ("train.max_grad_norm", lambda v: v > 0, "more than 0, or null for no clipping"),
+    ("train.validate_every", lambda v: v >= 1, "at least 1, or null for no validation"),
+    ("train.skip_nonfinite", lambda v: v >= 0, "at least 0"),
+    ("train.patience", lambda v: v >= 1, "at least 1, or null to go on to the last step"),
+    ("optimizer.lr", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
+    ("optimizer.adam_lr", lambda v: 0 <= v < math.inf, "a finite number, at least 0, or null for optimizer.lr"),
+    ("optimizer.eps", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
+    ("optimizer.weight_decay", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
+    ("optimizer.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers from 0 up to 1"),
+    ("checkpoint.every", lambda v: v >= 1, "at least 1, or null for no checkpoints"),
+    ("checkpoint.keep_last", lambda v: v >= 1, "at least 1, or null to keep all"),
+    ("checkpoint.keep_every", lambda v: v >= 1, "at least 1, or null"),
+    ("metrics.every", lambda v: v >= 1, "at least 1"),
+    ("metrics.tensorboard", lambda v: v in ("auto", True, False), "auto, true or false"),
+    ("metrics.plan", lambda v: v in ("auto", True, False), "auto, true or false"),
+)
+
+
+def ranges(recipe: Recipe) -> list[tuple[str, Callable[[Any], bool], str]]:
+    """`RANGES`, and those of the sections that are the method's own or say something."""
+    found = [*RANGES, *section_ranges(recipe)]
+    return found if recipe.lora is None else [*found, *_lora().SECTION_RANGES]
+
+
+def _lora() -> Any:
+    """The checks of the section `lora`, which recipes without one do not load."""
+    return import_module("dtrain.run.lora_section")
+
+
+def notes(recipe: Recipe) -> list[str]:
+    """What the user of `recipe` is told before a run, and is no mistake."""
+    share = recipe.data.val if recipe.train.validate_every is None else None
+    unused = f"note: data.val={share} keeps rows out of training; set train.validate_every to be told their loss"
+    found = saved.notes(recipe)
+    if recipe.lora is not None:
+        found += _lora().notes(recipe)
+    if isinstance(share, float):
+        found.append(unused)
+    return found
+
+
+def check(recipe: Recipe, world_size: int) -> list[str]:
+    """Every problem of `recipe` in a world of `world_size` processes, in the user's terms; empty if there is none."""
+    wrong = [(key, f"{key}={shown(value)} must be {sentence}") for key, value, sentence in _out_of_range(recipe)]
+    problems = [text for _, text in wrong]
+    problems += _required(recipe)
+    problems += _names(recipe)
+    problems += _formats(recipe)
+    problems += _columns(recipe)
+    problems += facts_of(recipe).problems(recipe)
+    problems += _lora().problems(recipe) if recipe.lora is not None else []
+    problems += _stages(recipe)
+    problems += _allowed_changes(recipe)
+    problems += best_problems(recipe)
+    problems += import_module("dtrain.run.eval_section").problems(recipe) if sets(recipe) else []
+    problems += _few_bits(recipe)
+    problems += _rate(recipe)
+    problems += _muon(recipe)
+    problems += _dynamic(recipe)
+    problems += _of_cuda(recipe)
+    if world_size >= 1 and not any(key.startswith("parallel.") for key, _ in wrong):
+        of_mesh, shape = mesh_problems(recipe, world_size)
+        problems += of_mesh
+        problems += _sequence(recipe)
+        is_open = recipe.train.global_batch == "auto"  # the data say, when the run starts
+        if not is_open and not any(key in ("train.global_batch", "train.micro_batch") for key, _ in wrong):
+            # Where the mesh does not fit its world, what its keys say of dp: of dp_shard=-1 that it is 1 or more.
+            replicate, shard = shape[:2] if shape else (recipe.parallel.dp_replicate, max(recipe.parallel.dp_shard, 1))
+            problems += batch_problems(recipe, replicate * shard)
+    return problems
+
+
+def _dynamic(recipe: Recipe) -> list[str]:
+    is_wrong = recipe.train.dynamic_batch and recipe.data.packing
+    return ["train.dynamic_batch=true is for padded rows: set data.packing=false, or leave it out"] * bool(is_wrong)
+
+
+def _of_cuda(recipe: Recipe) -> list[str]:
+    unfit = {
+        "launch.device=cpu": recipe.launch.device == "cpu",
+        f"train.dtype={recipe.train.dtype}": recipe.train.dtype in ("float32", "float64"),
+    }
+    named = [key for key, is_so in unfit.items() if is_so]
+    asked = {"attention": "varlen", "linear_attention": "fla"}
+    return [
+        f"model.{key}={value} is for CUDA and bfloat16 or float16, and {' and '.join(named)}: set "
+        f"model.{key}=auto, which takes it where it can"
+        for key, value in asked.items()
+        if named and getattr(recipe.model, key) == value
+    ]
+
+
+def _few_bits(recipe: Recipe) -> list[str]:
+    """What weights and moments of fewer bits than float32, or moments on the host, do not go with."""
+    state, masters, dtype = recipe.optimizer.state, recipe.train.masters, recipe.train.dtype
+    fewer = [f"optimizer.state={state}"] * (state != "float32") + [f"train.masters={masters}"] * (masters != "float32")
+    fewer += ["parallel.optimizer_offload=true"] * recipe.parallel.optimizer_offload
+    if not fewer:
+        return []
+    problems, named = [], " and ".join(fewer)
+    back = " and ".join(
+        key.partition("=")[0] + ("=false" if key.startswith("parallel") else "=float32") for key in fewer
+    )
+    if recipe.parallel.optimizer_offload and recipe.parallel.cpu_offload:
+        problems.append(
+            "parallel.optimizer_offload=true and parallel.cpu_offload=true: the second has the optimizer's state and "
+            "its step on the host already; set one of them to false"
+        )
+    can = ("adamw", "adam", "muon") if fewer == ["train.masters=bfloat16"] else ("adamw", "adam")
+    if recipe.optimizer.name not in can:
+        able = f"{', '.join(can[:-1])} and {can[-1]}"
+        problems.append(f"{named}: for {able}, and optimizer.name={recipe.optimizer.name}; set {back}")
+    elif recipe.optimizer.name != "muon":
+        why = f"not with {named}, whose step takes lr, betas, eps and weight_decay there; leave it out, or set {back}"
+        problems += _kwargs(recipe, _ADAMS, f"optimizer.kwargs.{{}}: {why}")
+    if masters == "bfloat16" and dtype not in ("auto", "bfloat16"):
+        problems.append(
+            f"train.masters=bfloat16 keeps weights in bfloat16, in which train.dtype={dtype} would gain nothing: set "
+            "train.dtype=bfloat16, or train.masters=float32"
+        )
+    elif state != "float32" and dtype == "float64":
+        problems.append(
+            f"train.dtype=float64 is for exact numbers, and optimizer.state={state} rounds moments: set "
+            "train.dtype=float32 or bfloat16, or optimizer.state=float32"
+        )
+    if masters == "bfloat16" and recipe.parallel.cpu_offload:
+        problems.append(
+            "parallel.cpu_offload=true steps on the host, where the rounding of train.masters=bfloat16 would take "
+            "longer than all else: set parallel.cpu_offload=false, or train.masters=float32"
+        )
+    return problems
+
+
+# What dtrain's own AdamW and Adam take of `optimizer.kwargs`, as torch's do.
+_SIZE = (lambda v: is_finite(v) and v >= 0, "a finite number, at least 0")
+_ADAMS: dict[str, Range] = {
+    "lr": _SIZE,
+    "betas": (
+        lambda v: isinstance(v, list) and len(v) == 2 and all(is_finite(one) and 0 <= one < 1 for one in v),
+        "two numbers from 0 up to 1",
+    ),
+    "eps": _SIZE,
+    "weight_decay": _SIZE,
+}
+
+
+def _kwargs(recipe: Recipe, holds: Mapping[str, Range], unknown: str) -> list[str]:
+    """What `optimizer.kwargs` holds that is none of `holds`, in the words of `unknown`, or not as these have it."""
+    problems = []
+    for key, value in recipe.optimizer.kwargs.items():
+        if key not in holds:
+            problems.append(unknown.format(key))
+        elif not holds[key][0](value):
+            problems.append(f"optimizer.kwargs.{key}={shown(value)} must be {holds[key][1]}")
+    return problems
+
+
+def _rate(recipe: Recipe) -> list[str]:
+    """A rate of 0 trains nothing; muon has two, and the class's own arguments win."""
+    section = recipe.optimizer
+    others = (section.adam_lr or 0.0) if section.name == "muon" else 0.0
+    if section.lr != 0 or others > 0 or "lr" in section.kwargs:
+        return []
+    return [
+        "optimizer.lr=0 trains nothing: set a rate, such as 1e-5 (2e-4 with lora). `dtrain eval` measures a model "
+        "without training; train.freeze keeps single parameters as they are"
+    ]
+
+
+def _muon(recipe: Recipe) -> list[str]:
+    """What `optimizer.kwargs` says to muon, and `optimizer.adam_lr` to others."""
+    name = recipe.optimizer.name
+    if name != "muon":
+        told = recipe.optimizer.adam_lr is not None
+        fix = f"optimizer.adam_lr is muon's, and optimizer.name={name}: set optimizer.lr, or optimizer.adam_lr=null"
+        return [fix] * told
+    holds: dict[str, Range] = {
+        "momentum": (lambda v: is_finite(v) and 0 <= v < 1, "a number from 0 up to 1"),
+        "nesterov": (lambda v: isinstance(v, bool), "true or false"),
+        "ns_steps": (lambda v: type(v) is int and 1 <= v < 100, "a whole number from 1 to 99"),
+        "ns_coefficients": (lambda v: isinstance(v, list) and len(v) == 3 and all(map(is_finite, v)), "three numbers"),
+        "adjust_lr_fn": (lambda v: v in ("match_rms_adamw", "original"), "match_rms_adamw or original"),
+    }
+    return _kwargs(recipe, holds, f"optimizer.kwargs.{{}} is none of muon's: {', '.join(holds)}")
+
+
+def _get(recipe: Recipe, key: str) -> Any:
+    """The value at a dotted key; None where a section on the way is switched off."""
+    value: Any = recipe
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _out_of_range(recipe: Recipe) -> list[tuple[str, Any, str]]:
+    values = ((key, _get(recipe, key), holds, sentence) for key, holds, sentence in ranges(recipe))
+    return [(key, value, sentence) for key, value, holds, sentence in values if value is not None and not holds(value)]
+
+
+def _required(recipe: Recipe) -> list[str]:
+    problems = []
+    if not recipe.model.path:
+        problems.append("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
+    problems += facts_of(recipe).missing(recipe)
+    problems += _source(recipe.data.train, "data.train")
+    if isinstance(recipe.data.val, DataSource):
+        problems += _source(recipe.data.val, "data.val")
+    elif recipe.data.val is None and recipe.train.validate_every is not None:
+        problems.append(
+            f"train.validate_every={recipe.train.validate_every} needs a validation set: set data.val.path, "
+            "or data.val=0.05 for a share of the training rows, or train.validate_every=null"
+        )
+    steps, epochs = recipe.train.steps, recipe.train.epochs
+    if steps is None and epochs is None:
+        problems.append("train.steps or train.epochs is missing: set one of them")
+    if steps is not None and epochs is not None:
+        problems.append(f"train.steps={steps} and train.epochs={epochs} exclude each other: set one of them to null")
+    name = recipe.run.name
+    if name is not None and (not name.strip() or "/" in name or name in (".", "..")):
+        problems.append(f"run.name={name} must be the name of one directory; run.dir says where it lies")
+    elif name is not None and (not name.isprintable() or len(name.encode()) > 200):
+        problems.append(f"run.name={name[:40]!r} must have at most 200 bytes, and no character that is not printed")
+    return problems
+
+
+def _source(source: DataSource, key: str) -> list[str]:
+    if source.sources is None:
+        return [] if source.path else [f"{key}.path is missing: set it to a file, a glob or a list of them"]
+    problems = [] if source.sources else [f"{key}.sources is empty: give it at least one {{path, format, weight}}"]
+    if source.path:
+        problems.append(f"{key}.path and {key}.sources are both set: sources replace path, so set one of them to null")
+    for index, entry in enumerate(source.sources):
+        if not entry.path:
+            problems.append(f"{key}.sources[{index}].path is missing: set it to a file, a glob or a list of them")
+        if not 0 <= entry.weight < math.inf:
+            problems.append(f"{key}.sources[{index}].weight={entry.weight} must be a finite number, at least 0")
+    return problems
+
+
+def _formats(recipe: Recipe) -> list[str]:
+    """Rows of each format are for some of the methods."""
+    problems = []
+    for name, split in (("train", recipe.data.train), ("val", recipe.data.val)):
+        if not isinstance(split, DataSource):
+            continue
+        named = [(f"data.{name}.format", split.format)]
+        named += [(f"data.{name}.sources[{i}].format", source.format) for i, source in enumerate(split.sources or [])]
+        for key, format in named:
+            if (why := facts_of(recipe).refuses(recipe, format)) is not None:
+                problems.append(f"{key}={format}: {why}")
+    return problems
+
+
+def _columns(recipe: Recipe) -> list[str]:
+    """The names of columns are those that the format takes; and stand beside the path that they are for."""
+    problems, facts = [], facts_of(recipe)
+    judged = facts.judged(recipe)
+    unknown = partial(columns.unknown, more=[judged.column] if judged else [])
+    for name, split in (("train", recipe.data.train), ("val", recipe.data.val)):
+        if not isinstance(split, DataSource):
+            continue
+        key, entries = f"data.{name}", split.sources or []
+        problems += unknown(split.columns, facts.kind, split.format, f"{key}.columns")
+        problems += [
+            f"{key}.{option} goes with {key}.path: give each of {key}.sources its own"
+            for option in ("columns", "split", "subset", "revision")
+            if entries and getattr(split, option) != getattr(DataSource(), option)
+        ]
+        for index, entry in enumerate(entries):
+            at = f"{key}.sources[{index}].columns"
+            problems += unknown(entry.columns, facts.kind, entry.format, at)
+    return problems
+
+
+def _names(recipe: Recipe) -> list[str]:
+    stages = _schedule(recipe)
+    listed = isinstance(recipe.scheduler, list)
+    named: list[tuple[str, str, tuple[str, ...]]] = [("optimizer.name", recipe.optimizer.name, OPTIMIZERS)]
+    named += [
+        (f"scheduler[{index}].name" if listed else "scheduler.name", stage.name, SCHEDULES)
+        for index, stage in enumerate(stages)
+    ]
+    problems = []
+    for key, name, known in named:
+        if name in known or "." in name:
+            continue
+        near = words.meant(re.sub(r"\[\d+\]", "", key), name) or nearest(name, known)
+        hint = f"; did you mean {near}?" if near else ", nor an import path such as package.module.Class"
+        problems.append(f"{key}={name} is none of {', '.join(known)}{hint}")
+    return problems
+
+
+def _stages(recipe: Recipe) -> list[str]:
+    problems = []
+    stages, listed = _schedule(recipe), isinstance(recipe.scheduler, list)
+    if not stages:
+        problems.append("scheduler=[] has no stages: give a list of {name, steps}, or one {name}")
+    for index, stage in enumerate(stages):
+        key = f"scheduler[{index}]" if listed else "scheduler"
+        if stage.warmup_steps is not None and stage.warmup_steps < 0:
+            problems.append(f"{key}.warmup_steps={stage.warmup_steps} must be at least 0, or null")
+        if stage.warmup < 0 or (isinstance(stage.warmup, float) and not stage.warmup < 1):
+            wanted = "a share of the steps, from 0 to below 1, or their number as a whole number"
+            problems.append(f"{key}.warmup={stage.warmup} must be {wanted}")
+        if not 0 <= stage.min_lr_ratio <= 1:
+            problems.append(f"{key}.min_lr_ratio={stage.min_lr_ratio} must be from 0 to 1")
+        if listed and stage.steps is None and index < len(stages) - 1:
+            problems.append(f"{key}.steps is missing: only the last stage may leave it out")
+        if listed and stage.steps is not None and stage.steps < 1:
+            problems.append(f"{key}.steps={stage.steps} must be at least 1")
+    return problems
+
+
+def _schedule(recipe: Recipe) -> list:
+    return recipe.scheduler if isinstance(recipe.scheduler, list) else [recipe.scheduler]
+
+
+def _allowed_changes(recipe: Recipe) -> list[str]:
+    known = keys()
+    parents = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
+    names = [*parents, *known, *DIGESTS]
+    mappings = tuple(f"{key}." for key in known if isinstance(_get(recipe, key), Mapping))  # any name may stand in them
+    problems = []
+    for name in recipe.checkpoint.allow_changes:
+        if name not in names and not name.startswith(mappings):
+            near = nearest(name, names)
+            hint = f"; did you mean {near}?" if near else ""
+            problems.append(f"checkpoint.allow_changes: {name} is no key of a recipe{hint}")
+    return problems
+
+
+def _sequence(recipe: Recipe) -> list[str]:
+    """A sequence is cut into 2·cp pieces; some would be nothing but padding in every row."""
+    length, cp = recipe.data.max_length, recipe.parallel.cp
+    if cp == 1 or length < 2 or length >= 2 * cp:
+        return []
+    return [
+        f"parallel.cp={cp} cuts a sequence into {2 * cp} pieces, and data.max_length={length} has fewer tokens; "
+        f"set data.max_length={2 * cp} or more, or parallel.cp={length // 2} or less"
+    ]

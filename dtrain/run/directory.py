@@ -1,0 +1,256 @@
+"""The directory of a run: who holds it, its config.yaml, and what a resume may change.
+
+    runs/<name>/
+      lock             locked while a run writes here; the file stays, its lock ends with the process
+      config.yaml      the resolved recipe, without its secrets
+      data.json        of each split, how many rows, samples and tokens it has, and its identity
+      about.json       versions, mesh, device, sizes, the planned memory: what a reader of the run wants to know
+      began.json       the checkpoints that the run began from, if it did (see `origin`)
+      model/           config.json, tokenizer and chat template of the model, for exports
+      metrics.jsonl    one JSON object a line
+      evals.jsonl      judged answers of the evaluations, so too
+      checkpoints/     see `store`
+      export/          Hugging Face layout, of an adapter PEFT's
+
+Imports no torch. Only rank 0 opens a `RunDirectory`; the others need its path alone.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.files import real, replace_text
+from dtrain.base.model_directory import CHAT_TEMPLATE
+from dtrain.checkpoint.huggingface.model_files import copy_companions
+
+DATA = "data.json"
+ABOUT = "about.json"
+WAIT_SECONDS = 30.0
+# Where a host has died, a file server keeps its locks until their lease ends (90 s is usual with NFSv4).
+AWAY_SECONDS = 120.0
+_POLL_SECONDS = 0.2
+
+# Changes of these make another run; the rest of a recipe may change between a save and a resume.
+MODELS = ("dpo.reference", "kto.reference", "grpo.reference", "grpo.reward_model.path", "distill.teacher")
+TRAINED = ("lora", "train.train_only", "train.freeze")
+GUARDED = ("method", "model", "tokenizer", "data", "optimizer", "run.seed", *MODELS, *TRAINED)
+# Of those, what changes speed or place and no number.
+UNGUARDED = ("data.num_workers", "data.cache_dir")
+# What a save's tensors are kept in: a resume cannot read others, whatever is allowed.
+KEPT_IN = ("optimizer.state", "train.masters")
+
+Difference = tuple[str, Any, Any]
+
+
+class RunDirectory:
+    """A run's directory, held from `hold` to `release` (or the end of a `with` block)."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config, self.began, self.metrics = map(self.path.joinpath, ("config.yaml", "began.json", "metrics.jsonl"))
+        self.model, self.checkpoints, self.export = map(self.path.joinpath, ("model", "checkpoints", "export"))
+        self._lock: int | None = None
+
+    def hold(self, wait: float | None = None, tell: Callable[[str], None] | None = None) -> "RunDirectory":
+        """Create the directory and take its lock; after `wait` seconds a UserError names the holder's host and process
+        (None: WAIT_SECONDS, or AWAY_SECONDS where the holder is, or was, on another host).
+
+        tell: called once, with a line for the user, when there is someone to wait for. The lock is a POSIX record lock:
+        the system drops it with the process, however that ends, and forked workers do not inherit it.
+        """
+        try:
+            for directory in (self.path, self.checkpoints, self.model):
+                _refuse_unwritable(directory)
+                if directory == self.path or directory.is_symlink():  # to a disk where nothing is yet, perhaps
+                    real(directory).mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UserError(f"run.dir: {error.filename}: {error.strerror}") from error
+        begun = time.monotonic()
+        while not _try(lock):
+            holder, host = _holder(lock)
+            if wait is None:
+                wait = WAIT_SECONDS if host in (None, socket.gethostname()) else AWAY_SECONDS
+            if tell is not None:
+                tell(f"{self.path} is held by {holder}; waiting up to {wait:.0f} s")
+                tell = None
+            if time.monotonic() - begun >= wait:
+                os.close(lock)
+                raise UserError(self._taken(holder))
+            time.sleep(_POLL_SECONDS)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+        self._lock = lock
+        return self
+
+    def look(self) -> None:
+        """Raise the UserError that `hold` would, and leave nothing behind. A holder is named at once. Not for a process
+        that holds the run: the system drops a lock where any look at its file ends."""
+        for directory in (self.path, self.checkpoints, self.model):
+            _refuse_unwritable(directory)
+        if (self.path / "lock").is_file():
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if not _try(lock):
+                    raise UserError(self._taken(_holder(lock)[0]))
+            finally:
+                os.close(lock)
+
+    def _taken(self, holder: str) -> str:
+        return (
+            f"{self.path} is held by {holder}: another run writes there. Wait for it, stop it, or choose another "
+            "run.name"
+        )
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.ftruncate(self._lock, 0)
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.release()
+
+    def write_config(self, text: str) -> None:
+        """Put the resolved recipe in config.yaml, in one step."""
+        replace_text(self.config, text)
+
+    def write_data(self, splits: Mapping[str, Any]) -> None:
+        """Put what is known of the data in data.json, in one step."""
+        replace_text(self.path / DATA, json.dumps(splits, indent=1))
+
+    def write_about(self, facts: Mapping[str, Any]) -> None:
+        """Put what is known of the run in about.json, in one step."""
+        replace_text(self.path / ABOUT, json.dumps(facts, indent=1))
+
+    def read_config(self) -> str | None:
+        """config.yaml as the run last wrote it, or None."""
+        return self.config.read_text() if self.config.is_file() else None
+
+    def keep_model_files(self, source: str | Path, chat_template: str | None = None) -> None:
+        """Copy config.json, tokenizer and chat template of `source`, so that exports do without it; `chat_template` is
+        the text of another one that the run trains with."""
+        self.model.mkdir(exist_ok=True)
+        copy_companions(Path(source), self.model, config=True)
+        if chat_template is not None:
+            replace_text(self.model / CHAT_TEMPLATE, chat_template)
+
+    @property
+    def left(self) -> str | None:
+        """What an earlier run has left here: metrics, checkpoints, or None."""
+        if self.metrics.is_file() and self.metrics.stat().st_size > 0:
+            return "metrics"
+        return "checkpoints" if self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*")) else None
+
+    def refuse_used(self, resume: str | None, began: str | None = None) -> None:
+        """For a `checkpoint.resume` that starts anew here (null, or another run's checkpoint): UserError where an
+        earlier run has left metrics or checkpoints. began: the checkpoint that it began from."""
+        if self.left is not None:
+            which = f", which began from {began}" if began else ""
+            raise UserError(
+                f"{self.path} holds the {self.left} of an earlier run{which}, and checkpoint.resume={resume or 'null'} "
+                "starts anew: choose another run.name, delete the directory, or resume with checkpoint.resume=auto"
+            )
+
+
+def _refuse_unwritable(directory: Path) -> None:
+    """UserError where the directory, or the nearest one above it that is there, cannot be written."""
+    place = real(directory)
+    there = next(one for one in (place, *place.parents) if os.path.lexists(one))
+    if there == place and there.is_dir():
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UserError(f"run.dir: {directory}, which is {place}, cannot be written")
+        return
+    try:  # rights do not tell all: one is made for a moment
+        Path(tempfile.mkdtemp(prefix=".look-", dir=there)).rmdir()
+    except OSError as error:
+        raise UserError(f"run.dir: {place} cannot be made: {there}: {error.strerror}; choose another") from error
+
+
+def _try(lock: int) -> bool:
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise UserError(f"run.dir: this file system gives no locks ({error.strerror}); choose another") from error
+    return True
+
+
+def guard(differences: Iterable[Difference], allow_changes: Sequence[str], known: Collection[str] = ()) -> list[str]:
+    """What to print of a resume with a changed recipe: one line per difference (key, saved value, new value).
+
+    Raises UserError for differences of what makes another run (`GUARDED`) that `allow_changes` does not name, by their
+    key or a section above it, and for those of `KEPT_IN`. The digests of what files hold join `differences` under keys
+    of their own, such as "data.fingerprint"; `known` names the keys that say only where such files lie.
+    """
+    differences = list(differences)
+    refused = [
+        (key, old, new)
+        for key, old, new in differences
+        if key in KEPT_IN
+        or (_within(key, GUARDED) and key not in known and not _within(key, (*UNGUARDED, *allow_changes)))
+    ]
+    if refused:
+        lines = [f"  {key}: {_short(old)} -> {_short(new)}" for key, old, new in refused]
+        keys = ",".join(dict.fromkeys(key for key, _, _ in refused if key not in KEPT_IN))
+        back = " and ".join(f"{key}={_short(old)}" for key, old, _ in refused if key in KEPT_IN)
+        if back:
+            lines.append(
+                f"The saved tensors are in other bits, and no resume changes these: set {back} back, or start from the "
+                "weights alone, by checkpoint.init_from and another run.name"
+            )
+        if keys:
+            lines.append(
+                f"To go on with the change, name it: checkpoint.allow_changes=[{keys}]; for a new run, choose another "
+                "run.name"
+            )
+        raise UserError(
+            "the recipe, or what the files that it names hold, is not what this run was saved with:\n"
+            + "\n".join(lines)
+        )
+    return [f"{key}: {_short(old)} -> {_short(new)}" for key, old, new in differences]
+
+
+def _within(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _short(value: Any) -> str:
+    text = "null" if value is None else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def is_held(directory: Path) -> bool | None:
+    """Whether a run writes in `directory` now; None where that cannot be told. Not for a process that holds it."""
+    try:
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        return not _try(lock)
+    finally:
+        os.close(lock)
+
+
+def _holder(lock: int) -> tuple[str, str | None]:
+    """The holder in words, and its host."""
+    text = os.pread(lock, 4096, 0)
+    try:
+        holder = json.loads(text)
+        return f"process {holder['pid']} on {holder['host']}", holder["host"]
+    except (ValueError, KeyError, TypeError):
+        return "another process", None

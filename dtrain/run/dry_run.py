@@ -1,0 +1,61 @@
+"""What a run asks of its models and its optimizer before it reads its data, on meta: `dtrain validate` asks the same.
+Of weights the headers are read; nothing is allocated.
+"""
+
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+
+from dtrain import models
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.huggingface.read import check_fit
+from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
+from dtrain.methods.spec import REWARD_MODEL, facts_of
+from dtrain.models.common.decoder import CausalLM
+from dtrain.optim.update import NAMES, WHOLE_PARAMETERS_ONLY, build_optimizer, cannot_step_shards, is_torchs
+from dtrain.parallel.apply import find_plan, styles_of
+from dtrain.policy.precision import Precision, choose_precision
+from dtrain.policy.trained import choose_trained
+from dtrain.recipe.schema import Recipe
+
+
+def rehearse_model(recipe: Recipe, precision: Precision, *, has_weights: bool = True) -> CausalLM:
+    """The recipe's model on meta, as every rank builds it, once the headers of its weights fit it; has_weights: False
+    where these are not here yet. Raises UserError. No collective."""
+    config = models.read_config(recipe.model.directory, facts_of(recipe).labels(recipe))
+    model = models.build(config, dtype=precision.master, device="meta")
+    choose_trained(model, recipe, precision.compute)
+    if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):
+        plan = find_plan(recipe.parallel.custom_plan, model)
+        styles_of(model, plan, sequence_parallel=recipe.parallel.sequence_parallel)
+    if recipe.model.init == "pretrained" and has_weights:
+        check_fit(model, WeightFiles(recipe.model.directory))
+    return model
+
+
+def rehearse_other_model(path: Path, *, is_classifier: bool) -> None:
+    """As `rehearse_model`, of a model beside the one that is trained: a reference, a teacher or a reward model."""
+    check_fit(models.build(models.read_config(path, 0 if is_classifier else None), device="meta"), WeightFiles(path))
+
+
+def rehearse_optimizer(recipe: Recipe, model: CausalLM, world_size: int, precision: Precision) -> Optimizer | None:
+    """The recipe's optimizer over a model on meta; None where a stranger's code would be needed. Raises UserError, also
+    where it cannot step what FSDP shards."""
+    if not (recipe.optimizer.name in NAMES or is_torchs(recipe.optimizer.name)):
+        return None
+    optimizer = build_optimizer(recipe.optimizer, model.named_parameters(), recipe.run.seed)
+    is_mixed = precision.compute not in (torch.float32, torch.float64)  # one process mixes by FSDP
+    if (world_size > 1 or is_mixed) and isinstance(optimizer, WHOLE_PARAMETERS_ONLY):
+        raise UserError(cannot_step_shards(recipe.optimizer.name))
+    return optimizer
+
+
+def rehearse(recipe: Recipe, device_type: str, world_size: int) -> None:
+    """What `dtrain validate` asks of the models and the optimizer, for a run to ask before it reads its data. Raises
+    UserError. No collective."""
+    precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
+    model = rehearse_model(recipe, precision)
+    for key, path in facts_of(recipe).other_models(recipe):
+        rehearse_other_model(Path(path), is_classifier=key == REWARD_MODEL)
+    rehearse_optimizer(recipe, model, world_size, precision)

@@ -1,0 +1,106 @@
+"""The sets of a recipe's `eval`: their names, when they are due, and the fields that they write. No torch.
+
+A set's rows of metrics.jsonl have fields that begin with its `prefix`: `eval_` where the recipe has one set without a
+name, `eval_<name>_` in a table. `evaluation.training` writes them; `checkpoint.keep_best` and `train.patience` may name
+one.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from dtrain.base.ranges import nearest, shown
+from dtrain.methods.spec import facts_of
+from dtrain.recipe.schema import BEST, Eval, Recipe
+
+Better = Callable[[Iterable[float]], float]
+LONGEST_ANSWER = 512
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """One of `eval`: its name, its key in the recipe, what its fields begin with."""
+
+    name: str
+    key: str
+    prefix: str
+    section: Eval
+
+    def in_its_keys(self, text: str) -> str:
+        """What code that is shared with GRPO says of its keys."""
+        named = re.sub(r"grpo\.(rewards|reward_timeout|sampling)", rf"{self.key}.\1", text)
+        return named.replace("data.train.", f"{self.key}.")
+
+    @property
+    def code(self) -> list[tuple[str, str | None, str]]:
+        """As `methods.facts.Facts.code`."""
+        return [(f"{self.key}.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(self.section.rewards)]
+
+    def is_due(self, step: int, is_last: bool) -> bool:
+        every = self.section.every
+        return self.section.at_start if step == 0 else is_last or (every is not None and step % every == 0)
+
+
+def sets(recipe: Recipe) -> list[EvalSet]:
+    """Those of a recipe, in its order."""
+    if isinstance(recipe.eval, Eval):
+        return [EvalSet("eval", "eval", "eval_", recipe.eval)]
+    return [EvalSet(name, f"eval.{name}", f"eval_{name}_", one) for name, one in recipe.evals.items()]
+
+
+def longest_answer(positions: int) -> int:
+    """Tokens, of a model with so many positions, where nothing is asked for."""
+    return min(LONGEST_ANSWER, positions // 2)
+
+
+def fields(one: EvalSet) -> dict[str, Better]:
+    """The fields of a set by which a save can be the best, and which of two values is. A reward of several is measured
+    beside them as `reward/<its name>`."""
+    from dtrain.rl.pass_at_k import passes
+    from dtrain.rl.rewards.scoring import names_of
+
+    rising = ["reward_mean", *(f"pass@{k}" for k in passes(one.section.samples))]
+    falling = ["completion_len", "truncated_frac"]
+    if len(one.section.rewards) > 1:
+        rising += [f"reward/{name}" for name in names_of(one.section.rewards)]
+    found: dict[str, Better] = {f"{one.prefix}{name}": max for name in rising}
+    return found | {f"{one.prefix}{name}": min for name in falling}
+
+
+def better(field: str, recipe: Recipe) -> Better:
+    """Which of two values of `checkpoint.keep_best` is the better one."""
+    return BEST.get(field) or {name: one for each in sets(recipe) for name, one in fields(each).items()}.get(field, min)
+
+
+def best_problems(recipe: Recipe) -> list[str]:
+    """Return what is wrong with `checkpoint.keep_best` and `train.patience`, one line each.
+
+    keep_best compares saves, so each save needs a value of its own; patience counts values.
+    """
+    best, every, patience = recipe.checkpoint.keep_best, recipe.checkpoint.every, recipe.train.patience
+    if best is None:
+        asks = f"train.patience={patience} counts values of checkpoint.keep_best, which is null: name a field there"
+        return [asks] * (patience is not None)
+    found = {name: one for one in sets(recipe) for name in fields(one)}
+    measured = [*(name for name in BEST if name in facts_of(recipe).best), *found]
+    if best in BEST and best not in measured:
+        return [f"checkpoint.keep_best={best} is not measured by method={recipe.method}; it has {', '.join(measured)}"]
+    if best not in measured:
+        near = nearest(best, measured)
+        known = ", ".join([*BEST, *found])
+        return [
+            f"checkpoint.keep_best={best} is none of {known}, nor null" + (f"; did you mean {near}?" if near else "")
+        ]
+    if best == "loss":
+        return []
+    key = f"{found[best].key}.every" if best in found else "train.validate_every"
+    often = found[best].section.every if best in found else recipe.train.validate_every
+    problems = []
+    if every is not None and (often is None or every % often):
+        problems.append(
+            f"checkpoint.keep_best={best} needs a measure at every save, and checkpoint.every={every} is no multiple "
+            f"of {key}={shown(often)}: set {key}={every}"
+        )
+    if patience is not None and often is None:
+        problems.append(f"train.patience={patience} counts values of {best}, and {key}=null: set {key}")
+    return problems

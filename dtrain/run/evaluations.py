@@ -1,0 +1,247 @@
+"""The evaluations of a run: its model's answers to the sets of `eval`, drawn where it trains, and judged.
+
+The native engine draws on the training mesh with the weights of now. Nothing that training reads is touched: draws
+depend on `run.seed`, the prompt's and the sample's number alone, and an evaluation leaves weights, optimizer, data and
+generators as it found them. A set's row in metrics.jsonl is the sign that its evaluation is done: a resume does again
+what has none, and that alone.
+"""
+
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.ranks import Ranks
+from dtrain.base.run_context import RunContext
+from dtrain.data import Tokenizer, choose_template
+from dtrain.data.formats.plain_prompts import evaluated_as
+from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
+from dtrain.data.sources.files import resolve
+from dtrain.inference.native import NativeEngine
+from dtrain.inference.request import SamplingParams
+from dtrain.models.read_config import read_config
+from dtrain.policy import Policy
+from dtrain.recipe.schema import Recipe, Reward
+from dtrain.rl.judging import (
+    Judged,
+    Questions,
+    Report,
+    evaluate,
+    known,
+    open_judges,
+    plain_prompts_of,
+    read_questions,
+)
+from dtrain.rl.rewards import Rewards
+from dtrain.run.eval_section import rewards_of
+from dtrain.run.eval_sets import EvalSet, longest_answer, sets
+from dtrain.run.metrics import records
+
+WIDTH = 72
+
+
+def read_set(
+    recipe: Recipe, one: EvalSet, tokenizer: Tokenizer, trained_plain: int, say: Callable[[str], None]
+) -> tuple[Questions, list[Reward]]:
+    """What a set asks, and what judges its answers. trained_plain: rows of the training data whose prompt is a plain
+    string. say: is told how those of the set are read. Raises UserError for rows that are wrong, or too long."""
+    section, directory = one.section, recipe.model.directory
+    length = read_config(directory).max_position_embeddings
+    drawn = section.sampling
+    new = drawn.max_new_tokens or longest_answer(length)
+    options = PromptOptions.within(length, new, section.system_prompt)
+    template = choose_template(
+        directory, tokenizer.special_tokens, recipe.data.chat_template, recipe.data.template_kwargs
+    )
+    prompts_as = evaluated_as(recipe.data.prompts_as, trained_plain, template)
+    encoder = PromptEncoder(tokenizer, template, max_length=length, options=options, prompts_as=prompts_as)
+    files = resolve(section.path or [], f"{one.key}.path", section, recipe.cache)
+    columns = section.columns, f"{one.key}.columns"
+    asked = read_questions(files, encoder, section.limit, format=section.format, columns=columns[0], key=columns[1])
+    for line in plain_prompts_of(one.key, asked, encoder):
+        say(line)
+    for prompt in asked:
+        if len(prompt.ids) > options.room:
+            raise UserError(
+                f"{prompt.place}: the prompt has {len(prompt.ids)} tokens, and beside the {new} of an answer the "
+                f"model's {length} positions have room for {options.room}: set {one.key}.sampling.max_new_tokens to "
+                "less, or leave the row out"
+            )
+    sampling = SamplingParams(
+        new,
+        drawn.temperature,
+        drawn.top_k,
+        drawn.top_p,
+        stop_ids=tuple(tokenizer.eos_ids),
+        stop=tuple(drawn.stop),
+    )
+    rewards = [_remembered(recipe, reward) for reward in rewards_of(one, files)]
+    asks = Questions(asked, section.samples, sampling, recipe.run.seed, options.room, section.pass_reward)
+    return asks, rewards
+
+
+def _remembered(recipe: Recipe, reward: Reward) -> Reward:
+    """A judge keeps what it judged beside the data's caches."""
+    if reward.fn != "judge" or "cache" in reward.kwargs:
+        return reward
+    return replace(reward, kwargs={**reward.kwargs, "cache": str(recipe.cache / "judged.jsonl")})
+
+
+@dataclass
+class _Open:
+    """A set of a run. judges: on rank 0 alone. step: of its last evaluation."""
+
+    set: EvalSet
+    questions: Questions
+    judges: Rewards | None
+    step: int | None = None
+
+    def is_its(self, row: Mapping[str, Any]) -> bool:
+        return f"{self.set.prefix}completion_len" in row
+
+
+class Evaluations:
+    """Those of a run. Every rank makes the same calls, and gets the same answers; all are collective.
+
+    Raises UserError for sets that cannot be asked, or do not fit into memory.
+    """
+
+    def __init__(self, recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: RunContext, trained_plain: int):
+        self._run, self._ranks, self._trained_plain = run, Ranks(), trained_plain
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self._engine = NativeEngine(policy.model, policy.mesh, policy.device, decode=self._decode)
+        self._sets = [self._open(recipe, one, tokenizer) for one in sets(recipe)]
+
+    def _open(self, recipe: Recipe, one: EvalSet, tokenizer: Tokenizer) -> _Open:
+        opened: list[Rewards] = []
+
+        def read() -> Questions:
+            asked, rewards = read_set(recipe, one, tokenizer, self._trained_plain, self._run.metrics.say)
+            judges, together = open_judges(
+                rewards,
+                one.section.reward_timeout,
+                lambda line: self._run.metrics.say(one.in_its_keys(line)),
+                f"{one.key}.reward_timeout",
+            )
+            opened.append(self._run.stack.enter_context(judges))
+            if not one.section.at_start:
+                _try(one, asked, judges)
+            return replace(asked, together=together)
+
+        asked = self._ranks.first(read)
+        try:
+            self._engine.check(asked.requests())
+        except UserError as error:
+            raise UserError(f"{one.key}, with {one.key}.sampling: {error}") from error
+        return _Open(one, asked, opened[0] if opened else None)
+
+    def resume_at(self, step: int) -> dict[str, float]:
+        """What was measured at `step`, where a run goes on, by the record. Answers of an evaluation that a stop has cut
+        short are dropped."""
+        path = self._run.path / "metrics.jsonl"
+        rows = self._ranks.first(
+            lambda: [row for row in records.rows(path) if row.get("step") == step and "loss" not in row]
+        )
+        for one in self._sets:
+            if any(map(one.is_its, rows)):
+                one.step = step
+            else:
+                self._run.metrics.drop_answers(step, one.set.name)
+        left_out = {"step", *(f"{one.set.prefix}time" for one in self._sets)}
+        return {name: value for row in rows for name, value in row.items() if name not in left_out}
+
+    def evaluate(self, step: int, is_last: bool) -> Iterator[dict[str, float]]:
+        """The fields of each set that is due after `step` and was not evaluated there. Raises Interrupted, on every
+        rank, where the run is asked to stop, and UserError for a reward that never worked."""
+        for one in self._sets:
+            if one.step != step and one.set.is_due(step, is_last):
+                fields = self._of(one, step)
+                one.step = step
+                yield fields
+
+    def _of(self, one: _Open, step: int) -> dict[str, float]:
+        began, metrics = time.perf_counter(), self._run.metrics
+        shown: list[str] = []
+
+        def keep(judged: list[Judged]) -> None:
+            metrics.answers(step, (_line(one, each) for each in judged))
+            first = [each for each in judged if each.sample == 0][: one.set.section.show]
+            shown.extend(["  reward  tokens  answer"] * bool(first) + [_shown(each) for each in first])
+
+        report = evaluate(
+            one.questions,
+            lambda requests: self._engine.generate(requests, self._run.ask_stop),
+            self._decode,
+            one.judges,
+            keep,
+            ranks=self._ranks,
+            ask_stop=self._run.ask_stop,
+        )
+        fields = {f"{one.set.prefix}{name}": value for name, value in fields_of(report).items()}
+        seconds = time.perf_counter() - began
+        metrics.log(fields | {f"{one.set.prefix}time": seconds}, step)
+        for line in [_said(one.set.name, step, report, seconds), *shown]:
+            metrics.say(line)
+        return fields
+
+
+def fields_of(report: Report) -> dict[str, float]:
+    """A report as fields of a row; what is not known is absent."""
+    parts = {f"reward/{name}": value for name, value in report.rewards.items()} if len(report.rewards) > 1 else {}
+    fields = {
+        "reward_mean": report.reward,
+        "reward_stderr": report.reward_stderr,
+        **parts,
+        **{f"pass@{k}": value for k, value in report.passes.items()},
+        "completion_len": report.completion_len,
+        "truncated_frac": report.truncated_frac,
+        "unknown": report.unknown,
+    }
+    return {name: value for name, value in fields.items() if value == value}
+
+
+def _try(one: EvalSet, asked: Questions, judges: Rewards) -> None:
+    """Whether rewards that have nothing to judge before training starts can do so at all: on an empty answer. Raises
+    UserError."""
+    if any(reward.fn == "judge" for reward in one.section.rewards):  # it is asked otherwise whether it is there
+        return
+    prompt = asked.asked[0].prompt
+    judges.score([prompt.asked], [""], [[]], {name: [value] for name, value in prompt.columns.items()})
+
+
+def _line(one: _Open, judged: Judged) -> dict[str, Any]:
+    prompt = one.questions.asked[judged.index].prompt
+    answer = {"answer": prompt.columns["answer"]} if "answer" in prompt.columns else {}
+    return {
+        "set": one.set.name,
+        "index": judged.index,
+        "sample": judged.sample,
+        "prompt": prompt.asked,
+        **answer,
+        "text": judged.text,
+        "reward": known(judged.reward),
+        "rewards": known(judged.parts),
+        "completion_len": len(judged.completion.ids),
+        "truncated": judged.completion.finish == "length",
+    }
+
+
+def _said(name: str, step: int, report: Report, seconds: float) -> str:
+    error = "" if report.reward_stderr != report.reward_stderr else f" ± {report.reward_stderr:.3f}"
+    by = f" by {next(iter(report.rewards))}" if len(report.rewards) == 1 else ""
+    reward = "no reward known" if report.reward != report.reward else f"reward {report.reward:.3f}{error}{by}"
+    passed = "".join(f", pass@{k} {value:.1%}" for k, value in report.passes.items())
+    unknown = f", {report.unknown} without reward" if report.unknown else ""
+    return (
+        f"step {step}  {name}: {reward}{passed}, {report.completion_len:.1f} tokens, "
+        f"{report.truncated_frac:.0%} cut off{unknown} ({seconds:.1f} s)"
+    )
+
+
+def _shown(judged: Judged) -> str:
+    reward = "-" if judged.reward != judged.reward else f"{judged.reward:.3g}"
+    text = textwrap.shorten(judged.text, WIDTH, placeholder="...")
+    return f"  {reward:>6}  {len(judged.completion.ids):>6}  {text}"

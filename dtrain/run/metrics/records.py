@@ -1,0 +1,227 @@
+"""What a run wrote down, read again, also while it still goes: rows of JSON lines, its recipe, answers. No torch."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import check_shape, loads, read_text
+
+Point = tuple[float, float]
+
+AVERAGED = 10  # steps at either end whose mean a curve is told by
+LARGEST = 1e300  # what sums and differences of are still numbers
+LONGEST = 1 << 24  # bytes of a line that is read
+PARTS = 100_000  # entries of a recipe, with what its aliases repeat
+_STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
+_MARK = 64  # bytes before the place that was read to, by which a file is known again
+
+
+class Lines:
+    """The whole lines of a file that others write to: `look` gives those that are new.
+
+    A file that was cut or replaced, as a resume does, is read from its beginning again: `times` counts these.
+    `skipped`: lines longer than LONGEST.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.times = self.skipped = 0
+        self._end, self._mark = 0, b""
+
+    def look(self) -> Iterator[tuple[int, bytes]]:
+        """Each new line that is whole, with the place where it begins. None where there is no file."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(max(0, self._end - _MARK))
+                if file.read(min(self._end, _MARK)) != self._mark:
+                    self.times, self.skipped, self._end, self._mark = self.times + 1, 0, 0, b""
+                    file.seek(0)
+                while line := file.readline(LONGEST):
+                    start, is_whole, mark = self._end, line.endswith(b"\n"), self._mark + line[-_MARK:]
+                    while not mark.endswith(b"\n"):
+                        if not (rest := file.readline(LONGEST)):
+                            return  # torn, or still being written
+                        mark = mark[-_MARK:] + rest[-_MARK:]
+                    self._end, self._mark = file.tell(), mark[-_MARK:]
+                    if is_whole:
+                        yield start, line
+                    else:
+                        self.skipped += 1
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise UserError(f"{self.path}: {error.strerror or error}") from error
+
+
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """The row that a line holds; None where it is damaged."""
+    try:
+        row = loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file of JSON lines. Damaged lines, and a last one that is torn, are none; nor is a missing file."""
+    for _, line in Lines(path).look():
+        if (row := row_of(line)) is not None:
+            yield row
+
+
+def number(value: Any) -> float | None:
+    """A number of a row, NaN and infinities among them; None for anything else."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def is_sound(value: float) -> bool:
+    """Whether a value can be drawn and summed: neither NaN nor infinite, nor near that."""
+    return abs(value) <= LARGEST
+
+
+def points(given: Iterable[Mapping[str, Any]], field: str) -> list[Point]:
+    """(step, value) of the rows that have that field, as a sound number."""
+    found = ((number(row.get("step")), number(row.get(field))) for row in given)
+    return [(x, y) for x, y in found if x is not None and y is not None and is_sound(x) and is_sound(y)]
+
+
+def ends(field: str, values: Sequence[float]) -> tuple[float, float, int]:
+    """The first and the last value of a curve, each the mean of so many; of all validation rows one alone, so that it
+    is no chance."""
+    count = 1 if field.startswith(("val_", "eval_")) else max(1, min(AVERAGED, len(values) // 2))
+    return fmean(values[:count]), fmean(values[-count:]), count
+
+
+def read_recipe(directory: Path) -> dict[str, Any]:
+    """The tree of a run's config.yaml; nothing where there is none. Raises UserError where it is damaged."""
+    path = directory / "config.yaml"
+    if not path.is_file():
+        return {}
+    try:
+        tree = yaml.safe_load(read_text(path))
+        check_shape(tree, PARTS)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: {error}") from error
+    return tree if isinstance(tree, dict) else {}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion of samples.jsonl or evals.jsonl. `set`: the name of its evaluation; "" in a rollout. `index`: of its
+    prompt. What is not known is None."""
+
+    step: int
+    set: str
+    index: int
+    sample: int
+    prompt: str
+    text: str
+    reward: float | None
+    parts: Mapping[str, float]
+    tokens: int | None
+    is_truncated: bool
+    advantage: float | None
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        """What answers to the same question have in common at all steps."""
+        return self.set, self.index, self.sample, self.prompt
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Answer | None":
+        """None for a row without a step and a text."""
+        step, text = number(row.get("step")), row.get("completion", row.get("text"))
+        if step is None or not step.is_integer() or not isinstance(text, str):
+            return None
+        parts = row.get("rewards")
+        named = parts.items() if isinstance(parts, Mapping) else ()
+        return cls(
+            step=int(step),
+            set=str(row.get("set", "")),
+            index=_count(row.get("index", row.get("group"))) or 0,
+            sample=_count(row.get("sample")) or 0,
+            prompt=said(row.get("prompt", "")),
+            text=text,
+            reward=_known(row.get("reward")),
+            parts={str(name): known for name, value in named if (known := _known(value)) is not None},
+            tokens=_count(row.get("tokens", row.get("completion_len"))),
+            is_truncated=row.get("finish") == "length" or row.get("truncated") is True,
+            advantage=_known(row.get("advantage")),
+        )
+
+
+class Answers:
+    """samples.jsonl or evals.jsonl by their steps. `steps`: of each, where its lines begin and end; rows are read when
+    they are asked for, since such a file may be larger than the memory."""
+
+    def __init__(self, path: Path):
+        self.steps: dict[int, list[tuple[int, int]]] = {}
+        self._lines, self._times = Lines(path), 0
+
+    def look(self) -> bool:
+        """Find the steps that are new; whether there is anything new."""
+        is_new = False
+        for start, line in self._lines.look():
+            is_new = self._renew() or True
+            found = _STEP.match(line)  # as dtrain writes a row
+            step = int(found[1]) if found else _count((row_of(line) or {}).get("step"))
+            if step is None:
+                continue
+            places, end = self.steps.setdefault(step, []), start + len(line)
+            if places and places[-1][1] == start:
+                places[-1] = places[-1][0], end
+            else:
+                places.append((start, end))
+        return self._renew() or is_new
+
+    def _renew(self) -> bool:
+        """Forget all where the file began again; whether it did."""
+        if self._lines.times == self._times:
+            return False
+        self.steps, self._times = {}, self._lines.times
+        return True
+
+    def of_step(self, step: int) -> Iterator[Answer]:
+        """The answers of a step, as they were written."""
+        for start, end in self.steps.get(step, ()):
+            with suppress(OSError), self._lines.path.open("rb") as file:  # it may have gone since
+                file.seek(start)
+                while file.tell() < end and (line := file.readline(LONGEST)):
+                    if (row := row_of(line)) is not None and (one := Answer.of(row)) is not None and one.step == step:
+                        yield one
+
+
+def said(prompt: Any) -> str:
+    """A prompt as text: messages with their roles, other values as JSON."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and prompt and all(isinstance(one, Mapping) and "role" in one for one in prompt):
+        texts = [(one["role"], one.get("content")) for one in prompt]
+        if len(texts) == 1 and isinstance(texts[0][1], str):
+            return texts[0][1]
+        return "\n".join(f"{role}: {text if isinstance(text, str) else json.dumps(text)}" for role, text in texts)
+    return json.dumps(prompt, ensure_ascii=False)
+
+
+def _known(value: Any) -> float | None:
+    found = number(value)
+    return found if found is not None and is_sound(found) else None
+
+
+def _count(value: Any) -> int | None:
+    found = _known(value)
+    return None if found is None or abs(found) > 2**53 else int(found)

@@ -1,0 +1,346 @@
+"""Resume: which checkpoint a run starts from, what a changed recipe may change, and the run's state in and out.
+
+A checkpoint's `state.json` holds step, cursor (the next row of the global sequence), the resolved recipe, the data's
+fingerprint, digests of what the run read at its start (`identities`), what it began from, a mark of the save, the
+step's metrics and the scalars of policy and method; its tensors are theirs (the method's under `method.<name>`). Random
+number generators are kept rank by rank.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dtrain import recipe as config
+from dtrain.base.errors import UserError
+from dtrain.base.files import set_aside
+from dtrain.base.identity import digest, digests
+from dtrain.base.json_files import read_json
+from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.origin import Origin
+from dtrain.checkpoint.dcp.rng import random_state, set_random_state
+from dtrain.checkpoint.dcp.store import CheckpointStore, locate
+from dtrain.checkpoint.huggingface.model_files import read_model_config
+from dtrain.checkpoint.huggingface.safetensor_files import weight_files
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
+from dtrain.checkpoint.peft.files import ADAPTER
+from dtrain.data import Rows, Tokenizer, choose_template
+from dtrain.data.sources.sources import packs_by_itself
+from dtrain.methods import Method
+from dtrain.methods.spec import REWARD_MODEL, facts_of
+from dtrain.models.common.adapter_config import adaptable
+from dtrain.models.common.decoder import CausalLM
+from dtrain.policy import Policy
+from dtrain.recipe.schema import Recipe
+from dtrain.run.directory import MODELS, RunDirectory, guard
+
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+RESUME, INIT = "checkpoint.resume", "checkpoint.init_from"
+NEW_RUN = "or begin anew: delete the run's directory, or choose another run.name"
+# Of a source of data: where it lies, and by what names it is read.
+WHERE = ("path", "split", "subset", "revision", "columns", "sources")
+# A key that says where something lies, and the digest that tells what lies there.
+PLACES = {
+    "model.path": "model.config",
+    **{f"data.train.{name}": "data.fingerprint" for name in WHERE},
+    **{f"data.val.{name}": "data.val.fingerprint" for name in WHERE},
+    "lora.path": "lora.path",
+    **{key: key for key in ("data.chat_template", *MODELS)},
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts. A fresh one: step 0, the first row, no store and no state.
+
+    verified: every file of the step has just been read against its checksum. began: what the run began from, RESUME or
+    INIT → an `Origin` as JSON. weights: the step whose weights take the place of model.path's before anything else.
+    """
+
+    step: int = 0
+    cursor: tuple[int, int] = (0, 0)
+    store: CheckpointStore | None = None
+    state: dict[str, Any] | None = None
+    verified: bool = False
+    began: dict[str, dict[str, Any]] = field(default_factory=dict)
+    weights: tuple[CheckpointStore, int] | None = None
+
+    @property
+    def saved(self) -> tuple[CheckpointStore, dict[str, Any]]:
+        """The store and the state of a start that is not fresh."""
+        if self.store is None or self.state is None:
+            raise ValueError("a fresh run starts from no checkpoint")
+        return self.store, self.state
+
+    @property
+    def path(self) -> Path:
+        return self.saved[0].path(self.step)
+
+
+def find_start(
+    recipe: Recipe,
+    run: RunDirectory,
+    store: CheckpointStore,
+    needs_start: bool,
+    ranks: Ranks,
+    say: Callable[[str], None],
+    *,
+    deep: bool = True,
+) -> Start:
+    """What `checkpoint.resume` picks: the run's newest whole checkpoint (auto), none (null), or the one at a path; and
+    what `checkpoint.init_from` means, where the run is fresh or its method `needs_start`.
+
+    Collective. A run that began from a path, wherever it was ended, goes on as it began. auto reads every file of the
+    newest checkpoint against its checksum, and takes the one before where one is damaged, which it says. Damaged steps
+    beyond the start are set aside as `damaged-step-N`, so that the run can save those steps again; whole ones beyond it
+    (a path into this very run) are refused. Where all are damaged, the run does not start over by itself. Raises
+    UserError, on every rank.
+
+    deep: without it no file is read whole, only its size is compared, and all stays where it is.
+    """
+    start = _find_step(recipe, run, store, ranks, say, deep)
+    path, began = recipe.checkpoint.init_from, start.began
+    if path is None or (start.state is not None and not needs_start):
+        return start
+    if INIT in began and INIT not in recipe.checkpoint.allow_changes:
+        otherwise = NEW_RUN
+        if start.state is not None:
+            keys = f"{INIT},{recipe.method}.reference"
+            otherwise = f"or go on with the newest weights there: checkpoint.allow_changes=[{keys}]"
+        weights = Origin.read(began[INIT], run.began).again(INIT, path, otherwise, ranks)
+    else:
+        weights = locate(path, ranks)
+        began = {**began, INIT: asdict(Origin.of(*weights))}
+    return replace(start, began=began, weights=weights)
+
+
+def _find_step(
+    recipe: Recipe, run: RunDirectory, store: CheckpointStore, ranks: Ranks, say: Callable[[str], None], deep: bool
+) -> Start:
+    resume = recipe.checkpoint.resume
+    if resume is None:
+        ranks.first(lambda: run.refuse_used(resume))
+        return Start()
+    left, began = ranks.first(lambda: (run.left, read_json(run.began) if run.began.is_file() else {}))
+    origin = Origin.read(began[RESUME], run.began) if RESUME in began else None
+    newest = None
+    if resume == "auto" or (origin and left and (origin.at(resume, ranks) or origin.lay_at(resume, ranks))):
+        newest = _newest(store, ranks, say, deep)
+        if newest is not None:
+            source, step = store, newest
+        elif origin is not None:
+            source, step = origin.again(RESUME, origin.path if resume == "auto" else resume, NEW_RUN, ranks)
+        else:
+            return Start(began=began if left else {})
+        state = _read_state(source, step)
+        began = began if newest is None else state.get("began", began)
+    else:
+
+        def refuse_used(is_other: bool) -> None:
+            if is_other:
+                run.refuse_used(resume, origin.path if origin else None)
+
+        ranks.first(lambda: refuse_used(not Path(resume).is_dir()))
+        source, step = locate(resume, ranks)
+        source = store if source.directory.resolve() == store.directory.resolve() else source
+        ranks.first(lambda: refuse_used(source is not store))
+        ranks.first(lambda: _refuse_beyond(store, step))
+        state = _read_state(source, step)
+        began = {key: one for key, one in state.get("began", {}).items() if key == INIT}
+        began[RESUME] = asdict(Origin.of(source, step))
+    if deep:
+        ranks.first(lambda: _put_damaged_aside(store, step))
+    return Start(step, tuple(state["cursor"]), source, state, verified=newest is not None, began=began)
+
+
+def identities(recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, str]:
+    """Digests of what the run's models are, under the keys that a changed one is refused by. Collective. UserError
+    where hosts have other ones, or files cannot be read."""
+    path, section = recipe.model.directory, recipe.data
+    wrong = "{}={} is not the same model on every host".format
+    weights = weight_files(path) if recipe.model.init == "pretrained" else []
+    others = digests(weights, wrong("model.path", path), ranks) if weights else []
+    template = choose_template(path, tokenizer.special_tokens, section.chat_template, section.template_kwargs)
+    found = {
+        "model.config": digest(read_model_config(path)),  # however its text is laid out
+        "model.tokenizer": tokenizer.fingerprint,
+        "data.chat_template": template.fingerprint if template else "none",
+    }
+    ranks.same(found["model.config"], wrong("model.path", path))
+    ranks.same(digest(found), f"model.path={path}: tokenizer or chat template is not the same on every host")
+    if weights:
+        found["model.weights"] = digest(others)
+    if recipe.lora is not None and recipe.lora.path is not None:
+        adapter = Path(recipe.lora.path)
+        others = digests([adapter / name for name in ADAPTER_FILES], wrong("lora.path", adapter), ranks)
+        found["lora.path"] = digest(others)
+    for key, other in facts_of(recipe).other_models(recipe):
+        others = digests(weight_files(Path(other)), wrong(key, other), ranks)
+        kind = digest(read_model_config(Path(other)))
+        ranks.same(kind, wrong(key, other))
+        found[key] = digest(others) if key.endswith(".reference") else digest(kind, others)
+        if key == REWARD_MODEL:  # it reads text by these
+            words = Tokenizer.from_directory(other)
+            own = choose_template(words.directory, words.special_tokens)
+            found[key] = digest(found[key], words.fingerprint, own.fingerprint if own else "none")
+    return found
+
+
+def start_identity(recipe: Recipe, start: Start, found: Mapping[str, str], named: str) -> str:
+    """The digest of the weights that the run trains from, or with named="base" of these without an adapter; `found` is
+    what `identities` gave."""
+    own = found.get("model.weights") or digest(recipe.run.seed, found["model.config"])
+    if recipe.checkpoint.init_from is not None and INIT in start.began:
+        own = start.began[INIT]["identity"]
+    if recipe.lora is None:
+        return own
+    return digest(own, None if named == "base" else found.get("lora.path"), recipe.lora.quantize, named)
+
+
+def refuse_other_adapter(recipe: Recipe, model: CausalLM, start: Start) -> None:
+    """For weights of `checkpoint.init_from` whose run had an adapter. Raises UserError where these numbers mean another
+    model here: other scales, or the base in other bits."""
+    if start.weights is None or model.adapters is None:
+        return
+    store, step = start.weights
+    folder = store.path(step) / ADAPTER
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return
+    layers = adaptable(model.config)
+    differing = [key for key, _, _ in config.diff(store.read_state(step)["recipe"], recipe) if key == "lora.quantize"]
+    if read_adapter_config(folder).adapted(layers) != model.adapters.config.adapted(layers):
+        differing.append("its layers, ranks or scales (lora.target, rank, alpha, rslora and the patterns)")
+    if differing:
+        raise UserError(
+            f"{INIT}: {folder} is an adapter that was trained with other settings: {', '.join(differing)}. Set them as "
+            "its run has them"
+        )
+
+
+def refuse_other_base(start: Start, found: Mapping[str, str]) -> None:
+    """For weights of `checkpoint.init_from` that are those of an adapter, or of what was not frozen, alone. Raises
+    UserError where the run that trained them had other weights beside them."""
+    if start.weights is None:
+        return
+    store, step = start.weights
+    saved = store.read_state(step).get("identities", {}).get("model.weights")
+    if saved != found.get("model.weights"):
+        raise UserError(
+            f"{INIT}: {store.path(step)} holds what was trained alone, and the weights beside it were not those of "
+            "model.path: set model.path to the model that its run began from"
+        )
+
+
+def compare(recipe: Recipe, start: Start, found: Mapping[str, str], rows: Rows | None) -> list[str]:
+    """What differs between the run that was saved at `start` and this one, a line each: its recipe, and what it reads
+    (`found`). Raises UserError for differences that make another run of it, unless `checkpoint.allow_changes` names
+    them. Another place with the same content makes none, nor does `data.packing=auto` in place of what it comes to.
+    rows: of data.train; None: not read, and not compared.
+    """
+    (_, state), lines = start.saved, []
+    saved = state.get("identities")
+    if saved is None:
+        lines.append("an earlier dtrain saved it, without digests: model, tokenizer and reference were not compared")
+        saved = {"data.fingerprint": state["data_fingerprint"]}
+        found = {} if rows is None else {"data.fingerprint": rows.fingerprint}
+    known = {key for key, of in PLACES.items() if of in saved and saved[of] == found.get(of) and "identities" in state}
+    differences = config.diff(state["recipe"], recipe)
+    known |= {key for key, _, _ in differences if key.partition(".columns.")[0] + ".columns" in known}
+    known -= {key for key, old, new in differences if key.endswith(".sources") and _but_path(old) != _but_path(new)}
+    differences += [(key, saved[key], new) for key, new in found.items() if saved.get(key, new) != new]
+    of_data = {key: values for key, *values in differences if key.startswith("data.") and key not in known}
+    if [*of_data] == ["data.packing"] and "auto" in of_data["data.packing"]:
+        automatic = None if rows is None else packs_by_itself(rows, facts_of(recipe).kind)
+        packed = {automatic if value == "auto" else value for value in of_data["data.packing"]}
+        known |= {"data.packing"} if len(packed) == 1 or automatic is None else set()
+    return guard(differences, recipe.checkpoint.allow_changes, known) + lines
+
+
+def _but_path(sources: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    return [{**source, **dict.fromkeys(WHERE)} for source in sources or []]
+
+
+def restore(recipe: Recipe, policy: Policy, method: Method, start: Start) -> None:
+    """Load `start` into `policy` and `method`. Collective."""
+    store, state = start.saved
+    differing = [key for key, _, _ in config.diff(state["recipe"], recipe)]
+    options = {key.rsplit(".", 1)[-1] for key in differing if key.startswith("optimizer.")}
+    method.load(state["method"])
+    beside = _named_for_method(method)
+    policy.load(store, start.step, state["policy"], beside=beside, keep=options, verified=start.verified)
+    rank_state, copy = store.read_rank_state(start.step)
+    if rank_state is not None:
+        set_random_state(rank_state, copy)
+
+
+def contents(
+    policy: Policy,
+    method: Method,
+    step: int,
+    cursor: tuple[int, int],
+    known: Mapping[str, Any],
+    measured: Mapping[str, float],
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """What a save after `step` holds: tensors, the state that is the same on every rank, and this rank's own.
+
+    tensors: [any shape], those of the policy and of the method. cursor: the next row. known: the recipe, and what tells
+    the run from others. measured: the step's metrics.
+    """
+    state = {
+        "step": step,
+        "cursor": list(cursor),
+        **known,
+        "metrics": dict(measured),
+        "policy": policy.state(),
+        "method": method.state(),
+    }
+    return policy.tensors() | _named_for_method(method), state, random_state()
+
+
+def _read_state(store: CheckpointStore, step: int) -> dict[str, Any]:
+    state = store.read_state(step)
+    kinds = {"cursor": list, "recipe": str, "data_fingerprint": str, "metrics": dict, "policy": dict, "method": dict}
+    lacking = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
+    if not lacking and [type(place) for place in state["cursor"]] != [int, int]:
+        lacking = ["cursor"]
+    if lacking:
+        raise UserError(f"{store.path(step)}: no run of this version of dtrain saved it, it lacks {', '.join(lacking)}")
+    return state
+
+
+def _named_for_method(method: Method) -> dict[str, Tensor]:
+    return {f"method.{name}": tensor for name, tensor in method.tensors().items()}
+
+
+def _newest(store: CheckpointStore, ranks: Ranks, say: Callable[[str], None], deep: bool) -> int | None:
+    """The newest step without damage, by the content of every file or, without `deep`, by their sizes; None where
+    nothing was saved yet. Collective."""
+    published = ranks.first(store.published)
+    for step in reversed(published):
+        damage = store.damage(step) if deep else store.faults(step)
+        if not damage:
+            return step
+        say(f"{store.path(step)} is damaged and is left out: {damage[0]}")
+    if published:
+        raise UserError(
+            f"{store.directory}: every checkpoint is damaged, as said above. To start over, move that directory away "
+            "together with metrics.jsonl, or choose another run.name"
+        )
+    return None
+
+
+def _refuse_beyond(store: CheckpointStore, step: int) -> None:
+    whole = [f"step-{later}" for later in store.steps() if later > step]
+    if whole:
+        raise UserError(
+            f"{store.directory} already holds {', '.join(whole)}, which the resumed run would save again, and a saved "
+            "step is never overwritten: delete them, or choose another run.name"
+        )
+
+
+def _put_damaged_aside(store: CheckpointStore, step: int) -> None:
+    for later in store.published():
+        if later > step:
+            set_aside(store.path(later), "damaged-")

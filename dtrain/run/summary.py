@@ -1,0 +1,171 @@
+"""What the terminal is told of a run before its first step, and when it is done."""
+
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtrain import __version__
+from dtrain.methods.spec import facts_of
+from dtrain.models.common.decoder import weights_in
+from dtrain.recipe.schema import DataSource, Recipe
+from dtrain.run import eval_sets
+from dtrain.run import sizes as sizing
+from dtrain.run.metrics import records
+from dtrain.run.metrics.terminal import one_line, plot
+
+if TYPE_CHECKING:
+    from dtrain.run.trainer import Trainer
+
+LABEL = 10  # characters of a label with the blanks behind it
+PLOTTED = 8  # values from which on a curve is drawn
+SHOWN = 60  # characters of an answer
+
+
+def labelled(label: str, text: str) -> str:
+    """A line of a table without borders."""
+    return f"{label:<{LABEL}}{text}"
+
+
+def opening(trainer: "Trainer", asked: Recipe) -> Iterator[str]:
+    """The sizes of a run that is built: model, rows, mesh, batch, steps; then the choices that were made for it. asked:
+    the recipe before `train.global_batch=auto` had a number."""
+    recipe, sizes, policy, rows = trainer.recipe, trainer.sizes, trainer.policy, trainer.rows
+    count, trained = _parameters(trainer)
+    size, part = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in (count, trained))
+    of_it = "" if trained == count else f" ({part} of them trained)"
+    yield labelled("model", f"{recipe.model.path}, {size} parameters{of_it}, init {recipe.model.init}")
+    if policy.model.config.is_text_tower and recipe.model.init != "scratch":
+        yield labelled("", "its other parts (a vision tower) are not trained: an export has them as the files do")
+    counted = asked.train.global_batch == "auto" or recipe.train.epochs is not None
+    per_pass = f"{rows.rows_in_epoch(0):,} rows a pass, " if counted else ""
+    packed = f"packed to {rows.capacity:,} tokens" if rows.packing else f"of up to {rows.capacity:,} tokens"
+    yield labelled("data", f"{rows.samples.meta['samples']:,} {rows.samples.noun}, {per_pass}{packed}")
+    world = f"{sizes.world_size} processes: {sizes.axes}" if sizes.world_size > 1 else "one process"
+    yield labelled("mesh", f"{world}, {policy.device.type}")
+    auto = " (auto)" * (asked.train.global_batch == "auto")
+    yield labelled(
+        "batch",
+        f"global batch {sizes.global_batch}{auto} = micro batch {sizes.micro_batch} × accumulation "
+        f"{sizes.accumulation} × dp {sizes.dp}",
+    )
+    yield labelled("steps", _steps(trainer))
+    yield from trainer.method.choices
+    yield f"compute in {str(policy.precision.compute).removeprefix('torch.')} ({policy.precision.reason})"
+    if policy.device.type == "cuda":
+        kernel = policy.model.model.kernel
+        yield f"attention: {kernel.name}" + (f" ({kernel.note})" if kernel.note else "")
+        if policy.model.config.linear is not None:
+            why = f" ({policy.model.model.delta_note})" if policy.model.model.delta_note else ""
+            yield "linear attention: " + (f"torch{why}" if policy.model.model.flash_delta is None else "fla")
+    if policy.model.uncompiled is not None:
+        yield f"note: train.compile=true, and layers run uncompiled: {policy.model.uncompiled}"
+    yield from _notes(trainer)
+    yield from trainer.metrics.choices
+
+
+def about(trainer: "Trainer", planned: int = 0) -> dict[str, Any]:
+    """about.json of the run. planned: bytes of a rank's tensors at their peak, where there is a plan."""
+    device, (parameters, trained) = trainer.policy.device, _parameters(trainer)
+    is_cuda = device.type == "cuda"
+    return {
+        "dtrain": __version__,
+        "torch": torch.__version__,
+        "started": time.time(),
+        "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
+        "world_size": trainer.sizes.world_size,
+        "mesh": {**trainer.sizes.shape, "ep": trainer.sizes.ep},
+        "batch": {name: getattr(trainer.sizes, name) for name in ("global_batch", "micro_batch", "accumulation")},
+        "compute": str(trainer.policy.precision.compute).removeprefix("torch."),
+        "parameters": parameters,
+        "trained": trained,
+        "steps": trainer.total_steps,
+        "planned": planned or None,
+        "memory_before_gib": 0.0 if is_cuda else trainer.before_gib,
+    }
+
+
+def _parameters(trainer: "Trainer") -> tuple[int, int]:
+    """How many the model has, and how many of them are trained."""
+    parameters = list(trainer.policy.model.parameters())
+    return sum(map(weights_in, parameters)), sum(one.numel() for one in parameters if one.requires_grad)
+
+
+def _steps(trainer: "Trainer") -> str:
+    recipe, total = trainer.recipe, trainer.total_steps
+    schedule, epochs = recipe.scheduler, recipe.train.epochs
+    passes = "" if epochs is None else f", {epochs} pass{'es' * (epochs != 1)} over the data"
+    if isinstance(schedule, list):
+        rate = f"learning rate {recipe.optimizer.lr:g} in {len(schedule)} stages"
+    else:
+        warmup = sizing.warmup_of(schedule, total)
+        rate = f"learning rate {recipe.optimizer.lr:g}, {schedule.name}" + f", {warmup} of warm-up" * (warmup > 0)
+    return f"{total:,}{passes}; {rate}"
+
+
+def _notes(trainer: "Trainer") -> Iterator[str]:
+    recipe, longest = trainer.recipe, trainer.policy.model.config.max_position_embeddings
+    yield from sizing.notes(recipe, trainer.total_steps)
+    if recipe.data.max_length > longest:
+        yield (
+            f"note: data.max_length={recipe.data.max_length} is more than the {longest} positions that the model was "
+            "made for (max_position_embeddings of its config.json)"
+        )
+
+
+def closing(recipe: Recipe, directory: Path, has_export: bool) -> Iterator[str]:
+    """What a run that is done has learned, by its metrics.jsonl, and what may be done with it."""
+    evals = eval_sets.sets(recipe) if recipe.eval is not None else []
+    rewards = {f"{one.prefix}reward_mean": f"{one.name} reward" for one in evals}
+    names = {**facts_of(recipe).curves, **rewards}
+    curves = _curves(directory / "metrics.jsonl", names)
+    drawn = next((name for name, curve in curves.items() if len(curve) >= PLOTTED), "")
+    for number, line in enumerate(plot(curves.get(drawn, []))):
+        yield labelled("" if number else names[drawn], line)
+    for name, curve in curves.items():
+        values = [value for _, value in curve]
+        first, last, count = records.ends(name, values)
+        best = f"; the lowest {min(values):.4g}" if name == "val_loss" and min(values) < last else ""
+        steps = f"means of the first and last {count}" if count > 1 else "the first and the last"
+        if len(values) > 1:
+            yield labelled("result", f"{names[name]} {first:.4g} → {last:.4g} ({steps} of {len(values)}{best})")
+    yield from _answers(directory)
+    yield labelled("next", f"dtrain report {directory}")
+    if not has_export or facts_of(recipe).labels(recipe) is not None:
+        return
+    yield labelled("", f'dtrain generate {directory} --prompt "..."')
+    yield labelled("", f"dtrain eval {directory} {_questions(recipe)}")
+    yield labelled("", f"dtrain serve {directory}")
+    if recipe.lora is not None:
+        yield labelled("", f"dtrain export {directory} OUT    # whole, the adapter merged")
+
+
+def _questions(recipe: Recipe) -> str:
+    """A file of prompts that the run knows: its validation's; of GRPO else its own; else the user's."""
+    kind, val = facts_of(recipe).kind, recipe.data.val
+    held = val if isinstance(val, DataSource) else recipe.data.train if kind == "prompts" else None
+    return held.path if held and kind != "pairs" and isinstance(held.path, str) else "FILE    # prompts with answers"
+
+
+def _curves(path: Path, names: Iterable[str]) -> dict[str, list[records.Point]]:
+    """Each of the fields that the run measured, over its steps."""
+    rows = list(records.rows(path))
+    return {name: curve for name in names if (curve := records.points(rows, name))}
+
+
+def _answers(directory: Path) -> Iterator[str]:
+    """The first and the last answer to an evaluation's first prompt; of a run without, those of its rollouts."""
+    for index in map(records.Answers, (directory / "evals.jsonl", directory / "samples.jsonl")):
+        index.look()
+        first = next(index.of_step(min(index.steps)), None) if len(index.steps) > 1 else None
+        if first is None:
+            continue
+        same = (one for one in index.of_step(max(index.steps)) if one.key == first.key)
+        last = next(same, None) or next(index.of_step(max(index.steps)), first)
+        for label, one in (("answers", first), ("", last)):
+            reward = "" if one.reward is None else f" (reward {one.reward:.3g})"
+            asked = one_line(one.prompt, SHOWN)
+            yield labelled(label, f"step {one.step}{reward}: {asked} → {one_line(one.text, SHOWN)}")
+        return

@@ -1,0 +1,454 @@
+"""The loop: build, resume, step, log, validate, checkpoint.
+
+The files that a batch passes through:
+
+    data/files → formats → template → sample → cache     rows of files to token ids and a trained mask, once
+    data/order → rows                                     the endless row sequence; a dp rank's rows of a global batch
+    methods: batch, prepare                               rows to a batch [n, S] on the host, and what its loss reads
+    policy.Policy.train → policy/batching                 counts over all ranks, micro-batches; backward
+    policy/score → models → losses/hidden                 hidden states, the loss inside the root's forward
+    optim → parallel/grads                                norm, clip, update
+    metrics                                               the row of metrics.jsonl
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dtrain import recipe as config
+from dtrain.base.errors import Interrupted, RecipeError, Stopped, Unavailable, UserError
+from dtrain.base.files import refuse_unwritable, replace_text
+from dtrain.base.ranks import Ranks
+from dtrain.base.run_context import RunContext
+from dtrain.checkpoint.dcp.background import Saver
+from dtrain.checkpoint.dcp.origin import run_of
+from dtrain.checkpoint.dcp.retention import Patience, Retention
+from dtrain.checkpoint.dcp.store import CheckpointStore
+from dtrain.checkpoint.huggingface.model_files import held_by
+from dtrain.data import Cursor, Rows, Tokenizer, open_rows
+from dtrain.methods import METHODS
+from dtrain.methods.spec import facts_of
+from dtrain.models.read_config import read_config
+from dtrain.parallel.mesh import build_mesh, init_one_process_group
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy import Policy
+from dtrain.policy.build import build_model
+from dtrain.recipe.schema import Recipe
+from dtrain.run import metrics, resume
+from dtrain.run.directory import RunDirectory
+from dtrain.run.dry_run import rehearse
+from dtrain.run.eval_sets import better
+from dtrain.run.preflight import shapes
+from dtrain.run.resume import Start
+from dtrain.run.sizes import refuse_idle, settled
+from dtrain.run.summary import about, closing, opening
+
+if TYPE_CHECKING:
+    from dtrain.run.evaluations import Evaluations
+
+NOTHING_LOST = "stopped before the first step: nothing is lost; the same command starts here again"
+PLAN_SECONDS = 5.0  # that the end of a short run waits for the plan beside it
+
+
+def train(recipe: Recipe, runtime: Runtime) -> None:
+    """Run `recipe` to its end on this rank. Collective: every rank of the run calls it.
+
+    Raises RecipeError, before any work, with all that `preflight.shapes` finds; the rest as `train_checked`.
+    """
+    if problems := shapes(recipe, runtime.world_size):
+        raise RecipeError(problems)
+    train_checked(recipe, runtime)
+
+
+def train_checked(recipe: Recipe, runtime: Runtime) -> None:
+    """`train` of a recipe that was checked, as `launch` has done before any rank starts. Collective.
+
+    Raises UserError for what the user can mend, Stopped when a signal ended the run in order.
+    """
+    with ExitStack() as stack:
+        if not dist.is_initialized():
+            init_one_process_group(runtime.device.type)
+            stack.callback(dist.destroy_process_group)
+        trainer = Trainer(recipe, runtime, stack)
+        start = trainer.resume()
+        if trainer.measure(start.step, start.step >= trainer.total_steps):
+            trainer.stop_if_asked()
+            lacks_export = trainer.lacks_export(start)
+            left = "only the export is left" if lacks_export else "nothing left to do"
+            trainer.metrics.say(f"step {start.step} of {trainer.total_steps} is saved already: {left}")
+            if lacks_export:
+                trainer.export()
+            return
+        trainer.loop(start)
+        if runtime.is_main:
+            for line in closing(recipe, trainer.run.path, recipe.checkpoint.export != "none"):
+                trainer.metrics.say(line)
+
+
+class Trainer:
+    """One run on one rank: its data, its policy and its directory. `loop` is the run."""
+
+    def __init__(self, recipe: Recipe, runtime: Runtime, stack: ExitStack):
+        self.recipe, self.runtime, self._stack = recipe, runtime, stack
+        self._asked = recipe
+        self.ranks = Ranks()
+        self.run = RunDirectory(recipe.run.directory)
+        self.ranks.first(self._hold)
+        if recipe.checkpoint.export != "none":
+            self.ranks.first(lambda: refuse_unwritable(self.run.export))
+        if runtime.is_main:
+            stack.callback(self.run.release)
+        self._recipe_text = config.to_yaml(recipe)
+        self.metrics = metrics.build(recipe.metrics, self.run.path, self._recipe_text, runtime.is_main)
+        self.metrics.hide = lambda text: config.hidden(text, recipe)
+        stack.callback(self.metrics.close)
+        self.tokenizer = Tokenizer.from_directory(recipe.model.directory)
+        self.ranks.first(lambda: rehearse(recipe, runtime.device.type, runtime.world_size))
+        self.identities = resume.identities(recipe, self.tokenizer, self.ranks)
+        model_config = read_config(recipe.model.directory, facts_of(recipe).labels(recipe))
+        self.rows = self._open_rows("train")
+        self.recipe = recipe = settled(recipe, self.rows, runtime.world_size)
+        self.val_rows = None if recipe.data.val is None else self._open_rows("val")
+        self.ranks.same(self.rows.fingerprint, "data.train is not the same on every host")
+        if self.val_rows:
+            self.ranks.same(self.val_rows.fingerprint, "data.val is not the same on every host")
+            self.identities["data.val.fingerprint"] = self.val_rows.samples.identity
+        self.identities["data.fingerprint"] = self.rows.samples.identity
+        self.method = METHODS[recipe.method](recipe)
+        refuse_idle(recipe, self.rows, recipe.train.steps or self.method.steps_left(self.rows, Cursor(), {}))
+        self.splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
+        columns = {name: rows.samples.column_names() for name, rows in self.splits.items()}
+        samples = {name: len(rows.samples) for name, rows in self.splits.items()}
+        self.ranks.first(lambda: self.method.examine(columns, samples))  # it may start a process
+        self.sizes = sizes = config.sizes(recipe, runtime.world_size)
+        mesh = build_mesh(runtime, **sizes.shape, ep=sizes.ep)
+        self.before_gib = metrics.memory_gib(runtime.device)
+        build = partial(build_model, longest_row=self.method.facts.longest_row(recipe))
+        self.policy = Policy(recipe, model_config, mesh, runtime, build)
+        # Of the decoder: losses and decoding call it inside the model's other methods. A sign of life for each
+        # micro-batch and each drawn token.
+        self.policy.model.model.register_forward_pre_hook(runtime.stop.tick)
+        self.store = CheckpointStore(self.run.checkpoints, self.ranks)
+        needs_start, say = self.method.needs_start, self.metrics.say
+        self.start = resume.find_start(recipe, self.run, self.store, needs_start is not None, self.ranks, say)
+        if needs_start is not None:
+            identity = resume.start_identity(recipe, self.start, self.identities, needs_start)
+            self.identities[f"{recipe.method}.reference"] = identity
+        self.total_steps = recipe.train.steps or self._last_step_of_epochs()
+        self.policy.init_optimizer(self.total_steps)
+        keep = recipe.checkpoint
+        direction = better(keep.keep_best or "", recipe)
+        retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, direction)
+        self.patience = Patience(keep.keep_best, direction, recipe.train.patience)
+        on_host = recipe.parallel.optimizer_offload and runtime.device.type == "cuda"  # a copy there would double it
+        background = keep.async_save and keep.every is not None and not on_host
+        beside = self.policy.beside
+        wait = runtime.collective_timeout
+        saver = Saver(
+            self.run.checkpoints,
+            retention,
+            runtime.device,
+            background=background,
+            beside=beside,
+            collective_timeout=wait,
+        )
+        self.saver = stack.enter_context(saver)
+        stack.callback(setattr, runtime.stop, "is_saving", True)  # closing may take as long as a save: it is no hang
+        self._measured: dict[str, float] = {}  # metrics of the last finished step
+        self._cursor = self.start.cursor  # the data position after that step
+        begun = self.start.state or {}
+        self._held: dict[str, Any] = {"step": self.start.step, "save": begun.get("save")}  # what the newest save holds
+        own = self.start.store is self.store and self._held["save"]
+        self._mark = run_of(own) if own else secrets.token_hex(8)  # of this run, part of each save's own mark
+        self._validated = self.start.step  # the last step after which that was done, if it was due
+        self.evaluations: Evaluations | None = None
+        if recipe.eval is not None:
+            room = import_module("dtrain.run.evaluations")
+            plain = self.rows.samples.meta["plain_prompts"]
+            run = self._as_the_method_sees_it()
+            self.evaluations = room.Evaluations(recipe, self.policy, self.tokenizer, run, plain)
+        self._planned = runtime.planned  # asks the plan beside the run; None once its answer was shown
+        if runtime.is_main:
+            for line in opening(self, self._asked):
+                self.metrics.say(line)
+
+    def _hold(self) -> None:
+        self.run.hold(tell=print)
+
+    def resume(self) -> Start:
+        """Where the run starts: the checkpoint that `checkpoint.resume` picked, loaded, or the beginning.
+
+        Prints the differences from the saved recipe; refused ones are a UserError. Raises Stopped where a signal comes
+        while the method waits for what it needs.
+        """
+        start = self.start
+        changed = []
+        if start.state is not None:
+            changed = resume.compare(self._asked, start, self.identities, self.rows)
+        if start.weights is not None:
+            store, step = start.weights
+            resume.refuse_other_adapter(self.recipe, self.policy.model, start)
+            if not self.policy.load_weights(store, step):
+                resume.refuse_other_base(start, self.identities)
+            self.metrics.say(f"weights of {store.path(step)}")
+        if start.state is not None and start.store is not None:
+            self.policy.find_base(start.store, start.step)
+        try:
+            self.method.begin(self.policy, self.splits, self._as_the_method_sees_it())
+        except Interrupted:
+            raise Stopped(self._agreed_signal(), NOTHING_LOST) from None
+        if start.state is not None:
+            resume.restore(self.recipe, self.policy, self.method, start)
+            self.metrics.say(f"resumed from {start.path}")
+            for line in changed:
+                self.metrics.say(f"  changed since then: {line}")
+        if self.runtime.is_main:
+            replace_text(self.run.began, json.dumps(start.began))
+            self.run.write_config(self._recipe_text)
+            self.run.write_data({split: rows.samples.summary for split, rows in self.splits.items()})
+            self.run.write_about(about(self))
+            self.run.keep_model_files(self.recipe.model.directory, self.policy.chat_template)
+        self.metrics.resume_at(start.step)
+        if self.recipe.train.patience is not None:
+            self.patience.values = self.ranks.first(lambda: self.patience.read(self.run.metrics))
+        if self.evaluations is not None:
+            self._measured |= self.evaluations.resume_at(start.step)
+        return start
+
+    def loop(self, start: Start) -> None:
+        """Train from `start` to the last step, saving and validating on the way; the export at the end."""
+        recipe, every = self.recipe, self.recipe.checkpoint.every
+        batches = self.method.batches(self.policy, self.rows, Cursor(*start.cursor))
+        self.metrics.start(start.step, self.total_steps)
+        step, saved = start.step, start.step if start.state is not None else None
+        self.stop_if_asked()
+        clock = time.perf_counter()
+        while True:
+            self._before_step(step, saved)
+            asked = time.perf_counter()
+            if (batch := next(batches, None)) is None:
+                break
+            data_time = time.perf_counter() - asked
+            rows, loss = self.method.prepare(self.policy, self.method.batch(batch))
+            result = self.policy.train(rows, loss, mbs=self.method.micro_rows)
+            step += 1
+            self._cursor = batch.cursor
+            self.method.after_step(self.policy, step)
+            self._log(step, batch.epoch, result, clock, data_time)
+            last = step == self.total_steps
+            if step - start.step > 1 or last:  # the optimizer's state is there from the first update on
+                self._tell_plan(PLAN_SECONDS if last else 0.0)
+            last = self.measure(step, last)
+            signum = self._agreed_signal()
+            if every is not None and (last or signum or step % every == 0):
+                self.save(step, batch.cursor, wait=bool(last or signum))
+                saved = step
+            if signum:
+                raise Stopped(signum, self._farewell(step, saved))
+            if last:
+                break
+            clock = time.perf_counter()
+        self.metrics.end()
+        if recipe.checkpoint.export == "final":
+            self._held["step"] = step  # which may not be saved
+            self.export()
+
+    def _before_step(self, step: int, saved: int | None) -> None:
+        """Whatever the method needs for the next step. Where that fails, or is given up for a signal, the steps so far
+        are saved first."""
+        try:
+            self.method.before_step(Cursor(*self.start.cursor))
+        except Unavailable as error:
+            saved = self._save_last(step, saved)
+            raise Unavailable(f"{error}\n{self._farewell(step, saved)}" if step else str(error)) from error
+        except Interrupted:
+            signum = self._agreed_signal()
+            saved = self._save_last(step, saved)
+            raise Stopped(signum, self._farewell(step, saved) if step else NOTHING_LOST) from None
+
+    def _save_last(self, step: int, saved: int | None) -> int | None:
+        """Save the step that is done, if it is not saved yet; the last step that then is."""
+        if self.recipe.checkpoint.every is None or saved == step or step == 0:
+            return saved
+        self.save(step, self._cursor, wait=True)
+        return step
+
+    def validate(self, step: int) -> None:
+        """The method's measures over all of `data.val`."""
+        if self.val_rows is None:
+            return
+        fields = self.method.validate(self.policy, self.val_rows)
+        self._see(fields)
+        self.metrics.val_row(step, **fields)
+
+    def evaluate(self, step: int, is_last: bool) -> None:
+        """The model's answers, judged, where they are due. A signal cuts this short: what is left is done on resume."""
+        if self.evaluations is None:
+            return
+        try:
+            for fields in self.evaluations.evaluate(step, is_last):
+                self._see(fields)
+        except Interrupted:
+            self.runtime.stop.tick()
+
+    def measure(self, step: int, is_last: bool) -> bool:
+        """Validate and evaluate after `step` as far as due and not done yet. Whether the run ends here, as `is_last`
+        says, or for want of `train.patience`."""
+        every = self.recipe.train.validate_every
+        if every and self._validated != step and (is_last or step % every == 0):
+            self.validate(step)
+            self._validated = step
+        self.evaluate(step, is_last)
+        if is_last or not self.patience.is_over:
+            return is_last
+        most, field = self.patience.most, self.patience.name
+        self.metrics.say(f"step {step}  {field} was not better {most} times in a row: train.patience ends the run")
+        return self.measure(step, True)
+
+    def _see(self, fields: Mapping[str, float]) -> None:
+        """Fields that were just measured."""
+        self._measured |= fields
+        self.patience.see(fields)
+
+    def stop_if_asked(self) -> None:
+        """Before the first step. Raises Stopped."""
+        if signum := self._agreed_signal():
+            raise Stopped(signum, NOTHING_LOST)
+
+    def save(self, step: int, cursor: tuple[int, int], *, wait: bool) -> None:
+        """Save everything that a resume needs as `checkpoints/step-N`, then delete the saves that the recipe does not
+        keep; with `async_save` in the background, unless it is to `wait`."""
+        self._held = {"step": step, "save": f"{self._mark}-{secrets.token_hex(8)}"}
+        known = {
+            "recipe": self._recipe_text,
+            "data_fingerprint": self.rows.fingerprint,
+            "identities": self.identities,
+            "began": self.start.began,
+            "save": self._held["save"],
+            "dtype": str(self.policy.precision.compute).removeprefix("torch."),
+        }
+        contents = resume.contents(self.policy, self.method, step, cursor, known, self._measured)
+        with self.runtime.stop.saving():
+            self.saver.save(step, *contents, wait=wait)
+        if self.recipe.checkpoint.export == "every":
+            self.export()
+
+    def export(self) -> None:
+        """The run's `export/`: a Hugging Face directory in the dtype of computation, or of an adapter PEFT's layout."""
+        with self.runtime.stop.saving():
+            self.policy.export(self.run.export, self.recipe.model.directory, self._held)
+        self.metrics.say(f"exported to {self.run.export}")
+
+    def lacks_export(self, start: Start) -> bool:
+        """Whether a run that is at its end was stopped between its last save and the export of it. Collective."""
+        is_due = self.ranks.first(lambda: held_by(self.run.export) != self._held)
+        return self.recipe.checkpoint.export != "none" and is_due
+
+    def _open_rows(self, split: str) -> Rows:
+        """The rows of data.train or data.val; the first process to come tokenises, the others wait for its cache."""
+        recipe, is_main, facts = self.recipe, self.runtime.is_main, facts_of(self.recipe)
+        return open_rows(
+            recipe.data,
+            split=split,
+            tokenizer=self.tokenizer,
+            seed=recipe.run.seed,
+            epochs=recipe.train.epochs,
+            cache_dir=recipe.cache,
+            say=self.metrics.say,
+            progress=is_main,
+            kind=facts.kind,
+            prompts=facts.prompts(recipe),
+            judged=facts.judged(recipe),
+        )
+
+    def _last_step_of_epochs(self) -> int:
+        """The step that `train.epochs` ends with: those of the start and what is left. Where the start was saved with
+        other epochs or another global_batch, its rows are not step × batch."""
+        saved = self.start.state["method"] if self.start.state else {}
+        return self.start.step + self.method.steps_left(self.rows, Cursor(*self.start.cursor), saved)
+
+    def _log(self, step: int, epoch: float, result: dict, began: float, data_time: float) -> None:
+        """Write the step's row. began: the time at which the step did; data_time: seconds until its batch was there."""
+        step_time = time.perf_counter() - began
+        tokens = result["tokens"][0, 2].item()
+        self._measured = {}
+        self._see({"loss": result["global_loss"][0].item()})
+        per_second = tokens / step_time
+        self.metrics.train_row(
+            step,
+            epoch=epoch,
+            loss=self._measured["loss"],
+            **self.method.fields({name: value[0].item() for name, value in result["sums"].items()}),
+            **{name: value[0].item() for name, value in result["loads"].items()},
+            grad_norm=result["grad_norm"],
+            lr=result["lr"],
+            tokens=tokens,
+            tokens_per_sec=per_second,
+            mfu=metrics.model_flops_utilisation(
+                self.policy.model.flops_per_token(self.recipe.data.max_length),
+                per_second,
+                self.runtime.world_size,
+                self.runtime.device,
+                self.policy.precision.compute,
+            ),
+            mem_gib=metrics.memory_gib(self.runtime.device),
+            step_time=step_time,
+            data_time=data_time,
+        )
+
+    def _as_the_method_sees_it(self) -> RunContext:
+        stop = self.runtime.stop
+
+        def ask_stop() -> bool:
+            stop.tick()
+            return stop.signum != 0
+
+        return RunContext(self.metrics, self.run.path, self.identities, self._stack, ask_stop)
+
+    def _tell_plan(self, wait: float) -> None:
+        """The planned peak, once it is known, with the measured one."""
+        planned = self._planned(wait) if self._planned is not None else None
+        if planned is None:
+            return
+        self._planned = None
+        if self.runtime.is_main:
+            self.run.write_about(about(self, planned.size))
+        measured = f"{metrics.memory_gib(self.runtime.device):.3f} GiB"
+        if self.runtime.device.type == "cuda":
+            self.metrics.say(f"memory of a rank: {planned.words}, measured {measured}")
+        else:
+            of_it = f"{self.before_gib:.3f} GiB of it before the model was built"
+            self.metrics.say(f"memory of a rank: {planned.words}; the process holds {measured}, {of_it}")
+
+    def _agreed_signal(self) -> int:
+        """The signal that any rank was sent, on every rank: they must stop after the same step. One all-reduce.
+
+        Raises, on every rank, what a save in the background has failed with on any.
+        """
+        self.runtime.stop.tick()
+        told = torch.tensor([self.runtime.stop.signum, int(self.saver.failed)])
+        if self.runtime.world_size > 1:
+            dist.all_reduce(told, dist.ReduceOp.MAX)
+        signum, failed = told.tolist()
+        if failed:
+            self.saver.finish()
+            raise UserError("the save in the background failed on another rank, which says why in its log")
+        return signum
+
+    def _farewell(self, step: int, saved: int | None) -> str:
+        if saved == step:
+            is_start = step == self.start.step  # which may lie in another run's directory
+            where = self.start.path if is_start else self.store.path(step)
+            again = is_start or self.recipe.checkpoint.resume is not None
+            how = "the same command" if again else "checkpoint.resume=auto"
+            return f"stopped after step {step}, which is saved in {where}; {how} goes on there"
+        rest = "nothing was saved" if saved is None else f"the steps after {saved} are lost"
+        return f"stopped after step {step}; checkpoint.every=null saves no checkpoint, so {rest}"
