@@ -2,15 +2,14 @@
 
 Names are imported when they are used: the facts are read where no torch is.
 
-    facts                        what is known of each method beforehand: data, checks, second models
-    dpo_section, grpo_section    what must hold in a section, for the recipe's check
     registry                     the methods by name
-    method                       what every method can do
+    spec                         what is known of a method beforehand: data, checks, second models
+    sft_section, dpo_section, kto_section, grpo_section, distill_section, reward_section
+                                 the same of each method, and what must hold in its section of the recipe
+    method, rollout_method       the base of all methods; of those that draw completions
     sft, dpo, kto, grpo, distill, reward    how each differs
-    precompute                   dpo: the reference's sums, once
-    collect, engines             grpo: a rollout; what draws and judges it
-    rollout_buffer               grpo: a rollout as tensors
     on_policy                    distill: the student's own samples, in rollouts as grpo's
+    precompute                   dpo: the reference's sums, once
 """
 
 from importlib import import_module

@@ -398,8 +398,8 @@ class Sft:
     """`sft`: read by method sft."""
 
     loss: str = "nll"
-    """nll: −log p of each trained token. dft: that times p, as a constant (arXiv:2508.05629). dtrain/losses/
-    token_options.py lists them."""
+    """nll: −log p of each trained token. dft: that times p, as a constant (arXiv:2508.05629). The table is
+    dtrain/losses/token/options.py."""
     label_smoothing: float = 0.0
     """With nll: this share of a token's loss is the mean of −log p over the whole vocabulary, as in transformers. The
     validation loss has it too."""

@@ -35,7 +35,7 @@ MEMORY = {
         301,
     ),
     "the head's gradient twice": Cost(
-        "losses.hidden",
+        "losses.head.weighted_sum",
         "add_product_(self._weight_grad, grad.t(), hidden)",
         "self._weight_grad = self._weight_grad + product(grad.t(), hidden).to(self._weight_grad.dtype)",
     ),
@@ -61,7 +61,7 @@ MEMORY = {
         8192,
     ),
     "all logits at once": Cost(
-        "losses.hidden",
+        "losses.head.weighted_sum",
         "rows_per_tile or tile_rows_of(weight, shard)",
         "rows_per_tile or len(index)",
         "padded, computed again",

@@ -46,10 +46,15 @@ PLACES = {
         "policy.score", "views(here.to(device, non_blocking=True))", "device, ", '"cuda:0", ', size=2
     ),
     "positions": Place(
-        "models.common.decoder", "torch.arange(length, device=device)[None]", ", device=device", keys=("data.packing=false",)
+        "models.common.decoder",
+        "torch.arange(length, device=device)[None]",
+        ", device=device",
+        keys=("data.packing=false",),
     ),
     "frequencies": Place(
-        "models.common.functions", "wide).to(positions.device, non_blocking=True)", ".to(positions.device, non_blocking=True)"
+        "models.common.functions",
+        "wide).to(positions.device, non_blocking=True)",
+        ".to(positions.device, non_blocking=True)",
     ),
     "the head's gradient": Place(
         "losses.head.weighted_sum", "self._weight_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)",
@@ -70,7 +75,10 @@ PLACES = {
         size=2, keys=(*RING, "model.attention=varlen"),
     ),
     "elements that dropout counts": Place(
-        "models.common.adapters", "torch.arange(first, first + x.shape[-1], device=x.device)", ", device=x.device", make=lora
+        "models.common.adapters",
+        "torch.arange(first, first + x.shape[-1], device=x.device)",
+        ", device=x.device",
+        make=lora,
     ),
     "lengths in a cache": Place(
         "inference.kv_cache", "self._before = torch.tensor(before, device=device)", ", device=device", make=grpo
