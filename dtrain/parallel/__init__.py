@@ -3,14 +3,13 @@
 Names are imported when they are used: `dtrain.parallel.fits` is read where no torch is.
 
     runtime, mesh            a rank's place; the device mesh
-    ranks                    one rank acts for all, and an error on any is raised on every one
     fits                     which tp sizes a model allows
     tensor, apply            tensor parallel: styles, a plan of them applied
     experts                  where experts lie, and how tokens reach them
     fsdp, placement, grads   FSDP2; which slice a rank holds and computes with; the gradient's norm
     masters                  trained parameters in host memory, their rounded copies on the device
-    layout, collectives      head-tail pieces of a sequence; collectives with derivatives
-    context                  a batch cut over context parallel, and put together again
+    collectives              collectives with derivatives
+    context                  context parallel: layout, batches, contexts
     checkpointing            activations computed again
     parallelize              models onto meshes, for users
 """

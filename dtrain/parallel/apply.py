@@ -101,8 +101,8 @@ def _contradictions(
     tied: list[list[tuple[nn.Module, str]]],
     sequence_parallel: bool,
 ) -> list[str]:
-    """What named styles need of one another; a table that breaks it runs, and gives wrong gradients. A style without a
-    name may be what another needs."""
+    """Return what named styles need of one another and lack; a table that breaks it runs, and gives wrong gradients. A
+    style without a name may be what another needs."""
     named = {style for style in styles.values() if isinstance(style, str)}
     unnamed = {name for name, style in styles.items() if not isinstance(style, str)}
     cut = sequence_parallel and (named or not unnamed)
@@ -110,12 +110,12 @@ def _contradictions(
     for name, style in styles.items():
         kind = MODULES.get(style, LocalParameters) if name not in unnamed else nn.Module
         if not isinstance(modules[name], kind):
-            found = type(modules[name]).__name__
+            class_name = type(modules[name]).__name__
             problems.append(
-                f"{name}: {style} is a style of a {kind.__name__} ({kind.__module__}), and this is a {found}"
+                f"{name}: {style} is a style of a {kind.__name__} ({kind.__module__}), and this is a {class_name}"
             )
     for name in unnamed:
-        if styles[name] not in STYLES.values() and any(one.startswith("lora_") for one in modules[name]._parameters):
+        if styles[name] not in STYLES.values() and any(key.startswith("lora_") for key in modules[name]._parameters):
             problems.append(
                 f"{name}: {in_words(styles[name])} does not know the adapter beside this layer; give it a named style "
                 f"({', '.join(STYLES)}), or name the layer in lora.exclude"
@@ -152,7 +152,8 @@ def _contradictions(
 
 
 def _is_an_end(name: str, module: nn.Module) -> bool:
-    """Whether a module is where a sequence or vocabulary may be cut or joined: an embedding, the decoder, the head."""
+    """Return whether a module is where a sequence or vocabulary may be cut or joined: an embedding, the decoder, the
+    head."""
     return isinstance(module, nn.Embedding | Stack) or "." not in name
 
 
@@ -167,8 +168,8 @@ def _by_layers(problems: list[str], modules: Collection[str]) -> list[str]:
     for problem in problems:
         alike.setdefault(any_layer(problem), []).append(problem)
     lines = []
-    for general, found in alike.items():
-        lines += [general] if len(found) == names[general.partition(":")[0]] else found
+    for general, members in alike.items():
+        lines += [general] if len(members) == names[general.partition(":")[0]] else members
     return lines
 
 
@@ -179,4 +180,4 @@ def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, name))
-    return [found for found in places.values() if len(found) > 1]
+    return [names for names in places.values() if len(names) > 1]

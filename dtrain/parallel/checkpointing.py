@@ -21,7 +21,7 @@ def checkpoint_activations(model: ParallelModel, kind: str, **options: Any) -> N
         if kind == "full":
             checkpoint(layer, **options)
         elif kind == "mlp":
-            checkpoint(next(one for name, one in layer.named_children() if name.endswith("mlp")), **options)
+            checkpoint(next(child for name, child in layer.named_children() if name.endswith("mlp")), **options)
         else:
             checkpoint(layer, context_fn=partial(create_selective_checkpoint_contexts, _keep_expensive), **options)
 

@@ -37,7 +37,7 @@ class Experts(nn.Module):
         ranks, group = self.ep.size(), self.ep.get_group()
         each = [len(counts) // ranks] * ranks
         theirs = _exchange(counts, each, each, group).view(ranks, -1)  # [ep, E/ep]
-        sends, receives = (on_host(one.sum(1), len(rows)) for one in (counts.view(ranks, -1), theirs))
+        sends, receives = (on_host(count.sum(1), len(rows)) for count in (counts.view(ranks, -1), theirs))
         numbers = torch.arange(len(counts) // ranks, device=counts.device).repeat(ranks)
         order = numbers.repeat_interleave(theirs.flatten(), output_size=sum(receives)).argsort(stable=True)  # [m]
         back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
@@ -48,7 +48,7 @@ class Experts(nn.Module):
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The stacks of all experts in `model`."""
-    return {one for module in model.modules() if isinstance(module, Experts) for one in module.parameters()}
+    return {parameter for module in model.modules() if isinstance(module, Experts) for parameter in module.parameters()}
 
 
 def spread_experts(model: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> None:
@@ -56,9 +56,9 @@ def spread_experts(model: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> None:
     applied. Their parameters become DTensors over (ep, tp), or over `ep` where tp has one rank. No collective."""
     both = DeviceMesh._concatenate([ep, tp]) if tp.size() > 1 else ep
     cut: dict[nn.Parameter, nn.Parameter] = {}  # what is shared before is shared after
-    for experts in (one for one in model.modules() if isinstance(one, Experts)):
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
         experts.ep = ep
-        for module in (one for one in experts.modules() if isinstance(one, LocalParameters)):
+        for module in (inner for inner in experts.modules() if isinstance(inner, LocalParameters)):
             for name, held in module._parameters.items():
                 if held is not None:
                     if held not in cut:

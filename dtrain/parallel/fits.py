@@ -1,11 +1,11 @@
-"""Which tp sizes a model's sizes allow. Imports no torch, so that a recipe can be checked without it."""
+"""The tp sizes that a model's sizes allow. Imports no torch, so that a recipe can be checked without it."""
 
 import math
 from typing import Protocol
 
 
 class ModelSizes(Protocol):
-    """What of a model's config.json tensor parallel shares out."""
+    """The sizes of a model's config.json that tensor parallel shares out."""
 
     @property
     def num_attention_heads(self) -> int: ...
@@ -24,8 +24,8 @@ class ModelSizes(Protocol):
 
 
 def misfits(model: ModelSizes, tp: int, ep: int = 1) -> list[str]:
-    """What keeps tensor parallel over `tp` ranks, or expert parallel over `ep`, from sharing a model out, one line
-    each; empty where nothing does.
+    """Return what keeps tensor parallel over `tp` ranks, or expert parallel over `ep`, from sharing a model out, one
+    line each; empty where nothing does.
 
     Every rank computes whole query heads, and whole key heads or one that it shares, and holds some of the vocabulary
     and of every MLP: FSDP2 cannot reduce the gradient of an empty shard.
@@ -36,7 +36,7 @@ def misfits(model: ModelSizes, tp: int, ep: int = 1) -> list[str]:
     if ep > 1 and count is None:
         problems.append(f"parallel.ep={ep}: this model has no experts; leave it out")
     elif count is not None and count % ep:
-        dividing = ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
+        dividing = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
         problems.append(f"parallel.ep={ep} does not divide the model's {count} experts; ep may be {dividing}")
     return problems
 
@@ -55,7 +55,7 @@ def _problems(model: ModelSizes, tp: int) -> list[str]:
         problems.append(f"parallel.tp={tp} does not divide the {linear} key heads of the model's linear attention")
     if _leaves_one_empty(model.vocab_size, tp):
         problems.append(f"parallel.tp={tp} leaves a rank none of the model's {model.vocab_size} tokens")
-    for inner in (one for one in sorted(model.inner_sizes) if _leaves_one_empty(one, tp)):
+    for inner in (size for size in sorted(model.inner_sizes) if _leaves_one_empty(size, tp)):
         problems.append(f"parallel.tp={tp} leaves a rank none of the {inner} inner dimensions of the model's MLPs")
     return problems
 
@@ -65,5 +65,5 @@ def _shares(key_heads: int, tp: int) -> bool:
 
 
 def _leaves_one_empty(length: int, tp: int) -> bool:
-    """Whether the last of tp shards of ceil(length / tp) rows begins beyond the end."""
+    """Return whether the last of tp shards of ceil(length / tp) rows begins beyond the end."""
     return math.ceil(length / tp) * (tp - 1) >= length

@@ -24,7 +24,7 @@ from dtrain.parallel.tensor import ParallelModel
 
 
 class _Unit(FSDPModule):
-    """What `fully_shard` makes of a layer or a model."""
+    """A layer or model after `fully_shard`."""
 
     reshards_after_forward: bool
 
@@ -97,8 +97,8 @@ Shards = Callable[[nn.Parameter], Any]
 
 
 def _shards(model: nn.Module, mesh: DeviceMesh) -> Shards:
-    """Of parameters over ep where they are sharded: over `mesh`, between experts, or by the columns of each where there
-    are fewer than ranks and that cuts evenly. Of others None."""
+    """Return the mesh over which parameters over ep are sharded: over `mesh`, between experts, or by the columns of
+    each where there are fewer than ranks and that cuts evenly. Of others None."""
     # Not above: torch 2.11 has none, and runs all but ep.
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
@@ -178,8 +178,9 @@ def weights_changed(model: nn.Module) -> None:
 
 
 def sync_gradients(model: nn.Module, is_last: bool, reduce_each: bool = False) -> None:
-    """How the next backward leaves the gradients. After the last micro-batch of a step they are reduced; before, they
-    stay as this rank computed them, or with `reduce_each` are reduced over the shards, though not yet over replicas."""
+    """Set how the next backward leaves the gradients. After the last micro-batch of a step they are reduced; before,
+    they stay as this rank computed them, or with `reduce_each` are reduced over the shards, though not yet over
+    replicas."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last or reduce_each)
         model.set_requires_all_reduce(is_last)

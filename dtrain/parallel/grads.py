@@ -119,7 +119,8 @@ def _widest(tensors: Iterable[Tensor], dtype: torch.dtype) -> torch.dtype:
 
 
 def _copies(tensor: Tensor, ranks: int) -> float:
-    """How many of `ranks` hold each element of `tensor`: all of them, divided by the parts that it is cut into."""
+    """Return how many of `ranks` hold each element of `tensor`: all of them, divided by the parts that it is cut
+    into."""
     parts = 1
     if isinstance(tensor, DTensor):
         for mesh_dim, placement in enumerate(tensor.placements):

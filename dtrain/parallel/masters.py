@@ -47,8 +47,10 @@ class Master(Tensor):
 def keep_on_host(model: nn.Module, dtype: torch.dtype) -> None:
     """Move the trained parameters of `model`, under FSDP and before its first forward, to pinned host memory, where
     they are of another dtype than `dtype`, that of computation. On meta they stay there. No collective."""
-    trained = [one for one in model.parameters() if isinstance(one, DTensor) and one.requires_grad]
-    moved = {one: one._local_tensor for one in trained if one.dtype != dtype}
+    trained = [
+        parameter for parameter in model.parameters() if isinstance(parameter, DTensor) and parameter.requires_grad
+    ]
+    moved = {parameter: parameter._local_tensor for parameter in trained if parameter.dtype != dtype}
     for parameter, local in moved.items():
         size = _padded(parameter)
         memory = local.new_zeros(size) if local.is_meta else torch.zeros(size, dtype=local.dtype, pin_memory=True)
@@ -66,7 +68,7 @@ def keep_on_host(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def masters_of(model: nn.Module) -> Iterator[Master]:
-    """Those of `model` that lie on the host."""
+    """Return the masters of `model` that lie on the host."""
     for parameter in model.parameters():
         if isinstance(local := local_tensor(parameter), Master):
             yield local

@@ -54,7 +54,7 @@ def build_mesh(
         made += [experts, expert_fsdp]
         if dp_replicate > 1:
             expert_fsdp = DeviceMesh._concatenate([mesh["dp_replicate"], expert_fsdp])
-    for group in (*mesh.get_all_groups(), *(one.get_group() for one in made)):
+    for group in (*mesh.get_all_groups(), *(submesh.get_group() for submesh in made)):
         set_timeouts(group, runtime.collective_timeout)
     return Mesh(
         device_mesh=mesh,
@@ -91,7 +91,7 @@ def init_one_process_group(device_type: str) -> None:
 
 
 def set_timeouts(group: dist.ProcessGroup | None, seconds: float | None) -> None:
-    """How long a rank waits for the others in a collective of `group`; the rule of `launch.collective_timeout`.
+    """Set how long a rank waits for the others in a collective of `group`; the rule of `launch.collective_timeout`.
 
     Ranks wait for one another's own work (data, a rollout, a file) over gloo alone, so that nccl keeps torch's half an
     hour where `seconds` is None.

@@ -94,8 +94,8 @@ def _parallelize_model(
     cpu_offload: bool = False,
     custom_parallel_plan: str | Plan | None = None,
 ) -> ParallelModel:
-    """As `_parallelize_llama`, the policies made here: layers compute in `param_dtype`, gradients are reduced in
-    max(float32, it), outputs stay in it; cpu_offload keeps parameters in host memory.
+    """Apply a model's plan as `_parallelize_llama` does, with policies made here: layers compute in `param_dtype`,
+    gradients are reduced in max(float32, it), outputs stay in it; cpu_offload keeps parameters in host memory.
 
     custom_parallel_plan: a table that replaces the model's, or the import path of one or of a function that gives one.
     Raises ValueError also for a plan that cannot be used.

@@ -48,8 +48,8 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
         # FSDP2 gives a rank without rows a tensor whose other dimensions are of its own choice.
         return tuple(slice(start, start + size) for (start, _), size in zip(bounds, shape, strict=True))
     if held != shape:
-        said = tensor.placements if isinstance(tensor, DTensor) else None
-        raise ValueError(f"placements {said} of {tuple(tensor.shape)} say {held}, the rank holds {shape}")
+        placements = tensor.placements if isinstance(tensor, DTensor) else None
+        raise ValueError(f"placements {placements} of {tuple(tensor.shape)} say {held}, the rank holds {shape}")
     return tuple(slice(start, end) for start, end in bounds)
 
 
@@ -74,14 +74,16 @@ def cut_by(tensor: Tensor, dim: int) -> list[tuple[DeviceMesh, int]]:
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError("a Partial tensor has no local slice; redistribute it first")
     placed = list(enumerate(tensor.placements))
-    plain = [mesh_dim for mesh_dim, one in placed if isinstance(one, Shard) and one.dim == dim]
-    strided = [mesh_dim for mesh_dim, one in placed if isinstance(one, _StridedShard) and one.dim == dim]
+    plain = [mesh_dim for mesh_dim, placement in placed if isinstance(placement, Shard) and placement.dim == dim]
+    strided = [
+        mesh_dim for mesh_dim, placement in placed if isinstance(placement, _StridedShard) and placement.dim == dim
+    ]
     return [(tensor.device_mesh, mesh_dim) for mesh_dim in plain + strided]
 
 
 @dataclass(frozen=True)
 class LocalView:
-    """How a module reads a parameter placed on the tp mesh.
+    """The view by which a module reads a parameter placed on the tp mesh.
 
     grad: how the ranks' local gradients stand to the whole one (Partial: they are summed); of: what of the local part.
     is_expert: whether the parameter is cut over ep too, before tp.
@@ -124,5 +126,5 @@ class LocalParameters(nn.Module):
 
 def exact_modules(model: nn.Module) -> dict[str, LocalParameters]:
     """By name the modules of `model` that keep their precision."""
-    modules = ((name, one) for name, one in model.named_modules() if isinstance(one, LocalParameters))
-    return {name: one for name, one in modules if one.keeps_precision}
+    modules = ((name, module) for name, module in model.named_modules() if isinstance(module, LocalParameters))
+    return {name: module for name, module in modules if module.keeps_precision}

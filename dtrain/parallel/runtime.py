@@ -1,4 +1,4 @@
-"""What a rank knows of itself: its place in the world, its device, and whether it was asked to stop."""
+"""Facts of a rank about itself: its place in the world, its device, and whether it was asked to stop."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ class StopFlag:
 
 @dataclass(frozen=True)
 class Runtime:
-    """One rank of a run. Made by `launch`; packages below read it and never the environment.
+    """A rank of a run. Made by `launch`; packages below read it and never the environment.
 
     planned: where a plan is worked out beside the run, what it says of the peak (`words`, `size` in bytes), waited for
     so many seconds.

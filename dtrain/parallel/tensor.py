@@ -31,7 +31,8 @@ SEQUENCE = 1  # the dimension of [B, S, D] that sequence parallel cuts
 
 @dataclass
 class TensorParallel:
-    """Where a style is applied: the one-dimensional tp mesh, whether the sequence is cut, and the model's key heads."""
+    """The place where a style is applied: the one-dimensional tp mesh, whether the sequence is cut, and the model's key
+    heads."""
 
     mesh: DeviceMesh
     sequence: bool  # switched off for a while by `whole_sequences`
@@ -92,11 +93,11 @@ class VocabEmbedding(LocalParameters, nn.Embedding):
         if weight.shape[0] == 0:
             # torch has no lookup in an empty table; every token is another rank's.
             weight = weight.new_zeros(1, self.embedding_dim) + weight.sum()
-        found = F.embedding(torch.where(mine, ids - start, 0), weight)
+        rows = F.embedding(torch.where(mine, ids - start, 0), weight)
         if self.padding_idx is not None:
             # As F.embedding does: the padding token's row gets no gradient.
-            found = torch.where((ids == self.padding_idx)[..., None], found.detach(), found)
-        return self.tp.leave(torch.where(mine[..., None], found, 0))
+            rows = torch.where((ids == self.padding_idx)[..., None], rows.detach(), rows)
+        return self.tp.leave(torch.where(mine[..., None], rows, 0))
 
 
 class VocabHead(LocalParameters, nn.Linear):
@@ -185,7 +186,7 @@ class Stack(nn.Module):
 
 
 class ParallelModel(nn.Module):
-    """What parallel/ knows of a model: its plan (module pattern -> style), its sizes and its decoder."""
+    """The interface of a model to this package: its plan (module pattern -> style), its sizes and its decoder."""
 
     plan: Mapping[str, str]
     config: ModelSizes
@@ -209,8 +210,8 @@ def colwise(module: LocalParameters, tp: TensorParallel) -> None:
 
 
 def colwise_kv(module: LocalParameters, tp: TensorParallel) -> None:
-    """As `colwise`, for keys and values, whose heads the layer's `key_heads` counts. Fewer heads than ranks: each rank
-    computes the head that its queries read, from a replicated weight, whose gradients are summed."""
+    """Cut keys and values as `colwise` does, whose heads the layer's `key_heads` counts. Fewer heads than ranks: each
+    rank computes the head that its queries read, from a replicated weight, whose gradients are summed."""
     heads: int = getattr(module, "key_heads", None) or tp.key_heads
     if heads % tp.size == 0:
         return colwise(module, tp)
@@ -232,8 +233,8 @@ def rowwise(module: LocalParameters, tp: TensorParallel) -> None:
 
 
 def rowwise_within(module: LocalParameters, tp: TensorParallel) -> None:
-    """As `rowwise`, of a block that adds up itself. The bias is added once. What an adapter adds is a share of the same
-    sum: B is whole on every rank, its gradients are summed."""
+    """Cut a block that adds up itself as `rowwise` does. The bias is added once. What an adapter adds is a share of the
+    same sum: B is whole on every rank, its gradients are summed."""
     for name in _OF_INPUTS:
         _place(module, tp, name, Shard(1))
     for name in ("lora_B", "lora_magnitude"):
@@ -276,7 +277,7 @@ def head_norm(module: LocalParameters, tp: TensorParallel) -> None:
 
 
 def router(module: LocalParameters, tp: TensorParallel) -> None:
-    """What weighs the results of a block: whole on every rank, which weighs its share of them, so gradients are
+    """Place the weights of a block's results: whole on every rank, which weighs its share of them, so gradients are
     summed."""
     for name in module._parameters:
         _place(module, tp, name, Replicate(), grad=Partial())

@@ -1,5 +1,5 @@
 """The generalized Jensen-Shannon divergence between two models' next-token distributions, from their hidden states and
-heads as in `head_kl`: four tiles of logits are held at once, and the gradient is formed in the forward.
+heads as in `kl`: four tiles of logits are held at once, and the gradient is formed in the forward.
 """
 
 import math
@@ -63,10 +63,10 @@ def _jsd_sums(
         p = log_q.add_(gap).exp_()
         forward = torch.linalg.vecdot(p, gap)
         teacher = torch.linalg.vecdot(p, gap.add_(above))  # log p − log m
-        found = torch.stack([forward, reverse, student, teacher])
+        sums = torch.stack([forward, reverse, student, teacher])
         if group_size(group) > 1:
-            found = all_gather(found[None], 0, group).sum(0)
-        forward, reverse, student, teacher = found
+            sums = all_gather(sums[None], 0, group).sum(0)
+        forward, reverse, student, teacher = sums
         sums += torch.stack([(beta * teacher + (1 - beta) * student).sum(), forward.sum(), reverse.sum()])
         if not tokens.wants_gradient:
             continue

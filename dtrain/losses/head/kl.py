@@ -32,7 +32,7 @@ from dtrain.parallel.collectives import all_gather
 
 
 class HeadInput(NamedTuple):
-    """What a model's logits are made of, this rank's part of the vocabulary."""
+    """Hidden states and the head's weight of a model, this rank's part of the vocabulary."""
 
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V/tp, D]
@@ -133,7 +133,7 @@ def _kl_sums(
 
 
 class _Merged(NamedTuple):
-    """Of the whole vocabulary, [t] each: the divergences; and of this rank its shares of the probability and
+    """Divergences over the whole vocabulary, [t] each; and this rank's shares of the probability and
     log(student's share / teacher's), by which log q − log p differs from that of the part alone."""
 
     forward: Tensor
@@ -144,10 +144,11 @@ class _Merged(NamedTuple):
 
 
 def _merge(students: Stats, teachers: Stats, forward: Tensor, reverse: Tensor, group: Group) -> _Merged:
-    """One all-gather, of the two softmaxes' maximum and log-sum and of the divergences of the parts alone."""
+    """Merge the ranks' parts by one all-gather of the two softmaxes' maximum and log-sum and of the divergences of the
+    parts alone."""
     if group_size(group) == 1:
-        one = torch.ones_like(forward)
-        return _Merged(forward, reverse, one, one, torch.zeros_like(forward))
+        ones = torch.ones_like(forward)
+        return _Merged(forward, reverse, ones, ones, torch.zeros_like(forward))
     rank = group_rank(group)
     message = torch.stack([students.m, students.l, teachers.m, teachers.l, forward, reverse])
     gathered = all_gather(message[None], 0, group).transpose(0, 1)  # [6, ranks, t]

@@ -58,7 +58,7 @@ class Scaling:
 
 @dataclass
 class TrainingSamplingParams:
-    """How completions were sampled. top_k None or −1, top_p 1.0, temperature 1.0: off.
+    """Filters by which completions were sampled. top_k None or −1, top_p 1.0, temperature 1.0: off.
 
     The functions here read top_k and top_p; who calls them has divided the logits by the temperature.
     """
@@ -69,7 +69,7 @@ class TrainingSamplingParams:
 
 
 def need_top_k_or_top_p_filtering(sampling_params: TrainingSamplingParams | None) -> bool:
-    """Whether `sampling_params` leave any token out."""
+    """Return whether `sampling_params` leave any token out."""
     if sampling_params is None:
         return False
     top_k, top_p = sampling_params.top_k, sampling_params.top_p
@@ -91,7 +91,7 @@ class HeadLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class _Head(Scaling):
-    """What turns a product of hidden states and weight into logits, what is asked of them, and in which tiles."""
+    """Settings of the head: from products to logits, the values to compute, and the tiles."""
 
     shard: VocabShard
     entropy: bool
@@ -100,7 +100,7 @@ class _Head(Scaling):
 
     @property
     def fields(self) -> int:
-        """How many of `Stats` are computed: p² comes with p·log p."""
+        """Number of `Stats` to compute: p² comes with p·log p."""
         return 4 if self.squares else 2 + self.entropy
 
 
@@ -154,8 +154,8 @@ def logprobs_from_hidden_states(
         return value.view(targets.shape)
 
     logprobs, *others = values
-    asked = zip(others, (entropy, top1, log_p2), strict=True)
-    return HeadLogprobs(placed(logprobs), *(placed(value) if is_asked else None for value, is_asked in asked))
+    optional = zip(others, (entropy, top1, log_p2), strict=True)
+    return HeadLogprobs(placed(logprobs), *(placed(value) if is_asked else None for value, is_asked in optional))
 
 
 class _HiddenLogprobs(torch.autograd.Function):
@@ -175,8 +175,8 @@ class _HiddenLogprobs(torch.autograd.Function):
                 second = logits if head.fields > 2 else None
                 parts.append(part_stats(logits, tiles.memory(some, ids, 1), second, squares=head.squares))
             packed[:, some] = _merged(parts)
-        found = merge_over(Stats(*packed.unbind()), len(weight), head.shard.group, target_logit[None])
-        stats, _, (target_logit,), vocabulary = found
+        merged = merge_over(Stats(*packed.unbind()), len(weight), head.shard.group, target_logit[None])
+        stats, _, (target_logit,), vocabulary = merged
         valid = (targets >= 0) & (targets < vocabulary)
         logprobs = torch.where(valid, (target_logit - stats.m) - stats.l, 0)
         entropy = None if stats.neg_entropy is None or not head.entropy else torch.where(valid, -stats.neg_entropy, 0)

@@ -121,11 +121,11 @@ class _Loss(NamedTuple):
         self, at_ids: Tensor, lse: Tensor, neg_entropy: Tensor | None, teacher_logits: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
         """The loss [t], and its derivatives by logits at the ids, log Σ exp and (where given) negative entropy."""
-        leaves = [one.detach().requires_grad_() for one in (at_ids, lse, neg_entropy) if one is not None]
+        leaves = [value.detach().requires_grad_() for value in (at_ids, lse, neg_entropy) if value is not None]
         with torch.enable_grad():
             value = self(leaves[0], leaves[1], None if neg_entropy is None else leaves[2], teacher_logits)
-            found = torch.autograd.grad(value.sum(), leaves, allow_unused=True, materialize_grads=True)
-        return value.detach(), list(found)
+            gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True, materialize_grads=True)
+        return value.detach(), list(gradients)
 
 
 @torch.no_grad()
@@ -239,10 +239,10 @@ def _largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
             torch.maximum(maxima[..., : rest.shape[-1]], rest, out=maxima[..., : rest.shape[-1]])
         chosen = maxima.topk(k, -1, sorted=False).indices
         candidates = (chosen.unsqueeze(-2) + firsts).flatten(-2)
-        found = row.gather(-1, candidates.clamp(max=size - 1))
+        gathered = row.gather(-1, candidates.clamp(max=size - 1))
         if rest.shape[-1]:
-            found.masked_fill_(candidates >= size, -float("inf"))
-        values[index], places = found.topk(k, -1)
+            gathered.masked_fill_(candidates >= size, -float("inf"))
+        values[index], places = gathered.topk(k, -1)
         columns[index] = candidates.gather(-1, places)
     return values, columns
 

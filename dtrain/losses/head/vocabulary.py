@@ -60,7 +60,7 @@ def tiles(shape: torch.Size, rows: int) -> Iterator[tuple[int | slice, ...]]:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What losses are computed in: max(float32, dtype)."""
+    """Return the dtype that losses are computed in: max(float32, dtype)."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -132,8 +132,8 @@ def pick(logits: Tensor, columns: Tensor, is_mine: Tensor, dtype: torch.dtype) -
 
 @dataclass
 class Stats:
-    """Of every row [...]: maximum m and l = log Σ exp(z − m) over a part of the vocabulary; E = Σ p·log p and Q = Σ p²
-    over the part's own softmax, or None, Q without E too. An empty part has m = −inf and l = 0."""
+    """Statistics of every row [...]: maximum m and l = log Σ exp(z − m) over a part of the vocabulary; E = Σ p·log p
+    and Q = Σ p² over the part's own softmax, or None, Q without E too. An empty part has m = −inf and l = 0."""
 
     m: Tensor
     l: Tensor  # noqa: E741
@@ -163,7 +163,8 @@ def weighted_sum_(values: Tensor, p: Tensor) -> Tensor:
 
 
 def part_stats(logits: Tensor, scratch: Tensor, second: Tensor | None = None, *, squares: bool = False) -> Stats:
-    """Of logits [..., v], any float dtype. `scratch` [..., v] in the compute dtype is overwritten.
+    """Return the statistics of logits [..., v] of any float dtype. `scratch` [..., v] in the compute dtype is
+    overwritten.
 
     second: another [..., v], which may be the logits' own memory: then Σ p·log p is computed too, with `squares` Σ p².
     """
@@ -203,7 +204,8 @@ def merge(parts: Stats) -> tuple[Stats, Tensor]:
 def merge_over(
     stats: Stats, columns: int, group: Group, extra: Tensor | None = None
 ) -> tuple[Stats, Tensor, Tensor, int | Tensor]:
-    """One all-gather of every rank's statistics [...], of `extra` [k, ...] (None: k = 0) and of its number of columns.
+    """Merge statistics over ranks by one all-gather of each rank's [...], of `extra` [k, ...] (None: k = 0) and of its
+    number of columns.
 
     Returns the whole vocabulary's statistics; this rank's log share of the probability [...]; `extra` summed over
     ranks; the size of the vocabulary, a scalar on the device. Bit for bit the same on every rank. Without a group what
@@ -215,8 +217,8 @@ def merge_over(
 def merge_with_likeliest(
     stats: Stats, columns: int, group: Group, extra: Tensor | None = None, at_likeliest: Tensor | None = None
 ) -> tuple[Stats, Tensor, Tensor, int | Tensor, Tensor]:
-    """As `merge_over`, and `at_likeliest` [j, ...] (None: j = 0) of the rank that holds the likeliest id of the whole
-    vocabulary, of equal ones the lowest: ranks hold ids in their order."""
+    """Return what `merge_over` does, and `at_likeliest` [j, ...] (None: j = 0) of the rank that holds the likeliest id
+    of the whole vocabulary, of equal ones the lowest: ranks hold ids in their order."""
     none = stats.m.new_empty(0, *stats.m.shape)
     extra, at_likeliest = none if extra is None else extra, none if at_likeliest is None else at_likeliest
     size = group_size(group)

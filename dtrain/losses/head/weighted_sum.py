@@ -64,7 +64,7 @@ class TiledSum:
             self._weight_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Of each tile which of the tokens [t] it has, and their hidden states [t, D] in the operand's dtype."""
+        """Yield the tokens [t] of each tile, and their hidden states [t, D] in the operand's dtype."""
         for start in range(0, len(self.index), self.rows):
             tile = slice(start, start + self.rows)
             yield tile, self.hidden.index_select(0, self.index[tile]).to(self.operand.dtype)
@@ -130,7 +130,7 @@ def token_loss_sums(
     """Σᵢ loss(log p[targets[i]]) over the tokens i, p = softmax(softcap(hidden[index[i]] · weightᵀ)), and how many of
     the targets are the likeliest token.
 
-    loss: log-probabilities [t] to losses [t], each by its own log-probability alone; see `token_losses`.
+    loss: log-probabilities [t] to losses [t], each by its own log-probability alone; see `losses.token`.
     label_smoothing: ε, from 0 to below 1: (1 − ε) of it, and ε of the mean of −log p over the vocabulary, the target
     included (Szegedy et al., arXiv:1512.00567, section 7).
 

@@ -36,9 +36,9 @@ def shard_bounds(logits: Tensor, rank: int | None, group: Group) -> Bounds:
         raise ValueError("vocab_parallel_rank is needed with vocab_parallel_group")
     if group_size(group) == 1:
         return 0, columns
-    found = torch.tensor([columns, rank if columns else -1], device=logits.device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    largest, last = found.unbind()
+    bounds = torch.tensor([columns, rank if columns else -1], device=logits.device)
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    largest, last = bounds.unbind()
     torch._assert_async(
         (largest == columns) | (last <= rank), "vocabulary shards must be cut as torch.chunk cuts: pass their bounds"
     )

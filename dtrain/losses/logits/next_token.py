@@ -130,8 +130,8 @@ def _context_group(target: Tensor | DTensor) -> Group:
 
 
 def local_logits(logits: DTensor) -> tuple[Tensor, Bounds, Group, Group]:
-    """What a DTensor of logits [B, S, V] is on this rank: the local tensor, the bounds of its ids, the tp group over
-    which the vocabulary is cut and the cp group over which the sequence is, None where it is not cut.
+    """Return this rank's part of a DTensor of logits [B, S, V]: the local tensor, the bounds of its ids, the tp group
+    over which the vocabulary is cut and the cp group over which the sequence is, None where it is not cut.
 
     Raises ValueError naming the placements for all but Replicate, Shard of the vocabulary over "tp", and Shard of the
     sequence over "cp".

@@ -1,5 +1,5 @@
 """Log-probabilities after top-k / top-p filtering from logits whose vocabulary is cut over ranks, and the exchange from
-shards to whole rows that filters need. `losses.head_filtered` does the work.
+shards to whole rows that filters need. `losses.head.filtered` does the work.
 """
 
 from torch import Tensor
@@ -80,7 +80,7 @@ class ChunkedDistributedLogprobWithSampling:
         chunk_size: int,
         inference_only: bool = False,
     ) -> Tensor:
-        """As `DistributedLogprobWithSampling.apply`, [B, S]; extra memory O(chunk_size · V), chunk_size in sequence
-        positions. Per chunk one all-to-all, in the backward two.
+        """Return what `DistributedLogprobWithSampling.apply` does, [B, S]; extra memory O(chunk_size · V), chunk_size
+        in sequence positions. Per chunk one all-to-all, in the backward two.
         """
         return sampled_logprobs(vocab_parallel_logits, target, tp_group, top_k, top_p, chunk_size, inference_only)

@@ -1,5 +1,5 @@
 """Log-probabilities from hidden states in the layout of Megatron's users: sequence first, the sequence cut over the
-tensor parallel ranks. Thin faces over `head.logprobs_from_hidden_states`.
+tensor parallel ranks. Thin functions over `head.logprobs_from_hidden_states`.
 """
 
 from torch import Tensor

@@ -1,6 +1,6 @@
-"""Of logits whose vocabulary is cut over ranks: softmax and log-softmax of each rank's own columns, negative entropy
-and cross entropy. Tile by tile, the backward reading the logits again; one all-gather of a few numbers per row and
-rank.
+"""Softmax of logits whose vocabulary is cut over ranks: softmax and log-softmax of each rank's own columns, negative
+entropy and cross entropy. Tile by tile, the backward reading the logits again; one all-gather of a few numbers per row
+and rank.
 """
 
 import torch
@@ -88,7 +88,7 @@ class _NegEntropy(torch.autograd.Function):
         packed = torch.empty(3, *logits.shape[:-1], dtype=compute_dtype(logits.dtype), device=logits.device)
         for index in tiles(logits.shape[:-1], rows):
             tile = logits[index]
-            packed[:, *index] = part_stats(tile, *(one(tile) for one in memory)).pack()
+            packed[:, *index] = part_stats(tile, *(scratch(tile) for scratch in memory)).pack()
         whole, log_share, _, _ = merge_over(Stats(*packed.unbind()), logits.shape[-1], group)
         value = whole.pack()[2]
         if ctx.needs_input_grad[0]:
@@ -137,7 +137,7 @@ class _CrossEntropy(torch.autograd.Function):
         leading = student.shape[:-1]
         parts = torch.empty(5, *leading, dtype=compute_dtype(student.dtype), device=student.device)
         for index in tiles(leading, rows):
-            logq, p = (one(student[index]) for one in memory)
+            logq, p = (scratch(student[index]) for scratch in memory)
             students, targets = part_stats(student[index], logq), part_stats(target[index], p)
             fill_rows_(logq, students.m == -float("inf"), -float("inf"))
             crossed = weighted_sum_(logq, p.exp_())  # Σ p·log q over the shard's own softmaxes

@@ -52,7 +52,7 @@ def advantages(
     def of(value: float, own: _Known) -> float:
         compared = {"group": own, "leave_one_out": own, "batch": everyone, "none": None}[baseline]
         spread = {"group": own, "leave_one_out": None, "batch": everyone, "none": None}[scale]
-        if math.isnan(value) or any(one is not None and one.is_constant for one in (compared, spread)):
+        if math.isnan(value) or any(group is not None and group.is_constant for group in (compared, spread)):
             return 0.0
         gap = value if compared is None else value - compared.mean
         if baseline == "leave_one_out":
@@ -74,11 +74,11 @@ def decoupled_advantages(rewards: Tensor, weights: Sequence[float], groups: Grou
     """
     if rewards.dim() != 2 or len(weights) != rewards.shape[0]:
         raise ValueError(f"rewards {tuple(rewards.shape)} and {len(weights)} weights: [K, N] and K are needed")
-    parts = [advantages(one.double(), groups, eps=eps).tolist() for one in rewards]
-    known = [[not math.isnan(value) for value in _values(one)] for one in rewards]
+    parts = [advantages(column.double(), groups, eps=eps).tolist() for column in rewards]
+    known = [[not math.isnan(value) for value in _values(column)] for column in rewards]
     sums = []
     for column in range(rewards.shape[1]):
-        terms = [w * part[column] for w, part, one in zip(weights, parts, known, strict=True) if one[column]]
+        terms = [w * part[column] for w, part, is_known in zip(weights, parts, known, strict=True) if is_known[column]]
         sums.append(math.fsum(terms) if terms else math.nan)
     total = torch.tensor(sums, dtype=torch.float64)
     return _like(rewards, advantages(total, groups, baseline="batch", scale="batch", eps=eps).tolist())

@@ -1,4 +1,4 @@
-"""From log-probabilities and advantages to a policy loss per token: one small function per loss. `policy_options` has
+"""From log-probabilities and advantages to a policy loss per token: one small function per loss. `options` has
 the table of them: how each is normalised, its options and their defaults.
 
 r is π(token)/π_old(token), or a sequence's geometric mean of it (`importance_sampling_level`), A the advantage, and
@@ -24,7 +24,7 @@ _LARGEST_LOG = 20.0  # and its ceiling
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a loss may read of a micro-batch, [n, S] each; masked-out places hold zeros.
+    """Inputs of a policy loss for a micro-batch, [n, S] each; masked-out places hold zeros.
 
     logps, log_ratio, ratio: 0 also where the token cannot be drawn any more (π = 0); ratio is of the level asked for,
     log_ratio of the token. correction: weights π_old/π_sampler, None for none.
@@ -138,8 +138,8 @@ def dppo_tv(tokens: Tokens, *, dppo_ratio_cap: float) -> Surrogate:
 
 
 def dppo_kl(tokens: Tokens, *, dppo_ratio_cap: float) -> Surrogate:
-    """As `dppo_tv`, the distance being the KL divergence of "this token or another", from π_old to π (DPPO, binary KL:
-    Qi et al., arXiv:2602.04879): only a move in the direction of A's sign is bounded."""
+    """Bound moves as `dppo_tv` does, the distance being the KL divergence of "this token or another", from π_old to π
+    (DPPO, binary KL: Qi et al., arXiv:2602.04879): only a move in the direction of A's sign is bounded."""
     old, now = tokens.old_logps.exp(), tokens.logps.detach().exp()
     other_old, other = 1 - old, (1 - now).clamp(min=torch.finfo(now.dtype).tiny)
     divergence = -old * tokens.log_ratio.detach() + torch.xlogy(other_old, other_old / other)

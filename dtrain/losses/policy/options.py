@@ -1,7 +1,7 @@
 """The policy losses by name: what each computes, how it is normalised, its options with their defaults and ranges. The
 one table of them, for the functions and for a recipe's check. No torch.
 
-The functions are in `policy_losses`; `policy_core` computes with them.
+The functions are in `formulas`; `terms` computes with them.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ Normalisation = Literal["tokens", "sequences", "sequence_sums", "longest"]
 class PolicyLoss:
     """A loss and how it becomes a number.
 
-    function: its name in `policy_losses`. options: what it reads beside the clip, with the defaults.
+    function: its name in `formulas`. options: what it reads beside the clip, with the defaults.
     normalised by: tokens, Σ over the tokens ÷ tokens of the global batch; sequences, Σ over the sequences of the mean
     over their tokens ÷ sequences of the global batch; sequence_sums, Σ over the tokens ÷ sequences; longest, Σ over the
     tokens ÷ (sequences · max_completion_length). level: the default of importance_sampling_level.
@@ -85,12 +85,12 @@ SHARED: Mapping[str, Any] = MappingProxyType(
 importance_sampling_level   what r is: token, π/π_old; sequence, the geometric mean over the sequence (GSPO,
                             arXiv:2507.18071, equation 7); sequence_token, sg[that]·π/sg[π] (equation 14). None: the
                             loss's own. r enters the KL term too
-kl_estimator, kl_gradient   of the term β·KL(π ‖ π_ref): `policy_losses.kl_term`
+kl_estimator, kl_gradient   of the term β·KL(π ‖ π_ref): `formulas.kl_term`
 old_kl_coef                 c of the term c·(log π/π_old)², normalised as the loss (Kimi K2.5, arXiv:2602.02276)
 entropy_coef                c of −c · mean entropy over the tokens, whatever the loss's normalisation
 top_entropy_quantile        ρ: only the tokens among the ρ of highest entropy keep their policy loss (Wang et al.,
                             arXiv:2506.01939); the entropy term is over them too, the KL term over all
-off_policy_mask_threshold   leaves out sequences of negative advantage that have drifted off: `policy_losses`
+off_policy_mask_threshold   leaves out sequences of negative advantage that have drifted off: `formulas`
 sampling_correction, ..     weights π_old/π_sampler where the sampler's log-probabilities are given: there too
 """
 
@@ -125,4 +125,4 @@ RANGES: Mapping[str, Range] = MappingProxyType(
 
 def is_clip(value: Any) -> bool:
     """(ε_low, ε_high): how far below and above 1 the ratio may go."""
-    return len(value) == 2 and all(is_number(one) and one >= 0 for one in value)
+    return len(value) == 2 and all(is_number(bound) and bound >= 0 for bound in value)

@@ -1,4 +1,4 @@
-"""Policy losses by name over padded completions. `policy_losses` has the formulas, `policy_core` the terms."""
+"""Policy losses by name over padded completions. `formulas` has the functions, `terms` puts them together."""
 
 from typing import Any
 
@@ -26,11 +26,11 @@ def policy_loss(
     entropy_tokens: Tensor | float | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of B completions, a scalar, and its metrics, by the loss's name in `policy_options.LOSSES`.
+    """The loss of B completions, a scalar, and its metrics, by the loss's name in `options.LOSSES`.
 
     logps, old_logps, ref_logps, sampling_logps, entropies [B, T]; advantages [B] or [B, T]; mask [B, T], true or 1 at
     the completions' tokens. `policy_terms` says what each is, which may be None, and what infinities mean. clip is
-    (ε_low, ε_high), beta the weight of the KL term, options those of the loss and of `policy_options.SHARED`.
+    (ε_low, ε_high), beta the weight of the KL term, options those of the loss and of `options.SHARED`.
 
     normalizer: what the loss's sum is divided by, for a batch that is a part of a larger one: its tokens (bnpo, dapo,
     cispo, vespo, dppo_tv, dppo_kl, reinforce), its sequences (grpo, gspo, gspo_token, sapo, luspo, gmpo), or its
@@ -38,7 +38,7 @@ def policy_loss(
     max_completion_length, T by default. entropy_threshold, entropy_tokens: of the larger batch, by
     `top_entropy_threshold`, for top_entropy_quantile; entropy_tokens also divides the entropy term.
 
-    metrics: `policy_core.MEANS` as means over this batch, without gradient. Computed in max(float32, the dtype of
+    metrics: `terms.MEANS` as means over this batch, without gradient. Computed in max(float32, the dtype of
     logps). No collective. Raises ValueError for an unknown name or option, a value out of its range, and what the loss
     needs and is not given.
     """

@@ -12,7 +12,7 @@ from dtrain.parallel.collectives import enter_region, leave_region
 
 
 class Sequences(Protocol):
-    """What a loss by sequence needs of a micro-batch whose tokens lie at [n, S] on this rank.
+    """Sums over the sequences of a micro-batch whose tokens lie at [n, S] on this rank.
 
     lengths [sequences]: masked-in tokens of each sequence, int64, whole on every rank.
     """

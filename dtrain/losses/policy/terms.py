@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.ranges import NUMBER, hint, is_number, sizes_for
-from dtrain.losses.policy import formulas as policy_losses
+from dtrain.losses.policy import formulas
 from dtrain.losses.policy.formulas import (
     Tokens,
     bounded_exp,
@@ -54,12 +54,12 @@ class PolicySpec:
             if not check(value):
                 raise ValueError(f"{key}={value!r} must be {words.replace('null', 'None')}{sizes_for(value)}")
         if not is_clip(self.clip):
-            sizes = next((sizes for one in self.clip if (sizes := sizes_for(one))), "")
+            sizes = next((sizes for bound in self.clip if (sizes := sizes_for(bound))), "")
             raise ValueError(f"clip={self.clip!r} must be two numbers of at least 0: how far below and above 1{sizes}")
         if not (is_number(self.beta) and self.beta >= 0):
             raise ValueError(f"beta={self.beta!r} must be a finite number, at least 0{sizes_for(self.beta)}")
         whole = read | dict(self.options)
-        object.__setattr__(self, "clip", tuple(float(one) for one in self.clip))
+        object.__setattr__(self, "clip", tuple(float(bound) for bound in self.clip))
         object.__setattr__(self, "options", MappingProxyType(whole))
         self._check_combinations(whole)
 
@@ -77,7 +77,7 @@ class PolicySpec:
         return LOSSES[self.name]
 
     def divisor(self, counts: "Counts") -> Tensor | float:
-        """What the sum over the global batch is divided by, a scalar."""
+        """Return the divisor of the sum over the global batch, a scalar."""
         if self.loss.normalisation == "tokens":
             return _or_one(counts.tokens)
         if self.loss.normalisation != "longest":
@@ -88,9 +88,9 @@ class PolicySpec:
 
 
 class Counts(NamedTuple):
-    """Of the global batch: tokens that count, sequences (those without a token too, as in TRL), the longest completion
-    that might have been (dr_grpo), and the tokens above the entropy threshold (with top_entropy_quantile and an
-    entropy term; None: `tokens`)."""
+    """Counts over the global batch: tokens that count, sequences (those without a token too, as in TRL), the longest
+    completion that might have been (dr_grpo), and the tokens above the entropy threshold (with top_entropy_quantile and
+    an entropy term; None: `tokens`)."""
 
     tokens: Tensor | float
     sequences: Tensor | float
@@ -193,7 +193,7 @@ def policy_terms(
         )
     tokens = Tokens(logps, old_logps, log_ratio, ratio, advantages, possible, sequences, spec.clip, weights)
     own = {name: options[name] for name in spec.loss.options}
-    surrogate = getattr(policy_losses, spec.loss.function)(tokens, **own)
+    surrogate = getattr(formulas, spec.loss.function)(tokens, **own)
 
     loss, kept, is_near = surrogate.loss, mask, None
     if options["off_policy_mask_threshold"] is not None:
@@ -224,7 +224,7 @@ def policy_terms(
 
     with torch.no_grad():
         nowhere = torch.zeros_like(ratio)
-        low, high = (nowhere if one is None else one.to(nowhere) for one in surrogate[1:])
+        low, high = (nowhere if clipped is None else clipped.to(nowhere) for clipped in surrogate[1:])
         sums = _sums(possible, "known_tokens", approx_kl=k3_of(old_logps, logps), ratio=ratio)
         sums |= _sums(mask, "tokens", clip_low=low, clip_high=high)
         if reference is not None:

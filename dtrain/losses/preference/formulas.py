@@ -1,5 +1,5 @@
 """From the log-probabilities of chosen and rejected completions to a preference loss per pair: one small function per
-loss. `preference_options` has the table of them, with what each needs and its options' defaults.
+loss. `options` has the table of them, with what each needs and its options' defaults.
 
 A log-probability here is a completion's, summed over its tokens. β scales the reward β · log(π/π_ref). A loss that
 compares the completions reads the margin m, the chosen one's score less the rejected one's; a score is f'(π/π_ref) of
@@ -16,8 +16,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a loss may read of B pairs, [B] each. The reference's log-probabilities are zeros where there is none,
-    lengths ones where none are given."""
+    """Inputs of a preference loss for B pairs, [B] each. The reference's log-probabilities are zeros where there is
+    none, lengths ones where none are given."""
 
     chosen: Tensor
     rejected: Tensor
@@ -45,7 +45,7 @@ class Pairs:
 
     @property
     def margin_per_token(self) -> Tensor:
-        """As `margin` [B], each score divided by its completion's length."""
+        """Return the `margin` [B] with each score divided by its completion's length."""
         chosen, rejected = self._score(self.chosen_ratio), self._score(self.rejected_ratio)
         return _per_token(chosen, self.chosen_lengths) - _per_token(rejected, self.rejected_lengths)
 

@@ -1,5 +1,5 @@
 """Preference losses by name: over the pairs of a call, in weighted combinations, and as the weights that each
-log-probability of a global batch has in the gradient. `pair_losses` has the formulas, `preference_options` the table.
+log-probability of a global batch has in the gradient. `formulas` has the functions, `options` the table.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtrain.base.batch import IGNORE
 from dtrain.base.ranges import NUMBER, hint, nearest, sizes_for
-from dtrain.losses.preference import formulas as pair_losses
+from dtrain.losses.preference import formulas
 from dtrain.losses.preference.formulas import Pairs
 from dtrain.losses.preference.options import DIVERGENCE, LOSSES, OFF, RANGES
 
@@ -86,7 +86,7 @@ def combined_preference_loss(
     total = torch.zeros((), dtype=pairs.chosen.dtype, device=chosen_logps.device)
     for loss, weight in zip(losses, weights, strict=True):
         own = {key: options.get(key, default) for key, default in loss.options.items() if key not in DIVERGENCE}
-        total = total + weight * getattr(pair_losses, loss.function)(pairs, beta=beta, **own)
+        total = total + weight * getattr(formulas, loss.function)(pairs, beta=beta, **own)
     return total
 
 
@@ -106,7 +106,8 @@ def preference_weights(
     ref_rejected_logps: Tensor | None,
     **options: Any,
 ) -> PreferenceWeights:
-    """Of N pairs, the whole global batch: the losses, and the derivatives of their mean by each log-probability, [N].
+    """Return for N pairs, the whole global batch, the losses, and the derivatives of their mean by each
+    log-probability, [N].
 
     Arguments as in `combined_preference_loss`, which has the errors; no gradient flows in or out. The gradient of the
     mean loss by the parameters is that of Σ chosen · log p(chosen) + rejected · log p(rejected), which may be summed in
@@ -228,8 +229,10 @@ def _pairs(
     if len(set(shapes)) > 1 or len(shapes[0]) != 1:
         raise ValueError(f"log-probabilities and lengths are one number per pair, [B] each; their shapes are {shapes}")
     dtype = torch.promote_types(chosen.dtype, torch.float32)
-    ref_chosen, ref_rejected = (torch.zeros_like(chosen) if one is None else one.to(chosen.device) for one in logps[2:])
-    chosen_lengths, rejected_lengths = (torch.ones_like(chosen) if one is None else one for one in lengths)
+    ref_chosen, ref_rejected = (
+        torch.zeros_like(chosen) if logp is None else logp.to(chosen.device) for logp in logps[2:]
+    )
+    chosen_lengths, rejected_lengths = (torch.ones_like(chosen) if length is None else length for length in lengths)
     return Pairs(
         chosen.to(dtype),
         rejected.to(dtype),

@@ -1,7 +1,7 @@
 """The preference losses by name: what each computes and needs, its options with their defaults and ranges. The one
 table of them, for the functions and for a recipe's check. No torch.
 
-The functions are in `pair_losses`; `preference` computes with them.
+The functions are in `formulas`; `losses` computes with them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 class PreferenceLoss:
     """A loss and what it needs.
 
-    function: its name in `pair_losses`. options: what it reads beside β, with the defaults.
+    function: its name in `formulas`. options: what it reads beside β, with the defaults.
     whole_batch: a pair's loss depends on the other pairs of the global batch (bco_pair's only with bco_shift="batch").
     """
 
@@ -31,7 +31,7 @@ class PreferenceLoss:
 
     @property
     def f_divergence(self) -> bool:
-        """Whether the margin may be that of another divergence than the reverse KL."""
+        """Return whether the margin may be that of another divergence than the reverse KL."""
         return "f_divergence" in self.options
 
 
@@ -66,7 +66,8 @@ OFF: Mapping[str, Any] = MappingProxyType({"label_smoothing": 0.0, "f_divergence
 
 
 def over_the_batch(names: Iterable[str], options: Mapping[str, Any]) -> list[str]:
-    """Those of `names` by which, with these options, a pair's loss depends on the other pairs of the global batch."""
+    """Return the losses of `names` by which, with these options, a pair's loss depends on the other pairs of the global
+    batch."""
     alone = {"bco_pair"} if options.get("bco_shift") != "batch" else set()
     return [name for name in names if name in LOSSES and LOSSES[name].whole_batch and name not in alone]
 

@@ -53,7 +53,7 @@ def make_cp_batch_for_te(
     shape = batch["input_ids"].shape[:2]
     if num_chunks < 1 or shape[0] % num_chunks:
         raise ValueError(f"num_chunks={num_chunks} does not divide the {shape[0]} rows, and none is dropped")
-    names = [name for name, one in batch.items() if isinstance(one, Tensor) and one.shape[:2] == shape]
+    names = [name for name, value in batch.items() if isinstance(value, Tensor) and value.shape[:2] == shape]
     streams = {name: batch[name] for name in names if name not in CONSUMED}
     if batch["labels"].shape[:2] != shape:
         raise ValueError(f"labels {list(batch['labels'].shape)} are not as long as input_ids {list(shape)}")
@@ -71,7 +71,7 @@ def make_cp_batch_for_te(
         chunks.append(_shard_thd_chunk_for_te(flat, cp_mesh, qkv_format, seq_lens_padding_value, padding_token_id))
     made = chunks[0] if num_chunks == 1 else _stack(chunks, seq_lens_padding_value)
     indices = made.pop("local_indices", None)
-    made = {name: one for name, one in batch.items() if name not in (*streams, *CONSUMED, "position_ids")} | made
+    made = {name: value for name, value in batch.items() if name not in (*streams, *CONSUMED, "position_ids")} | made
     return (made, indices if num_chunks == 1 else None) if return_local_indices else made
 
 
@@ -94,8 +94,8 @@ def _shard_thd_chunk_for_te(
         raise ValueError("cu_seqlens is missing: a thd batch needs the ends of its sequences")
     ends = ends.to(torch.int32)
     total = batch["input_ids"].shape[0]
-    tensors = {name: one for name, one in batch.items() if isinstance(one, Tensor) and name not in CONSUMED[-2:]}
-    streams = {name: one for name, one in tensors.items() if name == "position_ids" or one.shape[:1] == (total,)}
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and name not in CONSUMED[-2:]}
+    streams = {name: value for name, value in tensors.items() if name == "position_ids" or value.shape[:1] == (total,)}
     if "padding_mask" not in streams:
         if streams["input_ids"].dim() > 1:
             raise ValueError("padding_mask is missing: embeddings do not tell what is padding")

@@ -189,7 +189,7 @@ def make_cp_batch_and_ctx(
         )
     if cp_mesh is None or cp_mesh.size() <= 1:
         return contextlib.nullcontext, batch
-    batch |= {name: one for name, one in (("labels", labels), ("loss_mask", loss_mask)) if one is not None}
+    batch |= {name: value for name, value in (("labels", labels), ("loss_mask", loss_mask)) if value is not None}
     tokens = "inputs_embeds" if "inputs_embeds" in batch and "input_ids" not in batch else "input_ids"
     for name in (tokens, "labels", *(extra_seq_buffers or ())):
         if name not in batch:
@@ -199,7 +199,7 @@ def make_cp_batch_and_ctx(
     _build_position_ids(batch, batch[tokens].device)
     dims = {tokens: 1, "labels": 1, "position_ids": batch["position_ids"].dim() - 1}  # which may be [3, B, S]
     dims |= {"loss_mask": 1} if loss_mask is not None else {}
-    others = (name for name, one in batch.items() if isinstance(one, Tensor) and one.shape[:2] == shape)
+    others = (name for name, value in batch.items() if isinstance(value, Tensor) and value.shape[:2] == shape)
     dims |= {name: 1 for name in others if name not in dims} | dict(extra_seq_buffers or {})
     for name, dim in dims.items():
         if batch[name].shape[dim] != shape[1]:
