@@ -26,7 +26,7 @@ from tests.methods.test_dpo_runs import recipe_of
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 
 PACKAGE = f"{Path(dtrain.__file__).parent}/"
-RECORDS = ("metrics/", "checkpoint/", "config/")
+RECORDS = ("run/metrics/", "checkpoint/", "recipe/")
 STEP = 2
 
 
