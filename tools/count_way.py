@@ -26,7 +26,8 @@ from tests.methods.test_dpo_runs import recipe_of
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 
 PACKAGE = f"{Path(dtrain.__file__).parent}/"
-RECORDS = ("run/metrics/", "checkpoint/", "recipe/")
+# What is written down, and how files are read and written: not on a batch's way.
+RECORDS = ("run/metrics/", "run/directory.py", "checkpoint/", "recipe/", "base/files.py", "base/identity.py")
 STEP = 2
 
 
