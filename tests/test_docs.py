@@ -260,8 +260,7 @@ def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
 )
 def test_the_losses_that_are_shown_train(name, table, words, model, tmp_path, monkeypatch):
 
-    homes = {preference_options: "pair_losses", policy_options: "policy_losses", token_options: "token_losses"}
-    home = importlib.import_module(f"dtrain.losses.{homes[table]}")
+    home = importlib.import_module(table.__name__.replace("options", "formulas"))
     shown = page("dtrain/methods/README.md")
     (block,) = [block for block in shown.blocks if block.text.startswith(f"def {name}(")]
     (cells,) = [row for rows in shown.tables for row in rows if f'"{name}"' in row[-1]]

@@ -12,7 +12,8 @@ def test_a_run_says_its_sizes_first_and_what_it_learned_last(tmp_path, capfd):
     recipe = tiny_recipe(tmp_path, "checkpoint.export=final", "scheduler.warmup_steps=null")
     run(recipe)
     lines = "".join(capfd.readouterr()).splitlines()
-    table = {line[:10].strip(): line[10:] for line in lines if line[:1].isalpha() and line[9:10] == " "}
+    told = [(line[:10].strip(), line[10:]) for line in lines if line[:1].isalpha() and line[9:10] == " "]
+    table = dict(reversed(told))  # the first line of each kind
     assert table["model"].endswith("parameters, init scratch") and table["mesh"] == "one process, cpu"
     assert table["data"] == "60 samples, packed to 32 tokens"
     assert table["batch"] == "global batch 8 = micro batch 2 × accumulation 4 × dp 1"

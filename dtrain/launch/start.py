@@ -55,7 +55,7 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     loaded, awaited, refused = with_small_files(with_local_model(given))
     size = loaded.launch.nproc if world_size is None else world_size
     found = together([*found, *refused], preflight(loaded, size, awaited))
-    rehearsal = import_module("dtrain.launch.validate").rehearse  # with torch
+    rehearsal = import_module("dtrain.launch.dry_run").rehearse  # with torch
     heard = rehearsal(loaded, max(size, 1), os.environ, here=here, known=found, awaited=awaited)
     found = list(dict.fromkeys([*found, *(hidden(problem, loaded) for problem in heard.problems)]))
     if found:

@@ -101,8 +101,8 @@ def test_limits_of_the_file_do_not_hold(tmp_path):
 
 def test_torch_free():
     """What validate needs loads no torch."""
-    names = "files, formats, tokenizer, template, replies, sample, pool"
-    code = f"import sys; from dtrain.data import {names}; sys.exit('torch' in sys.modules)"
+    names = "sources.files formats.formats text.tokenizer text.template text.replies formats.sample rows.pool".split()
+    code = "".join(f"import dtrain.data.{name}\n" for name in names) + "import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

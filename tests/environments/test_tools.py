@@ -456,7 +456,7 @@ def test_a_server_of_tools(tmp_path, monkeypatch, capfd):
     for command, says in (("/no/such/server", "cannot be started"), ("false", "before it answered initialize")):
         with pytest.raises(UserError, match=says):
             mcp.ToolServer(command)
-    with pytest.raises(UserError, match="there is no file gone.json of what .* write it: python -m dtrain.environ"):
+    with pytest.raises(UserError, match="there is no file gone.json of what .* write it: python -m dtrain.rl.environ"):
         tool_schemas([Tool(mcp=SERVER, schema="gone.json")])
     (tmp_path / "other.json").write_text('{"tools": []}')
     with pytest.raises(UserError, match="other.json must be a list of tools"):

@@ -7,7 +7,7 @@ import pytest
 from dtrain import recipe as config
 from dtrain.commands.cli import main
 from dtrain.data.sources.sources import Look
-from dtrain.launch import validate as rehearsal
+from dtrain.launch import dry_run as rehearsal
 from tests.mistakes import write_sound
 from tests.tiny import save_weights, tiny_recipe, write_model
 

@@ -1,12 +1,10 @@
 """`DTensorPolicyWorker`: NeMo-RL's keywords and shapes over the numbers of `Policy`, and what it refuses by name."""
 
 from collections import UserDict
-from functools import partial
 
 import pytest
 import torch
 
-from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
@@ -15,7 +13,13 @@ from dtrain.recipe import sizes
 from tests.tiny import VOCAB, tiny_recipe
 from tests.world import run_world
 
-LOSS = partial(SftMethod.loss, None)
+
+def nll(source, batch, global_seqs, global_tokens):
+    """−Σ log p(label) ÷ trained tokens of the global batch."""
+    total = -source.weighted_sum()
+    return total / global_tokens, {"lost": total.detach()}
+
+
 GPU_INFO = {
     "rank", "world_size", "local_rank", "local_device_id", "global_device_id", "device_count", "device_name",
     "memory_allocated_mb", "memory_reserved_mb", "peak_memory_allocated_mb", "peak_memory_reserved_mb",
@@ -50,12 +54,12 @@ def same_numbers(rank, recipe, world_size):
     dp, place = policy.mesh.dp_size, policy.mesh.dp_rank
     batch = {name: value[place::dp] for name, value in nemo_batch(12).items()}
     data = UserDict(batch)  # as a BatchedDataDict is one
-    expected, found = policy.train(batch, LOSS, gbs=8), worker.train(data=data, loss_fn=LOSS)
+    expected, found = policy.train(batch, nll, gbs=8), worker.train(data=data, loss_fn=nll)
     assert torch.equal(expected["global_loss"], found["global_loss"]) and found["global_loss"].shape == (2,)
     assert found["grad_norm"].tolist() == torch.tensor([expected["grad_norm"]]).tolist()
     assert (found["rank"], found["model_dtype"], found["gpu_name"]) == (rank, torch.float64, "cpu")
     assert found["all_mb_metrics"].keys() == expected["all_mb_metrics"].keys()
-    evaluated = worker.train(data=data, loss_fn=LOSS, eval_mode=True, gbs=12, mbs=1)
+    evaluated = worker.train(data=data, loss_fn=nll, eval_mode=True, gbs=12, mbs=1)
     assert evaluated["grad_norm"] is None and evaluated["global_loss"].shape == (1,)
     logprobs = worker.get_logprobs(data=data, micro_batch_size=3)["logprobs"]
     assert torch.equal(logprobs, policy.get_logprobs(batch, 3)["logprobs"])
@@ -105,10 +109,10 @@ def test_weights_and_devices_have_nemo_rls_shapes(tmp_path):
 def saved(rank, recipe, at):
     parts, data = parts_of(rank, recipe, 1), nemo_batch(8)
     first = DTensorPolicyWorker(*parts)
-    first.train(data=data, loss_fn=LOSS)
+    first.train(data=data, loss_fn=nll)
     first.save_checkpoint(str(at / "weights"), str(at / "optimizer"))
     second = DTensorPolicyWorker(*parts, weights_path=str(at / "weights"), optimizer_path=str(at / "optimizer"))
-    losses = [one.train(data=data, loss_fn=LOSS)["global_loss"].tolist() for one in (first, second)]
+    losses = [one.train(data=data, loss_fn=nll)["global_loss"].tolist() for one in (first, second)]
     assert losses[0] == losses[1]
     logprobs = [one.get_reference_policy_logprobs(data=data)["reference_logprobs"] for one in (first, second)]
     assert torch.equal(*logprobs)  # of the weights before anything was loaded

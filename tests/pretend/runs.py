@@ -20,8 +20,9 @@ class Felt:
     entries: dict[str, dict[tuple[str, str], int]]
     peak: int
 
-    def count(self, kind: str, *, within: str = "") -> int:
-        return sum(count for (what, where), count in self.entries.get(kind, {}).items() if within in f"{what} {where}")
+    def count(self, kind: str, *, within: str = "", without: str = "\0") -> int:
+        entries = {f"{what} {where}": count for (what, where), count in self.entries.get(kind, {}).items()}
+        return sum(count for place, count in entries.items() if within in place and without not in place)
 
 
 def runtime_of(rank: int, size: int) -> Runtime:

@@ -24,7 +24,7 @@ def waits_of_a_step(make, root, keys, size):
     return {key: count for key, count in per_step.items() if count}
 
 
-NORM, SUMS = "dtrain/optim.py", "dtrain/policy/policy.py"
+NORM, SUMS = "dtrain/optim/update.py", "dtrain/policy/policy.py"
 
 
 def assert_two(waits, more=0):
@@ -57,6 +57,6 @@ def test_a_step_of_grpo_waits_twice_and_for_its_rollout(tmp_path):
     """And once for each micro-batch whose log-probabilities go to the host, here three for a rollout of two steps."""
     waits = waits_of_a_step(grpo, tmp_path, ("train.dtype=bfloat16",), 1)
     print(waits)
-    drawing = {key: waits.pop(key) for key in list(waits) if "/rollout/" in key[1] or "/attention/decode" in key[1]}
+    drawing = {key: waits.pop(key) for key in list(waits) if "/inference/" in key[1] or "/rl/" in key[1]}
     assert_two(waits, 1.5)
     assert sum(drawing.values()) <= 10.5

@@ -63,10 +63,10 @@ def _jsd_sums(
         p = log_q.add_(gap).exp_()
         forward = torch.linalg.vecdot(p, gap)
         teacher = torch.linalg.vecdot(p, gap.add_(above))  # log p − log m
-        sums = torch.stack([forward, reverse, student, teacher])
+        parts = torch.stack([forward, reverse, student, teacher])
         if group_size(group) > 1:
-            sums = all_gather(sums[None], 0, group).sum(0)
-        forward, reverse, student, teacher = sums
+            parts = all_gather(parts[None], 0, group).sum(0)
+        forward, reverse, student, teacher = parts
         sums += torch.stack([(beta * teacher + (1 - beta) * student).sum(), forward.sum(), reverse.sum()])
         if not tokens.wants_gradient:
             continue
