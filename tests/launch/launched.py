@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dtrain import recipe as config
 from dtrain.base.errors import Stopped, UserError
+from dtrain.commands.run import plan_beside
 from dtrain.launch import launch
 from dtrain.launch.agent import WorkerFailed
 from tests.tiny import tiny_recipe
@@ -157,7 +158,7 @@ def main() -> int:
     recipe = config.load(tiny_recipe(Path(directory)), overrides)
     Path(recipe.run.dir).mkdir(exist_ok=True)
     try:
-        launch(recipe, globals()[training])
+        launch(recipe, globals()[training], plan_beside)
     except (UserError, WorkerFailed) as error:
         print(error, file=sys.stderr)
         return 1
