@@ -15,7 +15,7 @@ from dtrain.data.rows.cache import Samples
 from dtrain.data.rows.rows import Row, Rows
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.methods.spec import facts_of
+from dtrain.methods.spec import spec_of
 from dtrain.recipe import Recipe
 
 SIDES = ("chosen", "rejected")
@@ -46,12 +46,12 @@ def preview(
 
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
-    tokenizer, kind = Tokenizer.from_directory(recipe.model.directory), facts_of(recipe).kind
-    judged = facts_of(recipe).judged(recipe)
+    tokenizer, kind = Tokenizer.from_directory(recipe.model.directory), spec_of(recipe).kind
+    judged = spec_of(recipe).judged(recipe)
     rows = open_rows(
         recipe.data,
         kind=kind,
-        prompts=facts_of(recipe).prompts(recipe),
+        prompts=spec_of(recipe).prompts(recipe),
         judged=judged,
         tokenizer=tokenizer,
         seed=recipe.run.seed,

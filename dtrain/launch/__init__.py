@@ -5,7 +5,7 @@ agent        several ranks on this machine: the launcher, and the worker that it
 workers      those processes, watched by their heartbeats
 job          the private directory that launcher and workers share
 rank         one rank: its process group, its signals, what running out of memory means
-rehearsal    what the processes of a run would refuse before its first step, found without one
+validate     what the processes of a run would refuse before its first step, without one
 devices      the device of a rank, and what is wrong with it or with those of all ranks together
 place        where a rank is among those of its run, by what torchrun and SLURM say
 

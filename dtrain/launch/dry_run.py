@@ -5,7 +5,7 @@ device, the run's directory, the rows of the data, the model on meta with the he
 the start. Nothing is trained, no code of a stranger is imported, and no file stays behind.
 
 Data of up to SMALL_DATA bytes are tokenised whole, as the run does it; of others the first rows of each file, and the
-shape of all rows that LOOK_SECONDS allow, which `Rehearsal.notes` tell. Weights of up to SMALL_WEIGHTS bytes are
+shape of all rows that LOOK_SECONDS allow, which `DryRun.notes` tell. Weights of up to SMALL_WEIGHTS bytes are
 compared with those of a run that goes on. Sets of `eval` are read as the run does. What only the run itself can tell is
 left to it: ports, servers, memory, files that are damaged within, what is still to come from the hub, and what code
 does that the recipe names.
@@ -33,7 +33,7 @@ from dtrain.data.sources.sources import Look, looks
 from dtrain.launch.devices import choose_device, problems, start_device
 from dtrain.launch.place import RankPlace
 from dtrain.methods import METHODS, Method
-from dtrain.methods.spec import REWARD_MODEL, facts_of
+from dtrain.methods.spec import REWARD_MODEL, spec_of
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import (
@@ -47,9 +47,9 @@ from dtrain.recipe import Recipe
 from dtrain.run import eval_sets, metrics, resume
 from dtrain.run import sizes as sizing
 from dtrain.run.directory import RunDirectory
-from dtrain.run.dry_run import rehearse_model, rehearse_optimizer, rehearse_other_model
+from dtrain.run.dry_run import dry_run_model, dry_run_optimizer, dry_run_other_model
 from dtrain.run.preflight import has_urls, to_copy
-from dtrain.run.sizes import refuse_idle, settled
+from dtrain.run.sizes import refuse_idle, resolve_batch_size
 
 SMALL_DATA = 4 << 20
 LOOK_SECONDS = 5.0
@@ -59,13 +59,13 @@ T = TypeVar("T")
 
 
 @dataclass
-class Rehearsal:
+class DryRun:
     """What was found: `problems` and `notes`, a line each, and where the data tell it the recipe with its sizes and its
     steps."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    settled: Recipe | None = None
+    sized: Recipe | None = None
     steps: int | None = None
 
     def ask(self, act: Callable[..., T], *given: Any) -> T | None:
@@ -77,7 +77,7 @@ class Rehearsal:
             return None
 
 
-def rehearse(
+def dry_run(
     recipe: Recipe,
     world_size: int,
     environ: MutableMapping[str, str],
@@ -85,14 +85,14 @@ def rehearse(
     here: bool,
     known: Sequence[str] = (),
     awaited: Collection[str] = (),
-) -> Rehearsal:
+) -> DryRun:
     """What a run of `recipe` in a world of `world_size` processes would refuse.
 
     here: whether the run is to be on this machine, whose devices are then asked. known: what is known to be wrong;
     with that only what stands by itself is looked at. awaited: keys of what the run downloads first: weights that are
     not looked at, or data.
     """
-    found = Rehearsal()
+    found = DryRun()
     device_type = (found.ask(_device, recipe, world_size, environ) if here else None) or "cpu"
     found.problems += metrics.lacking(recipe.metrics)
     run = RunDirectory(recipe.run.directory)
@@ -112,23 +112,23 @@ def rehearse(
             room = import_module("dtrain.run.evaluations")
             found.ask(room.read_set, recipe, one, tokenizer, trained_plain, found.notes.append)
     precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
-    model = found.ask(partial(rehearse_model, recipe, precision, has_weights="model.path" not in awaited))
-    for key, other in facts_of(recipe).other_models(recipe):
+    model = found.ask(partial(dry_run_model, recipe, precision, has_weights="model.path" not in awaited))
+    for key, other in spec_of(recipe).other_models(recipe):
         if key not in awaited:
-            found.ask(partial(rehearse_other_model, Path(other), is_classifier=key == REWARD_MODEL))
-    sized = found.ask(settled, recipe, rows["train"], world_size) if rows else recipe
+            found.ask(partial(dry_run_other_model, Path(other), is_classifier=key == REWARD_MODEL))
+    sized = found.ask(resolve_batch_size, recipe, rows["train"], world_size) if rows else recipe
     method = found.ask(METHODS[recipe.method], sized) if sized is not None else None
     if sized is None or method is None:
         return found
     if rows:
         columns = {split: one.samples.column_names() for split, one in rows.items()}
-        found.settled, found.steps = sized, found.ask(_steps, sized, method, rows["train"])
+        found.sized, found.steps = sized, found.ask(_steps, sized, method, rows["train"])
     steps = found.steps or sized.train.steps
     found.notes += [] if steps is None else sizing.notes(sized, steps)
     if is_read:
         found.ask(method.examine, columns, {split: len(one.samples) for split, one in rows.items()})
     if here and (rows or recipe.data.packing != "auto"):
-        device, longest = torch.device(device_type), method.facts.longest_row(sized)
+        device, longest = torch.device(device_type), method.spec.longest_row(sized)
         model_config = found.ask(read_config, recipe.model.directory)
         found.ask(choose_attention, sized, model_config, precision, device, longest)
         found.ask(choose_delta, sized, model_config, precision, device)
@@ -164,17 +164,17 @@ def _splits(recipe: Recipe) -> list[str]:
 
 def _given(recipe: Recipe) -> dict[str, Any]:
     """What `open_rows` and `looks` are told of a recipe."""
-    facts = facts_of(recipe)
+    spec = spec_of(recipe)
     return {
-        "kind": facts.kind,
-        "prompts": facts.prompts(recipe),
-        "judged": facts.judged(recipe),
+        "kind": spec.kind,
+        "prompts": spec.prompts(recipe),
+        "judged": spec.judged(recipe),
         "seed": recipe.run.seed,
     }
 
 
 def _data(
-    recipe: Recipe, tokenizer: Tokenizer, found: Rehearsal, known: Sequence[str], awaited: Collection[str]
+    recipe: Recipe, tokenizer: Tokenizer, found: DryRun, known: Sequence[str], awaited: Collection[str]
 ) -> tuple[dict[str, list[str]], dict[str, Rows], int]:
     """Of each split the columns that its first rows have, and its rows where the files are small; and how many of the
     training rows that were read have a plain string as their prompt. Each file's first mistake is one of the
@@ -216,7 +216,7 @@ def _size(file: Path) -> int:
     return file.stat().st_size * (10 if file.suffix.lower() in (".gz", ".parquet") else 1)
 
 
-def _shapes(files: Sequence[tuple[str, Look]], found: Rehearsal) -> None:
+def _shapes(files: Sequence[tuple[str, Look]], found: DryRun) -> None:
     """The shape of the rows of large files, and in the time that is left what the template and the lengths refuse. Each
     file is given an equal part of the time."""
     end, before = time.monotonic() + LOOK_SECONDS, len(found.problems)
@@ -251,11 +251,9 @@ def _steps(recipe: Recipe, method: Method, rows: Rows) -> int:
     return steps
 
 
-def _updates(
-    recipe: Recipe, model: CausalLM, steps: int, world_size: int, precision: Precision, found: Rehearsal
-) -> None:
+def _updates(recipe: Recipe, model: CausalLM, steps: int, world_size: int, precision: Precision, found: DryRun) -> None:
     """The optimizer and its schedule, where no stranger's code is needed for them."""
-    optimizer = found.ask(rehearse_optimizer, recipe, model, world_size, precision)
+    optimizer = found.ask(dry_run_optimizer, recipe, model, world_size, precision)
     stages = recipe.scheduler if isinstance(recipe.scheduler, list) else [recipe.scheduler]
     if all(stage.name in SCHEDULES for stage in stages):
         optimizer = optimizer or torch.optim.SGD([torch.zeros(())], lr=recipe.optimizer.lr)
@@ -276,7 +274,7 @@ def _start(
     store = CheckpointStore(run.checkpoints, ranks)
     start = resume.find_start(recipe, run, store, method.needs_start is not None, ranks, lambda line: None, deep=False)
     known: dict[str, str] = {}
-    directories = [Path(other) for _, other in facts_of(recipe).other_models(recipe)]
+    directories = [Path(other) for _, other in spec_of(recipe).other_models(recipe)]
     directories += [recipe.model.directory] * (recipe.model.init == "pretrained")
     if not awaited and sum(file.stat().st_size for one in directories for file in weight_files(one)) <= SMALL_WEIGHTS:
         known = resume.identities(recipe, tokenizer, ranks)

@@ -55,14 +55,14 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     loaded, awaited, refused = with_small_files(with_local_model(given))
     size = loaded.launch.nproc if world_size is None else world_size
     found = together([*found, *refused], preflight(loaded, size, awaited))
-    rehearsal = import_module("dtrain.launch.dry_run").rehearse  # with torch
-    heard = rehearsal(loaded, max(size, 1), os.environ, here=here, known=found, awaited=awaited)
+    dry_run = import_module("dtrain.launch.dry_run").dry_run  # with torch
+    heard = dry_run(loaded, max(size, 1), os.environ, here=here, known=found, awaited=awaited)
     found = list(dict.fromkeys([*found, *(hidden(problem, loaded) for problem in heard.problems)]))
     if found:
         raise RecipeError(found)
     steps = f", {heard.steps} step{'s' * (heard.steps != 1)}" if heard.steps is not None else ""
     told = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' * (size != 1)}{steps}"
-    lines = [told, str(sizes(heard.settled or loaded, size)), *notes(loaded), *heard.notes]
+    lines = [told, str(sizes(heard.sized or loaded, size)), *notes(loaded), *heard.notes]
     lines += [*awaited.values(), *to_copy(loaded)]
     return [hidden(line, loaded) for line in lines]
 

@@ -6,11 +6,11 @@ from operator import attrgetter
 from dtrain.base.ranges import is_number, shown
 from dtrain.data.formats.prompts import PromptOptions
 from dtrain.methods import grpo_section
-from dtrain.methods.spec import Facts
+from dtrain.methods.spec import MethodSpec
 from dtrain.recipe.schema import Distill, Recipe, Sampling
 
 
-class DistillFacts(Facts):
+class DistillSpec(MethodSpec):
     ranges = (
         ("distill.top_k", lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for the whole vocabulary"),
         ("distill.temperature", lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10"),
@@ -58,7 +58,7 @@ class DistillFacts(Facts):
         return recipe.distill.teacher
 
 
-class OnPolicyFacts(DistillFacts):
+class OnPolicySpec(DistillSpec):
     """Of distillation where the student draws its samples."""
 
     kind = "prompts"
@@ -103,6 +103,6 @@ class OnPolicyFacts(DistillFacts):
         return recipe.distill.prompts_per_step or super().automatic_batch(recipe, rows)
 
 
-def facts(recipe: Recipe | None = None) -> DistillFacts:
-    """The facts of distillation on the data's completions, or on the student's own."""
-    return OnPolicyFacts() if recipe is not None and recipe.distill.samples == "student" else DistillFacts()
+def spec(recipe: Recipe | None = None) -> DistillSpec:
+    """The spec of distillation on the data's completions, or on the student's own."""
+    return OnPolicySpec() if recipe is not None and recipe.distill.samples == "student" else DistillSpec()

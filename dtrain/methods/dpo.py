@@ -141,7 +141,7 @@ class DpoMethod(MethodWithReference):
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Keeps the reference; with `dpo.precompute` only what it says of the data."""
-        if not self.facts.needs_reference(self.recipe):
+        if not self.spec.needs_reference(self.recipe):
             return
         if not self.recipe.dpo.precompute:
             self.keep_reference(policy)

@@ -6,7 +6,7 @@ from typing import Any
 
 from dtrain.base.ranges import NUMBER, is_number, nearest, shown, sizes_for
 from dtrain.losses.preference.options import DIVERGENCES, KWARGS, LOSSES, OFF, RANGES, SFT, over_the_batch
-from dtrain.methods.spec import Facts
+from dtrain.methods.spec import MethodSpec
 from dtrain.recipe import key_aliases as words
 from dtrain.recipe.schema import Recipe
 
@@ -128,11 +128,11 @@ def loss_problems(
     return found
 
 
-class DpoFacts(Facts):
+class DpoSpec(MethodSpec):
     kind = "pairs"
     ranges = SECTION_RANGES
     adapter_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 1e-6
-    curves = MappingProxyType({**Facts.curves, "accuracy": "accuracy"})
+    curves = MappingProxyType({**MethodSpec.curves, "accuracy": "accuracy"})
 
     def problems(self, recipe: Recipe) -> list[str]:
         return problems(recipe)
@@ -158,6 +158,6 @@ class DpoFacts(Facts):
         return self.needs_reference(recipe) and not recipe.dpo.precompute
 
 
-def facts(recipe: Recipe | None = None) -> DpoFacts:
-    """The facts of this method."""
-    return DpoFacts()
+def spec(recipe: Recipe | None = None) -> DpoSpec:
+    """The spec of this method."""
+    return DpoSpec()

@@ -45,7 +45,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
     def __init__(self, recipe: Recipe):
         super().__init__(recipe, recipe.grpo)
         section, drawn = recipe.grpo, recipe.grpo.sampling
-        self.spec = PolicySpec(section.loss, section.clip, section.beta, section.kwargs)
+        self.loss_spec = PolicySpec(section.loss, section.clip, section.beta, section.kwargs)
         self.sampling = TrainingSamplingParams(drawn.top_k, drawn.top_p, drawn.temperature)
         self._began = 0.0
         self._is_idle = False
@@ -87,7 +87,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""
         section = self.recipe.grpo
-        if self.facts.needs_reference(self.recipe):
+        if self.spec.needs_reference(self.recipe):
             self.keep_reference(policy)
         tokenizer = Tokenizer.from_directory(self.recipe.model.directory)
         self.policy, self._run = policy, run
@@ -110,7 +110,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
         return super().batch(rows, split)
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
-        quantile, threshold = self.spec.options["top_entropy_quantile"], None
+        quantile, threshold = self.loss_spec.options["top_entropy_quantile"], None
         high = None
         if quantile < 1:  # the entropies of the whole minibatch decide, so they are computed beforehand
             entropies = policy.label_entropies(batch, self.micro_rows, self.sampling)
@@ -133,7 +133,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
         found = source.sampled_logprobs(self.sampling, entropy=True)
         mask = batch["labels"] != IGNORE  # [B, S/cp]
         return policy_terms(
-            self.spec,
+            self.loss_spec,
             found.logprobs,
             batch.get("old_logprobs"),
             batch["advantages"],

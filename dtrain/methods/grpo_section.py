@@ -9,7 +9,7 @@ from dtrain.base.ranges import NUMBER, hint, is_number, nearest, sizes_for
 from dtrain.data.formats.prompts import PromptOptions
 from dtrain.losses.policy.options import LOSSES, RANGES, SHARED, is_clip
 from dtrain.methods.dpo_section import base_problems
-from dtrain.methods.spec import REWARD_MODEL, Facts
+from dtrain.methods.spec import REWARD_MODEL, MethodSpec
 from dtrain.recipe import key_aliases as words
 from dtrain.recipe.schema import Grpo, Recipe, Reward
 from dtrain.rl.rewards import options as rewards
@@ -337,7 +337,7 @@ def _of_options(key: str, name: str, options: Mapping[str, Any]) -> list[str]:
     return found
 
 
-class GrpoFacts(Facts):
+class GrpoSpec(MethodSpec):
     kind = "prompts"
     ranges = SECTION_RANGES
     adapter_rates = (5e-6, "1e-5")  # full tuning takes 1e-6
@@ -394,6 +394,6 @@ class GrpoFacts(Facts):
         return recipe.grpo.server.weights == "broadcast"
 
 
-def facts(recipe: Recipe | None = None) -> GrpoFacts:
-    """The facts of this method."""
-    return GrpoFacts()
+def spec(recipe: Recipe | None = None) -> GrpoSpec:
+    """The spec of this method."""
+    return GrpoSpec()

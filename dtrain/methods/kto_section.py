@@ -4,11 +4,11 @@ from types import MappingProxyType
 
 from dtrain.base.ranges import is_number
 from dtrain.methods import dpo_section
-from dtrain.methods.spec import Facts
+from dtrain.methods.spec import MethodSpec
 from dtrain.recipe.schema import Recipe
 
 
-class KtoFacts(Facts):
+class KtoSpec(MethodSpec):
     kind = "labelled"
     ranges = (
         ("kto.beta", lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10"),
@@ -18,7 +18,7 @@ class KtoFacts(Facts):
         ("kto.sync_mix", lambda v: 0 < v <= 1, "more than 0, up to 1"),
     )
     adapter_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 5e-6
-    curves = MappingProxyType({**Facts.curves, "rewards_margin": "margin of rewards"})
+    curves = MappingProxyType({**MethodSpec.curves, "rewards_margin": "margin of rewards"})
 
     def problems(self, recipe: Recipe) -> list[str]:
         section, found = recipe.kto, dpo_section.base_problems(recipe, "kto", recipe.kto.reference)
@@ -42,6 +42,6 @@ class KtoFacts(Facts):
         return True
 
 
-def facts(recipe: Recipe | None = None) -> KtoFacts:
-    """The facts of this method."""
-    return KtoFacts()
+def spec(recipe: Recipe | None = None) -> KtoSpec:
+    """The spec of this method."""
+    return KtoSpec()

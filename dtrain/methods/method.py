@@ -9,7 +9,7 @@ from torch import Tensor
 from dtrain.base.batch import Batch, collate
 from dtrain.base.run_context import RunContext
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows
-from dtrain.methods.spec import facts_of
+from dtrain.methods.spec import spec_of
 from dtrain.policy import Batching, DynamicShapes, Policy
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe.schema import Dpo, Grpo, Kto, Recipe
@@ -36,16 +36,16 @@ class Method:
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
-        self.facts = facts_of(recipe)  # what is known of the method before anything is built
-        self.kind = self.facts.kind  # what a sample of the data is: examples, pairs, labelled or prompts
-        self._rows_of_a_sample = self.facts.rows_of_a_sample(recipe)
+        self.spec = spec_of(recipe)  # what is known of the method before anything is built
+        self.kind = self.spec.kind  # what a sample of the data is: examples, pairs, labelled or prompts
+        self._rows_of_a_sample = self.spec.rows_of_a_sample(recipe)
 
     @property
     def micro_rows(self) -> int | Batching:
         """Rows of a batch that make one micro-batch, or how else they are made."""
         of_a_sample = self._rows_of_a_sample
         rows = self.recipe.train.micro_batch * of_a_sample
-        is_dynamic = self.facts.is_dynamic(self.recipe)
+        is_dynamic = self.spec.is_dynamic(self.recipe)
         return DynamicShapes(rows * self.recipe.data.max_length, of_a_sample) if is_dynamic else rows
 
     @property
@@ -87,7 +87,7 @@ class Method:
                 dp_size=policy.mesh.dp_size,
                 cursor=cursor,
                 num_workers=self.recipe.data.num_workers,
-                by_length=self.facts.is_dynamic(self.recipe),
+                by_length=self.spec.is_dynamic(self.recipe),
             )
         )
 
@@ -129,7 +129,7 @@ class Method:
     def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
         """This dp rank's part of all of `rows`, as many batches on every rank."""
         size, mesh = self.recipe.train.batch, policy.mesh
-        by_length = self.facts.is_dynamic(self.recipe)
+        by_length = self.spec.is_dynamic(self.recipe)
         parts = Batches(rows, global_batch=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, by_length=by_length)
         return (self.batch(part, "val") for part in parts)
 
@@ -155,7 +155,7 @@ class MethodWithReference(Method):
     def __init__(self, recipe: Recipe, section: Dpo | Kto | Grpo):
         super().__init__(recipe)
         self._section = section
-        if self.facts.needs_reference(recipe) and section.sync_every is None and section.reference in ("start", "base"):
+        if self.spec.needs_reference(recipe) and section.sync_every is None and section.reference in ("start", "base"):
             self.needs_start = section.reference
         self._moving: Mapping[str, Tensor] = {}
 

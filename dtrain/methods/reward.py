@@ -106,7 +106,7 @@ class RewardMethod(Method):
 
     @property
     def _judged_column(self) -> str:
-        judged = self.facts.judged(self.recipe)
+        judged = self.spec.judged(self.recipe)
         assert judged is not None
         return judged.column
 

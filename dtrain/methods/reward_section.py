@@ -4,14 +4,14 @@ from types import MappingProxyType
 
 from dtrain.base.ranges import is_number
 from dtrain.data.formats.labels import Judged
-from dtrain.methods.spec import Facts
+from dtrain.methods.spec import MethodSpec
 from dtrain.recipe.schema import Recipe
 
 HEAD = "score"
 """The module of a classifier that gives its outputs."""
 
 
-class RewardFacts(Facts):
+class RewardSpec(MethodSpec):
     """Of a head that rates or classifies texts: of labelled ones."""
 
     ranges = (
@@ -22,7 +22,7 @@ class RewardFacts(Facts):
         ),
         ("reward.num_labels", lambda v: 1 <= v <= 2**20, "at least 1, up to 2**20, or null"),
     )
-    curves = MappingProxyType({**Facts.curves, "accuracy": "accuracy"})
+    curves = MappingProxyType({**MethodSpec.curves, "accuracy": "accuracy"})
 
     def missing(self, recipe: Recipe) -> list[str]:
         if recipe.reward.task != "classes" or recipe.reward.num_labels is not None:
@@ -66,7 +66,7 @@ class RewardFacts(Facts):
         return Judged("label", recipe.reward.num_labels if recipe.reward.task == "classes" else None)
 
 
-class RewardPairFacts(RewardFacts):
+class RewardPairSpec(RewardSpec):
     """Of pairs of a better and a worse answer."""
 
     kind = "pairs"
@@ -80,6 +80,6 @@ class RewardPairFacts(RewardFacts):
         return Judged("margin")
 
 
-def facts(recipe: Recipe | None = None) -> RewardFacts:
-    """The facts of reward models by pairs, or of labelled texts."""
-    return RewardPairFacts() if recipe is not None and recipe.reward.task == "pairs" else RewardFacts()
+def spec(recipe: Recipe | None = None) -> RewardSpec:
+    """The spec of reward models by pairs, or of labelled texts."""
+    return RewardPairSpec() if recipe is not None and recipe.reward.task == "pairs" else RewardSpec()

@@ -41,7 +41,7 @@ class RolloutMethod(Method):
     @property
     def micro_rows(self) -> int | Batching:
         """Packed, a micro-batch is one row of micro_batch · max_length tokens."""
-        return Packed(self.facts.longest_row(self.recipe)) if self.recipe.data.packing else super().micro_rows
+        return Packed(self.spec.longest_row(self.recipe)) if self.recipe.data.packing else super().micro_rows
 
     @property
     def rollouts(self) -> Grpo:

@@ -4,14 +4,14 @@ from types import MappingProxyType
 
 from dtrain.base.ranges import NUMBER, is_number, shown
 from dtrain.losses.token import options as token_options
-from dtrain.methods.spec import Facts
+from dtrain.methods.spec import MethodSpec
 from dtrain.recipe import key_aliases as words
 from dtrain.recipe.schema import Recipe
 
 
-class SftFacts(Facts):
+class SftSpec(MethodSpec):
     ranges = (("sft.label_smoothing", lambda v: is_number(v) and 0 <= v < 1, "from 0 to below 1"),)
-    curves = MappingProxyType({**Facts.curves, "token_accuracy": "token accuracy"})
+    curves = MappingProxyType({**MethodSpec.curves, "token_accuracy": "token accuracy"})
 
     def problems(self, recipe: Recipe) -> list[str]:
         """Of `sft.loss`, its options and label smoothing."""
@@ -34,6 +34,6 @@ class SftFacts(Facts):
         return found
 
 
-def facts(recipe: Recipe | None = None) -> SftFacts:
-    """The facts of this method."""
-    return SftFacts()
+def spec(recipe: Recipe | None = None) -> SftSpec:
+    """The spec of this method."""
+    return SftSpec()

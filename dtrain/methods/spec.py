@@ -18,7 +18,7 @@ REWARD_MODEL = "grpo.reward_model.path"
 """The key of a model with another head than the vocabulary's."""
 
 
-class Facts:
+class MethodSpec:
     """Of a method without a section, a second model or rows of its own.
 
     kind: what a sample of the data is: examples, pairs, labelled (replies that are wanted or not) or prompts. ranges:
@@ -120,21 +120,21 @@ SECTIONS: Mapping[str, str] = MappingProxyType(
         "reward": "reward_section",
     }
 )
-"""Method -> the module of this package whose `facts` knows it, loaded when a recipe asks for the method."""
+"""Method -> the module of this package whose `spec` knows it, loaded when a recipe asks for the method."""
 
 
-def facts_of(recipe: Recipe) -> Facts:
-    """The facts of the method that `recipe` names."""
-    return facts_by_name(recipe.method, recipe)
+def spec_of(recipe: Recipe) -> MethodSpec:
+    """The spec of the method that `recipe` names."""
+    return spec_by_name(recipe.method, recipe)
 
 
-def facts_by_name(method: str, recipe: Recipe | None = None) -> Facts:
-    """The facts of a method by its name; of its usual form where no recipe says which."""
-    return import_module(f"dtrain.methods.{SECTIONS[method]}").facts(recipe)
+def spec_by_name(method: str, recipe: Recipe | None = None) -> MethodSpec:
+    """The spec of a method by its name; of its usual form where no recipe says which."""
+    return import_module(f"dtrain.methods.{SECTIONS[method]}").spec(recipe)
 
 
 def section_ranges(recipe: Recipe) -> list[tuple]:
     """The ranges of the sections of methods that are the recipe's own, or say something all the same."""
     default = Recipe()
     said = [name for name in SECTIONS if getattr(recipe, name, None) != getattr(default, name, None)]
-    return [one for name in dict.fromkeys([recipe.method, *said]) for one in facts_by_name(name, recipe).ranges]
+    return [one for name in dict.fromkeys([recipe.method, *said]) for one in spec_by_name(name, recipe).ranges]

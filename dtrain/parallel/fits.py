@@ -23,7 +23,7 @@ class ModelSizes(Protocol):
     def expert_count(self) -> int | None: ...  # of a layer
 
 
-def misfits(model: ModelSizes, tp: int, ep: int = 1) -> list[str]:
+def mesh_problems_of_model(model: ModelSizes, tp: int, ep: int = 1) -> list[str]:
     """Return what keeps tensor parallel over `tp` ranks, or expert parallel over `ep`, from sharing a model out, one
     line each; empty where nothing does.
 

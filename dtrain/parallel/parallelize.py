@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from dtrain.base.errors import UserError
 from dtrain.parallel.apply import Plan, apply_plan, find_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
-from dtrain.parallel.fits import misfits
+from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.parallel.fsdp import shard_with_policies
 from dtrain.parallel.tensor import ParallelModel
 
@@ -136,7 +136,7 @@ def _parallelize(
     if getattr(model, "plan", None) is None:
         raise ValueError(f"{type(model).__name__} has no plan: these functions take dtrain's models (dtrain.models)")
     if tp_mesh is not None and tp_mesh.size() > 1:
-        if problems := misfits(model.config, tp_mesh.size()):
+        if problems := mesh_problems_of_model(model.config, tp_mesh.size()):
             raise ValueError("\n".join(problems))
         try:
             apply_plan(model, tp_mesh, find_plan(custom_plan, model), sequence_parallel=sequence_parallel)

@@ -14,7 +14,7 @@ from typing import Any
 
 from dtrain.base.ranges import Range, is_finite, nearest, shown
 from dtrain.data.sources import columns
-from dtrain.methods.spec import facts_of, section_ranges
+from dtrain.methods.spec import section_ranges, spec_of
 from dtrain.recipe import key_aliases as words
 from dtrain.recipe import saved
 from dtrain.recipe.load import keys
@@ -100,7 +100,7 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
     problems += _names(recipe)
     problems += _formats(recipe)
     problems += _columns(recipe)
-    problems += facts_of(recipe).problems(recipe)
+    problems += spec_of(recipe).problems(recipe)
     problems += _lora().problems(recipe) if recipe.lora is not None else []
     problems += _stages(recipe)
     problems += _allowed_changes(recipe)
@@ -254,7 +254,7 @@ def _required(recipe: Recipe) -> list[str]:
     problems = []
     if not recipe.model.path:
         problems.append("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
-    problems += facts_of(recipe).missing(recipe)
+    problems += spec_of(recipe).missing(recipe)
     problems += _source(recipe.data.train, "data.train")
     if isinstance(recipe.data.val, DataSource):
         problems += _source(recipe.data.val, "data.val")
@@ -299,21 +299,21 @@ def _formats(recipe: Recipe) -> list[str]:
         named = [(f"data.{name}.format", split.format)]
         named += [(f"data.{name}.sources[{i}].format", source.format) for i, source in enumerate(split.sources or [])]
         for key, format in named:
-            if (why := facts_of(recipe).refuses(recipe, format)) is not None:
+            if (why := spec_of(recipe).refuses(recipe, format)) is not None:
                 problems.append(f"{key}={format}: {why}")
     return problems
 
 
 def _columns(recipe: Recipe) -> list[str]:
     """The names of columns are those that the format takes; and stand beside the path that they are for."""
-    problems, facts = [], facts_of(recipe)
-    judged = facts.judged(recipe)
+    problems, spec = [], spec_of(recipe)
+    judged = spec.judged(recipe)
     unknown = partial(columns.unknown, more=[judged.column] if judged else [])
     for name, split in (("train", recipe.data.train), ("val", recipe.data.val)):
         if not isinstance(split, DataSource):
             continue
         key, entries = f"data.{name}", split.sources or []
-        problems += unknown(split.columns, facts.kind, split.format, f"{key}.columns")
+        problems += unknown(split.columns, spec.kind, split.format, f"{key}.columns")
         problems += [
             f"{key}.{option} goes with {key}.path: give each of {key}.sources its own"
             for option in ("columns", "split", "subset", "revision")
@@ -321,7 +321,7 @@ def _columns(recipe: Recipe) -> list[str]:
         ]
         for index, entry in enumerate(entries):
             at = f"{key}.sources[{index}].columns"
-            problems += unknown(entry.columns, facts.kind, entry.format, at)
+            problems += unknown(entry.columns, spec.kind, entry.format, at)
     return problems
 
 

@@ -11,7 +11,7 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.methods.spec import REWARD_MODEL, facts_of
+from dtrain.methods.spec import REWARD_MODEL, spec_of
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import NAMES, WHOLE_PARAMETERS_ONLY, build_optimizer, cannot_step_shards, is_torchs
 from dtrain.parallel.apply import find_plan, styles_of
@@ -20,10 +20,10 @@ from dtrain.policy.trained import choose_trained
 from dtrain.recipe.schema import Recipe
 
 
-def rehearse_model(recipe: Recipe, precision: Precision, *, has_weights: bool = True) -> CausalLM:
+def dry_run_model(recipe: Recipe, precision: Precision, *, has_weights: bool = True) -> CausalLM:
     """The recipe's model on meta, as every rank builds it, once the headers of its weights fit it; has_weights: False
     where these are not here yet. Raises UserError. No collective."""
-    config = models.read_config(recipe.model.directory, facts_of(recipe).labels(recipe))
+    config = models.read_config(recipe.model.directory, spec_of(recipe).labels(recipe))
     model = models.build(config, dtype=precision.master, device="meta")
     choose_trained(model, recipe, precision.compute)
     if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):
@@ -34,12 +34,12 @@ def rehearse_model(recipe: Recipe, precision: Precision, *, has_weights: bool = 
     return model
 
 
-def rehearse_other_model(path: Path, *, is_classifier: bool) -> None:
-    """As `rehearse_model`, of a model beside the one that is trained: a reference, a teacher or a reward model."""
+def dry_run_other_model(path: Path, *, is_classifier: bool) -> None:
+    """As `dry_run_model`, of a model beside the one that is trained: a reference, a teacher or a reward model."""
     check_fit(models.build(models.read_config(path, 0 if is_classifier else None), device="meta"), WeightFiles(path))
 
 
-def rehearse_optimizer(recipe: Recipe, model: CausalLM, world_size: int, precision: Precision) -> Optimizer | None:
+def dry_run_optimizer(recipe: Recipe, model: CausalLM, world_size: int, precision: Precision) -> Optimizer | None:
     """The recipe's optimizer over a model on meta; None where a stranger's code would be needed. Raises UserError, also
     where it cannot step what FSDP shards."""
     if not (recipe.optimizer.name in NAMES or is_torchs(recipe.optimizer.name)):
@@ -51,11 +51,11 @@ def rehearse_optimizer(recipe: Recipe, model: CausalLM, world_size: int, precisi
     return optimizer
 
 
-def rehearse(recipe: Recipe, device_type: str, world_size: int) -> None:
+def dry_run(recipe: Recipe, device_type: str, world_size: int) -> None:
     """What `dtrain validate` asks of the models and the optimizer, for a run to ask before it reads its data. Raises
     UserError. No collective."""
     precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
-    model = rehearse_model(recipe, precision)
-    for key, path in facts_of(recipe).other_models(recipe):
-        rehearse_other_model(Path(path), is_classifier=key == REWARD_MODEL)
-    rehearse_optimizer(recipe, model, world_size, precision)
+    model = dry_run_model(recipe, precision)
+    for key, path in spec_of(recipe).other_models(recipe):
+        dry_run_other_model(Path(path), is_classifier=key == REWARD_MODEL)
+    dry_run_optimizer(recipe, model, world_size, precision)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dtrain.base.ranges import nearest, shown
-from dtrain.methods.spec import facts_of
+from dtrain.methods.spec import spec_of
 from dtrain.recipe.schema import BEST, Eval, Recipe
 
 Better = Callable[[Iterable[float]], float]
@@ -33,7 +33,7 @@ class EvalSet:
 
     @property
     def code(self) -> list[tuple[str, str | None, str]]:
-        """As `methods.facts.Facts.code`."""
+        """As `methods.spec.MethodSpec.code`."""
         return [(f"{self.key}.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(self.section.rewards)]
 
     def is_due(self, step: int, is_last: bool) -> bool:
@@ -82,7 +82,7 @@ def best_problems(recipe: Recipe) -> list[str]:
         asks = f"train.patience={patience} counts values of checkpoint.keep_best, which is null: name a field there"
         return [asks] * (patience is not None)
     found = {name: one for one in sets(recipe) for name in fields(one)}
-    measured = [*(name for name in BEST if name in facts_of(recipe).best), *found]
+    measured = [*(name for name in BEST if name in spec_of(recipe).best), *found]
     if best in BEST and best not in measured:
         return [f"checkpoint.keep_best={best} is not measured by method={recipe.method}; it has {', '.join(measured)}"]
     if best not in measured:

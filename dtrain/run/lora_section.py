@@ -10,7 +10,7 @@ from dtrain.base.name_patterns import of_end, pattern_error
 from dtrain.base.ranges import nearest, shown
 from dtrain.checkpoint.peft.base import base_notes, base_problems
 from dtrain.checkpoint.peft.config import adapter_of, adapter_problems
-from dtrain.methods.spec import facts_of
+from dtrain.methods.spec import spec_of
 from dtrain.models.common.adapter_config import (
     ALL_LINEAR,
     ENDS,
@@ -98,7 +98,7 @@ def _of_experts(what: str, section: Lora) -> list[str]:
 def notes(recipe: Recipe) -> list[str]:
     """What its user is told of a section that is no mistake: that a fresh adapter hardly learns at a low rate, and that
     an adapter at `path` may be of another model."""
-    section, (low, usual) = recipe.lora, facts_of(recipe).adapter_rates
+    section, (low, usual) = recipe.lora, spec_of(recipe).adapter_rates
     if section is not None and section.path is not None and recipe.model.path and recipe.model.init == "pretrained":
         return base_notes(Path(section.path), recipe.model.directory)
     if section is None or section.path is not None or not 0 < recipe.optimizer.lr < low:
@@ -109,7 +109,7 @@ def notes(recipe: Recipe) -> list[str]:
     ]
 
 
-def misfits(recipe: Recipe, model: ModelConfig) -> list[str]:
+def lora_problems(recipe: Recipe, model: ModelConfig) -> list[str]:
     """What of the section does not fit `model`, one line each. Nothing where `problems` finds it wrong in itself."""
     section = recipe.lora
     found: list[str] = []

@@ -1,7 +1,7 @@
 """What can be known to be wrong before anything starts: the recipe, and what its model, tokenizer and data files say.
 
 Imports no torch. Of a data file the first row is read, of weights the header. `dtrain validate` adds what a rank would
-refuse before its first step (`launch.rehearsal`). A model or dataset of the hub that is not in the cache is no problem:
+refuse before its first step (`launch.validate`). A model or dataset of the hub that is not in the cache is no problem:
 a run fetches it once all else is right, and `validate` asks the hub for what the run would.
 """
 
@@ -30,12 +30,12 @@ from dtrain.data.sources import urls
 from dtrain.data.sources.files import entries, formats_of, kind_of, resolve
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.methods.spec import REWARD_MODEL, facts_of
+from dtrain.methods.spec import REWARD_MODEL, spec_of
 from dtrain.models.common import nf4_config
 from dtrain.models.common.adapter_config import modules
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.read_config import read_config
-from dtrain.parallel.fits import misfits
+from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.recipe import Recipe, hidden, read
 from dtrain.recipe.schema import DataSource, Source
 from dtrain.run import eval_sets
@@ -143,7 +143,7 @@ def not_here(recipe: Recipe) -> list[str]:
 def _ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
     """Key and id of every model that the recipe names by one, and whether its weights are wanted."""
     named = [("model.path", recipe.model.path, recipe.model.init == "pretrained")]
-    named += [(key, path, True) for key, path in facts_of(recipe).other_models(recipe)]
+    named += [(key, path, True) for key, path in spec_of(recipe).other_models(recipe)]
     return [(key, name, weights) for key, name, weights in named if name and is_id(name)]
 
 
@@ -190,7 +190,7 @@ def _shapes(recipe: Recipe) -> list[str]:
         problems.append(_is_an_adapter(recipe.model.directory))
     elif recipe.model.path and "model.path" not in absent:
         try:
-            model = read_config(recipe.model.path, facts_of(recipe).labels(recipe))
+            model = read_config(recipe.model.path, spec_of(recipe).labels(recipe))
             problems += _misfits(model, recipe) + _adapter(recipe, model) + _frozen(recipe, model)
             if model.experts is None and recipe.moe.balance > 0:
                 problems.append(f"moe.balance={recipe.moe.balance}: this model has no experts; leave it out")
@@ -200,7 +200,7 @@ def _shapes(recipe: Recipe) -> list[str]:
                 problems.append("grpo.router_replay=true: this model has no experts; leave it out")
         except UserError as error:
             problems.append(str(error))
-    for key, path in facts_of(recipe).other_models(recipe):
+    for key, path in spec_of(recipe).other_models(recipe):
         if key in absent:
             continue
         try:
@@ -235,9 +235,11 @@ def _is_an_adapter(directory: Path) -> str:
 def _adapter(recipe: Recipe, model: ModelConfig) -> list[str]:
     """Return what weights in 4 bits and the section `lora` ask of `model`, one line each."""
     quantize = "none" if recipe.lora is None else recipe.lora.quantize
-    found = nf4_config.misfits(model, quantize, max(recipe.parallel.tp, 1))
+    found = nf4_config.quantize_problems(model, quantize, max(recipe.parallel.tp, 1))
     found = [f"model.path={recipe.model.path}: {one}" if one.startswith("its ") else one for one in found]
-    return found if recipe.lora is None else found + import_module("dtrain.run.lora_section").misfits(recipe, model)
+    return (
+        found if recipe.lora is None else found + import_module("dtrain.run.lora_section").lora_problems(recipe, model)
+    )
 
 
 def _frozen(recipe: Recipe, model: ModelConfig) -> list[str]:
@@ -249,7 +251,7 @@ def _frozen(recipe: Recipe, model: ModelConfig) -> list[str]:
 
 def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:
     tp, ep = recipe.parallel.tp, recipe.parallel.ep
-    problems = misfits(model, tp, ep) if tp >= 1 and ep >= 1 else []  # check says so
+    problems = mesh_problems_of_model(model, tp, ep) if tp >= 1 and ep >= 1 else []  # check says so
     if ep > 1 and tuple(map(int, version("torch").split(".")[:2])) < (2, 12):
         problems.append(f"parallel.ep={ep} needs torch 2.12 or newer, and this is {version('torch')}: install one")
     section, masters = recipe.optimizer, recipe.train.masters
@@ -297,7 +299,7 @@ def _other(recipe: Recipe, ours: ModelConfig | None, key: str, path: str) -> lis
         hint = f"set {key}={export}" if export.is_dir() else "give a model's directory"
         raise UserError(f"{key}={path}: it has no config.json, so it is no model; {hint}")
     theirs = read_config(directory, 0 if key == REWARD_MODEL else None)
-    if nf4_config.misfits(theirs, "none", 1):
+    if nf4_config.quantize_problems(theirs, "none", 1):
         return [f"{key}={path}: weights in 4 bits are read by lora.quantize=nf4 alone: give the original model"]
     if key == "distill.teacher":
         return _teacher(recipe, ours, theirs)
@@ -352,7 +354,7 @@ def _files(recipe: Recipe, awaited: Collection[str]) -> list[str]:
         problems += _tokenizer(recipe)
         if recipe.model.init == "pretrained" and "model.path" not in awaited:
             problems += _weights(student, ", or model.init=scratch to start from random ones")
-    for key, path in facts_of(recipe).other_models(recipe):
+    for key, path in spec_of(recipe).other_models(recipe):
         other = Path(path)
         if not _is_model(other):
             continue
@@ -451,7 +453,7 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
         *((f"scheduler[{i}].name", one.name, "scheduler") for i, one in enumerate(stages)),
         ("scheduler.name", getattr(recipe.scheduler, "name", None), "scheduler"),
         ("parallel.custom_plan", recipe.parallel.custom_plan, "plan"),
-        *facts_of(recipe).code(recipe),
+        *spec_of(recipe).code(recipe),
         *(code for one in eval_sets.sets(recipe) for code in one.code),
     ]
     found = []
@@ -555,8 +557,8 @@ def _data(recipe: Recipe, split: DataSource, key: str) -> list[str]:
     for source, at in entries(split, key):
         try:
             files = _here(recipe, source, at, problems)
-            if files and facts_of(recipe).refuses(recipe, source.format) is None:  # else check says why
-                formats_of(files, source.format, facts_of(recipe).kind, source.columns, f"{at}.columns")
+            if files and spec_of(recipe).refuses(recipe, source.format) is None:  # else check says why
+                formats_of(files, source.format, spec_of(recipe).kind, source.columns, f"{at}.columns")
         except UserError as error:
             problems.append(str(error))
     return problems
@@ -645,7 +647,7 @@ def _export(recipe: Recipe) -> list[str]:
     target = os.path.realpath(recipe.run.directory / "export")  # of a loop of links it gives something
     if recipe.checkpoint.export == "none":
         return []
-    read = [("model.path", recipe.model.path), *facts_of(recipe).other_models(recipe)]
+    read = [("model.path", recipe.model.path), *spec_of(recipe).other_models(recipe)]
     read += [] if recipe.lora is None else [("lora.path", recipe.lora.path)]
     return [
         f"{key}={path} lies where this run puts its export ({target}), which would take its place: choose another "

@@ -29,7 +29,7 @@ from dtrain.checkpoint.peft.files import ADAPTER
 from dtrain.data import Rows, Tokenizer, choose_template
 from dtrain.data.sources.sources import packs_by_itself
 from dtrain.methods import Method
-from dtrain.methods.spec import REWARD_MODEL, facts_of
+from dtrain.methods.spec import REWARD_MODEL, spec_of
 from dtrain.models.common.adapter_config import adaptable
 from dtrain.models.common.decoder import CausalLM
 from dtrain.policy import Policy
@@ -176,7 +176,7 @@ def identities(recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, 
         adapter = Path(recipe.lora.path)
         others = digests([adapter / name for name in ADAPTER_FILES], wrong("lora.path", adapter), ranks)
         found["lora.path"] = digest(others)
-    for key, other in facts_of(recipe).other_models(recipe):
+    for key, other in spec_of(recipe).other_models(recipe):
         others = digests(weight_files(Path(other)), wrong(key, other), ranks)
         kind = digest(read_model_config(Path(other)))
         ranks.same(kind, wrong(key, other))
@@ -252,7 +252,7 @@ def compare(recipe: Recipe, start: Start, found: Mapping[str, str], rows: Rows |
     differences += [(key, saved[key], new) for key, new in found.items() if saved.get(key, new) != new]
     of_data = {key: values for key, *values in differences if key.startswith("data.") and key not in known}
     if [*of_data] == ["data.packing"] and "auto" in of_data["data.packing"]:
-        automatic = None if rows is None else packs_by_itself(rows, facts_of(recipe).kind)
+        automatic = None if rows is None else packs_by_itself(rows, spec_of(recipe).kind)
         packed = {automatic if value == "auto" else value for value in of_data["data.packing"]}
         known |= {"data.packing"} if len(packed) == 1 or automatic is None else set()
     return guard(differences, recipe.checkpoint.allow_changes, known) + lines

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from dtrain.base.errors import UserError
 from dtrain.data.rows.rows import Rows
-from dtrain.methods.spec import facts_of
+from dtrain.methods.spec import spec_of
 from dtrain.recipe.schema import SCHEDULES, Recipe, Scheduler, Stage
 from dtrain.recipe.world import sizes
 
@@ -12,7 +12,7 @@ FEWEST_STEPS = 5
 SHARE = "scheduler.warmup=0.03, a share of the steps, and scheduler.warmup_steps=null"
 
 
-def settled(recipe: Recipe, rows: Rows, world_size: int) -> Recipe:
+def resolve_batch_size(recipe: Recipe, rows: Rows, world_size: int) -> Recipe:
     """`recipe` with what its data say in place of `auto`: `data.packing` as its rows are, and a number for
     `train.global_batch`, by the rows of the first pass over them.
 
@@ -21,12 +21,12 @@ def settled(recipe: Recipe, rows: Rows, world_size: int) -> Recipe:
     not divide it.
     """
     if recipe.data.packing == "auto":
-        is_packed = rows.packing or facts_of(recipe).kind == "prompts"  # there completions are packed
+        is_packed = rows.packing or spec_of(recipe).kind == "prompts"  # there completions are packed
         recipe = replace(recipe, data=replace(recipe.data, packing=is_packed))
     if recipe.train.global_batch != "auto":
         return recipe
     per_pass = rows.rows_in_epoch(0)
-    total = facts_of(recipe).automatic_batch(recipe, per_pass)
+    total = spec_of(recipe).automatic_batch(recipe, per_pass)
     dp = sizes(recipe, world_size).dp
     if total % dp:
         raise UserError(
@@ -104,14 +104,14 @@ def warmup_of(schedule: Scheduler | list[Stage], steps: int) -> int:
 
 def _more_steps(recipe: Recipe, rows: Rows) -> str:
     """What would make more steps, the best first."""
-    ways, per_pass, batch, facts = [], rows.rows_in_epoch(0), recipe.train.batch, facts_of(recipe)
-    automatic = facts.automatic_batch(recipe, per_pass)
-    if facts.more_steps is not None:
-        ways.append(facts.more_steps)
+    ways, per_pass, batch, spec = [], rows.rows_in_epoch(0), recipe.train.batch, spec_of(recipe)
+    automatic = spec.automatic_batch(recipe, per_pass)
+    if spec.more_steps is not None:
+        ways.append(spec.more_steps)
     elif automatic < batch:
         ways.append(f"train.global_batch=auto ({automatic} a step)")
     if rows.packing and rows.samples_in_epoch(0) > per_pass:
         ways.append(f"data.packing=false ({rows.samples_in_epoch(0)} rows a pass)")
     enough = f"train.epochs={-(-FEWEST_STEPS * batch // per_pass)} or more"
-    epochs = "a larger train.epochs" if facts.more_steps is not None else enough
+    epochs = "a larger train.epochs" if spec.more_steps is not None else enough
     return ", ".join([*ways, f"or {epochs}" if ways else epochs])

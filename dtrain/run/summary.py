@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtrain import __version__
-from dtrain.methods.spec import facts_of
+from dtrain.methods.spec import spec_of
 from dtrain.models.common.decoder import weights_in
 from dtrain.recipe.schema import DataSource, Recipe
 from dtrain.run import eval_sets
@@ -119,7 +119,7 @@ def closing(recipe: Recipe, directory: Path, has_export: bool) -> Iterator[str]:
     """What a run that is done has learned, by its metrics.jsonl, and what may be done with it."""
     evals = eval_sets.sets(recipe) if recipe.eval is not None else []
     rewards = {f"{one.prefix}reward_mean": f"{one.name} reward" for one in evals}
-    names = {**facts_of(recipe).curves, **rewards}
+    names = {**spec_of(recipe).curves, **rewards}
     curves = _curves(directory / "metrics.jsonl", names)
     drawn = next((name for name, curve in curves.items() if len(curve) >= PLOTTED), "")
     for number, line in enumerate(plot(curves.get(drawn, []))):
@@ -133,7 +133,7 @@ def closing(recipe: Recipe, directory: Path, has_export: bool) -> Iterator[str]:
             yield labelled("result", f"{names[name]} {first:.4g} → {last:.4g} ({steps} of {len(values)}{best})")
     yield from _answers(directory)
     yield labelled("next", f"dtrain report {directory}")
-    if not has_export or facts_of(recipe).labels(recipe) is not None:
+    if not has_export or spec_of(recipe).labels(recipe) is not None:
         return
     yield labelled("", f'dtrain generate {directory} --prompt "..."')
     yield labelled("", f"dtrain eval {directory} {_questions(recipe)}")
@@ -144,7 +144,7 @@ def closing(recipe: Recipe, directory: Path, has_export: bool) -> Iterator[str]:
 
 def _questions(recipe: Recipe) -> str:
     """A file of prompts that the run knows: its validation's; of GRPO else its own; else the user's."""
-    kind, val = facts_of(recipe).kind, recipe.data.val
+    kind, val = spec_of(recipe).kind, recipe.data.val
     held = val if isinstance(val, DataSource) else recipe.data.train if kind == "prompts" else None
     return held.path if held and kind != "pairs" and isinstance(held.path, str) else "FILE    # prompts with answers"
 

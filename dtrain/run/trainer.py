@@ -35,7 +35,7 @@ from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.data import Cursor, Rows, Tokenizer, open_rows
 from dtrain.methods import METHODS
-from dtrain.methods.spec import facts_of
+from dtrain.methods.spec import spec_of
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.runtime import Runtime
@@ -44,11 +44,11 @@ from dtrain.policy.build import build_model
 from dtrain.recipe.schema import Recipe
 from dtrain.run import metrics, resume
 from dtrain.run.directory import RunDirectory
-from dtrain.run.dry_run import rehearse
+from dtrain.run.dry_run import dry_run
 from dtrain.run.eval_sets import better
 from dtrain.run.preflight import shapes
 from dtrain.run.resume import Start
-from dtrain.run.sizes import refuse_idle, settled
+from dtrain.run.sizes import refuse_idle, resolve_batch_size
 from dtrain.run.summary import about, closing, opening
 
 if TYPE_CHECKING:
@@ -111,11 +111,11 @@ class Trainer:
         self.metrics.hide = lambda text: config.hidden(text, recipe)
         stack.callback(self.metrics.close)
         self.tokenizer = Tokenizer.from_directory(recipe.model.directory)
-        self.ranks.first(lambda: rehearse(recipe, runtime.device.type, runtime.world_size))
+        self.ranks.first(lambda: dry_run(recipe, runtime.device.type, runtime.world_size))
         self.identities = resume.identities(recipe, self.tokenizer, self.ranks)
-        model_config = read_config(recipe.model.directory, facts_of(recipe).labels(recipe))
+        model_config = read_config(recipe.model.directory, spec_of(recipe).labels(recipe))
         self.rows = self._open_rows("train")
-        self.recipe = recipe = settled(recipe, self.rows, runtime.world_size)
+        self.recipe = recipe = resolve_batch_size(recipe, self.rows, runtime.world_size)
         self.val_rows = None if recipe.data.val is None else self._open_rows("val")
         self.ranks.same(self.rows.fingerprint, "data.train is not the same on every host")
         if self.val_rows:
@@ -131,7 +131,7 @@ class Trainer:
         self.sizes = sizes = config.sizes(recipe, runtime.world_size)
         mesh = build_mesh(runtime, **sizes.shape, ep=sizes.ep)
         self.before_gib = metrics.memory_gib(runtime.device)
-        build = partial(build_model, longest_row=self.method.facts.longest_row(recipe))
+        build = partial(build_model, longest_row=self.method.spec.longest_row(recipe))
         self.policy = Policy(recipe, model_config, mesh, runtime, build)
         # Of the decoder: losses and decoding call it inside the model's other methods. A sign of life for each
         # micro-batch and each drawn token.
@@ -354,7 +354,7 @@ class Trainer:
 
     def _open_rows(self, split: str) -> Rows:
         """The rows of data.train or data.val; the first process to come tokenises, the others wait for its cache."""
-        recipe, is_main, facts = self.recipe, self.runtime.is_main, facts_of(self.recipe)
+        recipe, is_main, spec = self.recipe, self.runtime.is_main, spec_of(self.recipe)
         return open_rows(
             recipe.data,
             split=split,
@@ -364,9 +364,9 @@ class Trainer:
             cache_dir=recipe.cache,
             say=self.metrics.say,
             progress=is_main,
-            kind=facts.kind,
-            prompts=facts.prompts(recipe),
-            judged=facts.judged(recipe),
+            kind=spec.kind,
+            prompts=spec.prompts(recipe),
+            judged=spec.judged(recipe),
         )
 
     def _last_step_of_epochs(self) -> int:

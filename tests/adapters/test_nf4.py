@@ -20,7 +20,7 @@ from dtrain.checkpoint.huggingface.file_rows import FileRows
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.models.common.nf4 import LEVELS, dequantize, product, quantize, quantize_linears
-from dtrain.models.common.nf4_config import misfits
+from dtrain.models.common.nf4_config import quantize_problems
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
@@ -363,9 +363,9 @@ def test_without_nf4_the_checkpoint_is_refused_with_the_key(tmp_path):
     directory, _ = stored_as_bitsandbytes(base(tmp_path), tmp_path / "bnb", False)
     with pytest.raises(UserError, match=r"down_proj.weight is U8, in 4 bits; lora.quantize=nf4 reads such"):
         models.from_pretrained(directory)
-    (problem,) = misfits(models.read_config(directory), "none", 1)
+    (problem,) = quantize_problems(models.read_config(directory), "none", 1)
     assert "set lora.quantize=nf4" in problem
-    assert misfits(models.read_config(directory), "nf4", 2) == []
+    assert quantize_problems(models.read_config(directory), "nf4", 2) == []
 
 
 @pytest.mark.parametrize(
@@ -396,9 +396,9 @@ def test_other_quantization_is_refused_by_name(tmp_path, section, message):
 )
 def test_sizes_that_blocks_do_not_fit_are_named(tmp_path, sizes, tp, words):
     config = models.read_config(write_model(tmp_path / "model", "llama", **SIZES | sizes))
-    found = "\n".join(misfits(config, "nf4", tp))
+    found = "\n".join(quantize_problems(config, "nf4", tp))
     assert all(word in found for word in words) and bool(found) == bool(words), found
-    assert misfits(config, "none", tp) == []
+    assert quantize_problems(config, "none", tp) == []
 
 
 def test_a_quantized_weight_counts_whole_and_takes_its_own_bytes(tmp_path):

@@ -1,4 +1,4 @@
-"""A rehearsal of a run that goes on: it passes what the run goes on with, and refuses what the run refuses."""
+"""A dry run of a run that goes on: it passes what the run goes on with, and refuses what the run refuses."""
 
 import json
 import os

@@ -10,7 +10,7 @@ from dtrain.base.errors import Stopped, UserError
 from dtrain.data.formats.labelled import is_wanted, read_label
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.launch.dry_run import rehearse
+from dtrain.launch.dry_run import dry_run
 from dtrain.run.preflight import preflight
 from tests.data.test_sources import section, split
 from tests.test_trainer import interrupt, metrics, run, trajectory
@@ -223,4 +223,4 @@ def test_what_cannot_be_is_told_before_the_run(tmp_path):
     assert any("are both 0" in one for one in found)
     one = recipe_of(tmp_path, f"data.val.path={tmp_path / 'one.jsonl'}", "train.validate_every=1", "launch.device=cpu")
     (tmp_path / "one.jsonl").write_text((tmp_path / "labelled.jsonl").read_text().splitlines()[0])
-    assert any("data.val has one reply" in said for said in rehearse(one, 1, {}, here=True).problems)
+    assert any("data.val has one reply" in said for said in dry_run(one, 1, {}, here=True).problems)

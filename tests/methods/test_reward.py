@@ -18,7 +18,7 @@ from dtrain.checkpoint.huggingface.model_files import of_classifier
 from dtrain.commands.preview import preview
 from dtrain.data.formats.labels import Judged
 from dtrain.inference.generate import load
-from dtrain.launch.dry_run import rehearse
+from dtrain.launch.dry_run import dry_run
 from dtrain.methods.reward import at_the_ends
 from dtrain.run.preflight import preflight
 from tests.test_parity import MESHES, assert_parity, overrides_of
@@ -308,5 +308,5 @@ def test_a_row_that_is_wrong_is_named(tmp_path, task, change, answer):
     path = judged_rows(tmp_path, task)
     first, *rest = path.read_text().splitlines()
     path.write_text("\n".join([json.dumps({**json.loads(first), **change}), *rest]) + "\n")
-    found = rehearse(recipe_at(tmp_path, task, "launch.device=cpu"), 1, {}, here=True)
+    found = dry_run(recipe_at(tmp_path, task, "launch.device=cpu"), 1, {}, here=True)
     assert f"{path}:1: {answer}" in "\n".join(found.problems)

@@ -13,7 +13,7 @@ from dtrain import models
 from dtrain.base.errors import Stopped, UserError
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.models.common.config import FULL, SLIDING
-from dtrain.parallel.fits import misfits
+from dtrain.parallel.fits import mesh_problems_of_model
 from tests.models import oracle
 from tests.test_trainer import interrupt, metrics, run, trajectory, weights
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs
@@ -160,10 +160,10 @@ def test_what_changes_the_maths_is_used_or_refused(changes, words):
 
 def test_tensor_parallel_fits_each_kind_of_layer():
     config = models.parse_config(published(num_attention_heads=12, num_global_key_value_heads=3))
-    assert misfits(config, 3) == [
+    assert mesh_problems_of_model(config, 3) == [
         "parallel.tp=3 and its sliding_attention layers' 4 KV heads: neither divides the other; tp may be 1, 12"
     ]
-    assert len(misfits(config, 6)) == 1 and misfits(config, 12) == []
+    assert len(mesh_problems_of_model(config, 6)) == 1 and mesh_problems_of_model(config, 12) == []
 
 
 def test_flops_count_products_and_the_heads_of_each_layer():

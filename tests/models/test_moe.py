@@ -12,7 +12,7 @@ from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.models.common.config import Experts
 from dtrain.models.common.moe import SparseMLP, share_routing
 from dtrain.models.common.routing import loads
-from dtrain.parallel.fits import misfits
+from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.run.preflight import preflight
 from tests.models.oracle import VARIANTS, grads, make, packed_rows, save
 from tests.tiny import tiny_grpo, tiny_recipe
@@ -280,10 +280,12 @@ def test_an_adapter_saves_no_experts(tmp_path):
 
 def test_experts_that_do_not_divide_are_refused_with_what_would(tmp_path):
     config = models.parse_config(VARIANTS["qwen3-moe"]().to_dict())
-    assert misfits(config, 1, 3) == ["parallel.ep=3 does not divide the model's 8 experts; ep may be 1, 2, 4, 8"]
-    assert misfits(config, 1, 4) == []
+    assert mesh_problems_of_model(config, 1, 3) == [
+        "parallel.ep=3 does not divide the model's 8 experts; ep may be 1, 2, 4, 8"
+    ]
+    assert mesh_problems_of_model(config, 1, 4) == []
     dense_one = models.parse_config(VARIANTS["qwen3"]().to_dict())
-    assert misfits(dense_one, 1, 2) == ["parallel.ep=2: this model has no experts; leave it out"]
+    assert mesh_problems_of_model(dense_one, 1, 2) == ["parallel.ep=2: this model has no experts; leave it out"]
     found = preflight(tiny_recipe(tmp_path, "moe.balance=0.1"), 1)
     assert found == ["moe.balance=0.1: this model has no experts; leave it out"]
     options = ["grpo.router_replay=true", "grpo.engine=http", "grpo.server.urls=[http://a:1]"]

@@ -69,7 +69,7 @@ def peaks_of_a_step(rank, recipe, world_size):
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(10)
     method = METHODS[recipe.method](recipe)
-    if recipe.method == "dpo" and method.facts.needs_reference(recipe):
+    if recipe.method == "dpo" and method.spec.needs_reference(recipe):
         method.keep_reference(policy)
 
     def step():

@@ -15,7 +15,7 @@ from dtrain.commands.plan.hardware import Hardware, Time, estimate
 from dtrain.commands.plan.step import Step, plan_step
 from dtrain.inference.budget import position_bytes
 from dtrain.inference.kv_cache import slot_size
-from dtrain.methods.spec import facts_of
+from dtrain.methods.spec import spec_of
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import weights_in
 from dtrain.models.read_config import read_config
@@ -82,7 +82,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         recipe = replace(recipe, model=replace(recipe.model, attention="sdpa"))  # flash attention asks for more, too
     if found:
         raise RecipeError(found)
-    config, world = read_config(recipe.model.directory, facts_of(recipe).labels(recipe)), sizes(recipe, world_size)
+    config, world = read_config(recipe.model.directory, spec_of(recipe).labels(recipe)), sizes(recipe, world_size)
     recipe, assumed = _without_code(recipe)
     if world.is_open:
         assumed.append(f"train.global_batch=auto is taken to be {world.global_batch}; data of few rows make it smaller")
@@ -90,7 +90,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     model = models.build(config, device="meta")
     choose_trained(model, recipe, dtype)
     step = plan_step(recipe, config, world, device=device)
-    facts = facts_of(recipe)
+    spec = spec_of(recipe)
     table = find_plan(recipe.parallel.custom_plan, model)
     return Plan(
         recipe=recipe,
@@ -105,7 +105,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         table={pattern: in_words(style) for pattern, style in table.items()},
         total_parameters=sum(map(weights_in, model.parameters())),
         trained_parameters=sum(one.numel() for one in model.parameters() if one.requires_grad),
-        tokens=recipe.train.batch * facts.rows_of_a_sample(recipe) * facts.row_length(recipe),
+        tokens=recipe.train.batch * spec.rows_of_a_sample(recipe) * spec.row_length(recipe),
         flops_per_token=model.flops_per_token(recipe.data.max_length),
         evaluation=_evaluation(recipe, config, world, step, dtype),
         assumed=tuple(assumed),

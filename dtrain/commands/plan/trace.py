@@ -100,8 +100,8 @@ def full_rows(recipe: Recipe, method: Method, micro_batches: int) -> list[Row]:
     """A rank's rows of a step, as full as the recipe allows: every row of `data.max_length` tokens (a packed row of
     pairs twice as many), every token trained that has one before it; packed rows hold two documents, so that the masks
     are those of packing."""
-    length = method.facts.row_length(recipe)
-    count = micro_batches * recipe.train.micro_batch * method.facts.rows_of_a_sample(recipe)
+    length = method.spec.row_length(recipe)
+    count = micro_batches * recipe.train.micro_batch * method.spec.rows_of_a_sample(recipe)
     documents = 2 if recipe.data.packing and method.kind != "prompts" else 1
     places = torch.arange(length)
     seq_ids = places * documents // length

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from dtrain.methods.spec import SECTIONS, Facts, facts_by_name
+from dtrain.methods.spec import SECTIONS, MethodSpec, spec_by_name
 from dtrain.run.metrics.fields import field_of
 
 LEARNING, EVALUATION, POLICY = "Learning", "Evaluation", "Policy and completions"
@@ -97,7 +97,7 @@ def charts_of(fields: Iterable[str]) -> list[Chart]:
 
 def told_by(method: str) -> Mapping[str, str]:
     """The fields that tell what a run of the method learned, with their names for a reader."""
-    return (facts_by_name(method) if method in SECTIONS else Facts()).curves
+    return (spec_by_name(method) if method in SECTIONS else MethodSpec()).curves
 
 
 def better_of(field: str, method: str) -> Callable | None:

@@ -77,7 +77,8 @@ def quantize_linears(model: "CausalLM", dtype: torch.dtype, except_for: Collecti
     two frozen parameters, weight_codes uint8 [out, in/2] and weight_scales int32 [out, in/64].
 
     dtype: what they compute in. except_for: the names in files of layers that stay as they are, beside those that the
-    model's own checkpoint leaves so. Sizes must fit (`nf4_config.misfits`). `read_weights` fills the parameters.
+    model's own checkpoint leaves so. Sizes must fit (`nf4_config.quantize_problems`).
+    `read_weights` fills the parameters.
     """
     config = model.config
     for name in linears(config):

@@ -11,7 +11,7 @@ BLOCK = 64
 _CUT_BY_INPUTS = ("o_proj", "out_proj", "down_proj", "output_linear")  # of the style rowwise
 
 
-def misfits(config: ModelConfig, quantize: str, tp: int) -> list[str]:
+def quantize_problems(config: ModelConfig, quantize: str, tp: int) -> list[str]:
     """What keeps a model from `lora.quantize` on `tp` tensor-parallel ranks, one line each."""
     if quantize != "nf4" and config.unquantized is not None:
         return [
