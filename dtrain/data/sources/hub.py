@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtrain.base.errors import UserError
-from dtrain.base.hub import is_id, told
+from dtrain.base.hub import hub_errors, is_id
 from dtrain.base.json_files import LARGE, read_text
 from dtrain.data.sources.file_kinds import KINDS
 from dtrain.data.sources.hub_files import choose
@@ -73,7 +73,7 @@ def look(name: str, pick: Pick, key: str = "data.train") -> tuple[Path, list[str
     from huggingface_hub import snapshot_download
 
     options: dict[str, Any] = {"repo_type": "dataset", "revision": pick.revision}
-    with told(name, "dataset", f"dtrain download --data {name}{pick.options()}", f"{key}.path to files"):
+    with hub_errors(name, "dataset", f"dtrain download --data {name}{pick.options()}", f"{key}.path to files"):
         directory = Path(snapshot_download(name, allow_patterns=[README], **options))
     return directory, choose(name, _listing(name, directory), _readme(directory), pick.split, pick.subset, key)
 
@@ -85,7 +85,7 @@ def download(name: str, pick: Pick, key: str = "data.train") -> list[Path]:
 
     directory, chosen = look(name, pick, key)
     options: dict[str, Any] = {"repo_type": "dataset", "revision": directory.name}  # one commit, whatever is pushed
-    with told(name, "dataset", f"dtrain download --data {name}{pick.options()}", f"{key}.path to files"):
+    with hub_errors(name, "dataset", f"dtrain download --data {name}{pick.options()}", f"{key}.path to files"):
         snapshot_download(name, allow_patterns=[glob.escape(path) for path in chosen], **options)
     lacking = [path for path in chosen if not (directory / path).is_file()]
     if lacking:
