@@ -207,8 +207,8 @@ def _preview(arguments: argparse.Namespace) -> int:
     from dtrain.run.preflight import load
 
     recipe = load(arguments.recipe, arguments.overrides)
-    with config.hiding(recipe):
-        preview(recipe, arguments.samples, sys.stdout.isatty(), hide=lambda text: config.hidden(text, recipe))
+    with config.redacted_errors(recipe):
+        preview(recipe, arguments.samples, sys.stdout.isatty(), hide=lambda text: config.redact(text, recipe))
     return 0
 
 
