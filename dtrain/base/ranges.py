@@ -59,7 +59,7 @@ def nearest(word: str, known: Collection[str]) -> str | None:
 def beside(path: str) -> str:
     """Return the end of a message that there is no directory `path`: one of a near name, or all that stand beside."""
     parent = Path(path).parent
-    names = sorted(path.name for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
+    names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
     if near := nearest(Path(path).name, names):
         return f"; did you mean {parent / near}?"
     more = ", ..." if len(names) > 5 else ""

@@ -306,8 +306,8 @@ def _formats(recipe: Recipe) -> list[str]:
 def _columns(recipe: Recipe) -> list[str]:
     """The names of columns are those that the format takes; and stand beside the path that they are for."""
     problems, facts = [], facts_of(recipe)
-    judged = facts.judged(recipe)
-    unknown = partial(columns.unknown, more=[judged.column] if judged else [])
+    label = facts.label(recipe)
+    unknown = partial(columns.unknown, more=[label.column] if label else [])
     for name, split in (("train", recipe.data.train), ("val", recipe.data.val)):
         if not isinstance(split, DataSource):
             continue

@@ -366,7 +366,7 @@ class Trainer:
             progress=is_main,
             kind=facts.kind,
             prompts=facts.prompts(recipe),
-            judged=facts.judged(recipe),
+            label=facts.label(recipe),
         )
 
     def _last_step_of_epochs(self) -> int:
