@@ -12,7 +12,7 @@ other_tools                     a file of another tool as a recipe, with that to
 """
 
 from dtrain.recipe.load import find, keys, load, read, recipes_dir, shipped, translate
-from dtrain.recipe.saved import diff, origins, redact, redacted_errors, to_yaml, unsaid, with_origins_of
+from dtrain.recipe.saved import diff, origins, redact, redacted_errors, redacted_values, to_yaml, with_origins_of
 from dtrain.recipe.schema import Recipe
 from dtrain.recipe.world import Sizes, sizes
 
@@ -28,10 +28,10 @@ __all__ = [
     "recipes_dir",
     "redact",
     "redacted_errors",
+    "redacted_values",
     "shipped",
     "sizes",
     "to_yaml",
     "translate",
-    "unsaid",
     "with_origins_of",
 ]

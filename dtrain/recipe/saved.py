@@ -169,7 +169,7 @@ def is_table(value: Any, section: Any) -> bool:
     return is_named and all(isinstance(inner, Mapping) for inner in value.values())
 
 
-def unsaid(recipe: Recipe) -> dict[str, Any]:
+def redacted_values(recipe: Recipe) -> dict[str, Any]:
     """Return key and value of everything that `to_yaml` writes as a text of the environment, or redacts."""
     own, shown = flat(values_of(recipe)), flat(texts(recipe, hide=True))
     return {key: value for key, value in own.items() if key in shown and shown[key] != value}

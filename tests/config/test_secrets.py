@@ -175,7 +175,7 @@ def test_what_reads_as_a_secret_is_hidden_under_any_name():
 
 def test_hosts_whose_values_differ_under_one_text_are_told_so(monkeypatch):
     recipe = config.load({}, ["grpo.system_prompt=${oc.env:HF_TOKEN}", f"optimizer.kwargs.api_key={PLAIN}"])
-    assert config.unsaid(recipe) == {"grpo.system_prompt": TOKEN, "optimizer.kwargs.api_key": PLAIN}
+    assert config.redacted_values(recipe) == {"grpo.system_prompt": TOKEN, "optimizer.kwargs.api_key": PLAIN}
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
