@@ -19,8 +19,7 @@ from dtrain.data.formats.prompts import normalise_prompt
 from dtrain.losses.policy import options as policy_options
 from dtrain.losses.preference import options as preference_options
 from dtrain.losses.token import options as token_options
-from dtrain.recipe import key_aliases as words
-from dtrain.recipe import other_tools
+from dtrain.recipe import key_aliases, other_tools
 from dtrain.rl.rewards import options as rewards
 from dtrain.run.check import DIGESTS
 from tests.documented import MODELS, TINY, TINY_GRPO, Directory, tiny_model
@@ -118,7 +117,7 @@ def test_a_key_of_another_tool_is_answered_with_the_one_of_its_row():
     own = {key.rsplit(".", 1)[-1] for key in config.keys()}
     for ours, *theirs in table[1:]:
         for key in re.findall(r"`([^`]+)`", " ".join(theirs)):
-            answer = words.answer(key) or ""
+            answer = key_aliases.answer(key) or ""
             told = any(name in answer for name in re.findall(r"`([^`]+)`", ours))
             assert told or not answer and key.rsplit(".", 1)[-1] in own | SECTIONS_OF_OTHERS, (key, answer)
 

@@ -1,14 +1,15 @@
 """Helpers that every package may import and that import none: errors, JSON, batches, files, randomness.
 
 errors                          errors that a user can mend
-json_files, ranges              JSON that others may have written; ranges of settings, near misses
+json_files, ranges              JSON that others may have written; ranges of settings, near misses, plurals
 batch                           the batch contract
 randomness, top_p               random numbers by logical position; the tokens that top-p keeps, without a sort
 ranks                           agreement of ranks: one acts for all, an error on any is raised on every one
 run_context                     the part of a run that methods and engines use
 files, identity                 files that are whole or absent; content as digests
 hub, model_directory            the hub's cache of models; names of a model directory's files
-patterns, import_paths          patterns of parameter names; where users' code is looked for
+patterns, name_patterns         patterns of parameter names; regular expressions for names, in bounded time
+import_paths                    the search path of users' code
 addresses, orphans              addresses to listen at; children that end with their parent
 hardware                        the table of GPUs, model FLOPs utilisation, peak memory
 """

@@ -12,20 +12,20 @@ EVERYWHERE = ""
 
 
 def own_address(host: str, port: int) -> str | None:
-    """The address of this machine on the way to `host`; None where none leads there. No packet is sent."""
+    """Return this machine's address on the route to `host`; None where no route leads there. No packet is sent."""
     with suppress(OSError):
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        family, kind, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        family, kind, _, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
         with socket.socket(family, kind) as probe:
-            probe.connect(where)
+            probe.connect(address)
             return probe.getsockname()[0]
     return None
 
 
 def address_to_listen_at(host: str, port: int) -> str:
-    """The one address of this machine by which those come that look for `host`.
+    """Return the address of this machine that other processes reach when they look up `host`.
 
-    EVERYWHERE where that cannot be told: Debian gives a host's own name a loopback address, and other hosts know it by
+    EVERYWHERE where that is not known: Debian gives a host's own name a loopback address, and other hosts know it by
     another one.
     """
     own = own_address(host, port)
@@ -34,7 +34,7 @@ def address_to_listen_at(host: str, port: int) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens at `address` of this machine, or EVERYWHERE. port: 0 takes a free one."""
+    """Return a socket that listens at `address` of this machine, or EVERYWHERE. port: 0 takes a free one."""
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=4096)
@@ -49,12 +49,12 @@ def is_loopback(address: str) -> bool:
 
 
 def plain(address: str) -> str:
-    """An IPv4 address that came in by an IPv6 socket as such, and an IPv6 one without its zone."""
+    """Return `address` in plain form: an IPv4 address from an IPv6 socket as IPv4, an IPv6 one without its zone."""
     return address.removeprefix("::ffff:").split("%")[0]
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has `address`; None where none has, or the system is not Linux."""
+    """Return the network interface of this machine that has `address`; None where none has it, or off Linux."""
     if not sys.platform.startswith("linux"):
         return None
     wanted = ipaddress.ip_address(plain(address))
@@ -73,7 +73,7 @@ def interface_of(address: str) -> str | None:
 
 
 def loopback() -> str | None:
-    """The interface that leads to this machine alone, where it is known and up."""
+    """Return the loopback interface where it is known and up, else None."""
     if sys.platform == "darwin":
         return "lo0"
     return interface_of("127.0.0.1")

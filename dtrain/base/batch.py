@@ -20,7 +20,7 @@ Row = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Stream:
-    """One per-token tensor of a batch. `pad` fills the right; None means that the values go on counting."""
+    """Per-token tensor of a batch. `pad` fills the right; None means that the values go on counting."""
 
     pad: float | int | None
     dtype: torch.dtype
@@ -48,7 +48,7 @@ COMPLETED = frozenset({*ROW_STREAMS, *PER_ROW, "attention_mask", "token_mask"}) 
 
 
 def pad_stream(name: str, values: Tensor, length: int) -> Tensor:
-    """`values` [s] of stream `name`, padded on the right to [length]."""
+    """Pad `values` [s] of stream `name` on the right to [length]."""
     stream = STREAMS[name]
     missing = length - values.shape[0]
     if stream.pad is None:
@@ -60,7 +60,7 @@ def pad_stream(name: str, values: Tensor, length: int) -> Tensor:
 
 
 def collate(rows: Sequence[Row], streams: Sequence[str] = ROW_STREAMS) -> Batch:
-    """Rows (dicts of [s] tensors, each row its own s) to a batch of [len(rows), S], S the longest row's length.
+    """Collate rows (dicts of [s] tensors, each row its own s) to a batch [len(rows), S], S the longest row's length.
 
     No rows give a batch of shape [0, 1].
     """
@@ -78,32 +78,32 @@ def rows_in(batch: Batch) -> int:
 
 
 def trim(batch: Batch) -> Batch:
-    """Without the columns on the right that are padding in every row; one column stays. Host tensors only."""
+    """Cut off the columns on the right that are padding in every row; one column stays. Host tensors only."""
     used = (batch["seq_ids"] != PADDING_DOCUMENT).any(0).nonzero()
     length = int(used[-1]) + 1 if used.numel() else 1
     return {name: tensor[:, :length] for name, tensor in batch.items()}
 
 
 def document_ids(batch: Batch) -> Tensor:
-    """[B, S]: which document of the whole batch each position is of, counted row by row; −1 on padding."""
+    """Return [B, S]: the document of each position, counted row by row through the whole batch; −1 on padding."""
     seq_ids = batch["seq_ids"]
     counts = seq_ids.amax(1, keepdim=True) + 1  # [B, 1]
     return torch.where(seq_ids == PADDING_DOCUMENT, PADDING_DOCUMENT, seq_ids + counts.cumsum(0) - counts)
 
 
 def documents(batch: Batch) -> int:
-    """Documents of the batch. Host tensors only."""
+    """Return the number of documents of the batch. Host tensors only."""
     return int((batch["seq_ids"].amax(1) + 1).sum()) if rows_in(batch) else 0
 
 
 def sum_by_document(values: Tensor, ids: Tensor, count: int) -> Tensor:
-    """Σ of values [.., B, S] over each of `count` documents, [.., count]; ids [B, S] are the batch's `document_ids`."""
+    """Sum values [.., B, S] over each of `count` documents, [.., count]; ids [B, S] are the batch's `document_ids`."""
     sums = values.new_zeros(*values.shape[:-2], count + 1)  # the first: padding
     return sums.index_add(-1, (ids + 1).flatten(), values.flatten(-2))[..., 1:]
 
 
 def next_tokens(batch: Batch) -> Tensor:
-    """[B, S]: labels under which every token of a document but its first is one, trained or not."""
+    """Return labels [B, S] for the next token: every token of a document but its first is one, trained or not."""
     ids, seq_ids = batch["input_ids"], batch["seq_ids"]
     labels = torch.full_like(ids, IGNORE)
     same = (seq_ids[:, 1:] == seq_ids[:, :-1]) & (seq_ids[:, 1:] != PADDING_DOCUMENT)
@@ -112,8 +112,8 @@ def next_tokens(batch: Batch) -> Tensor:
 
 
 def complete(batch: Mapping[str, Tensor]) -> Batch:
-    """A caller's batch in full, on the host, constants: what is missing of seq_ids, position_ids and labels is made,
-    masks enter the labels and go.
+    """Complete a caller's batch, on the host, detached: missing seq_ids, position_ids and labels are made, masks are
+    merged into the labels and dropped.
 
     input_ids [n, S] alone is required. seq_ids (0, 1, .. in each row, −1 on the padding at its end): from input_lengths
     [n] or attention_mask [n, S], else no padding. labels: every token after a document's first; none on padding, where
@@ -122,7 +122,7 @@ def complete(batch: Mapping[str, Tensor]) -> Batch:
     pass as they are. Raises ValueError for a tensor of another shape, padding that is not on the right, and positions
     that do not rise.
     """
-    known = {name: one.detach().cpu() if isinstance(one, Tensor) else one for name, one in batch.items()}
+    known = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in batch.items()}
     _check_shapes(known)
     lengths, mask = known.pop("input_lengths", None), known.pop("attention_mask", None)
     ids = known["input_ids"]
@@ -165,7 +165,7 @@ def complete(batch: Mapping[str, Tensor]) -> Batch:
 
 
 def _check_shapes(batch: Mapping[str, Any]) -> None:
-    """Of the tensors that `complete` knows by name."""
+    """Check shape and dtype of the tensors that `complete` knows by name. Raises ValueError."""
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or (len(ids) and not ids.shape[1]):
         raise ValueError("input_ids must be a tensor [n, S]")
@@ -173,17 +173,17 @@ def _check_shapes(batch: Mapping[str, Any]) -> None:
         value, shape = batch[name], ids.shape[:1] if name in PER_ROW else ids.shape
         one_for_all = name == "position_ids" and isinstance(value, Tensor) and value.shape == (1, ids.shape[1])
         if not isinstance(value, Tensor) or not (value.shape == shape or one_for_all):
-            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{name} must be a tensor {list(shape)} beside input_ids {list(ids.shape)}, not {found}")
+            actual = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{name} must be a tensor {list(shape)} beside input_ids {list(ids.shape)}, not {actual}")
         if name in (*ROW_STREAMS, "input_lengths") and (value.is_floating_point() or value.dtype == torch.bool):
             raise ValueError(f"{name} must hold integers, not {value.dtype}")
 
 
 def trained_tokens(batch: Batch) -> int:
-    """Positions with a label. Host tensors only."""
+    """Return the number of positions with a label. Host tensors only."""
     return int((batch["labels"] != IGNORE).sum())
 
 
 def real_tokens(batch: Batch) -> int:
-    """Positions that are not padding. Host tensors only."""
+    """Return the number of positions that are not padding. Host tensors only."""
     return int((batch["seq_ids"] != PADDING_DOCUMENT).sum())

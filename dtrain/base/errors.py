@@ -1,4 +1,4 @@
-"""The errors that dtrain raises on purpose: what a user can mend, and a run that was asked to stop."""
+"""Errors that dtrain raises on purpose: mistakes that a user can mend, and a run that was asked to stop."""
 
 from collections.abc import Iterable
 
@@ -25,7 +25,7 @@ class Unavailable(UserError):
 
 
 class Interrupted(Exception):
-    """What was under way is given up, on every rank, since the run was asked to stop; nothing has come of it."""
+    """The work under way was given up on every rank, since the run was asked to stop; it had no effect."""
 
 
 class Stopped(Exception):
@@ -40,7 +40,7 @@ class Stopped(Exception):
 
 
 def in_words(error: BaseException) -> str:
-    """An OSError or UserError as one line that names the file where there is one."""
+    """Return an OSError or UserError as one line that names the file where there is one."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)

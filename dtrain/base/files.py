@@ -60,12 +60,12 @@ class ChecksumStream:
 
     @property
     def record(self) -> Record:
-        """Of what has been written."""
+        """Size and checksum of the data written so far."""
         return Record(bytes=self.size, crc32=f"{self._crc:08x}")
 
 
 def checksum(path: Path) -> Record:
-    """Of a file as it lies on disk."""
+    """Return size and checksum of the file `path` as it lies on disk."""
     crc = size = 0
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK):
@@ -87,7 +87,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """As `replace_text`."""
+    """Put `content` at `path` in one step, as `replace_text` does."""
     beside = path.with_name(f".{path.name}.new")
     _write(beside, content)
     beside.replace(path)
@@ -111,8 +111,8 @@ def sync(path: Path) -> None:
 
 
 def real(path: Path) -> Path:
-    """Where `path` leads, through symbolic links; what is put together beside it must lie on the same disk. UserError
-    for links that lead in a circle."""
+    """Return `path` with its symbolic links resolved: files staged beside it must lie on the same disk. Raises
+    UserError for links that lead in a circle."""
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:
@@ -120,7 +120,7 @@ def real(path: Path) -> Path:
 
 
 def staged(directory: Path) -> Path:
-    """Where the directory is put together until it gets its name."""
+    """Return the path at which `directory` is put together until it gets its name."""
     return directory.with_name(f".{directory.name}.partial")
 
 

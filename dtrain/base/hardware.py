@@ -1,4 +1,4 @@
-"""What the hardware could do and what it holds: peak FLOP/s by device name, model FLOPs utilisation, peak memory."""
+"""Hardware limits and use: peak FLOP/s by device name, model FLOPs utilisation, peak memory."""
 
 import os
 import resource
@@ -38,7 +38,7 @@ _PEAK_TFLOPS = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of one device by the name CUDA gives it; None where the table does not know it."""
+    """Return the dense bfloat16 FLOP/s of one device by the name CUDA gives it; None where it is unknown."""
     words = device_name.replace("-", " ").split()
     for name, tflops in _PEAK_TFLOPS:
         parts = name.split()
@@ -50,7 +50,7 @@ def peak_flops(device_name: str) -> float | None:
 def model_flops_utilisation(
     flops_per_token: float, tokens_per_sec: float, world_size: int, device: "torch.device", compute_dtype: "torch.dtype"
 ) -> float | None:
-    """The share of the devices' peak that the model's own arithmetic takes (PaLM, arXiv:2204.02311, appendix B).
+    """Return the share of the devices' peak that the model's own arithmetic takes (PaLM, arXiv:2204.02311, appendix B).
 
     flops_per_token: training FLOPs, recomputation not counted; tokens_per_sec: over all ranks. None where no peak is
     known: off CUDA, for a device that is not in the table, for dtypes other than bfloat16 and float16.
@@ -64,7 +64,7 @@ def model_flops_utilisation(
 
 
 def memory_gib(device: "torch.device") -> float:
-    """Peak memory of this rank so far, in GiB: allocated on the device for CUDA, else the process's resident set."""
+    """Return this rank's peak memory so far, in GiB: allocated on the device for CUDA, else the resident set."""
     if device.type == "cuda":
         import torch
 

@@ -21,22 +21,22 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_id(path: str) -> bool:
-    """Whether `path` reads as a model's id on the hub. A directory of that name comes first, and beside a run's
-    directory no id is looked for."""
+    """Return whether `path` reads as a model's id on the hub. A directory of that name comes first, and beside a
+    run's directory no id is looked for."""
     is_one = _ID.fullmatch(path) is not None and not Path(path).exists()
     return is_one and not any(Path(path).parent.glob("*/config.yaml"))
 
 
 def id_of(directory: Path) -> str | None:
-    """The id of the model whose directory in the cache this is; None for another directory."""
+    """Return the id of the model whose directory in the cache this is; None for another directory."""
     repository = directory.absolute().parent.parent
-    found = _SNAPSHOT.fullmatch(repository.name) if directory.absolute().parent.name == "snapshots" else None
-    return f"{found[1]}/{found[2]}" if found else None
+    match = _SNAPSHOT.fullmatch(repository.name) if directory.absolute().parent.name == "snapshots" else None
+    return f"{match[1]}/{match[2]}" if match else None
 
 
 def find_directory(path: Path) -> Path:
-    """`path` where it is a directory, else the one in the cache of the model whose id it is. No network. Raises
-    UserError."""
+    """Return `path` where it is a directory, else the cached directory of the model whose id it is. No network.
+    Raises UserError."""
     if path.is_dir():
         return path
     name = str(path)
@@ -48,7 +48,7 @@ def find_directory(path: Path) -> Path:
 
 
 def cached(name: str, *, weights: bool = True) -> Path | None:
-    """The directory of model `name` in the cache; None where it is not there whole. No network.
+    """Return the directory of model `name` in the cache; None where it is not there whole. No network.
 
     weights: without them the directory is not whole.
     """
@@ -64,26 +64,27 @@ def cached(name: str, *, weights: bool = True) -> Path | None:
 
 
 def download(name: str, *, weights: bool = True, key: str = "model.path") -> Path:
-    """The directory of model `name` in the cache, what it lacks downloaded. UserError that says what to do where the
-    hub does not give it. Several processes may ask at once: the library locks each file. key: that names the model."""
+    """Download what the cache does not hold of model `name`, and return its directory there. Raises UserError that
+    says what to do where the hub does not give it. Several processes may ask at once: the library locks each file.
+    key: that names the model."""
     from huggingface_hub import snapshot_download
 
     patterns = FETCHED if weights else [CONFIG, *COMPANIONS]
-    with told(name, "model", f"dtrain download {name}", f"{key} to a directory"):
+    with hub_errors(name, "model", f"dtrain download {name}", f"{key} to a directory"):
         directory = Path(snapshot_download(name, allow_patterns=patterns))
     _refuse_unfit(name, (directory / CONFIG).is_file(), not weights or _has_weights(directory))
     return directory
 
 
 def look(name: str, key: str = "model.path") -> tuple[Path, int]:
-    """The directory of model `name` in the cache, its small files downloaded, and the bytes of the weights that
+    """Download the small files of model `name`; return its directory in the cache and the bytes of the weights that
     `download` would fetch beside them. Raises UserError as `download` does."""
     from huggingface_hub import HfApi
 
     directory = download(name, weights=False, key=key)
-    with told(name, "model", f"dtrain download {name}", f"{key} to a directory"):
+    with hub_errors(name, "model", f"dtrain download {name}", f"{key} to a directory"):
         listed = HfApi().list_repo_tree(name, revision=directory.name)
-        sizes = {one.path: getattr(one, "size", 0) for one in listed}
+        sizes = {entry.path: getattr(entry, "size", 0) for entry in listed}
     _refuse_unfit(name, True, SINGLE in sizes or INDEX in sizes)
     weights = [path for path in sizes if any(fnmatchcase(path, pattern) for pattern in (SINGLE, SHARDS))]
     return directory, sum(sizes[path] for path in weights)
@@ -96,9 +97,9 @@ def _refuse_unfit(name: str, has_config: bool, has_weights: bool) -> None:
 
 
 @contextmanager
-def told(name: str, kind: str, command: str, otherwise: str) -> Iterator[None]:
-    """What the library raises in the block, as a UserError that says what to do. kind: model, or dataset. command:
-    what fetches it elsewhere. otherwise: what else to set."""
+def hub_errors(name: str, kind: str, command: str, otherwise: str) -> Iterator[None]:
+    """Raise what the library raises in the block as a UserError that says what to do. kind: model, or dataset.
+    command: what fetches it elsewhere. otherwise: what else to set."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,

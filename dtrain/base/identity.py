@@ -1,4 +1,4 @@
-"""What files hold, told by a digest of their content; their names, places and time stamps play no part.
+"""Content identity of files: a digest of their content; their names, places and time stamps play no part.
 
 A digest is a SHA-256 over those of the file's chunks, which the processes of a machine read side by side: each takes
 its share, in several threads. A machine with copies of its own reads these, and not those of another.
@@ -22,7 +22,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def digests(files: Sequence[Path], wrong: str | None = None, ranks: Ranks | None = None) -> list[str]:
-    """The digest of each file, as this rank sees it. Collective over `ranks`: three or four all-gathers of objects.
+    """Return the digest of each file, as this rank sees it. Collective over `ranks`: 3 or 4 all-gathers of objects.
 
     wrong: what to say, in a UserError on every rank, where machines have files of other content. A file that cannot be
     read, or changes meanwhile, is a UserError on every rank too.
@@ -38,8 +38,8 @@ def digests(files: Sequence[Path], wrong: str | None = None, ranks: Ranks | None
         with ThreadPoolExecutor(THREADS) as threads:
             return dict(zip(mine, threads.map(lambda chunk: _read(files[chunk[0]], chunk[1]), mine), strict=True))
 
-    found = ranks.every(read)
-    table = {chunk: value for rank in beside for chunk, value in found[rank].items()}
+    per_rank = ranks.every(read)
+    table = {chunk: value for rank in beside for chunk, value in per_rank[rank].items()}
     counts = Counter(number for number, _ in table)
 
     def join() -> list[str]:
@@ -58,16 +58,16 @@ def digests(files: Sequence[Path], wrong: str | None = None, ranks: Ranks | None
 
 
 def view(files: Sequence[Path]) -> str:
-    """A text that is the same for processes of one machine that see the same `files`, whatever they mount where."""
+    """Return a text that is the same for processes of one machine that see the same `files`, whatever their mounts."""
     machine = _BOOT.read_text() if _BOOT.is_file() else socket.gethostname()
     return digest(machine, [(stat.st_dev, stat.st_ino) for stat in (file.stat() for file in files)])
 
 
 def _read(file: Path, chunk: int) -> str:
-    found, left = hashlib.sha256(), CHUNK
+    hasher, left = hashlib.sha256(), CHUNK
     with file.open("rb", buffering=0) as stream:
         stream.seek(chunk * CHUNK)
         while left and (block := stream.read(min(BLOCK, left))):
-            found.update(block)
+            hasher.update(block)
             left -= len(block)
-    return found.hexdigest()
+    return hasher.hexdigest()

@@ -18,17 +18,17 @@ _KINDS[type(None)] = "null"
 
 
 def digest(*parts: Any) -> str:
-    """The SHA-256 of values that JSON can write, in hex."""
+    """Return the SHA-256 of values that JSON can write, in hex."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls it."""
+    """Return the name of the value's JSON type."""
     return _KINDS.get(type(value), type(value).__name__)
 
 
 def loads(text: str | bytes, *, constants: bool = True) -> Any:
-    """The value of a JSON text, UTF-8 where it is bytes. constants: NaN and Infinity, which Python writes, are read.
+    """Return the value of a JSON text, UTF-8 where it is bytes. constants: read NaN and Infinity, which Python writes.
 
     Raises ValueError that says what is wrong, json.JSONDecodeError and UnicodeDecodeError among them.
     """
@@ -44,7 +44,7 @@ def loads(text: str | bytes, *, constants: bool = True) -> Any:
 
 
 def check_shape(value: Any, most: int = PARTS) -> None:
-    """Raises ValueError for a value nested deeper than DEPTH, or with more than `most` entries, shared ones counted
+    """Raise ValueError for a value nested deeper than DEPTH, or with more than `most` entries, shared ones counted
     each time."""
     level, depth, parts = [value] if isinstance(value, dict | list) else [], 0, 0
     while level:
@@ -62,8 +62,8 @@ def check_shape(value: Any, most: int = PARTS) -> None:
 
 
 def read_text(path: Path, most: int = SMALL) -> str:
-    """The text of a file that a stranger may have written. Raises UserError: no regular file, more than `most` bytes,
-    not UTF-8."""
+    """Return the text of a file that a stranger may have written. Raises UserError: no regular file, more than `most`
+    bytes, not UTF-8."""
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is a directory or a device; a file belongs there")
@@ -79,7 +79,7 @@ def read_text(path: Path, most: int = SMALL) -> str:
 
 
 def read_json(path: Path, *, most: int = SMALL, constants: bool = False) -> dict[str, Any]:
-    """The JSON object in `path`. Raises UserError naming the file."""
+    """Return the JSON object in `path`. Raises UserError naming the file."""
     text = read_text(path, most)
     try:
         value = loads(text, constants=constants)
@@ -91,14 +91,14 @@ def read_json(path: Path, *, most: int = SMALL, constants: bool = False) -> dict
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
                 raise ValueError(f"the name {name[:80]!r} stands twice in one object; keep one of them")
             seen.add(name)
-    return found
+    return members
 
 
 def _no_number(name: str) -> None:

@@ -31,7 +31,7 @@ COMPANIONS = (
 
 
 def indexed_files(directory: Path) -> dict[str, list[str]]:
-    """The files that the index of a model's directory names, and each one's tensors. Raises UserError."""
+    """Return the files that the index of a model's directory names, and each one's tensors. Raises UserError."""
     try:
         weight_map = read_json(directory / INDEX, most=LARGE).get("weight_map")
     except UserError as error:

@@ -75,8 +75,8 @@ def of_end(pattern: str) -> str:
 
 
 class _State:
-    """One state: a character's `test` leads to `after`; without a test all of `after` are reached at once, `check`
-    permitting."""
+    """State of the automaton: a character's `test` leads to `after`; without a test all of `after` are reached at
+    once, `check` permitting."""
 
     __slots__ = ("after", "check", "test")
 
@@ -86,7 +86,7 @@ class _State:
 
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> tuple[int, list[_State]]:
-    """The first state and all states of an expression that Python can read. Raises ValueError."""
+    """Return the first state and all states of an expression that Python can read. Raises ValueError."""
     tree = _parser.parse(pattern)
     builder = _Builder()
     try:
@@ -104,7 +104,7 @@ class _Builder:
         self.lookarounds = 0
 
     def sequence(self, tree: Any, after: int, ignore_case: bool) -> int:
-        """The state from which `tree` leads to `after`."""
+        """Return the state from which `tree` leads to `after`."""
         for op, value in reversed(list(tree)):
             after = self._item(op, value, after, ignore_case)
         return after
@@ -171,21 +171,21 @@ class _Builder:
 
 
 class _Match:
-    """A text and what has been found of it: the ends of each lookaround at each place."""
+    """Text to match, with a cache of the ends of each expression from each place."""
 
     def __init__(self, states: list[_State], text: str):
         self.states, self.text = states, text
         self._ends: dict[tuple[int, int], set[int]] = {}
 
     def ends(self, entry: int, start: int) -> set[int]:
-        """Where a match that begins at `start` in the state `entry` may end."""
+        """Return the places at which a match that begins at `start` in the state `entry` may end."""
         if (entry, start) not in self._ends:
-            self._ends[entry, start] = found = set()
+            self._ends[entry, start] = ends = set()
             active: Iterable[int] = (entry,)
             for at in range(start, len(self.text) + 1):
                 reached = self._reached(active, at)
                 if _END in reached:
-                    found.add(at)
+                    ends.add(at)
                 if at == len(self.text):
                     break
                 character = self.text[at]
@@ -196,7 +196,7 @@ class _Match:
         return self._ends[entry, start]
 
     def _reached(self, active: Iterable[int], at: int) -> set[int]:
-        """The states `active`, and those that follow without a character."""
+        """Return the states `active`, and those that follow without a character."""
         reached, left = set(active), list(active)
         while left:
             state = self.states[left.pop()]
@@ -207,12 +207,12 @@ class _Match:
         return reached
 
     def is_word(self, at: int) -> bool:
-        """Whether a character of a word stands at `at`."""
+        """Return whether a character of a word stands at `at`."""
         return 0 <= at < len(self.text) and _CATEGORIES[_constants.CATEGORY_WORD](self.text[at])
 
 
 def _character(parts: list[tuple[Any, Any]], is_negated: bool, ignore_case: bool) -> Callable[[str], bool]:
-    """The test of a literal or of a class."""
+    """Return the test of a literal or of a class."""
     literals = {chr(value) for op, value in parts if op is _constants.LITERAL}
     ranges = [value for op, value in parts if op is _constants.RANGE]
     categories = [_CATEGORIES[value] for op, value in parts if op is _constants.CATEGORY]
@@ -226,7 +226,7 @@ def _character(parts: list[tuple[Any, Any]], is_negated: bool, ignore_case: bool
 
 
 def _place(code: Any) -> Callable[[_Match, int], bool]:
-    """The check of ^, $, \\A, \\Z, \\b or \\B."""
+    """Return the check of ^, $, \\A, \\Z, \\b or \\B."""
     if code in (_constants.AT_BEGINNING, _constants.AT_BEGINNING_STRING):
         return lambda match, at: at == 0
     if code in (_constants.AT_END, _constants.AT_END_STRING):

@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it, and the end of a process with all that came of it."""
+"""Processes that end with their parent, and the end of a process with all its descendants."""
 
 import ctypes
 import os
@@ -35,15 +35,15 @@ def kill(pids: list[int]) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that came of `pid`, as Linux knows them; elsewhere none is found."""
+    """Return the descendants of process `pid`, as Linux knows them; elsewhere none is found."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
             children.setdefault(int(stat.read_text().rsplit(")", 1)[1].split()[1]), []).append(int(stat.parent.name))
-    found = [pid]
-    for parent in found:
-        found += children.get(parent, [])
-    return found[1:]
+    pids = [pid]
+    for parent in pids:
+        pids += children.get(parent, [])
+    return pids[1:]
 
 
 def _watch(parent: int, status: int) -> None:

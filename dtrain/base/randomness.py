@@ -18,32 +18,32 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def digest(*parts: object) -> bytes:
-    """BLAKE2b's 8 bytes of "part:part:...", each part as it prints."""
+    """Return BLAKE2b's 8 bytes of "part:part:...", each part as it prints."""
     return hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=8).digest()
 
 
 def key(*parts: object) -> int:
-    """A signed 64-bit number out of anything that prints."""
+    """Return a signed 64-bit number made of anything that prints."""
     return int.from_bytes(digest(*parts), "little", signed=True)
 
 
 def mix(values: "Tensor") -> "Tensor":
-    """SplitMix64's finaliser over int64 [..], element by element."""
+    """Apply SplitMix64's finaliser to int64 [..], element by element."""
     values = (values ^ _shift(values, 30)) * _MIX_1
     values = (values ^ _shift(values, 27)) * _MIX_2
     return values ^ _shift(values, 31)
 
 
 def bits(index: "Tensor", key: "int | Tensor") -> "Tensor":
-    """64 random bits, int64: of each index [..] int64 in the sequence that `key` names."""
+    """Return 64 random bits, int64, of each index [..] int64 in the sequence that `key` names."""
     return mix(index * _GAMMA + key)
 
 
 def uniform(index: "Tensor", key: "int | Tensor") -> "Tensor":
-    """Uniform numbers in (0, 1), float64, never 0 or 1: of each index [..] int64 in the sequence that `key` names."""
+    """Return uniform numbers in (0, 1), float64, never 0 or 1, of each index [..] int64 in the sequence of `key`."""
     return (_shift(bits(index, key), 11).double() + 0.5) * 2.0**-53  # 53 bits and a half
 
 
 def _shift(bits: "Tensor", count: int) -> "Tensor":
-    """Logical shift to the right: int64's own keeps the sign."""
+    """Shift logically to the right: int64's own shift keeps the sign."""
     return (bits >> count) & (2 ** (64 - count) - 1)

@@ -1,4 +1,4 @@
-"""What a setting may be, and that in words: the numbers, and what a refusal says. No torch.
+"""Ranges of settings, and the words of messages about them: numbers, near misses, plurals. No torch.
 
 The tables of options that stand beside the losses and the rewards are made of these, and so is the recipe's check.
 """
@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Any
 
 Range = tuple[Callable[[Any], bool], str]
-"""Whether a value will do, and what it must be, in the words of a recipe: null is Python's None."""
+"""A check of a value, and a phrase that says what it must be, in the words of a recipe: null is Python's None."""
 
 LARGEST_REWARD = 1e30  # in size: sums of many, and of their squares, stay far from what a float cannot hold
 SMALLEST, LARGEST = 1e-10, 1e10  # of an option's size where it is not 0: float32 computes with it, and with its square
 
 
 def is_number(value: Any) -> bool:
-    """An int or float of a size that can be computed with; true and false are none."""
+    """Return whether `value` is an int or float of a size that can be computed with; true and false are none."""
     return is_finite(value) and (value == 0 or SMALLEST <= abs(value) <= LARGEST)
 
 
 def is_finite(value: Any) -> bool:
-    """An int, however large, or a float that is neither NaN nor infinite."""
+    """Return whether `value` is an int, however large, or a float that is neither NaN nor infinite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -float("inf") < value < float("inf")
 
 
 def sizes_for(value: Any) -> str:
-    """What to add to a refusal of `value`: the sizes, where these are the cause."""
+    """Return the end of a refusal of `value`: the sizes allowed, where these are the cause, else nothing."""
     return f", from {SMALLEST:g} to {LARGEST:g} in size" if is_finite(value) and not is_number(value) else ""
 
 
@@ -39,17 +39,17 @@ def one_of(choices: Sequence[str]) -> Range:
 
 
 def nearest(word: str, known: Collection[str]) -> str | None:
-    """The one of `known` that `word` is a slip of: the same but for case, - and _; or nearer than all others, and wrong
-    in one letter of four at most (of three letters one may be missing or too much); or the only one that begins so or
-    has it as a part. None where there is none: a wrong hint is worse than no hint."""
+    """Return the name in `known` that `word` is a typo of: the same but for case, - and _; or nearer than all others,
+    and wrong in one letter of four at most (of three letters one may be missing or too much); or the only one that
+    begins so or has it as a part. None where there is none: a wrong hint is worse than no hint."""
     wanted = _plain(word[:64])
     if not wanted:
         return None
-    slips = {name: _slips(wanted, _plain(name)) for name in known if abs(len(name) - len(wanted)) <= 4}
-    least = min(slips.values(), default=len(word))
-    near = [name for name, count in slips.items() if count == least]
-    is_slip = least <= min(len(wanted) // 4, 3) or (least == 1 and len(wanted) == 3 != len(_plain(near[0])))
-    if near and is_slip and (least == 0 or len(near) == 1):
+    distances = {name: _distance(wanted, _plain(name)) for name in known if abs(len(name) - len(wanted)) <= 4}
+    least = min(distances.values(), default=len(word))
+    near = [name for name, distance in distances.items() if distance == least]
+    is_typo = least <= min(len(wanted) // 4, 3) or (least == 1 and len(wanted) == 3 != len(_plain(near[0])))
+    if near and is_typo and (least == 0 or len(near) == 1):
         return near[0]
     parts = {name: _plain(name).startswith(wanted) or wanted in name.lower().split("_") for name in known}
     begun = [name for name, has in parts.items() if has and len(wanted) >= 4]
@@ -57,9 +57,9 @@ def nearest(word: str, known: Collection[str]) -> str | None:
 
 
 def beside(path: str) -> str:
-    """The end of a message that there is no directory `path`: one of a near name, or all that stand in its place."""
+    """Return the end of a message that there is no directory `path`: one of a near name, or all that stand beside."""
     parent = Path(path).parent
-    names = sorted(one.name for one in parent.iterdir() if one.is_dir()) if parent.is_dir() else []
+    names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
     if near := nearest(Path(path).name, names):
         return f"; did you mean {parent / near}?"
     more = ", ..." if len(names) > 5 else ""
@@ -70,25 +70,32 @@ def _plain(word: str) -> str:
     return word.lower().replace("-", "").replace("_", "")
 
 
-def _slips(one: str, other: str) -> int:
-    """Letters to insert, drop, change, or swap with the next, to make one word the other."""
+def _distance(word: str, other: str) -> int:
+    """Return the number of letters to insert, drop, change, or swap with the next, to make `word` into `other`."""
     rows = [list(range(len(other) + 1))]
-    for i, a in enumerate(one, start=1):
+    for i, a in enumerate(word, start=1):
         row = [i]
         for j, b in enumerate(other, start=1):
             row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (a != b)))
-            if i > 1 and j > 1 and (a, one[i - 2]) == (other[j - 2], b):
+            if i > 1 and j > 1 and (a, word[i - 2]) == (other[j - 2], b):
                 row[-1] = min(row[-1], rows[-2][j - 2] + 1)
         rows.append(row)
     return rows[-1][-1]
 
 
 def hint(word: str, known: Collection[str], prefix: str = "") -> str:
-    """What to add to a refusal of `word`: the near miss, or all that is known."""
+    """Return the end of a refusal of `word`: the near miss, or all names in `known`."""
     near = nearest(word, known)
     return f"; did you mean {prefix}{near}?" if near else f"; there are {', '.join(known)}"
 
 
 def shown(value: Any) -> str:
-    """A value as a recipe writes it."""
+    """Return a value as a recipe writes it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def plural(count: float, noun: str) -> str:
+    """Return `noun`, an English word, as it stands behind `count`: "row" of 1, "rows" of 0 or 2, "processes" of 3."""
+    if count == 1:
+        return noun
+    return f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"

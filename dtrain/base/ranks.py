@@ -1,4 +1,4 @@
-"""How ranks agree: one acts for all, or all act, and an error on any of them is raised on every one.
+"""Agreement of ranks: one acts for all, or all act, and an error on any of them is raised on every one.
 
 Without that, a full disk on one rank leaves the others waiting in a collective. Only OSError and UserError travel; any
 other exception is a bug and ends its rank, and with it the run.
@@ -37,7 +37,10 @@ class Ranks:
         return self.rank == 0
 
     def first(self, act: Callable[[], T]) -> T:
-        """`act` on rank 0; its result, or its error as a UserError, on every rank. Collective: one broadcast."""
+        """Call `act` on rank 0; return its result, or raise its error as a UserError, on every rank.
+
+        Collective: one broadcast.
+        """
         outcome: list[Any] = [None]
         if self.is_first:
             outcome[0] = _attempt(act)
@@ -49,7 +52,7 @@ class Ranks:
         return value
 
     def every(self, act: Callable[[], T]) -> list[T]:
-        """`act` on every rank; all results in rank order, or all errors in one UserError, on every rank.
+        """Call `act` on every rank; return all results in rank order, or raise all errors in one UserError, everywhere.
 
         Collective: one all-gather of objects.
         """
@@ -63,26 +66,27 @@ class Ranks:
         return [value for value, _ in outcomes]
 
     def same(self, value: str | None, wrong: str) -> None:
-        """Raises UserError on every rank, `wrong` and whose differ from the first, where `value` is not the same on
-        all; None is no answer. Collective: one all-gather of objects."""
-        told = [one for one in self.every(lambda: (self.me, value)) if one[1] is not None]
-        differing = [who for who, other in told if other != told[0][1]]
+        """Raise UserError on every rank, `wrong` and the ranks that differ from the first, where `value` is not the
+        same on all; None is no answer. Collective: one all-gather of objects."""
+        answers = [answer for answer in self.every(lambda: (self.me, value)) if answer[1] is not None]
+        differing = [name for name, other in answers if other != answers[0][1]]
         if differing:
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-            raise UserError(f"{wrong}: that of {', '.join(differing[:3])}{more} is not that of {told[0][0]}")
+            raise UserError(f"{wrong}: that of {', '.join(differing[:3])}{more} is not that of {answers[0][0]}")
 
     def together(self, act: Callable[[], T]) -> T:
-        """`act` on every rank; this rank's result, which does not travel, or all errors in one UserError on every rank.
+        """Call `act` on every rank; return this rank's result, which does not travel, or raise all errors in one
+        UserError on every rank.
 
         Collective: one all-gather of objects.
         """
         value, problem = _attempt(act)
 
-        def tell() -> None:
+        def raise_problem() -> None:
             if problem is not None:
                 raise UserError(problem)
 
-        self.every(tell)
+        self.every(raise_problem)
         return value
 
 

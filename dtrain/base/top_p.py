@@ -1,4 +1,4 @@
-"""Which of a vocabulary's tokens top-p keeps, found by a search over the values instead of a sort of them.
+"""Top-p (nucleus) masks over a vocabulary, by a search over the values instead of a sort of them.
 
 A float's bits, read as an integer, are in the order of the floats; below zero in the reverse order. The last value kept
 is built bit by bit from the highest one on: each pass sums the probabilities of what is at least as large as some trial
@@ -17,28 +17,28 @@ _SMALL = 2**22, 4  # elements up to which passes cost more than sums, and the bi
 
 
 def last_kept(values: Tensor, probabilities: Tensor, share: Tensor) -> Tensor:
-    """[n, 1] of values [n, V], any float dtype: the largest one v for which the probabilities [n, V] of all tokens with
-    values ≥ v sum to at least `share` [n, 1] float64. The share is at most the sum of all. NaN where a row has NaN."""
+    """Return [n, 1] of values [n, V], any float dtype: the largest v for which the probabilities [n, V] of all tokens
+    with values ≥ v sum to at least `share` [n, 1] float64, at most the sum of all. NaN where a row has NaN."""
     integer = _INTEGER[values.dtype]
     width = torch.iinfo(integer).bits
     step = _SMALL[1] if values.numel() <= _SMALL[0] else _BITS
     digits = torch.arange(1, 2**step, device=values.device)  # [trials]
     share = share.clamp(min=torch.finfo(torch.float64).tiny)
-    found = torch.zeros(len(values), 1, dtype=torch.int64, device=values.device)  # an order, from 0 up
+    order = torch.zeros(len(values), 1, dtype=torch.int64, device=values.device)  # from 0 up
     # Below the place of −inf are NaNs, which nothing is larger than: as trial values they count as −inf.
     least = -1 - int(torch.tensor(math.inf, dtype=values.dtype).view(integer))
     for shift in range(width - step, -1, -step):
-        trial = _value_of(found | (digits << shift), integer, values.dtype, least)  # [n, trials], ascending
+        trial = _value_of(order | (digits << shift), integer, values.dtype, least)  # [n, trials], ascending
         masses = [
-            torch.where(values >= one, probabilities, 0).sum(-1, keepdim=True, dtype=torch.float64)
-            for one in trial.split(1, 1)
+            torch.where(values >= threshold, probabilities, 0).sum(-1, keepdim=True, dtype=torch.float64)
+            for threshold in trial.split(1, 1)
         ]
-        found = found | ((torch.cat(masses, 1) >= share).sum(-1, keepdim=True) << shift)
-    return _value_of(found, integer, values.dtype)
+        order = order | ((torch.cat(masses, 1) >= share).sum(-1, keepdim=True) << shift)
+    return _value_of(order, integer, values.dtype)
 
 
 def _value_of(order: Tensor, integer: torch.dtype, dtype: torch.dtype, least: int | None = None) -> Tensor:
-    """The floats at places `order`, int64 from 0 on, of all floats in their order; none below that of bits `least`."""
+    """Return the floats at places `order`, int64 from 0 on, of all floats in order; none below that of bits `least`."""
     lowest = torch.iinfo(integer).min
     signed = order ^ lowest if integer is torch.int64 else order + lowest  # 64 bits of places leave no room to add
     signed = signed if least is None else signed.clamp(min=least)
@@ -46,7 +46,7 @@ def _value_of(order: Tensor, integer: torch.dtype, dtype: torch.dtype, least: in
 
 
 def kept_by_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """The mask [n, V] of logits [n, V], some of which may be −inf: the likeliest tokens up to and with the one whose
+    """Return the mask [n, V] of logits [n, V], some of which may be −inf: the likeliest tokens up to the one whose
     probability makes the sum reach top_p, at least one, equal ones by lower id. A row with NaN or with nothing but −inf
     has no distribution, and no token is kept."""
     p = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))

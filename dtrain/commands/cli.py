@@ -172,11 +172,11 @@ def _refuse(parser: argparse.ArgumentParser, typed: list[str], rest: list[str]) 
     command, said = _commands(parser)[typed[0]], []
     takes_keys = any(action.dest == "overrides" for action in command._actions)
     if rest or (not takes_keys and any("=" in word for word in typed)):
-        from dtrain.commands import suggestions as answers
+        from dtrain.commands import suggestions
 
-        said = [] if takes_keys else answers.keys_of_a_recipe(command, typed[1:])
-        said += answers.no_option(command, typed[1:], [word for word in rest if word.startswith("-")])
-        said += answers.too_many(command, [one.partition(": ")[0] for one in said], rest)
+        said = [] if takes_keys else suggestions.keys_of_a_recipe(command, typed[1:])
+        said += suggestions.no_option(command, typed[1:], [word for word in rest if word.startswith("-")])
+        said += suggestions.too_many(command, [one.partition(": ")[0] for one in said], rest)
     if said:
         command.error("\n  ".join(said))
 
@@ -207,8 +207,8 @@ def _preview(arguments: argparse.Namespace) -> int:
     from dtrain.run.preflight import load
 
     recipe = load(arguments.recipe, arguments.overrides)
-    with config.hiding(recipe):
-        preview(recipe, arguments.samples, sys.stdout.isatty(), hide=lambda text: config.hidden(text, recipe))
+    with config.redacted_errors(recipe):
+        preview(recipe, arguments.samples, sys.stdout.isatty(), hide=lambda text: config.redact(text, recipe))
     return 0
 
 

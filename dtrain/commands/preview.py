@@ -47,12 +47,12 @@ def preview(
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
     tokenizer, kind = Tokenizer.from_directory(recipe.model.directory), spec_of(recipe).kind
-    judged = spec_of(recipe).judged(recipe)
+    label = spec_of(recipe).label(recipe)
     rows = open_rows(
         recipe.data,
         kind=kind,
         prompts=spec_of(recipe).prompts(recipe),
-        judged=judged,
+        label=label,
         tokenizer=tokenizer,
         seed=recipe.run.seed,
         cache_dir=recipe.cache,
@@ -68,9 +68,9 @@ def preview(
         texts = (text for row in rows.build(placement.samples) for text in documents(row, tokenizer, color))
         for document, text in enumerate(texts):
             sample, side = divmod(document, 2 if noun == "pairs" else 1)
-            if judged is not None and side == 0:
-                value = rows.samples.row(placement.samples[sample])["columns"][judged.column]
-                say(f"- {judged.column} {value:g}:")
+            if label is not None and side == 0:
+                value = rows.samples.row(placement.samples[sample])["columns"][label.column]
+                say(f"- {label.column} {value:g}:")
             if noun == "pairs":
                 say(f"- {SIDES[document % 2]}:")
             if kind == "labelled":

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
-from dtrain.recipe import find, keys
-from dtrain.recipe import key_aliases as words
+from dtrain.recipe import find, key_aliases, keys
 from dtrain.recipe.unsupported_keys import by_word
 
 TOOLS = "tune llamafactory-cli lmf axolotl trl unsloth accelerate deepspeed torchrun python dtrain -m launch".split()
@@ -122,7 +121,7 @@ def _of_command(key: str, value: str, options: Sequence[str]) -> str:
     meant = _option(key, options)
     if meant:
         return f"write {meant}{' ' + value if value else ''}"
-    if key in keys() or words.answer(key):
+    if key in keys() or key_aliases.answer(key):
         return "keys of a recipe are for `dtrain run` and `dtrain validate`; this command has options (--help)"
     return f"there is no such option; there are {', '.join(options)}" if options else "this command takes no options"
 
@@ -135,7 +134,7 @@ def _of_recipe(key: str, value: str, options: Sequence[str]) -> str:
     plain = key.replace("-", "_")
     leaves = [one for one in keys() if one == plain or one.rpartition(".")[2] == plain]
     is_ours = plain in leaves or f"--{key.replace('_', '-')}" in options
-    said = None if is_ours else words.answer(key)
+    said = None if is_ours else key_aliases.answer(key)
     if said is None and (meant := _option(key, options)):
         return f"write {meant}{' ' + value if value else ''}"
     if said is None and leaves:

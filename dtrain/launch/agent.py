@@ -39,7 +39,7 @@ from dtrain.launch.rank import (
 )
 from dtrain.launch.signals import on_signals
 from dtrain.launch.workers import LOOK_SECONDS, RankProcess, heartbeat
-from dtrain.recipe import Recipe, hidden, load, origins, to_yaml, with_origins_of
+from dtrain.recipe import Recipe, load, origins, redact, to_yaml, with_origins_of
 
 if TYPE_CHECKING:
     from dtrain.parallel.runtime import StopFlag
@@ -232,7 +232,7 @@ def work(job: Path, fd: int, place: RankPlace) -> None:
             kind = next(kind for kind, of in KINDS.items() if isinstance(error, of))
             status = status if kind == "stopped" else 1
             text = traceback.format_exc() if kind == "crash" else str(error)
-            text = hidden(text, recipe) if recipe else text
+            text = redact(text, recipe) if recipe else text
             report = ExitReport(place.rank, place.attempt, kind, text, time.time(), getattr(error, "signum", 0))
             replace_text(job / f"report-{place.attempt}-{place.rank}.json", json.dumps(asdict(report)))
             if place.rank > 0:

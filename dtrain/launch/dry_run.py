@@ -44,8 +44,7 @@ from dtrain.policy.build import choose_attention, choose_delta
 from dtrain.policy.precision import Precision, choose_precision
 from dtrain.policy.saved import weights_of
 from dtrain.recipe import Recipe
-from dtrain.run import eval_sets, metrics, resume
-from dtrain.run import sizes as sizing
+from dtrain.run import eval_sets, metrics, resume, sizes
 from dtrain.run.directory import RunDirectory
 from dtrain.run.dry_run import dry_run_model, dry_run_optimizer, dry_run_other_model
 from dtrain.run.preflight import has_urls, to_copy
@@ -124,7 +123,7 @@ def dry_run(
         columns = {split: one.samples.column_names() for split, one in rows.items()}
         found.sized, found.steps = sized, found.ask(_steps, sized, method, rows["train"])
     steps = found.steps or sized.train.steps
-    found.notes += [] if steps is None else sizing.notes(sized, steps)
+    found.notes += [] if steps is None else sizes.notes(sized, steps)
     if is_read:
         found.ask(method.examine, columns, {split: len(one.samples) for split, one in rows.items()})
     if here and (rows or recipe.data.packing != "auto"):
@@ -168,7 +167,7 @@ def _given(recipe: Recipe) -> dict[str, Any]:
     return {
         "kind": spec.kind,
         "prompts": spec.prompts(recipe),
-        "judged": spec.judged(recipe),
+        "label": spec.label(recipe),
         "seed": recipe.run.seed,
     }
 

@@ -18,7 +18,7 @@ from dtrain.base.import_paths import search_path
 from dtrain.launch import agent
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import PlanBeside, Train, run_in_place, told_to_all
-from dtrain.recipe import Recipe, hidden, hiding, read, sizes
+from dtrain.recipe import Recipe, read, redact, redacted_errors, sizes
 from dtrain.run.check import notes
 from dtrain.run.preflight import named_code, not_here, preflight, to_copy, together, with_local_model, with_small_files
 
@@ -39,7 +39,7 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, pl
     except UserError:
         with told_to_all(place or find_place(os.environ, 1)):
             raise
-    with hiding(recipe):
+    with redacted_errors(recipe):
         _start(recipe, place, train, plan)
     return recipe
 
@@ -57,14 +57,14 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     found = together([*found, *refused], preflight(loaded, size, awaited))
     dry_run = import_module("dtrain.launch.dry_run").dry_run  # with torch
     heard = dry_run(loaded, max(size, 1), os.environ, here=here, known=found, awaited=awaited)
-    found = list(dict.fromkeys([*found, *(hidden(problem, loaded) for problem in heard.problems)]))
+    found = list(dict.fromkeys([*found, *(redact(problem, loaded) for problem in heard.problems)]))
     if found:
         raise RecipeError(found)
     steps = f", {heard.steps} step{'s' * (heard.steps != 1)}" if heard.steps is not None else ""
     told = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' * (size != 1)}{steps}"
     lines = [told, str(sizes(heard.sized or loaded, size)), *notes(loaded), *heard.notes]
     lines += [*awaited.values(), *to_copy(loaded)]
-    return [hidden(line, loaded) for line in lines]
+    return [redact(line, loaded) for line in lines]
 
 
 def _start(recipe: Recipe, place: RankPlace | None, train: Train | None, plan: PlanBeside | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from dtrain.base.ranges import NUMBER, is_number, nearest, shown, sizes_for
 from dtrain.losses.preference.options import DIVERGENCES, KWARGS, LOSSES, OFF, RANGES, SFT, over_the_batch
 from dtrain.methods.spec import MethodSpec
-from dtrain.recipe import key_aliases as words
+from dtrain.recipe import key_aliases
 from dtrain.recipe.schema import Recipe
 
 # As `dtrain.run.check.RANGES`.
@@ -97,7 +97,7 @@ def loss_problems(
         return ["dpo.loss: no loss is named"]
     known = (*LOSSES, SFT)
     unknown = [name for name in names if name not in known]
-    found = [f"dpo.loss={name} is no preference loss{words.hint('dpo.loss', name, known)}" for name in unknown]
+    found = [f"dpo.loss={name} is no preference loss{key_aliases.hint('dpo.loss', name, known)}" for name in unknown]
     if loss_weights is not None:
         if len(loss_weights) != len(names):
             found.append(f"dpo.loss_weights has {len(loss_weights)} numbers for {len(names)} losses; it needs one each")

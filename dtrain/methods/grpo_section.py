@@ -10,7 +10,7 @@ from dtrain.data.formats.prompts import PromptOptions
 from dtrain.losses.policy.options import LOSSES, RANGES, SHARED, is_clip
 from dtrain.methods.dpo_section import base_problems
 from dtrain.methods.spec import REWARD_MODEL, MethodSpec
-from dtrain.recipe import key_aliases as words
+from dtrain.recipe import key_aliases
 from dtrain.recipe.schema import Grpo, Recipe, Reward
 from dtrain.rl.rewards import options as rewards
 from dtrain.rl.tools import tool_schemas
@@ -260,7 +260,7 @@ def _adapter_alone(recipe: Recipe) -> list[str]:
 def loss_problems(loss: str, clip: Sequence[float], beta: float, options: Mapping[str, Any]) -> list[str]:
     """What is wrong with a `grpo` section's loss, one line each, keys as the recipe has them; options: its kwargs."""
     if loss not in LOSSES:
-        return [f"grpo.loss={loss} is no policy loss{words.hint('grpo.loss', loss, LOSSES)}"]
+        return [f"grpo.loss={loss} is no policy loss{key_aliases.hint('grpo.loss', loss, LOSSES)}"]
     found = []
     if not is_clip(clip):
         found.append(f"grpo.clip={clip} must be two numbers of at least 0: how far below and above 1 the ratio may go"
@@ -306,7 +306,7 @@ def reward_problems(listed: Sequence[Reward]) -> list[str]:
         elif name in rewards.REWARDS:
             found += _of_options(key, name, reward.options if name == "judge" else reward.kwargs)
         elif not rewards.is_path(name):
-            meant = words.hint("grpo.rewards.fn", name, rewards.REWARDS)
+            meant = key_aliases.hint("grpo.rewards.fn", name, rewards.REWARDS)
             paths = "" if "did you mean" in meant else ", and import paths"
             found.append(f"{key}.fn={name} is no reward{meant}{paths}")
         flat = [one for one in rewards.OF_JUDGE if getattr(reward, one) is not None and name != "judge"]

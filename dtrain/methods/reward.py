@@ -49,7 +49,7 @@ class RewardMethod(Method):
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
         """With `targets`: each row's number at the label of its document, a pair's at that of the chosen one."""
-        samples, column = self._rows[split].samples, self._judged_column
+        samples, column = self._rows[split].samples, self._label_column
         values = [samples.row(index)["columns"][column] for index in rows.samples]
         if self._task == "pairs":
             values = [one for value in values for one in (value, 0.0)]
@@ -105,10 +105,10 @@ class RewardMethod(Method):
         return (scores.squeeze(1) - targets.to(scores)).square()
 
     @property
-    def _judged_column(self) -> str:
-        judged = self.spec.judged(self.recipe)
-        assert judged is not None
-        return judged.column
+    def _label_column(self) -> str:
+        label = self.spec.label(self.recipe)
+        assert label is not None
+        return label.column
 
     def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         count = max(sums["count"], 1)

@@ -3,7 +3,7 @@
 from types import MappingProxyType
 
 from dtrain.base.ranges import is_number
-from dtrain.data.formats.labels import Judged
+from dtrain.data.formats.labels import Label
 from dtrain.methods.spec import MethodSpec
 from dtrain.recipe.schema import Recipe
 
@@ -62,8 +62,8 @@ class RewardSpec(MethodSpec):
     def labels(self, recipe: Recipe) -> int | None:
         return recipe.reward.num_labels or 1
 
-    def judged(self, recipe: Recipe) -> Judged | None:
-        return Judged("label", recipe.reward.num_labels if recipe.reward.task == "classes" else None)
+    def label(self, recipe: Recipe) -> Label | None:
+        return Label("label", recipe.reward.num_labels if recipe.reward.task == "classes" else None)
 
 
 class RewardPairSpec(RewardSpec):
@@ -76,8 +76,8 @@ class RewardPairSpec(RewardSpec):
             return "reward.task=pairs reads preferences; set it to preference, or reward.task=classes or numbers"
         return None
 
-    def judged(self, recipe: Recipe) -> Judged | None:
-        return Judged("margin")
+    def label(self, recipe: Recipe) -> Label | None:
+        return Label("margin")
 
 
 def spec(recipe: Recipe | None = None) -> RewardSpec:

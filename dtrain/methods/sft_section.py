@@ -5,7 +5,7 @@ from types import MappingProxyType
 from dtrain.base.ranges import NUMBER, is_number, shown
 from dtrain.losses.token import options as token_options
 from dtrain.methods.spec import MethodSpec
-from dtrain.recipe import key_aliases as words
+from dtrain.recipe import key_aliases
 from dtrain.recipe.schema import Recipe
 
 
@@ -17,7 +17,7 @@ class SftSpec(MethodSpec):
         """Of `sft.loss`, its options and label smoothing."""
         section, losses = recipe.sft, token_options.LOSSES
         if section.loss not in losses:
-            return [f"sft.loss={section.loss} is no loss of tokens{words.hint('sft.loss', section.loss, losses)}"]
+            return [f"sft.loss={section.loss} is no loss of tokens{key_aliases.hint('sft.loss', section.loss, losses)}"]
         named, found = losses[section.loss], []
         for key, value in section.kwargs.items():
             allowed, sentence = token_options.RANGES.get(key, NUMBER)

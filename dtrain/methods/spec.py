@@ -11,7 +11,7 @@ from dtrain.recipe.schema import Recipe
 from dtrain.recipe.world import automatic_batch
 
 if TYPE_CHECKING:
-    from dtrain.data.formats.labels import Judged
+    from dtrain.data.formats.labels import Label
     from dtrain.data.formats.prompts import PromptOptions
 
 REWARD_MODEL = "grpo.reward_model.path"
@@ -65,7 +65,7 @@ class MethodSpec:
         """Outputs of the head that the model has in place of the vocabulary's; None: it has that one."""
         return None
 
-    def judged(self, recipe: Recipe) -> "Judged | None":
+    def label(self, recipe: Recipe) -> "Label | None":
         """The number of each of the data's rows that the loss reads."""
         return None
 

@@ -205,15 +205,14 @@ def choose_delta(
     is_able = device.type == "cuda" and precision.compute in HALF
     if sizes is None or wanted == "torch" or (wanted == "auto" and not is_able):
         return None, ""
-    from dtrain.attention.linear import check_flash as delta_proof
-    from dtrain.attention.linear import flash as delta_flash
+    from dtrain.attention.linear import check_flash, flash
 
-    rule = delta_flash.installed()
+    rule = flash.installed()
 
     def proof() -> str | None:
         if isinstance(rule, str):
             return rule
-        return delta_proof.prove(
+        return check_flash.prove(
             rule,
             key_heads=sizes.key_heads // tp,
             value_heads=sizes.value_heads // tp,
@@ -237,16 +236,16 @@ def _first_of(proof: Proof, every: Every | None) -> str | None:
 
 
 def _compile(model: CausalLM, recipe: Recipe, device: torch.device) -> None:
-    from dtrain.models.common import compiled as regions
+    from dtrain.models.common import compiled
 
     if recipe.train.activation_checkpointing == "mlp":
         model.uncompiled = (
             "train.activation_checkpointing=mlp computes half of what is compiled again; set none or full"
         )
     else:
-        model.uncompiled = regions.obstacle(model, device)
+        model.uncompiled = compiled.obstacle(model, device)
     if model.uncompiled is None:
-        regions.compile_layers(model)
+        compiled.compile_layers(model)
 
 
 def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:

@@ -1,6 +1,6 @@
-"""What is said to a slip of the pen: in YAML, in a number, in a character that was pasted from a page.
+"""Hints about mistyped YAML, numbers, and characters pasted from a page: ends of error messages.
 
-`load` finds what is wrong; here is what to add, which is empty where nothing is known. No recipe is read here.
+`load` finds the mistake; a hint is empty where nothing is known. No recipe is read here.
 """
 
 import re
@@ -42,25 +42,25 @@ _PASTED = _QUOTES | _DASHES | _OTHERS
 
 
 def of_yaml(problem: Any) -> str:
-    """What to add to what the parser says."""
+    """Return the hint for a problem that the YAML parser reports."""
     return next((fix for part, fix in _PARSERS if part in str(problem)), "")
 
 
 def pasted(text: Any) -> str:
-    """What to add where a text holds a character that looks like one of the keyboard's and is another."""
+    """Return the hint for a text with a character that looks like one of the keyboard's and is another."""
     if not isinstance(text, str):
         return ""
     for character in text:
         name = unicodedata.name(character, "")
         meant = _PASTED.get(character) or (" " if unicodedata.category(character) == "Zs" and character != " " else "")
         if meant or (name.startswith(("CYRILLIC", "GREEK")) and len(text.encode()) < 2 * len(text)):
-            said = f"type {meant}" if meant.strip() else "type a blank" if meant else "type the word anew"
-            return f": it holds U+{ord(character):04X}, {name.lower()}, not the character it looks like: {said}"
+            fix = f"type {meant}" if meant.strip() else "type a blank" if meant else "type the word anew"
+            return f": it holds U+{ord(character):04X}, {name.lower()}, not the character it looks like: {fix}"
     return ""
 
 
 def in_number(value: Any, kinds: list) -> str:
-    """What to add where a number is written with a comma in it or behind it, or with a second =."""
+    """Return the hint for a number that is written with a comma in it or behind it, or with a second =."""
     if not isinstance(value, str) or not {int, float} & {*kinds}:
         return ""
     if re.fullmatch(r"=+ *[-\d.e]+", value):
@@ -72,8 +72,8 @@ def in_number(value: Any, kinds: list) -> str:
 
 
 def in_list(value: Any, kinds: list, usual: Any) -> str:
-    """What to add where a list is written without its brackets; usual: the setting's own value, which shows how many
-    numbers it takes."""
+    """Return the hint for a list that is written without its brackets; usual: the setting's own value, which shows how
+    many numbers it takes."""
     if isinstance(usual, list) and len(usual) > 1 and isinstance(value, int | float) and not isinstance(value, bool):
         return f": it has {len(usual)}, such as [{', '.join(map(str, usual))}]"
     if not any(get_origin(kind) is list for kind in kinds) or not isinstance(value, str | int | float):
@@ -82,30 +82,30 @@ def in_list(value: Any, kinds: list, usual: Any) -> str:
 
 
 def share(value: Any) -> str:
-    """What to add where a share is written in percent."""
-    is_one = isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value)
-    return f": write {float(value[:-1]) / 100:g}" if is_one else ""
+    """Return the hint for a share that is written in percent."""
+    is_percent = isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value)
+    return f": write {float(value[:-1]) / 100:g}" if is_percent else ""
 
 
 def stuck(word: Any) -> bool:
-    """Whether it is a key and its value, without the blank between them that YAML wants."""
+    """Return whether `word` is a key and its value, without the blank between them that YAML wants."""
     return isinstance(word, str) and re.fullmatch(r"\w+:\S+", word) is not None
 
 
 def needed(kinds: list) -> str:
-    """What the alternatives of a type want, in words."""
-    said = []
+    """Return the description of a type by its alternatives `kinds`, such as "text or null"."""
+    names = []
     for kind in kinds:
         if get_origin(kind) is dict and (numbers := {int: "whole numbers", float: "numbers"}.get(get_args(kind)[1])):
-            said.append(f"a mapping from names to {numbers}")
+            names.append(f"a mapping from names to {numbers}")
         elif get_origin(kind) is list:
             inner = _NEEDED[get_args(kind)[0]].removeprefix("a whole ").removeprefix("a ")
-            said.append(f"a list of {'texts' if inner == 'text' else 'numbers'}")
+            names.append(f"a list of {'texts' if inner == 'text' else 'numbers'}")
         else:
-            said.append("null" if kind is NoneType else _NEEDED[get_origin(kind) or kind])
-    return " or ".join(said)
+            names.append("null" if kind is NoneType else _NEEDED[get_origin(kind) or kind])
+    return " or ".join(names)
 
 
 def first_line(error: BaseException) -> str:
-    """Of what another library says."""
+    """Return the first line of another library's error."""
     return (str(error).splitlines() or [type(error).__name__])[0]

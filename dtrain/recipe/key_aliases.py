@@ -1,9 +1,9 @@
-"""The words of other tools, and what dtrain calls the same thing.
+"""Names of keys and values in other tools, and dtrain's names for the same things.
 
 The tools: Hugging Face's TrainingArguments, PEFT and TRL, Axolotl, LLaMA-Factory, Unsloth, torchtune, torchtitan, NeMo
 and NeMo-RL, Megatron, verl. Looked up by the last part of an unknown key, so `learning_rate` and
 `training_args.learning_rate` get one answer, or by the last two where these are named; `sequence_packing.enabled` is
-looked up as `sequence_packing`. `lacks` has the words that have no key here.
+looked up as `sequence_packing`. `unsupported_keys` has the words that have no key here.
 """
 
 import re
@@ -485,7 +485,7 @@ _MEANT = {key: by_word(table) for key, table in VALUES.items()}
 
 
 def answer(key: str) -> str | None:
-    """What to say to the unknown `key`, with dots or without, or None where dtrain has no answer of its own."""
+    """Return the answer to the unknown `key`, with dots or without; None where dtrain has no answer of its own."""
     parts = _parts(key)
     for word in (".".join(parts[-2:]), parts[-1]):
         if word in OURS:
@@ -499,22 +499,22 @@ def answer(key: str) -> str | None:
 
 
 def meant(key: str, value: Any) -> str | None:
-    """Our word for a `value` of `key` as other tools or people say it, with its remark; None where it is not known."""
+    """Return our word for a `value` of `key` as other tools or people say it, with its remark; None where unknown."""
     return _MEANT.get(key, {}).get(str(value).lower())
 
 
 def hint(key: str, value: str, known: Collection[str]) -> str:
-    """What to add to a refusal of `value` at `key`: what is meant, or all that is known."""
-    said = meant(key, value)
-    return f"; did you mean {said}?" if said else ranges.hint(value, known)
+    """Return the end of a refusal of `value` at `key`: the value meant, or all names in `known`."""
+    near = meant(key, value)
+    return f"; did you mean {near}?" if near else ranges.hint(value, known)
 
 
 def moved(key: str, value: Any) -> tuple[str, Any] | None:
-    """Another tool's key as ours, with its value, whose word may yet be another tool's (`meant`); None where the table
-    does not say that it is the same thing."""
+    """Return another tool's key as ours, with its value, whose word may yet be another tool's (`meant`); None where the
+    table does not say that it is the same thing."""
     parts = _parts(key)
-    said = key if key in VALUES else OURS.get(".".join(parts[-2:])) or OURS.get(parts[-1]) or ""
-    same = re.fullmatch(r"([a-z_0-9.]+)(=[^\s:,]+)?(?:,.*)?", said)
+    entry = key if key in VALUES else OURS.get(".".join(parts[-2:])) or OURS.get(parts[-1]) or ""
+    same = re.fullmatch(r"([a-z_0-9.]+)(=[^\s:,]+)?(?:,.*)?", entry)
     if not same or value is None or (same[2] and value is not True):
         return None
     return same[1], same[2].removeprefix("=") if same[2] else value

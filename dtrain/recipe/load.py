@@ -1,7 +1,7 @@
-"""From YAML, a shipped recipe's name or a mapping, and `key=value` overrides, to a typed `Recipe`; and back to YAML.
+"""Loading of recipes: YAML, a shipped recipe's name or a mapping, and `key=value` overrides, to a typed `Recipe`.
 
 Order: the schema's defaults, then the recipe, then the overrides; then interpolations; then every key and type is
-looked at, and all that is wrong is said at once.
+checked, and all problems are reported at once.
 """
 
 import io
@@ -23,17 +23,15 @@ from dtrain.base import ranges
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.json_files import check_shape, read_text
 from dtrain.base.ranges import nearest
-from dtrain.recipe import error_hints as slips
-from dtrain.recipe import key_aliases as words
-from dtrain.recipe import secrets
+from dtrain.recipe import error_hints, key_aliases, secrets
 from dtrain.recipe.saved import (
     PARTS,
     UNSET,
     Loaded,
     flat,
-    hidden,
     is_table,
     merge,
+    redact,
     table_of,
     texts,
     with_origins,
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     from dtrain.recipe.other_tools import Translation
 
 CLUSTERS = ("slurm.sh", "kubernetes.yaml")
-"""What lies beside the shipped recipes and starts them on a cluster. `find` knows these by their whole name."""
+"""Files beside the shipped recipes that start them on a cluster. `find` knows these by their whole name."""
 
 RECIPE_BYTES = 1 << 20
 _NO_RECIPE = "{} is not a recipe: its top level must be a mapping such as `train: {{steps: 100}}`"
@@ -53,7 +51,7 @@ _PATHS = ("model.path", "lora.path", "run.dir", "data.cache_dir", "data.chat_tem
 
 
 def load(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> Loaded:
-    """The recipe at a path, of a shipped name, or in a mapping, with `key=value` overrides (OmegaConf's dotlist).
+    """Load the recipe at a path, of a shipped name, or in a mapping, with `key=value` overrides (OmegaConf's dotlist).
 
     Raises UserError: no such recipe, or not YAML. RecipeError: every unknown key, wrong type or choice, and
     interpolation that leads nowhere.
@@ -65,27 +63,29 @@ def load(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
 
 
 def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> tuple[Loaded, list[str]]:
-    """As `load`, but what RecipeError would list is returned, beside the recipe without the keys that are wrong."""
+    """Load as `load` does, but return the problems that RecipeError would list, and the recipe without wrong keys."""
     stem = None
     if isinstance(recipe, str | Path):
         path = find(recipe)
-        stem, given = path.stem, _read(path)
+        stem, written = path.stem, _read(path)
     elif isinstance(recipe, Loaded):
-        given = texts(recipe)
+        written = texts(recipe)
     else:
         tree: Any = asdict(recipe) if isinstance(recipe, Recipe) else recipe
-        given = _tree(OmegaConf.create(tree))
+        written = _tree(OmegaConf.create(tree))
     problems: list[str] = []
-    config = OmegaConf.create(merge(asdict(Recipe()), given))
+    config = OmegaConf.create(merge(asdict(Recipe()), written))
     for override in overrides:
         _apply(config, override, problems)
     values = _resolve(config, "", problems)
     made = _section(Recipe, values, "", problems)
-    method = made.method if "method" in given or any(one.startswith("method=") for one in overrides) else None
-    if foreign := translate(given, made.model.path, method):
+    method = (
+        made.method if "method" in written or any(override.startswith("method=") for override in overrides) else None
+    )
+    if foreign := translate(written, made.model.path, method):
         problems.append("\n      ".join(foreign.answer().splitlines()))
     if made.run.name is None:
-        made.run.name = _default_name(made, stem, given)
+        made.run.name = _default_name(made, stem, written)
     for section, key in (path.split(".") for path in _PATHS):
         value = getattr(getattr(made, section), key, None)
         if value and re.match(r"\$\w", value):
@@ -94,17 +94,17 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         if value and value.startswith("~"):
             setattr(getattr(made, section), key, str(Path(value).expanduser()))
     loaded = with_origins(made, _tree(config), values, lambda raw: _resolve(OmegaConf.create(raw), "", []))
-    loaded.unread += _of_other_methods(values, given, overrides)
+    loaded.unread += _of_other_methods(values, written, overrides)
     for place, value in secrets.leaves(values):
         if isinstance(value, str) and secrets.HIDDEN in value:
             problems.append(f"{secrets.dotted(place)} was hidden when this was saved: give it as ${{oc.env:NAME}}")
-    return loaded, [hidden(problem, loaded) for problem in problems]
+    return loaded, [redact(problem, loaded) for problem in problems]
 
 
-def _default_name(recipe: Recipe, stem: str | None, given: Mapping) -> str:
-    """`run.name` of a recipe without one: the stem of a file that names its model. A general recipe, to which the model
-    is given, trains many: the model's name comes first, so that two models are two runs."""
-    section = given.get("model")
+def _default_name(recipe: Recipe, stem: str | None, written: Mapping) -> str:
+    """Return `run.name` of a recipe without one: the stem of a file that names its model. A general recipe, to which
+    the model is given, trains many: the model's name comes first, so that two models are two runs."""
+    section = written.get("model")
     names_model = isinstance(section, Mapping) and section.get("path") is not None
     base, model = stem or recipe.method, recipe.model.path or ""
     if stem is not None and names_model:
@@ -119,32 +119,32 @@ def _default_name(recipe: Recipe, stem: str | None, given: Mapping) -> str:
 
 
 def recipes_dir() -> Path:
-    """Where the shipped recipes lie: in the package of an installed wheel, beside it in a checkout."""
+    """Return the directory of the shipped recipes: in the package of an installed wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     packaged = package / "_recipes"
     return packaged if packaged.is_dir() else package.parent / "recipes"
 
 
 def shipped() -> list[tuple[str, str]]:
-    """(name, first line of its header) of every shipped recipe: one for each method, the quickstart's, those of models
-    by name."""
+    """Return (name, first line of its header) of every shipped recipe: one for each method, the quickstart's, those of
+    models by name."""
     general = get_args(get_type_hints(Recipe)["method"])
 
     def place(path: Path) -> tuple[int, bool, str]:
         rank = general.index(path.stem) if path.stem in general else len(general)
         return rank, not path.stem.startswith("quickstart"), path.stem
 
-    found = []
+    recipes = []
     for path in sorted(recipes_dir().glob("*.yaml"), key=place):
         if path.name in CLUSTERS:
             continue
         with path.open(encoding="utf-8") as file:
-            found.append((path.stem, file.readline().lstrip("# ").strip()))
-    return found
+            recipes.append((path.stem, file.readline().lstrip("# ").strip()))
+    return recipes
 
 
 def find(recipe: str | Path) -> Path:
-    """The file of a recipe: a path as it is, or the name of a shipped recipe. Raises UserError."""
+    """Return the file of a recipe: a path as it is, or the name of a shipped recipe. Raises UserError."""
     path = Path(recipe).expanduser()
     if path.is_file():
         return path
@@ -163,12 +163,12 @@ def find(recipe: str | Path) -> Path:
 
 
 def keys() -> list[str]:
-    """Every dotted key that holds a value, in the schema's order; entries of lists are not among them."""
+    """Return every dotted key that holds a value, in the schema's order; entries of lists are not among them."""
     return _keys(Recipe, "")
 
 
 def _hint_of(key: str) -> Any:
-    """The type of a dotted key, an entry of a list by its number; None for a key of no recipe."""
+    """Return the type of a dotted key, an entry of a list by its number; None for a key of no recipe."""
     hint: Any = Recipe
     for part in re.findall(r"[^.\[\]]+", key):
         kinds = _kinds(hint)
@@ -181,11 +181,11 @@ def _hint_of(key: str) -> Any:
 
 
 def _keys(cls: type, prefix: str) -> list[str]:
-    found = []
+    dotted = []
     for name, hint in get_type_hints(cls).items():
         section = _section_of(_kinds(hint))
-        found += _keys(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
-    return found
+        dotted += _keys(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
+    return dotted
 
 
 def _read(path: Path) -> dict:
@@ -199,34 +199,34 @@ def _read(path: Path) -> dict:
         mark = error.problem_mark
         line = f":{mark.line + 1}" if mark else ""
         near = text.splitlines()[max(0, mark.line - 1) : mark.line + 1] if mark else []
-        said = slips.pasted(" ".join(near)) or slips.of_yaml(error.problem)
-        raise UserError(f"{path}{line} is not YAML: {error.problem or error.context}{said}") from error
+        hint = error_hints.pasted(" ".join(near)) or error_hints.of_yaml(error.problem)
+        raise UserError(f"{path}{line} is not YAML: {error.problem or error.context}{hint}") from error
     except RecursionError:
         raise UserError(f"{path} is not a recipe: it is nested too deep") from None
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
-        raise UserError(f"{path} is not YAML: {slips.first_line(error)}{slips.of_yaml(error)}") from error
+        raise UserError(f"{path} is not YAML: {error_hints.first_line(error)}{error_hints.of_yaml(error)}") from error
     if not isinstance(config, DictConfig):
         raise UserError(_NO_RECIPE.format(path))
     return _as_typed(Recipe, _tree(config), typed)
 
 
 def _as_typed(hint: Any, value: Any, typed: Any) -> Any:
-    """`value` as YAML reads it, but where `hint` wants text and no number, a number as it was `typed`: a run may be
-    called 1e3, or 007."""
+    """Return `value` as YAML reads it, but where `hint` wants text and no number, a number as it was `typed`: a run may
+    be called 1e3, or 007."""
     kinds = _kinds(hint)
     section = _section_of(kinds)
     if section and isinstance(value, dict) and isinstance(typed, dict):
         hints, table = get_type_hints(section), table_of(hint)
-        return {key: _as_typed(hints.get(key, table), one, typed.get(str(key))) for key, one in value.items()}
+        return {key: _as_typed(hints.get(key, table), inner, typed.get(str(key))) for key, inner in value.items()}
     entry = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
     if isinstance(value, list) and isinstance(typed, list) and len(value) == len(typed):
-        return [_as_typed(entry, one, other) for one, other in zip(value, typed, strict=True)]
+        return [_as_typed(entry, inner, other) for inner, other in zip(value, typed, strict=True)]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return typed if is_number and isinstance(typed, str) and str in kinds and not {int, float} & {*kinds} else value
 
 
 def _tree(config: DictConfig) -> dict[str, Any]:
-    """As written, interpolations and all."""
+    """Return `config` as plain containers, interpolations as they are written."""
     return cast(dict[str, Any], OmegaConf.to_container(config))
 
 
@@ -234,10 +234,10 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key or key.startswith("-"):
         word = key.lstrip("-").partition(":")[0]
-        said = words.answer(word) if word not in keys() else None
+        answer = key_aliases.answer(word) if word not in keys() else None
         problems.append(
             f"{override}: an override is written key=value, without dashes, such as optimizer.lr=1e-5"
-            + (f"; {word}: {said}" if said else "")
+            + (f"; {word}: {answer}" if answer else "")
         )
         return
     shown = f"{key}={secrets.HIDDEN}" if any(map(secrets.is_secret_name, key.split("."))) else override
@@ -253,7 +253,7 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
             quoted = f"; the bracket is not closed: where the shell split it at a blank, quote all: '{key}={text} ...'"
         problems.append(f"{shown}: the value is not YAML ({problem}){quoted}")
     except (OmegaConfBaseException, IndexError, TypeError) as error:
-        problems.append(f"{shown}: {slips.first_line(error)}")
+        problems.append(f"{shown}: {error_hints.first_line(error)}")
     except RecursionError:
         problems.append(f"{key}: the value is nested too deep")
     except ValueError:  # a name where OmegaConf takes the number of an entry
@@ -262,7 +262,7 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
 
 
 def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) -> Any:
-    """`node` as plain containers, its interpolations resolved; those that cannot be are left out and reported."""
+    """Return `node` as plain containers, its interpolations resolved; those that fail are left out and reported."""
     listed = isinstance(node, ListConfig)
     values: dict = {}
     keys: Iterable[Any] = range(len(node)) if listed else node.keys()
@@ -274,20 +274,24 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) ->
         try:
             value = node[key]
         except (OmegaConfBaseException, RecursionError) as error:
-            said, absent = slips.first_line(error), re.search(r"Environment variable '(.+?)' not found", str(error))
+            reason, absent = (
+                error_hints.first_line(error),
+                re.search(r"Environment variable '(.+?)' not found", str(error)),
+            )
             if absent:
-                said = f"the environment has no {absent[1]}: export it, or write ${{oc.env:{absent[1]},default}}"
+                reason = f"the environment has no {absent[1]}: export it, or write ${{oc.env:{absent[1]},default}}"
             elif other := re.search(r"Interpolation key '([A-Z_]+)' not found", str(error)):
-                said = f"the recipe has no key {other[1]} to take it from; of the environment: ${{oc.env:{other[1]}}}"
-            problems.append(f"{dotted}: {said}")
-            values |= {key: None} if listed else {}  # what follows it keeps its place
+                reason = f"the recipe has no key {other[1]} to take it from; of the environment: ${{oc.env:{other[1]}}}"
+            problems.append(f"{dotted}: {reason}")
+            if listed:
+                values[key] = None  # what follows it keeps its place
             continue
         values[key] = _resolve(value, f"{dotted}.", problems) if OmegaConf.is_config(value) else value
     return list(values.values()) if listed else values
 
 
 def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> Any:
-    """An instance of the dataclass `cls`; what does not fit is reported, and stays at its default."""
+    """Return an instance of the dataclass `cls`; a value that does not fit is reported, and stays at its default."""
     hints, made = get_type_hints(cls), cls()
     for key, value in values.items():
         dotted = f"{prefix}{key}"
@@ -298,7 +302,7 @@ def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> An
         section = _section_of(kinds)
         entry = _section_of([get_args(kind)[0] for kind in kinds if get_origin(kind) is list])
         if (table := table_of(hints[key])) and is_table(value, table):
-            named = {str(name): _section(table, one, f"{dotted}.{name}.", problems) for name, one in value.items()}
+            named = {str(name): _section(table, inner, f"{dotted}.{name}.", problems) for name, inner in value.items()}
             setattr(made, key, named)
         elif section and isinstance(value, Mapping):
             setattr(made, key, _section(section, value, f"{dotted}.", problems))
@@ -319,27 +323,28 @@ def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> An
     return made
 
 
-def _of_other_methods(values: Mapping, given: Mapping, overrides: Sequence[str]) -> list[str]:
-    """The given keys of sections that another method alone reads. A saved recipe holds the sections of all methods: of
-    these, the keys that are not at their defaults."""
+def _of_other_methods(values: Mapping, tree: Mapping, overrides: Sequence[str]) -> list[str]:
+    """Return the given keys of sections that another method alone reads. A saved recipe holds the sections of all
+    methods: of these, the keys that are not at their defaults."""
     hints, method = get_type_hints(Recipe), values.get("method")
     methods = get_args(hints["method"])
     others = {name: hints[name] for name in methods if name in hints and name != method}
     if method not in methods:  # which is said elsewhere
         return []
-    is_whole = others.keys() <= given.keys()
+    is_whole = others.keys() <= tree.keys()
     keys = []
     for name, section in others.items():
-        defaults, written = flat(asdict(section()), f"{name}."), given.get(name) or {}
+        defaults, written = flat(asdict(section()), f"{name}."), tree.get(name) or {}
         own = flat(values[name], f"{name}.") if isinstance(values[name], Mapping) else {}
         named = flat(written, f"{name}.") if isinstance(written, Mapping) else {name: written}
         keys += [key for key in named if not is_whole or own.get(key) != defaults.get(key)]
-    keys += [key for key, equals, _ in (one.partition("=") for one in overrides) if equals and _head(key) in others]
+    pairs = (override.partition("=") for override in overrides)
+    keys += [key for key, equals, _ in pairs if equals and _head(key) in others]
     return list(dict.fromkeys(keys))
 
 
 def _head(key: str) -> str:
-    """The section that a dotted key lies in."""
+    """Return the section that a dotted key lies in."""
     return re.split(r"[.\[]", key)[0]
 
 
@@ -357,33 +362,34 @@ def _not_a_section(
     dotted: str, value: Any, section: type | None, entry: type | None, is_optional: bool = False, plain: str = ""
 ) -> str:
     wanted = plain + (f"a mapping with the keys {', '.join(get_type_hints(section))}" if section else "")
-    wanted += " or " if section and entry else ""
+    if section and entry:
+        wanted += " or "
     wanted += f"a list of mappings with the keys {', '.join(get_type_hints(entry))}" if entry else ""
     wanted += f": write {dotted}={{}} for their defaults, or null for none" if section and is_optional else ""
     hints = get_type_hints(section) if section else {}
-    if plain and slips.share(value):
-        return f"{dotted}={value} must be {plain.partition(',')[0]}{slips.share(value)}"
-    if isinstance(value, str) and slips.stuck(value):
+    if plain and error_hints.share(value):
+        return f"{dotted}={value} must be {plain.partition(',')[0]}{error_hints.share(value)}"
+    if isinstance(value, str) and error_hints.stuck(value):
         return f"{dotted}: YAML reads {value} as one word: write a blank after the colon"
     leaf = next((key for key in ("path", "name", "fn", "train.path") if key.partition(".")[0] in hints), None)
-    said = words.meant(f"{dotted}.{leaf}", value) or value
-    meant = f"; write {dotted}.{leaf}={said}" if isinstance(value, str) and leaf else ""
+    text = key_aliases.meant(f"{dotted}.{leaf}", value) or value
+    meant = f"; write {dotted}.{leaf}={text}" if isinstance(value, str) and leaf else ""
     if entry and not section and isinstance(value, str):
         first = next(iter(get_type_hints(entry)))
-        meant = f"; write {dotted}=[{{{first}: {words.meant(f'{dotted}.{first}', value) or value}}}]"
+        meant = f"; write {dotted}=[{{{first}: {key_aliases.meant(f'{dotted}.{first}', value) or value}}}]"
     if entry and isinstance(value, Mapping) and all(str(key).isdigit() for key in value):
         return f"{dotted} is no list yet, so it has no entry {next(iter(value))}: give the list, {dotted}=[{{...}}]"
     return f"{dotted}={ranges.shown(value)}: {dotted} is {wanted}{meant}"
 
 
 def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
-    """Put a leaf's value into its section, converted to its type; the problem, where it does not fit."""
+    """Put a leaf's value into its section, converted to its type; return the problem where it does not fit."""
     kinds, cls = _kinds(hint), cast(Any, type(section))  # mypy takes no class for hashable
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, Mapping) and (
-        stuck := [one for one, said in value.items() if said is None and slips.stuck(one)]
+        stuck := [name for name, inner in value.items() if inner is None and error_hints.stuck(name)]
     ):
-        return [f"{dotted}: YAML reads {one} as one word: write a blank after the colon" for one in stuck]
+        return [f"{dotted}: YAML reads {name} as one word: write a blank after the colon" for name in stuck]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)  # OmegaConf's word for a conversion that was not asked for
@@ -392,35 +398,40 @@ def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[
             setattr(section, key, getattr(OmegaConf.to_object(node), key))
     except (OmegaConfBaseException, FutureWarning):
         if choices:
-            near = words.meant(re.sub(r"\[\d+\]", "", dotted), value) or nearest(str(value), choices)
-            hint = f"; did you mean {near}?" if near else slips.pasted(value)
+            near = key_aliases.meant(re.sub(r"\[\d+\]", "", dotted), value) or nearest(str(value), choices)
+            hint = f"; did you mean {near}?" if near else error_hints.pasted(value)
             return [f"{dotted}={ranges.shown(value)} is none of {', '.join(choices)}{hint}"]
-        if said := words.meant(re.sub(r"\[\d+\]", "", dotted), value):
-            return [f"{dotted}={ranges.shown(value)} must be {slips.needed(kinds)}: {said}"]
-        slip = _slip(value, kinds, getattr(section, key, None))
-        return [f"{dotted}={ranges.shown(value)} must be {slips.needed(kinds)}{slip}"]
+        if alias := key_aliases.meant(re.sub(r"\[\d+\]", "", dotted), value):
+            return [f"{dotted}={ranges.shown(value)} must be {error_hints.needed(kinds)}: {alias}"]
+        hint = _hint_for(value, kinds, getattr(section, key, None))
+        return [f"{dotted}={ranges.shown(value)} must be {error_hints.needed(kinds)}{hint}"]
     return []
 
 
-def _slip(value: Any, kinds: list, usual: Any) -> str:
-    """What to add to a refusal of `value`, where the cause is known; usual: the setting's own value."""
-    found = (slips.pasted(value), slips.in_number(value, kinds), slips.share(value), slips.in_list(value, kinds, usual))
-    return next(filter(None, found), "")
+def _hint_for(value: Any, kinds: list, usual: Any) -> str:
+    """Return the hint for a refused `value`, where the cause is known; usual: the setting's own value."""
+    hints = (
+        error_hints.pasted(value),
+        error_hints.in_number(value, kinds),
+        error_hints.share(value),
+        error_hints.in_list(value, kinds, usual),
+    )
+    return next(filter(None, hints), "")
 
 
 @cache
 def _holder(cls: type, key: str, hint: Any) -> type:
-    """A section of that key alone: a whole one costs OmegaConf far more time."""
+    """Return a section of that key alone: a whole one costs OmegaConf far more time."""
     return make_dataclass(cls.__name__, [(key, hint)])
 
 
 def _plain(kinds: list) -> Any:
-    """The number, or text, that a section's key may hold in its place; None where there is none."""
+    """Return the number, or text, that a section's key may hold in its place; None where there is none."""
     return next((kind | None for kind in kinds if kind in (int, float, str, bool)), None)
 
 
 def _converted(value: Any, kinds: list) -> Any:
-    """`value` as the type that is asked for, where that loses nothing: 1e3 is an integer, 3 a float, 2024 a name."""
+    """Convert `value` to one of the types `kinds` where nothing is lost: 1e3 is an integer, 3 a float, 2024 a name."""
     numeric = int in kinds or float in kinds
     if isinstance(value, str) and numeric and str not in kinds:
         try:
@@ -446,20 +457,20 @@ def _converted(value: Any, kinds: list) -> Any:
 
 
 def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str]) -> list[str]:
-    """One problem for an unknown key, and one per word of another tool in an unknown section."""
+    """Return one problem for an unknown key, and one per word of another tool in an unknown section."""
     word = dotted.removeprefix(prefix)
-    known = words.answer(dotted)
+    known = key_aliases.answer(dotted)
     inner = [
-        f"{key}: {said}"
+        f"{key}: {answer}"
         for key in (flat(value, f"{dotted}.") if isinstance(value, Mapping) else ())
-        if (said := words.answer(key))
+        if (answer := key_aliases.answer(key))
     ]
-    if value is None and slips.stuck(word):
+    if value is None and error_hints.stuck(word):
         key, _, text = word.partition(":")
         return [f"{dotted}: YAML reads this as one word: write a blank after the colon, {key}: {text}"]
     if known:
         return [f"{dotted}: {known}", *inner]
-    return [f"{dotted} is no key of a recipe{slips.pasted(word)}{_near(word, prefix, siblings)}", *inner]
+    return [f"{dotted} is no key of a recipe{error_hints.pasted(word)}{_near(word, prefix, siblings)}", *inner]
 
 
 def _near(word: str, prefix: str, siblings: list[str]) -> str:
@@ -474,11 +485,11 @@ def _near(word: str, prefix: str, siblings: list[str]) -> str:
     return f"; the keys of {prefix.rstrip('.') or 'a recipe'} are {', '.join(siblings)}"
 
 
-def translate(given: Mapping, path: str | None = None, method: str | None = None) -> "Translation | None":
-    """A recipe of another tool as one of ours. None where it is ours: it shows no tool, or `path`, our model's, is
-    given, and few of its keys have one here. method: where it is known; else the file's keys tell it."""
+def translate(tree: Mapping, path: str | None = None, method: str | None = None) -> "Translation | None":
+    """Translate a recipe of another tool to one of ours. None where it is ours: it shows no tool, or `path`, our
+    model's, is given, and few of its keys have one here. method: where it is known; else the file's keys tell it."""
     hints = get_type_hints(Recipe)
-    resolved = _resolve(OmegaConf.create(dict(given)), "", [])
+    resolved = _resolve(OmegaConf.create(dict(tree)), "", [])
     theirs = flat(resolved)
     theirs |= {f"{key}.name": theirs.pop(key) for key in ("optimizer", "scheduler") if isinstance(theirs.get(key), str)}
     from dtrain.recipe import other_tools  # files of other tools alone need it
@@ -492,7 +503,7 @@ def translate(given: Mapping, path: str | None = None, method: str | None = None
 
 
 def _fitted(key: str, value: Any) -> tuple[Any, list[str]]:
-    """`value` in the type of a dotted key, and what is wrong with it."""
+    """Return `value` in the type of a dotted key, and the problems with it."""
     problems: list[str] = []
     made: Any = _section(Recipe, _nested({key: value}), "", problems)
     for part in key.split("."):
@@ -501,7 +512,7 @@ def _fitted(key: str, value: Any) -> tuple[Any, list[str]]:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`flat`, backwards."""
+    """Return the tree of dotted keys: the inverse of `flat`."""
     made: dict[str, Any] = {}
     for key, value in values.items():
         *sections, leaf = key.split(".")
@@ -513,10 +524,10 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(hint: Any) -> list:
-    """The alternatives of a type: its union's members, or itself."""
+    """Return the alternatives of a type: its union's members, or itself."""
     return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
 
 
 def _section_of(kinds: list) -> type | None:
-    """The dataclass among `kinds`."""
+    """Return the dataclass among `kinds`."""
     return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)

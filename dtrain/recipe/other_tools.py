@@ -1,8 +1,8 @@
-"""A file of another tool as a recipe: its keys under our names, and the defaults of that tool where they differ.
+"""Translation of another tool's file to a recipe: its keys under our names, that tool's defaults where they differ.
 
-`other_tools.yaml` holds the tools, `words` the names of keys and values that all tools share. Here is what takes more
-than one key: batch sizes, betas, warm-up, clips, adapters, lists of datasets and rewards. What has no place in a recipe
-is named in a comment of it, never left out in silence.
+`other_tools.yaml` holds the tools, `key_aliases` the names of keys and values that all tools share. Here is what takes
+more than one key: batch sizes, betas, warm-up, clips, adapters, lists of datasets and rewards. What has no place in a
+recipe is named in a comment of it, never left out in silence.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from dtrain.recipe import key_aliases as words
+from dtrain.recipe import key_aliases
 from dtrain.recipe.saved import flat, merge
 from dtrain.recipe.schema import OPTIMIZERS, SCHEDULES, Lora, Recipe
 from dtrain.recipe.unsupported_keys import NEEDLESS
@@ -52,7 +52,7 @@ class Tool:
 
 @cache
 def tools() -> dict[str, Tool]:
-    """The tools by name."""
+    """Return the tools by name."""
     entries: Any = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_suffix(".yaml")))
     made: dict[str, Tool] = {}
     for entry in entries:
@@ -62,8 +62,9 @@ def tools() -> dict[str, Tool]:
 
 
 def tool_of(theirs: Mapping[str, Any]) -> Tool | None:
-    """The tool that a file with these dotted keys is written for, where a key shows it; the last one of the table."""
-    marked = (one for one in tools().values() if any(re.fullmatch(mark, key) for mark in one.marks for key in theirs))
+    """Return the tool that a file with these dotted keys is written for, where a key shows it: the table's last."""
+    known = tools().values()
+    marked = (tool for tool in known if any(re.fullmatch(mark, key) for mark in tool.marks for key in theirs))
     return next(reversed([*marked]), None)
 
 
@@ -90,7 +91,7 @@ class Translation:
             self._join(self.tool)
 
     def answer(self) -> str:
-        """What its user is told: which tool it is, and `text`."""
+        """Return the message to the file's user: which tool it is for, and `text`."""
         if self.tool is None:
             head = "it is written for another tool, whose defaults are not known here; what has a key here, to copy"
         else:
@@ -99,26 +100,26 @@ class Translation:
         return f"{head} (train.global_batch is that of one GPU):\n{self.text()}"
 
     def text(self) -> str:
-        """The recipe as YAML, with a comment where a value is the tool's default, and the notes below."""
+        """Return the recipe as YAML, with a comment where a value is the tool's default, and the notes below."""
         order = {key: index for index, key in enumerate(self.known)}
-        place = {key: next((order[one] for one in order if f"{one}.".startswith(f"{key}.")), -1) for key in self.values}
+        place = {key: next((order[own] for own in order if f"{own}.".startswith(f"{key}.")), -1) for key in self.values}
         lines = _lines({key: self.values[key] for key in sorted(self.values, key=lambda key: place[key])}, self.origins)
         lines += [f"# {note}" for note in self.notes]
         return "\n".join(lines + ([f"# not carried over: {', '.join(self.lost)}"] if self.lost else []))
 
     def _method(self) -> str:
-        """The method whose keys the file has; sft where it has none of another."""
+        """Return the method whose keys the file has; sft where it has none of another."""
         names = {name for key in self.theirs for name in (key, key.rpartition(".")[2], f"{key.partition('.')[0]}.*")}
         methods = self.tool.methods if self.tool else {}
         return next((method for method, marks in methods.items() if names & {*marks}), "sft")
 
     def _carry(self, key: str, value: Any) -> None:
-        """One of their keys."""
+        """Carry one of their keys over to ours, or note that it is lost."""
         leaf, ours = key.rpartition(".")[2], self._key(key)
         if ours == "" or value == -1 or (leaf == "top_k" and value == 0):
             return
         if self.tool and leaf in self.tool.nulls and not value:
-            self._put(key, ours or (words.moved(key, 1.0) or ("", 0))[0], None)
+            self._put(key, ours or (key_aliases.moved(key, 1.0) or ("", 0))[0], None)
             return
         if value is None or (value == "auto" and ours is None):
             return
@@ -127,30 +128,34 @@ class Translation:
             return
         if ours is None:
             ours = key if key in self.known else None
-        if ours is None and (moved := words.moved(key, value)):
+        if ours is None and (moved := key_aliases.moved(key, value)):
             ours, value = moved
         if ours is None:
-            same = [one for one in self.known if one.rpartition(".")[2] == leaf]
+            same = [own for own in self.known if own.rpartition(".")[2] == leaf]
             ours = same[0] if len(same) == 1 else None
         if ours is None:
-            if leaf not in NEEDLESS and value is not False and not (words.answer(key) or "").startswith("dtrain needs"):
+            if (
+                leaf not in NEEDLESS
+                and value is not False
+                and not (key_aliases.answer(key) or "").startswith("dtrain needs")
+            ):
                 self.lost.append(key)
             return
         self._put(key, ours, value)
 
     def _key(self, key: str) -> str | None:
-        """Our key as the tool's table has it; "" where nothing is lost without it, None where the table lacks it."""
+        """Return our key as the tool's table has it; "" where nothing is lost without it, None where it is missing."""
         if self.tool is None:
             return None
         parts = key.split(".")
         prefixes = [f"{'.'.join(parts[:end])}." for end in range(len(parts), 0, -1)]
         names = [key, *prefixes, ".".join(parts[-2:]), parts[-1]]
-        said = next((self.tool.keys[name] for name in names if name in self.tool.keys), None)
-        return said and said.format(method=self.method)
+        ours = next((self.tool.keys[name] for name in names if name in self.tool.keys), None)
+        return ours and ours.format(method=self.method)
 
     def _put(self, theirs: str, key: str, value: Any) -> None:
-        """A value of theirs under our key, if it fits; what is wrong is a note."""
-        meant = words.meant(key, value) or ""
+        """Put a value of theirs under our key, if it fits; a problem becomes a note."""
+        meant = key_aliases.meant(key, value) or ""
         if meant:
             value, _, remark = meant.partition(",")
             value, remark = yaml.safe_load(value), remark.strip()
@@ -182,17 +187,17 @@ class Translation:
             self.values[key] = fitted
 
     def _leaf(self, *names: str) -> Any:
-        """The value of the first of their keys that has one of these names, and holds a value."""
-        found = (self.theirs[key] for name in names for key in self.theirs if key.rpartition(".")[2] == name)
-        return next((value for value in found if value is not None), None)
+        """Return the value of the first of their keys that has one of these names, and holds a value."""
+        values = (self.theirs[key] for name in names for key in self.theirs if key.rpartition(".")[2] == name)
+        return next((value for value in values if value is not None), None)
 
     def _join(self, tool: Tool) -> None:
-        """What takes more than one key; and the tool's defaults."""
+        """Put what takes more than one key, and the tool's defaults."""
         for value in map(str, self.theirs.values()):
             for pattern, brought in tool.components.items():
                 if re.fullmatch(pattern, value):
-                    for key, one in flat(brought).items():
-                        self.values.setdefault(key, one)
+                    for key, setting in flat(brought).items():
+                        self.values.setdefault(key, setting)
                         self.origins.setdefault(key, f"{value.rpartition('.')[2]} of {tool.name} {tool.version}")
         self.method = self.values["method"] = str(self.values["method"])
         has_adapter = self._adapter(tool)
@@ -212,7 +217,7 @@ class Translation:
         self.notes += [note for layer, notes in tool.notes.items() if self._has(layer, has_adapter) for note in notes]
 
     def _has(self, layer: str, has_adapter: bool) -> bool:
-        """Whether the notes of a layer are for this recipe."""
+        """Return whether the notes of a layer are for this recipe."""
         if layer.startswith("no "):
             return has_adapter >= layer.startswith("no lora.") and layer.removeprefix("no ") not in self.values
         key, _, value = layer.partition("=")
@@ -220,29 +225,29 @@ class Translation:
         return {"all": True, "lora": has_adapter, self.method: True}.get(layer, is_value)
 
     def _default(self, tool: Tool, usual: Mapping[str, Any]) -> None:
-        """The tool's default of each key that the file leaves out, where dtrain's differs."""
+        """Put the tool's default of each key that the file leaves out, where dtrain's differs."""
         own = asdict(Recipe())
-        own["lora"] = {one.name: one.default for one in fields(Lora)}
+        own["lora"] = {key.name: key.default for key in fields(Lora)}
         own = flat(own)
         for key, value in usual.items():
             fitted, problems = self._fit(key, value)
             places = {*self.values, *self._refused}
-            is_said = any(f"{one}.".startswith(f"{key}.") or f"{key}.".startswith(f"{one}.") for one in places)
+            is_said = any(f"{place}.".startswith(f"{key}.") or f"{key}.".startswith(f"{place}.") for place in places)
             if not is_said and not problems and (key not in own or own[key] != fitted):
                 self.values[key] = fitted
                 self.origins[key] = f"{tool.name} {tool.version}'s default"
 
     def _adapter(self, tool: Tool) -> bool:
-        """Whether the file trains an adapter. Without one its keys of adapters are not read there."""
+        """Return whether the file trains an adapter. Without one its keys of adapters are not read there."""
         if tool.adapter is None:
             return False
         key, usual, wanted = tool.adapter
         value = self.theirs.get(key)
         has_adapter = re.fullmatch(wanted, usual if value is None else str(value)) is not None
         if not has_adapter:
-            unread = [one for one in self.values if one.startswith("lora.") and one != "lora.path"]
-            for one in unread:
-                del self.values[one]
+            unread = [name for name in self.values if name.startswith("lora.") and name != "lora.path"]
+            for name in unread:
+                del self.values[name]
             if unread:
                 self.notes.append(
                     f"not carried over: {', '.join(unread)}, which {tool.name} reads with an adapter only"
@@ -257,20 +262,21 @@ class Translation:
             self.values["lora.alpha"] = tool.alpha_by_rank * rank
             self.origins["lora.alpha"] = f"{tool.name} {tool.version}'s default, {tool.alpha_by_rank:g} × rank"
         if layers := self._leaf("lora_attn_modules"):
-            self.values["lora.target"] = [_LORA_LAYERS.get(one, one) for one in layers]
-            self.values["lora.target"] += _MLP if self._leaf("apply_lora_to_mlp") else []
+            self.values["lora.target"] = [_LORA_LAYERS.get(layer, layer) for layer in layers]
+            if self._leaf("apply_lora_to_mlp"):
+                self.values["lora.target"] += _MLP
         if self._leaf("match_all_linear"):
             self.values["lora.target"] = "all-linear"
         return True
 
     def _data(self, tool: Tool) -> None:
         entries = self._leaf("datasets")
-        if isinstance(entries, list) and all(isinstance(one, Mapping) and "path" in one for one in entries):
-            self._put("datasets", "data.train.path", [one["path"] for one in entries])
-            kinds = {one.get("type") for one in entries}
+        if isinstance(entries, list) and all(isinstance(entry, Mapping) and "path" in entry for entry in entries):
+            self._put("datasets", "data.train.path", [entry["path"] for entry in entries])
+            kinds = {entry.get("type") for entry in entries}
             if len(kinds) == 1 and isinstance(kind := kinds.pop(), str):
                 self._put("datasets", "data.train.format", kind.partition(".")[0])
-            more = sorted({key for one in entries for key in one} - {"path", "type"})
+            more = sorted({key for entry in entries for key in entry} - {"path", "type"})
             self.lost += [f"datasets.{key}" for key in more]
         elif entries:
             self.lost.append("datasets")
@@ -319,7 +325,7 @@ class Translation:
             self.values["train.masters"] = "bfloat16"
 
     def _losses(self) -> None:
-        """Clips, rewards and moving references."""
+        """Put clips, rewards and moving references."""
         low, high = self._leaf("epsilon", "ratio_clip_min"), self._leaf("epsilon_high", "ratio_clip_max")
         if low is not None or high is not None:
             low = 0.2 if low is None else low
@@ -327,7 +333,7 @@ class Translation:
         rewards, weights = self._leaf("reward_funcs"), self._leaf("reward_weights") or []
         if rewards:
             rewards = rewards if isinstance(rewards, list) else [rewards]
-            names = [(words.meant("grpo.rewards.fn", one) or str(one)).partition(",")[0] for one in rewards]
+            names = [(key_aliases.meant("grpo.rewards.fn", name) or str(name)).partition(",")[0] for name in rewards]
             weights = [*weights, *[1.0] * (len(names) - len(weights))]
             self.values["grpo.rewards"] = [
                 {"fn": name} | ({"weight": weight} if weight != 1 else {})
@@ -341,7 +347,7 @@ class Translation:
             self.values["grpo.advantage"] = "leave_one_out" if self.values["grpo.advantage"] else "group"
 
     def _length(self, tool: Tool, usual: dict[str, Any]) -> None:
-        """Steps or epochs: a recipe has one of them."""
+        """Put steps or epochs: a recipe has one of them."""
         per_epoch, epochs = self._leaf("max_steps_per_epoch"), self.values.get("train.epochs", 1)
         if per_epoch:
             self.values["train.steps"] = per_epoch * epochs
@@ -381,7 +387,7 @@ class Translation:
             self._share(tool, share, values.get("train.steps"), is_said="scheduler.warmup" in values)
 
     def _share(self, tool: Tool, share: float, steps: int | None, is_said: bool) -> None:
-        """Steps of a warm-up that is a share of all, as the tool rounds it."""
+        """Put the steps of a warm-up that is a share of all, as the tool rounds it."""
         if steps is None:
             if tool.warmup == "axolotl":
                 self.notes.append("axolotl warms up for 100 steps at most by default, and for 2 where a share gives 1")
@@ -397,7 +403,7 @@ class Translation:
         self.origins["scheduler.warmup_steps"] = f"{share:g} of train.steps, as {tool.name} {tool.version} rounds it"
 
     def _automodel_schedule(self) -> None:
-        """A rise from a tenth of the rate, then the style down to a hundredth of it."""
+        """Put a rise from a tenth of the rate, then the style down to a hundredth of it."""
         rate, steps = self.values.get("optimizer.lr"), self.values.get("train.steps")
         warmup = self._leaf("lr_warmup_steps")
         style, floor = str(self._leaf("lr_decay_style") or "cosine").lower(), self._leaf("min_lr")
@@ -419,7 +425,7 @@ class Translation:
 
 
 def _lines(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """Dotted keys as YAML in block style, each with the comment of its origin."""
+    """Return dotted keys as lines of YAML in block style, each with the comment of its origin."""
     lines: list[str] = []
     above: list[str] = []
     for key, value in values.items():

@@ -1,6 +1,6 @@
-"""A recipe as others may see it: in what a run saves, in what it prints, and compared with what was saved.
+"""Recipes without their secrets: as a run saves them, as it prints them, and compared with saved ones.
 
-What the environment gave is its text there, `${oc.env:NAME}`, and secrets in plain text are hidden.
+A value from the environment is its text there, `${oc.env:NAME}`, and secrets in plain text are redacted.
 """
 
 import re
@@ -26,9 +26,8 @@ _NAMES = re.compile(rf"((optimizer|scheduler(\[\d+\])?)\.name|{_FNS})")
 
 @dataclass(eq=False)
 class Loaded(Recipe):
-    """A recipe as it was read, with the place, the text and the value of all that the environment gave, with the values
-    that are nobody else's affair, and with the given keys that its method does not read. It equals any recipe of the
-    same values."""
+    """A recipe as it was read, with the place, the text and the value of all that the environment gave, with its
+    secrets, and with the given keys that its method does not read. It equals any recipe of the same values."""
 
     references: list[tuple[secrets.Path, str, Any]] = field(default_factory=list, repr=False)
     secrets: list[str] = field(default_factory=list, repr=False)
@@ -41,15 +40,15 @@ class Loaded(Recipe):
 
 
 def values_of(recipe: Recipe) -> dict[str, Any]:
-    """The tree of a recipe's own keys."""
+    """Return the tree of a recipe's own keys."""
     tree = asdict(recipe)
-    return {one.name: tree[one.name] for one in fields(Recipe)}
+    return {section.name: tree[section.name] for section in fields(Recipe)}
 
 
 def with_origins(recipe: Recipe, raw: dict, values: dict, resolve: Callable[[dict], dict]) -> Loaded:
-    """`recipe` with its references and secrets. raw: its tree as written; values: what `resolve` makes of that.
+    """Return `recipe` with its references and secrets. raw: its tree as written; values: `resolve` of that.
 
-    A reference is what comes out otherwise where the environment says nothing, however many texts it goes through. What
+    A reference is a text whose value differs where the environment is empty, however many texts it goes through. What
     can be no secret and decides what is computed, a number or the name of an optimizer, counts by its value instead.
     """
     written = [(path, text) for path, text in secrets.leaves(raw) if isinstance(text, str) and "${" in text]
@@ -57,38 +56,39 @@ def with_origins(recipe: Recipe, raw: dict, values: dict, resolve: Callable[[dic
     for path in names:
         secrets.put(raw, path, UNSET)
     silent = resolve(raw) if names else values
-    given = {name: OmegaConf.create({"value": f"${{oc.env:{name},null}}"}).value for name in sum(names.values(), [])}
-    found = {str(value) for name, value in given.items() if value and secrets.is_secret_name(name)}
-    found = {one for one in found if len(one) >= SHORTEST}
+    variables = sum(names.values(), [])
+    environment = {name: OmegaConf.create({"value": f"${{oc.env:{name},null}}"}).value for name in variables}
+    redacted = {str(value) for name, value in environment.items() if value and secrets.is_secret_name(name)}
+    redacted = {secret for secret in redacted if len(secret) >= SHORTEST}
     loaded, tree = Loaded(**vars(recipe)), asdict(recipe)
     for path, text in written:
         if path not in names and secrets.at(silent, path) == secrets.at(values, path):
             continue
         value = secrets.at(tree, path)
-        if any(secrets.is_secret_name(one) for one in path if isinstance(one, str)):
-            found |= {str(one) for _, one in secrets.leaves(value)}
-        elif not (_is_free(path, value) or any(one in str(value) for one in found)):
+        if any(secrets.is_secret_name(part) for part in path if isinstance(part, str)):
+            redacted |= {str(leaf) for _, leaf in secrets.leaves(value)}
+        elif not (_is_free(path, value) or any(secret in str(value) for secret in redacted)):
             continue
         loaded.references.append((path, text, value))
-    hidden = (value for path, value in secrets.leaves(values) if secrets.is_secret(values, path, value))
-    found |= {str(value) for value in hidden if not secrets.is_word(str(value))}  # which may stand in any text
-    loaded.secrets += sorted((one for one in found if len(one) >= SHORTEST), key=len, reverse=True)
+    plain = (value for path, value in secrets.leaves(values) if secrets.is_secret(values, path, value))
+    redacted |= {str(value) for value in plain if not secrets.is_word(str(value))}  # which may stand in any text
+    loaded.secrets += sorted((secret for secret in redacted if len(secret) >= SHORTEST), key=len, reverse=True)
     return loaded
 
 
 def _is_free(path: secrets.Path, value: Any) -> bool:
-    """Whether a key takes any text, and is no name of code."""
+    """Return whether a key takes any text, and is no name of code."""
     kind: Any = Recipe
     for part in path:
         kind = get_type_hints(kind).get(str(part)) if is_dataclass(kind) else None
-    is_choice = any(get_origin(one) is Literal for one in (kind, *get_args(kind)))
-    is_text = all(isinstance(one, str) for _, one in secrets.leaves(value))
+    is_choice = any(get_origin(option) is Literal for option in (kind, *get_args(kind)))
+    is_text = all(isinstance(leaf, str) for _, leaf in secrets.leaves(value))
     return is_text and not is_choice and not _NAMES.fullmatch(secrets.dotted(path))
 
 
 def texts(recipe: Recipe, hide: bool = False) -> dict:
-    """The tree of a recipe, with the text of what the environment gave, unless another value has taken its place.
-    hide: without secrets in plain text."""
+    """Return the tree of a recipe, with the text of what the environment gave, unless another value has taken its
+    place. hide: without secrets in plain text."""
     tree, known = values_of(recipe), getattr(recipe, "secrets", ())
     references = getattr(recipe, "references", ())
     kept = [(path, text) for path, text, value in references if secrets.at(tree, path) == value]
@@ -101,28 +101,29 @@ def texts(recipe: Recipe, hide: bool = False) -> dict:
 
 
 def to_yaml(recipe: Recipe, plain: bool = False) -> str:
-    """The whole recipe, defaults included; `load` of it gives an equal recipe, except for secrets in plain text, which
-    are hidden. plain: every value as it is, for processes of the same run, which `with_origins_of` tells the rest."""
+    """Return the whole recipe as YAML, defaults included; `load` of it gives an equal recipe, except for secrets in
+    plain text, which are redacted. plain: every value as it is, for processes of the same run, which take the rest by
+    `with_origins_of`."""
     tree = secrets.escaped(values_of(recipe)) if plain else texts(recipe, hide=True)
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
 def origins(recipe: Recipe) -> dict[str, list]:
-    """What a `Loaded` recipe knows beside its values, as JSON."""
+    """Return the references and secrets of a `Loaded` recipe, as JSON."""
     return {name: list(getattr(recipe, name, ())) for name in ("references", "secrets")}
 
 
-def with_origins_of(recipe: Loaded, found: Mapping[str, list]) -> Loaded:
-    """`recipe` with the `origins` of the one that it was written from."""
-    references = [(tuple(path), text, value) for path, text, value in found["references"]]
-    return replace(recipe, references=references, secrets=found["secrets"])
+def with_origins_of(recipe: Loaded, source: Mapping[str, list]) -> Loaded:
+    """Return `recipe` with `source`, the `origins` of the one that it was written from."""
+    references = [(tuple(path), text, value) for path, text, value in source["references"]]
+    return replace(recipe, references=references, secrets=source["secrets"])
 
 
 def diff(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
-    """(key, value in `old_yaml`, value in `recipe`) of every key whose value differs; lists are compared whole.
+    """Return (key, value in `old_yaml`, value in `recipe`) of every key that differs; lists are compared whole.
 
-    A key that one side lacks counts with the schema's default, or None where the schema has no such key. Both sides are
-    as `to_yaml` has them. UserError for an `old_yaml` that is no recipe.
+    A key missing on one side counts with the schema's default, or None where the schema has no such key. Both sides are
+    as `to_yaml` has them. Raises UserError for an `old_yaml` that is no recipe.
     """
     try:
         saved = yaml.safe_load(old_yaml) or {}
@@ -141,56 +142,56 @@ def diff(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
 
 
 def _completed(values: Any, hint: Any) -> Any:
-    """`values` of that type, as an earlier version saved them, with the default of each key that a section lacks."""
+    """Complete `values` of that type, as an earlier version saved them, with the default of each missing key."""
     kinds = [hint, *get_args(hint)]
     if isinstance(values, list):
         inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
-        return [_completed(one, inner) for one in values]
+        return [_completed(value, inner) for value in values]
     section = next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
     if section is None or not isinstance(values, Mapping):
         return values
     if (table := table_of(hint)) and is_table(values, table):
-        return {name: _completed(one, table) for name, one in values.items()}
+        return {name: _completed(value, table) for name, value in values.items()}
     hints = get_type_hints(section)
     return merge(asdict(section()), {key: _completed(value, hints.get(key)) for key, value in values.items()})
 
 
 def table_of(hint: Any) -> Any:
-    """The section that a key may also hold several of, by name; None where it may not."""
+    """Return the section that a key may also hold several of, by name; None where it may not."""
     named = [get_args(kind)[1] for kind in (hint, *get_args(hint)) if get_origin(kind) is dict]
     return next((kind for kind in named if is_dataclass(kind)), None)
 
 
 def is_table(value: Any, section: Any) -> bool:
-    """Whether `value` holds several sections of that kind by name, and is none of its own."""
-    own = {one.name for one in fields(section)}
+    """Return whether `value` holds several sections of that kind by name, and is none of its own."""
+    own = {key.name for key in fields(section)}
     is_named = isinstance(value, Mapping) and bool(value) and not own & value.keys()
-    return is_named and all(isinstance(one, Mapping) for one in value.values())
+    return is_named and all(isinstance(inner, Mapping) for inner in value.values())
 
 
-def unsaid(recipe: Recipe) -> dict[str, Any]:
-    """Key and value of what `to_yaml` says by a text, or hides."""
+def redacted_values(recipe: Recipe) -> dict[str, Any]:
+    """Return key and value of everything that `to_yaml` writes as a text of the environment, or redacts."""
     own, shown = flat(values_of(recipe)), flat(texts(recipe, hide=True))
     return {key: value for key, value in own.items() if key in shown and shown[key] != value}
 
 
-def hidden(text: str, recipe: Recipe) -> str:
-    """`text` for the terminal or a log, without the secrets of `recipe`."""
+def redact(text: str, recipe: Recipe) -> str:
+    """Return `text` for the terminal or a log, without the secrets of `recipe`."""
     return secrets.masked(text, getattr(recipe, "secrets", ()))
 
 
 @contextmanager
-def hiding(recipe: Recipe) -> Iterator[None]:
-    """Errors of its user leave the block without the secrets of `recipe`."""
+def redacted_errors(recipe: Recipe) -> Iterator[None]:
+    """Redact the secrets of `recipe` in every UserError that leaves the block."""
     try:
         yield
     except UserError as error:
-        error.args = tuple(hidden(str(one), recipe) for one in error.args)
+        error.args = tuple(redact(str(argument), recipe) for argument in error.args)
         raise
 
 
 def notes(recipe: Recipe) -> list[str]:
-    """What its user is told of secrets that a recipe holds in plain text."""
+    """Return the notes to a recipe's user about secrets that it holds in plain text."""
     tree = texts(recipe)
     return [
         f"note: {secrets.dotted(path)} is a secret in plain text: nothing that a run saves holds it. ${{oc.env:NAME}} "
@@ -209,8 +210,8 @@ def merge(base: dict, over: Mapping) -> dict:
 
 
 def flat(values: Mapping, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in values.items():
         nested = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return found
+        leaves |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return leaves

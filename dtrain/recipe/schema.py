@@ -2,7 +2,7 @@
 
 A recipe is YAML over these dataclasses; what it leaves out has the default written here. `Recipe` is the root, the
 sections follow it in the order in which a recipe is usually written. The text under a field is its documentation.
-`null` turns a thing off where a field's type admits None. `lacks.NOT_YET` lists what dtrain does not have yet.
+`null` turns a thing off where a field's type admits None. `unsupported_keys.NOT_YET` lists what is not there yet.
 docs/recipe.md shows all of it as a page (tools/recipe_reference.py).
 """
 
@@ -103,7 +103,7 @@ class Source:
 
 @dataclass
 class WeightedSource(Source):
-    """One of `data.train.sources`."""
+    """Entry of `data.train.sources`."""
 
     weight: float = 1.0
     """How many times an epoch holds each sample: 2.5 takes all twice and half of them once more, 0 takes none."""
@@ -239,7 +239,7 @@ class Train:
 
     @property
     def batch(self) -> int:
-        """`global_batch` as a number, of a recipe whose `auto` is settled."""
+        """`global_batch` as a number, of a recipe whose `auto` has been resolved."""
         return int(self.global_batch)
 
     @property
@@ -335,7 +335,7 @@ class Scheduler:
 
 @dataclass
 class Stage(Scheduler):
-    """One stage where `scheduler` is a list: `[{name: linear, steps: 100}, {name: constant}]`.
+    """Stage of a `scheduler` that is a list: `[{name: linear, steps: 100}, {name: constant}]`.
 
     Each stage counts its own steps from 0 (torch's SequentialLR), and warms up only where it says so."""
 
@@ -480,7 +480,7 @@ class Sampling:
 
 @dataclass
 class Reward:
-    """One of `grpo.rewards`."""
+    """Entry of `grpo.rewards`."""
 
     fn: str | None = None
     """Required. A reward's name (dtrain/rl/rewards/options.py lists them), or an import path of
@@ -499,8 +499,8 @@ class Reward:
     @property
     def options(self) -> dict[str, Any]:
         """`kwargs`, and the keys above that are given."""
-        told = {"url": self.url, "model": self.model, "rubric": self.rubric}
-        return {**{key: value for key, value in told.items() if value is not None}, **self.kwargs}
+        judge = {"url": self.url, "model": self.model, "rubric": self.rubric}
+        return {**{key: value for key, value in judge.items() if value is not None}, **self.kwargs}
 
 
 @dataclass
@@ -588,7 +588,7 @@ class RatingModel:
 
 @dataclass
 class Tool:
-    """One of `grpo.tools`."""
+    """Entry of `grpo.tools`."""
 
     fn: str | None = None
     """Import path of a Python function, async or not. Its name, hints and docstring (with `Args:`) tell the model what
@@ -717,7 +717,7 @@ class Grpo:
 
     @property
     def has_episodes(self) -> bool:
-        """Whether an environment or tools answer completions."""
+        """Return whether an environment or tools answer completions."""
         return self.environment is not None or self.verifiers.name is not None or bool(self.tools)
 
 
@@ -813,7 +813,7 @@ class Recipe:
 
     @property
     def cache(self) -> Path:
-        """Where tokenized sets, and copies of files from elsewhere, are kept."""
+        """Directory of tokenized sets, and of copies of files from elsewhere."""
         return Path(self.data.cache_dir or Path(self.run.dir) / ".cache")
 
 

@@ -1,4 +1,4 @@
-"""What of a recipe is for its run alone: values that the environment gives, and plain text under names like TOKEN.
+"""Secrets of a recipe, which only its run may see: values that the environment gives, text under names like TOKEN.
 
 A value from the environment is known by its text, `${oc.env:NAME}`: that is what is saved, and what a resume compares.
 Plain text under such a name, a password in a URL and the like are hidden in whatever is saved or printed.
@@ -39,7 +39,7 @@ _FALLBACK = re.compile(r"(oc\.env:\s*(\w+)\s*,\s*)([^${}]+)")
 
 
 def is_secret_name(name: str, alone: bool = True) -> bool:
-    """Whether what goes by `name` is a secret. alone: also by the bare word, such as `key`, which names columns too."""
+    """Return whether `name` is the name of a secret. alone: also a bare word such as `key`, which names columns too."""
     words = _words(name)
     if not words or words[-1] in _LABELS:
         return False
@@ -53,7 +53,7 @@ def is_secret_name(name: str, alone: bool = True) -> bool:
 
 
 def reads_outside(text: str) -> bool:
-    """Whether an interpolation asks the environment, or a resolver that is none of OmegaConf's own."""
+    """Return whether an interpolation reads the environment, or calls a resolver that is none of OmegaConf's own."""
     return "oc.env" in text or any(name not in _PURE for name in re.findall(r"\$\{\s*([\w.]+)\s*:", text))
 
 
@@ -62,7 +62,7 @@ def variables(text: str) -> list[str]:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every value that is no container, with its place."""
+    """Yield every value that is no container, with its place."""
     if isinstance(value, Mapping | list):
         entries = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, inner in entries:
@@ -72,7 +72,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def at(value: Any, path: Path) -> Any:
-    """What is at a place; None where there is none."""
+    """Return the value at a place; None where there is none."""
     for part in path:
         try:
             value = value[part]
@@ -86,11 +86,11 @@ def put(value: Any, path: Path, new: Any) -> None:
 
 
 def escaped(value: Any) -> Any:
-    """`value` with texts that only look like an interpolation written so that OmegaConf takes them as they are."""
+    """Escape the texts in `value` that only look like an interpolation, so that OmegaConf takes them as they are."""
     if isinstance(value, Mapping):
-        return {key: escaped(one) for key, one in value.items()}
+        return {key: escaped(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [escaped(one) for one in value]
+        return [escaped(inner) for inner in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
@@ -99,8 +99,8 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(tree: Any, path: Path, value: Any) -> bool:
-    """Whether the leaf `value` of `tree` is a secret by the names on its way, or by the name beside it: in a list of
-    two, after an option (`--api-key`) in a longer list, in a table of name or key and value."""
+    """Return whether the leaf `value` of `tree` is a secret by the names on its way, or by the name beside it: in a
+    list of two, after an option (`--api-key`) in a longer list, in a table of name or key and value."""
     if value is None or isinstance(value, bool) or (isinstance(value, str) and "${" in value):
         return False
     names: list[Any] = list(path)
@@ -110,16 +110,16 @@ def is_secret(tree: Any, path: Path, value: Any) -> bool:
         names += [before] if len(beside) == 2 or str(before).startswith("--") else []
     elif isinstance(beside, Mapping) and last in ("value", "val"):
         names += [beside.get("name"), beside.get("key")]
-    found = [name for name in names if isinstance(name, str) and is_secret_name(name, alone=_looks_drawn(value))]
+    secret_names = [name for name in names if isinstance(name, str) and is_secret_name(name, alone=_looks_drawn(value))]
     if not isinstance(value, str):  # a number of tokens, a column's number
-        return any(_ALWAYS.fullmatch("_".join(_words(name))) for name in found)
+        return any(_ALWAYS.fullmatch("_".join(_words(name))) for name in secret_names)
     if is_word(value):  # the name of a column, under a name such as target_key
-        found = [name for name in found if not _is_column_key(name)]
-    return bool(found) and not re.fullmatch(r"<.*>|\[.*\]|", value)
+        secret_names = [name for name in secret_names if not _is_column_key(name)]
+    return bool(secret_names) and not re.fullmatch(r"<.*>|\[.*\]|", value)
 
 
 def is_word(value: str) -> bool:
-    """Whether it may be a word of any text, or a name."""
+    """Return whether `value` may be a word of any text, or a name."""
     return bool(re.fullmatch(r"[A-Za-z_]{1,24}", value))
 
 
@@ -137,13 +137,13 @@ def _looks_drawn(value: Any) -> bool:
 
 
 def masked(text: str, secrets: Sequence[str] = ()) -> str:
-    """`text` without `secrets`, and without what reads as one wherever it stands."""
+    """Mask `secrets` in `text`, and everything that reads as one wherever it stands."""
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
     for pattern in _IN_TEXT:
         text = pattern.sub(rf"\1{HIDDEN}\2", text)
     for pattern in (_SETTING, _HEADER, _OPTION, _MEMBER):
-        text = pattern.sub(lambda found: found[1] + (HIDDEN if is_secret_name(found[2], False) else found[3]), text)
+        text = pattern.sub(lambda match: match[1] + (HIDDEN if is_secret_name(match[2], False) else match[3]), text)
     return text
 
 
@@ -155,8 +155,8 @@ def hide(tree: Any, secrets: Sequence[str] = ()) -> None:
         elif isinstance(value, str):
             name = next((part for part in reversed(path) if isinstance(part, str)), "")
 
-            def without(found: re.Match[str], name: str = name) -> str:
-                is_hidden = is_secret_name(found[2]) or is_secret_name(name)
-                return f"{found[1]}'{HIDDEN}'" if is_hidden else found[0]
+            def without(match: re.Match[str], name: str = name) -> str:
+                is_hidden = is_secret_name(match[2]) or is_secret_name(name)
+                return f"{match[1]}'{HIDDEN}'" if is_hidden else match[0]
 
             put(tree, path, masked(_FALLBACK.sub(without, value), secrets))

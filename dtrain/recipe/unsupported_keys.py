@@ -1,12 +1,12 @@
-"""Keys of other tools that dtrain has none for: what it needs no key for, and what it does not have yet.
+"""Keys of other tools that dtrain does not have: those that it needs no key for, and those that are not there yet.
 
-`words` looks here after its own table. The tools: see there.
+`key_aliases` looks here after its own table, and names the tools.
 """
 
 
 def by_word(table: dict[str, str]) -> dict[str, str]:
-    """What each line says, by every word of the line."""
-    return {word: said for said, words in table.items() for word in words.split()}
+    """Return text by word, of a table from a text to words with blanks between them."""
+    return {word: text for text, words in table.items() for word in words.split()}
 
 
 NEEDLESS = by_word(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dtrain.base.ranges import plural
 from dtrain.recipe.schema import Recipe
 
 LARGEST_AUTO = 16
@@ -26,7 +27,7 @@ class Sizes:
 
     @property
     def dp(self) -> int:
-        """Ranks, or groups of cp×tp ranks, that see different data."""
+        """Number of ranks, or groups of cp×tp ranks, that see different data."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -43,7 +44,7 @@ class Sizes:
     def __str__(self) -> str:
         shape = self.axes or "one process"
         if self.is_open:
-            ranks = "rank" if self.dp == 1 else "ranks"
+            ranks = plural(self.dp, "rank")
             return (
                 f"mesh: {shape}\nglobal batch auto: by the rows of the data, shared by {self.dp} data-parallel {ranks}"
             )
@@ -54,8 +55,8 @@ class Sizes:
 
 
 def sizes(recipe: Recipe, world_size: int) -> Sizes:
-    """The derived sizes of a recipe in which `check` found no problem. Where the batch is `auto` they are those of its
-    largest number, 16, or of one micro-batch on each rank where that is more."""
+    """Return the derived sizes of a recipe in which `check` found no problem. Where the batch is `auto` they are those
+    of its largest number, 16, or of one micro-batch on each rank where that is more."""
     problems, shape = mesh_problems(recipe, world_size)
     if problems or not shape:
         raise ValueError("; ".join(problems))
@@ -70,15 +71,15 @@ def sizes(recipe: Recipe, world_size: int) -> Sizes:
 
 
 def automatic_batch(rows: int) -> int:
-    """`train.global_batch=auto` for so many rows a pass: at least 32 steps of it, where it is more than 1."""
+    """Return the global batch that `auto` means for so many rows a pass: at least 32 steps of it, where above 1."""
     return max(1, min(LARGEST_AUTO, 1 << max(0, (rows // STEPS_OF_A_PASS).bit_length() - 1)))
 
 
 def mesh_problems(recipe: Recipe, world_size: int) -> tuple[list[str], tuple[int, int, int, int] | None]:
-    """Problems of the mesh in this world, and its sizes (dp_replicate, dp_shard, cp, tp) where there is none."""
+    """Return the problems of the mesh in this world, and if none its sizes (dp_replicate, dp_shard, cp, tp)."""
     p = recipe.parallel
     fixed = p.dp_replicate * p.cp * p.tp
-    world = f"{world_size} process{'es' * (world_size != 1)} (launch.nproc, or what torchrun or SLURM started)"
+    world = f"{world_size} {plural(world_size, 'process')} (launch.nproc, or what torchrun or SLURM started)"
     named = f"dp_replicate {p.dp_replicate} × cp {p.cp} × tp {p.tp}"
     if p.dp_shard == -1:
         if world_size % fixed:
@@ -100,12 +101,13 @@ def _experts(ep: int, dp_shard: int, cp: int) -> list[str]:
     shared = dp_shard * cp
     if shared % ep == 0:
         return []
-    fitting = ", ".join(str(one) for one in range(1, shared + 1) if shared % one == 0)
+    fitting = ", ".join(str(size) for size in range(1, shared + 1) if shared % size == 0)
     return [f"parallel.ep={ep} does not divide dp_shard {dp_shard} × cp {cp} = {shared}; ep may be {fitting}"]
 
 
 def batch_problems(recipe: Recipe, dp: int) -> list[str]:
-    """Whether the micro-batches of `dp` data-parallel ranks make up the global batch, and what would."""
+    """Return the problem, with its fixes, where micro-batches of `dp` data-parallel ranks do not make up the global
+    batch."""
     total, micro = recipe.train.batch, recipe.train.micro_batch
     unit = micro * dp
     if total % unit == 0:

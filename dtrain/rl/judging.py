@@ -160,7 +160,7 @@ def _judged(
         places = [divmod(start + offset, asked.samples) for offset in range(len(part))]
         prompts = [asked.asked[index].prompt for index, _ in places]
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        scores = judges.score([one.asked for one in prompts], texts, [one.ids for one in part], columns)
+        scores = judges.score([one.content for one in prompts], texts, [one.ids for one in part], columns)
         yield [
             Judged(
                 index,

@@ -15,8 +15,7 @@ from typing import Any
 from dtrain.base.ranges import Range, is_finite, nearest, shown
 from dtrain.data.sources import columns
 from dtrain.methods.spec import section_ranges, spec_of
-from dtrain.recipe import key_aliases as words
-from dtrain.recipe import saved
+from dtrain.recipe import key_aliases, saved
 from dtrain.recipe.load import keys
 from dtrain.recipe.schema import OPTIMIZERS, SCHEDULES, DataSource, Recipe
 from dtrain.recipe.world import batch_problems, mesh_problems
@@ -307,8 +306,8 @@ def _formats(recipe: Recipe) -> list[str]:
 def _columns(recipe: Recipe) -> list[str]:
     """The names of columns are those that the format takes; and stand beside the path that they are for."""
     problems, spec = [], spec_of(recipe)
-    judged = spec.judged(recipe)
-    unknown = partial(columns.unknown, more=[judged.column] if judged else [])
+    label = spec.label(recipe)
+    unknown = partial(columns.unknown, more=[label.column] if label else [])
     for name, split in (("train", recipe.data.train), ("val", recipe.data.val)):
         if not isinstance(split, DataSource):
             continue
@@ -337,7 +336,7 @@ def _names(recipe: Recipe) -> list[str]:
     for key, name, known in named:
         if name in known or "." in name:
             continue
-        near = words.meant(re.sub(r"\[\d+\]", "", key), name) or nearest(name, known)
+        near = key_aliases.meant(re.sub(r"\[\d+\]", "", key), name) or nearest(name, known)
         hint = f"; did you mean {near}?" if near else ", nor an import path such as package.module.Class"
         problems.append(f"{key}={name} is none of {', '.join(known)}{hint}")
     return problems

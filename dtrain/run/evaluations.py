@@ -209,7 +209,7 @@ def _try(one: EvalSet, asked: Questions, judges: Rewards) -> None:
     if any(reward.fn == "judge" for reward in one.section.rewards):  # it is asked otherwise whether it is there
         return
     prompt = asked.asked[0].prompt
-    judges.score([prompt.asked], [""], [[]], {name: [value] for name, value in prompt.columns.items()})
+    judges.score([prompt.content], [""], [[]], {name: [value] for name, value in prompt.columns.items()})
 
 
 def _line(one: _Open, judged: Judged) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _line(one: _Open, judged: Judged) -> dict[str, Any]:
         "set": one.set.name,
         "index": judged.index,
         "sample": judged.sample,
-        "prompt": prompt.asked,
+        "prompt": prompt.content,
         **answer,
         "text": judged.text,
         "reward": known(judged.reward),

@@ -23,7 +23,7 @@ from dtrain.models.common.adapter_config import (
     parameter_name,
 )
 from dtrain.models.common.config import ModelConfig
-from dtrain.recipe import key_aliases as words
+from dtrain.recipe import key_aliases
 from dtrain.recipe.schema import Lora, Recipe
 
 _SHARE = (lambda v: 0 <= v < 1, "from 0 up to 1, and below it")
@@ -218,7 +218,7 @@ def _hint(key: str, entry: Any, layers: Sequence[str]) -> str:
     if not isinstance(entry, str):
         near = nearest(entry[0].rpartition(".")[2], short)
         return f"; did you mean {near}?" if near else f"; there are {', '.join(short)}, as in {layers[0]}"
-    if said := words.meant(f"lora.{key}", entry):
+    if said := key_aliases.meant(f"lora.{key}", entry):
         return f"; did you mean lora.{key}={said}?"
     if any(entry in (name, name.rpartition(".")[2], "experts") for name in layers):
         return f": a text is a regular expression for whole names, such as {layers[0]}; set lora.{key}=[{entry}]"

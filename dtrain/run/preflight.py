@@ -36,7 +36,7 @@ from dtrain.models.common.adapter_config import modules
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.read_config import read_config
 from dtrain.parallel.fits import mesh_problems_of_model
-from dtrain.recipe import Recipe, hidden, read
+from dtrain.recipe import Recipe, read, redact
 from dtrain.recipe.schema import DataSource, Source
 from dtrain.run import eval_sets
 from dtrain.run.check import check
@@ -167,7 +167,7 @@ def preflight(recipe: Recipe, world_size: int, awaited: Collection[str] = ()) ->
             problems += look_at()
         except OSError as error:  # a directory on the way that this user may not enter, a name that is too long
             problems.append(f"{in_words(error)}: let this user read it, or name another place in the recipe")
-    return [hidden(problem, recipe) for problem in problems]
+    return [redact(problem, recipe) for problem in problems]
 
 
 def named_code(recipe: Recipe) -> list[str]:
@@ -179,7 +179,7 @@ def shapes(recipe: Recipe, world_size: int) -> list[str]:
     """The problems among them that decide what a step holds and computes: of all files, each model's config.json, which
     must be here."""
     problems = check(recipe, world_size) + not_here(recipe) + _shapes(recipe)
-    return [hidden(problem, recipe) for problem in problems]
+    return [redact(problem, recipe) for problem in problems]
 
 
 def _shapes(recipe: Recipe) -> list[str]:

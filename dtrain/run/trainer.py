@@ -108,7 +108,7 @@ class Trainer:
             stack.callback(self.run.release)
         self._recipe_text = config.to_yaml(recipe)
         self.metrics = metrics.build(recipe.metrics, self.run.path, self._recipe_text, runtime.is_main)
-        self.metrics.hide = lambda text: config.hidden(text, recipe)
+        self.metrics.hide = lambda text: config.redact(text, recipe)
         stack.callback(self.metrics.close)
         self.tokenizer = Tokenizer.from_directory(recipe.model.directory)
         self.ranks.first(lambda: dry_run(recipe, runtime.device.type, runtime.world_size))
@@ -366,7 +366,7 @@ class Trainer:
             progress=is_main,
             kind=spec.kind,
             prompts=spec.prompts(recipe),
-            judged=spec.judged(recipe),
+            label=spec.label(recipe),
         )
 
     def _last_step_of_epochs(self) -> int:

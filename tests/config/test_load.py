@@ -10,8 +10,7 @@ import yaml
 
 from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
-from dtrain.recipe import key_aliases as words
-from dtrain.recipe import schema
+from dtrain.recipe import key_aliases, schema
 
 # The block of recipe.md, less what it shows as an example: run.name, launch.nproc, the paths, data.val, train.steps.
 DEFAULTS = """
@@ -225,7 +224,7 @@ def test_words_for_a_value_and_text_that_is_no_yaml():
 
 def test_our_keys_in_the_answers_exist_and_theirs_do_not():
     ours = config.keys()
-    for word, answer in words.OURS.items():
+    for word, answer in key_aliases.OURS.items():
         named = answer.split(",")[0].split(":")[0].split(" ")[0].split("=")[0]
         assert named in ours or any(key.startswith(f"{named}.") for key in ours), word
 

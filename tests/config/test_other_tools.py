@@ -11,8 +11,7 @@ from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 
 from dtrain import recipe as config
 from dtrain.optim.update import build_optimizer, build_scheduler
-from dtrain.recipe import key_aliases as words
-from dtrain.recipe import other_tools
+from dtrain.recipe import key_aliases, other_tools
 from tools import coming_from
 
 BARE = {
@@ -380,7 +379,7 @@ def test_each_component_of_torchtune_has_an_answer_of_its_own():
         "metric_logger": "metrics.wandb",
         "profiler": "does not have this yet: a profiler",
     }
-    answers = [words.answer(f"{section}._component_") for section in keys]
+    answers = [key_aliases.answer(f"{section}._component_") for section in keys]
     assert all(key in answer for key, answer in zip(keys.values(), answers, strict=True))
     assert len({*answers}) == len(keys)
 

@@ -124,7 +124,7 @@ def test_plain_text_is_hidden_and_still_runs(name):
     assert PLAIN not in saved and HIDDEN in saved and config.diff(saved, recipe) == []
     assert config.load(yaml.safe_load(config.to_yaml(recipe, plain=True))) == recipe  # what a worker is handed
     assert len(check.notes(recipe)) == 2 and PLAIN not in "".join(check.notes(recipe))
-    assert PLAIN not in config.hidden(f"refused: {PLAIN}!", recipe)
+    assert PLAIN not in config.redact(f"refused: {PLAIN}!", recipe)
     with pytest.raises(RecipeError, match=r"optimizer.kwargs.*was hidden when this was saved"):
         config.load(yaml.safe_load(saved))
 
@@ -175,7 +175,7 @@ def test_what_reads_as_a_secret_is_hidden_under_any_name():
 
 def test_hosts_whose_values_differ_under_one_text_are_told_so(monkeypatch):
     recipe = config.load({}, ["grpo.system_prompt=${oc.env:HF_TOKEN}", f"optimizer.kwargs.api_key={PLAIN}"])
-    assert config.unsaid(recipe) == {"grpo.system_prompt": TOKEN, "optimizer.kwargs.api_key": PLAIN}
+    assert config.redacted_values(recipe) == {"grpo.system_prompt": TOKEN, "optimizer.kwargs.api_key": PLAIN}
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -221,7 +221,7 @@ def test_names_and_paths_that_only_look_like_secrets_stay(monkeypatch):
     recipe = config.load({"method": "grpo", "grpo": {"rewards": rewards}}, words)
     saved = config.to_yaml(recipe)
     assert HIDDEN not in saved and config.load(yaml.safe_load(saved)) == recipe == config.load(recipe)
-    assert config.hidden("the answer is gold", recipe) == "the answer is gold"
+    assert config.redact("the answer is gold", recipe) == "the answer is gold"
 
 
 def test_what_decides_numbers_counts_by_its_value(monkeypatch):

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
 from dtrain.data import PromptOptions, Tokenizer, open_rows
-from dtrain.data.formats.labels import Judged
+from dtrain.data.formats.labels import Label
 from dtrain.recipe import to_yaml
 from dtrain.run.preflight import preflight
 from tests.data import templates
@@ -37,7 +37,7 @@ def assistant(text):
 def opened(tmp_path, rows, kind="examples", template=templates.QWEN25, **more):
     said = []
     tokenizer = Tokenizer.from_directory(save(tmp_path / "model", byte_level(), template))
-    given = {name: more.pop(name) for name in ("prompts", "judged") if name in more}
+    given = {name: more.pop(name) for name in ("prompts", "label") if name in more}
     data = section(write_jsonl(tmp_path / "a.jsonl", rows), **{"max_length": 512, "packing": False, **more})
     rows = open_rows(data, kind=kind, tokenizer=tokenizer, say=said.append, progress=False, **given)
     return rows.samples, "\n".join(said)
@@ -62,8 +62,8 @@ CASES = [
     ("labelled", PAIR, PAIR_CHAT, {}, {}),
     ("pairs", PAIR, PAIR_CHAT, {}, {}),
     ("pairs", PAIR, PAIR_CHAT, {"system": "Be brief.", "tools": [TOOL]}, {}),
-    ("pairs", PAIR, PAIR_CHAT, {"margin": 2.0}, {"judged": Judged("margin")}),
-    ("examples", SINGLE, SINGLE_CHAT, {"label": 1}, {"judged": Judged("label", 2)}),
+    ("pairs", PAIR, PAIR_CHAT, {"margin": 2.0}, {"label": Label("margin")}),
+    ("examples", SINGLE, SINGLE_CHAT, {"label": 1}, {"label": Label("label", 2)}),
     ("prompts", {"prompt": ASK}, {"prompt": user(ASK)}, {"answer": "Bob"}, {"prompts": GRPO}),
     ("prompts", {"prompt": ASK}, {"prompt": user(ASK)}, {"system": "Be rude.", "tools": [TOOL]}, {"prompts": GRPO}),
     ("prompts", SINGLE, SINGLE_CHAT, {}, {"prompts": DRAWN}),

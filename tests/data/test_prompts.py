@@ -31,13 +31,13 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 ])  # fmt: skip
 def test_rows_in_one_shape(row, name, asked, columns):
     prompt = normalise_prompt(row, name)
-    assert prompt.asked == asked and {k: v for k, v in prompt.columns.items() if v is not None} == columns
+    assert prompt.content == asked and {k: v for k, v in prompt.columns.items() if v is not None} == columns
 
 
 def test_a_system_message_is_added_where_there_is_none():
-    assert normalise_prompt({"question": "q"}, "question", "Be brief.").asked[0] == SYSTEM
-    assert normalise_prompt({"messages": [SYSTEM, ASK]}, "messages", "Other.").asked == [SYSTEM, ASK]
-    assert normalise_prompt({"prompt": "text"}, "prompt_completion", "Other.").asked == "text"
+    assert normalise_prompt({"question": "q"}, "question", "Be brief.").content[0] == SYSTEM
+    assert normalise_prompt({"messages": [SYSTEM, ASK]}, "messages", "Other.").content == [SYSTEM, ASK]
+    assert normalise_prompt({"prompt": "text"}, "prompt_completion", "Other.").content == "text"
 
 
 @pytest.mark.parametrize("row, name, words", [

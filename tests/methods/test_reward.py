@@ -16,7 +16,7 @@ from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.model_files import of_classifier
 from dtrain.commands.preview import preview
-from dtrain.data.formats.labels import Judged
+from dtrain.data.formats.labels import Label
 from dtrain.inference.generate import load
 from dtrain.launch.dry_run import dry_run
 from dtrain.methods.reward import at_the_ends
@@ -233,7 +233,7 @@ def test_the_same_numbers_on_every_mesh(one_process, mesh):
 
 
 def test_numbers_and_names_of_columns_are_read_as_files_have_them(tmp_path):
-    classes, numbers, margins = Judged("label", 3), Judged("label"), Judged("margin")
+    classes, numbers, margins = Label("label", 3), Label("label"), Label("margin")
     assert [classes.read({"label": one}) for one in ("2", 1.0, True, 0)] == [2, 1, 1, 0]
     assert [numbers.read({"label": one}) for one in ("-0.5", 3)] == [-0.5, 3]
     assert [margins.read(row) for row in ({"margin": ""}, {}, {"margin": "1"})] == [0, 0, 1]

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from dtrain.data.formats.labels import Judged, PairJudgement, TextJudgement
+from dtrain.data.formats.labels import Label, LabelledPairEncoder, LabelledTextEncoder
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 from tests.data import templates
@@ -85,27 +85,27 @@ def test_rated_documents_are_those_of_transformers(tmp_path, form):
     expected = [theirs.apply_chat_template([*asked, *one], return_dict=False) for one in (chosen, rejected)]
 
     def documents(kind, row, name, column, most):
-        coder = kind(ours, template, judged=Judged(column), max_length=most)
+        coder = kind(ours, template, label=Label(column), max_length=most)
         return [list(one.ids) for one in coder.documents_of(row, name)]
 
     row = {"prompt": asked, "chosen": chosen, "rejected": rejected}
-    assert documents(PairJudgement, row, "preference", "margin", 4096) == expected
+    assert documents(LabelledPairEncoder, row, "preference", "margin", 4096) == expected
     example = {"messages": [*asked, *chosen], "label": 1}
-    assert documents(TextJudgement, example, "messages", "label", 4096) == expected[:1]
+    assert documents(LabelledTextEncoder, example, "messages", "label", 4096) == expected[:1]
     for most in (6, max(map(len, expected)) - 3):
-        found = documents(PairJudgement, row, "preference", "margin", most)
+        found = documents(LabelledPairEncoder, row, "preference", "margin", most)
         assert max(map(len, found)) == most
         # Where a completion alone is longer, one token of the prompt is left in front of its end.
         assert [ids[1:] for ids in found] == [ids[1 - len(cut) :] for ids, cut in zip(expected, found, strict=True)]
-        assert documents(TextJudgement, example, "messages", "label", most) == [expected[0][-most:]]
+        assert documents(LabelledTextEncoder, example, "messages", "label", most) == [expected[0][-most:]]
 
 
 def test_rows_that_were_cut_behind_their_turns_are_not_read_from_a_cache(tmp_path):
     directory = directory_of(tmp_path, "nothing behind it")
     tokenizer = Tokenizer.from_directory(directory)
-    for kind, marks in ((PairJudgement, ("pairs", "margins")), (TextJudgement, ("labels",))):
+    for kind, marks in ((LabelledPairEncoder, ("pairs", "margins")), (LabelledTextEncoder, ("labels",))):
         before = type("Before", (kind,), {"marks": marks})
-        found, old = (one(tokenizer, None, judged=Judged("label"), max_length=9).fingerprint for one in (kind, before))
+        found, old = (one(tokenizer, None, label=Label("label"), max_length=9).fingerprint for one in (kind, before))
         assert found != old
 
 

@@ -74,11 +74,10 @@ def test_the_kernel_is_the_one_that_proves_itself(tmp_path):
 
 
 def deltas(rank, root):
-    from dtrain.attention.linear import check_flash as delta_proof
-    from dtrain.attention.linear import flash as delta_flash
+    from dtrain.attention.linear import check_flash, flash
 
-    cuda, cpu, own, asked = torch.device("cuda", 0), torch.device("cpu"), (delta_flash.installed, delta_proof.prove), []
-    rule = delta_flash.FlashDelta(lambda *parts, **more: (parts[2], None))
+    cuda, cpu, own, asked = torch.device("cuda", 0), torch.device("cpu"), (flash.installed, check_flash.prove), []
+    rule = flash.FlashDelta(lambda *parts, **more: (parts[2], None))
 
     def chosen(*keys, device=cuda, dtype="bfloat16", family="qwen3.5"):
         recipe = tiny_recipe(root, f"train.dtype={dtype}", *keys, family=family)
@@ -90,7 +89,7 @@ def deltas(rank, root):
         assert chosen()[0] is None and "is not installed (pip install 'dtrain[fla]')" in chosen()[1]
         with pytest.raises(UserError, match="model.linear_attention=fla: flash-linear-attention is not installed"):
             chosen(fla)
-        delta_flash.installed, delta_proof.prove = lambda: rule, lambda rule, **shape: asked.append(shape)
+        flash.installed, check_flash.prove = lambda: rule, lambda rule, **shape: asked.append(shape)
         assert chosen("parallel.tp=2", "parallel.cp=2") == (rule, "")
         sizes = read_config(root / "qwen3.5-tied").linear
         assert asked.pop() == {
@@ -99,12 +98,12 @@ def deltas(rank, root):
         }  # fmt: skip
         assert chosen("model.linear_attention=torch") == chosen(dtype="float32") == chosen(device=cpu) == (None, "")
         assert chosen(family="qwen3") == chosen(fla, family="qwen3") == (None, "") and not asked
-        delta_proof.prove = lambda rule, **shape: "other numbers"
+        check_flash.prove = lambda rule, **shape: "other numbers"
         assert chosen() == (None, "other numbers")
         with pytest.raises(UserError, match="model.linear_attention=fla: other numbers; set .*=auto or torch"):
             chosen(fla)
     finally:
-        delta_flash.installed, delta_proof.prove = own
+        flash.installed, check_flash.prove = own
 
 
 def test_linear_attention_is_by_the_library_that_proves_itself(tmp_path):

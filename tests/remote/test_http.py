@@ -8,7 +8,7 @@ import pytest
 
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.request import Request, SamplingParams
-from dtrain.rl.remote import http_client as wire
+from dtrain.rl.remote import http_client
 from dtrain.rl.remote.dialects import derived_seed
 from dtrain.rl.remote.http import HttpEngine, group
 from dtrain.rl.remote.prefetch import Ahead
@@ -213,7 +213,7 @@ def test_an_answer_has_its_time_and_its_size(vllm, monkeypatch):
     vllm.faults = [torn]
     with pytest.raises(UserError, match="the answer broke off after 2 bytes"):
         engine_of(vllm, retries=0).generate(requests_of(1, 1))
-    monkeypatch.setattr(wire, "LARGEST", 100)
+    monkeypatch.setattr(http_client, "LARGEST", 100)
     with pytest.raises(UserError, match="an answer of more than 0 MiB"):
         engine_of(vllm, retries=0).generate(requests_of(1, 1))
 

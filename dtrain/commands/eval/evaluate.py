@@ -165,7 +165,7 @@ def _write(out: Path | None, questions: Questions, judged: Sequence[Judged]) -> 
                 row = {
                     "prompt_index": one.index,
                     "sample_index": one.sample,
-                    "prompt": prompt.asked,
+                    "prompt": prompt.content,
                     "completion": one.text,
                     "reward": one.reward,
                     "rewards": one.parts,

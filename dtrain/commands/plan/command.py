@@ -34,6 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
     from dtrain.commands.plan.answer import answer, read_recipe
 
     recipe = read_recipe(arguments.recipe, arguments.overrides, arguments.world_size)
-    with config.hiding(recipe):
-        answer(recipe, arguments, lambda text: print(config.hidden(text, recipe), flush=True))
+    with config.redacted_errors(recipe):
+        answer(recipe, arguments, lambda text: print(config.redact(text, recipe), flush=True))
     return 0

@@ -1,4 +1,4 @@
-"""What every kind of encoder shares: chunks of rows to samples, the recipe's limits, and how plain strings are framed.
+"""Base of all encoders: chunks of rows to samples, the recipe's limits, and the framing of plain strings.
 
 A sample is one document, or the two of a pair; how a row becomes its documents is the encoder's own (sample.py,
 pairs.py, prompts.py). Torch is not imported.
@@ -26,22 +26,22 @@ LONG = "longer than data.max_length"
 
 
 class Part(NamedTuple):
-    """Rows that are validated on, or the others: a `share` of all by content and `seed`, whatever their file."""
+    """The validation rows, or the others: a `share` of all by content and `seed`, whatever their file."""
 
     share: float
     seed: int
     validated: bool
 
     def has(self, content: Any) -> bool:
-        """content: what JSON can write. Equal content is on one side."""
+        """Return whether this part has a row of that content, which JSON can write. Equal content is on one side."""
         text = json.dumps([self.seed, content], sort_keys=True, default=str)
         drawn = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64  # from 0 up to 1
         return (drawn < self.share) == self.validated
 
 
 class Document(NamedTuple):
-    """Token ids, a byte for each that says whether it is trained, and how many there were before truncation; the row's
-    columns as JSON where the encoder keeps them."""
+    """Token ids, a byte for each that says whether it is trained, and the length before truncation; the row's columns
+    as JSON where the encoder keeps them."""
 
     ids: Sequence[int]
     trained: bytearray
@@ -51,7 +51,7 @@ class Document(NamedTuple):
 
 @dataclass
 class EncodedChunk:
-    """The documents of one chunk of rows, one behind the other, and what became of the rest.
+    """The documents of one chunk of rows, one behind the other, and the rows that were left out.
 
     tokens    int32, the ids of all documents      trained   one byte a token, 1 = a target
     lengths   tokens of each document              lines     the line that each comes from
@@ -83,9 +83,9 @@ class EncodedChunk:
 
 
 class RowEncoder:
-    """Rows to samples, with one tokenizer, one template (None: chats are refused) and the recipe's limits.
+    """Encoder of rows to samples, with one tokenizer, one template (None: chats are refused) and the recipe's limits.
 
-    too_long: truncate, drop or error, what becomes of a row beyond `max_length`.
+    too_long: truncate, drop or error, for a row beyond `max_length`.
     """
 
     documents = 1  # of a sample
@@ -115,17 +115,17 @@ class RowEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides what a row becomes."""
+        """Hash of everything that decides what a row becomes."""
         template = self.template.fingerprint if self.template else None
         limits = self.max_length, *self.decides, self.too_long, self.prompts_as
         return digest(*self.marks, self.tokenizer.fingerprint, template, *limits, *(self.part or ()))[:16]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        """The documents of a row in format `name`, or why it is left out. Raises UserError."""
+        """Return the documents of a row in format `name`, or why it is left out. Raises UserError."""
         raise NotImplementedError(f"{type(self).__name__} makes no documents")
 
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
-        """What a row in format `name` says, for JSON: no mark of what is trained, no column that is no part of it."""
+        """Return the content of a row in format `name`, for JSON: no marks of what is trained, no other columns."""
         raise NotImplementedError(f"{type(self).__name__} tells no content")
 
     def has_plain_prompt(self, row: Mapping[str, Any], name: str) -> bool:
@@ -138,41 +138,41 @@ class RowEncoder:
         return as_messages(row, self.plain_columns[name]) if is_read_so else row
 
     def encode_chunk(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> EncodedChunk:
-        """The samples of rows in format `name`, which have their own names of our `columns`. Raises UserError with file
-        and line in front."""
+        """Encode rows in format `name`, which have their own names of our `columns`. Raises UserError with file and
+        line in front."""
         result = EncodedChunk(size=chunk.size)
         for line, raw in chunk.rows:
-            given = parse(chunk.file, line, raw)
+            parsed = parse(chunk.file, line, raw)
             try:
-                row = renamed(given, columns) if columns else given
+                row = renamed(parsed, columns) if columns else parsed
                 if self.part is not None and not self.part.has(self.content_of(row, name)):
                     result.others += 1
                     continue
-                found = self.documents_of(row, name)
+                documents = self.documents_of(row, name)
             except UserError as problem:
-                raise UserError(f"{chunk.file}:{line}: {problem}{lacking(given, columns)}") from problem
+                raise UserError(f"{chunk.file}:{line}: {problem}{lacking(parsed, columns)}") from problem
             result.rows += 1
             result.plain_prompts += self.has_plain_prompt(row, name)
-            if isinstance(found, str):
-                result.left_out.append((line, found))
+            if isinstance(documents, str):
+                result.left_out.append((line, documents))
                 continue
-            for document in found:
+            for document in documents:
                 result.add(line, document)
         return result
 
     def look_at(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> None:
-        """As `encode_chunk`, of rows that are parsed and have the format's shape, but are not tokenised."""
+        """Check rows as `encode_chunk` does, parsed and for the format's shape, but do not tokenise them."""
         look = self.documents_of if name == "tokenized" else self.content_of
         for line, raw in chunk.rows:
-            given = parse(chunk.file, line, raw)
+            parsed = parse(chunk.file, line, raw)
             try:
-                look(renamed(given, columns) if columns else given, name)
+                look(renamed(parsed, columns) if columns else parsed, name)
             except UserError as problem:
-                raise UserError(f"{chunk.file}:{line}: {problem}{lacking(given, columns)}") from problem
+                raise UserError(f"{chunk.file}:{line}: {problem}{lacking(parsed, columns)}") from problem
 
     @property
     def replies(self) -> Replies:
-        """Raises UserError where the model has no chat template."""
+        """The finder of replies. Raises UserError where the model has no chat template."""
         if self._replies is None:
             raise UserError(
                 f"the row is a conversation, and {self.tokenizer.directory} has no chat template; "
@@ -183,18 +183,18 @@ class RowEncoder:
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        """Ids of a whole conversation, those of transformers' `apply_chat_template`: what the template writes behind
-        the token that ends the last turn is part of them. Raises UserError."""
+        """Return the ids of a whole conversation, those of transformers' `apply_chat_template`: what the template
+        writes behind the token that ends the last turn is part of them. Raises UserError."""
         return self.tokenizer.encode(self.replies.template.render(self.replies.with_objects(messages, tools), tools))
 
     def check_ids(self, ids: Sequence[int], key: str) -> None:
-        """Raises UserError for an id of a tokenized row that the model has no embedding for."""
+        """Raise UserError for an id of a tokenized row that the model has no embedding for."""
         limit = self.tokenizer.id_limit
         if max(ids, default=0) >= limit:
             raise UserError(f"{key} holds the id {max(ids)}, beyond the model's vocabulary of {limit}")
 
     def drops(self, length: int) -> bool:
-        """Whether a row whose longest document has `length` tokens is dropped. Raises UserError where it is refused."""
+        """Return whether a row whose longest document has `length` tokens is dropped. Raises UserError if refused."""
         if length <= self.max_length or self.too_long == "truncate":
             return False
         if self.too_long == "error":
@@ -205,8 +205,8 @@ class RowEncoder:
         return True
 
     def around(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The ids that belong before and after those of a plain string: what the tokenizer's post-processor puts in
-        front (BOS, for most) unless the string brings its own, and the EOS token, likewise."""
+        """Return the ids that belong before and after those of a plain string: what the tokenizer's post-processor puts
+        in front (BOS, for most) unless the string brings its own, and the EOS token, likewise."""
         if self.tokenizer.eos_id is None:
             raise UserError(
                 f"the tokenizer of {self.tokenizer.directory} names no EOS token, which must end each text; "

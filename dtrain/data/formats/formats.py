@@ -1,4 +1,4 @@
-"""Rows to samples: what format a row is in, whether it is sound, and what it says, in one shape per kind of training.
+"""Formats of rows: detection, checks, and normalisation to one shape per kind of training.
 
 The four shapes: `Conversation` (messages, ShareGPT, Alpaca, prompt and completion as messages), `PromptCompletion`
 (prompt and completion as strings), `Text`, and `TokenizedRow` (used as they are). What a pair of a chosen and a
@@ -65,7 +65,7 @@ ROLE_HINTS = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "as
 
 @dataclass(frozen=True)
 class Conversation:
-    """`train[i]` is what the row says of messages[i]: True, False, or None where it says nothing.
+    """Messages of a conversation; `train[i]` is the row's mark of messages[i]: True, False, or None without one.
 
     The first `prompt` messages are never trained (0 unless the row has a prompt and a completion).
     """
@@ -89,15 +89,15 @@ class Text:
 
 @dataclass(frozen=True)
 class TokenizedRow:
-    """`trained[t]`: token t is a target."""
+    """Token ids as the row has them. `trained[t]`: token t is a target."""
 
     ids: list[int]
     trained: list[bool]
 
 
 def detect(row: Mapping[str, Any], kind: str = "examples") -> str | None:
-    """The name of the row's format among those of `kind`, or None. Keys whose value is null count as absent (parquet
-    fills them in)."""
+    """Return the name of the row's format among those of `kind`, or None. Keys whose value is null count as absent
+    (parquet fills them in)."""
     for name, keys in KINDS[kind].items():
         if all(row.get(key) is not None for key in keys):
             return name
@@ -105,16 +105,16 @@ def detect(row: Mapping[str, Any], kind: str = "examples") -> str | None:
 
 
 def describe_unknown(row: Mapping[str, Any], kind: str = "examples") -> str:
-    """Why `detect` found nothing."""
+    """Return the message for a row in which `detect` found no format."""
     if kind == "examples" and detect(row, "pairs") is not None:
         return refuse_preference()
     single = detect(row, "examples")
     if kind == "pairs" and single is not None:
-        judged = (
+        labelled = (
             "; method=kto trains on single replies with a label, method=reward on any text with one "
             "(reward.task=classes or numbers)"
         )
-        return refuse_single(single, kind) + (judged if row.get("label") is not None else "")
+        return refuse_single(single, kind) + (labelled if row.get("label") is not None else "")
     if kind == "pairs":
         known = (
             f"preference: chosen, rejected, with prompt or without; tokenized: {', '.join(PAIR_FORMATS['tokenized'])}"
@@ -129,7 +129,7 @@ def describe_unknown(row: Mapping[str, Any], kind: str = "examples") -> str:
 
 
 def refuse_preference() -> str:
-    """What is said to preferences where a method wants single examples."""
+    """Return the refusal of preferences where a method wants single examples."""
     return (
         "the rows are preferences, pairs of a chosen and a rejected completion: set method=dpo, which trains on them, "
         "or give each row messages, or prompt and completion"
@@ -137,7 +137,7 @@ def refuse_preference() -> str:
 
 
 def refuse_single(name: str, kind: str) -> str:
-    """What is said to rows of format `name` where a method wants pairs or prompts."""
+    """Return the refusal of rows of format `name` where a method wants pairs or prompts."""
     if kind == "prompts":
         wanted = "messages, prompt, question, instruction or prompt_ids"
         return f"rows of format {name} hold no prompt to answer; method=grpo needs {wanted}"
@@ -149,7 +149,7 @@ def refuse_single(name: str, kind: str) -> str:
 
 
 def require_keys(row: Mapping[str, Any], name: str, kind: str = "examples") -> None:
-    """Raises UserError for a row that is not of format `name`."""
+    """Raise UserError for a row that is not of format `name`."""
     missing = [key for key in KINDS[kind][name] if row.get(key) is None]
     if missing:
         other = detect(row, kind)
@@ -161,7 +161,7 @@ def require_keys(row: Mapping[str, Any], name: str, kind: str = "examples") -> N
 
 
 def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptCompletion | Text | TokenizedRow:
-    """`row` of format `name` in its one shape. Raises UserError."""
+    """Return `row` of format `name` in its one shape. Raises UserError."""
     if name == "preference":
         raise UserError(refuse_preference())
     require_keys(row, name)
@@ -177,7 +177,7 @@ def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptComplet
 
 
 def _refuse_bad_reply(row: Mapping[str, Any], name: str) -> None:
-    """KTO's rows: a reply, and whether it is a good one."""
+    """Raise UserError for KTO's rows with a bad reply: a label that is false."""
     for key in LABELS:
         if name not in ("text", "tokenized") and str(row.get(key)).lower() == "false":
             raise UserError(
@@ -188,14 +188,14 @@ def _refuse_bad_reply(row: Mapping[str, Any], name: str) -> None:
 
 
 def read_string(value: Any, key: str) -> str:
-    """`value` if it is a string. Raises UserError, naming `key`, as its neighbours do."""
+    """Return `value` if it is a string. Raises UserError, naming `key`, as its neighbours do."""
     if not isinstance(value, str):
         raise UserError(f"{key} must be a string, not {kind_of(value)}")
     return value
 
 
 def read_list(value: Any, key: str) -> list[Any]:
-    """`value` as a list; a string is read as JSON, as CSV and some parquet files hold lists."""
+    """Return `value` as a list; a string is read as JSON, as CSV and some parquet files hold lists."""
     if isinstance(value, str):
         try:
             value = loads(value)
@@ -207,12 +207,12 @@ def read_list(value: Any, key: str) -> list[Any]:
 
 
 def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The row's tools, or None. `functions` is OpenAI's former way to give them."""
+    """Return the row's tools, or None. `functions` is OpenAI's former way to give them."""
     if row.get("tools") in (None, "", []):
         functions = row.get("functions")
-        if not isinstance(functions, list) or not all(isinstance(one, dict) and "name" in one for one in functions):
+        if not isinstance(functions, list) or not all(isinstance(item, dict) and "name" in item for item in functions):
             return None
-        return [{"type": "function", "function": one} for one in functions] or None
+        return [{"type": "function", "function": item} for item in functions] or None
     tools = read_list(row["tools"], "tools")
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict):
@@ -229,7 +229,7 @@ def _chat(row: Mapping[str, Any], key: str) -> Conversation:
 
 
 def read_messages(value: Any, key: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
-    """The messages of a list, and what each says of being trained."""
+    """Return the messages of a list, and the mark of each: trained, not trained, or None."""
     entries = read_list(value, key)
     if not entries:
         raise UserError(f"{key} is an empty list; give at least one user and one assistant message")
@@ -296,7 +296,7 @@ def _sharegpt_calls(value: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _train_flag(message: dict[str, Any], key: str) -> bool | None:
-    """`train: false`, or `weight: 0` as OpenAI's fine-tuning files say it; taken out of the message."""
+    """Pop the mark of a message: `train: false`, or `weight: 0` as OpenAI's fine-tuning files have it."""
     train, weight = message.pop("train", None), message.pop("weight", None)
     if train is not None and not isinstance(train, bool):
         raise UserError(f"{key}.train must be true or false, not {train!r}")
@@ -315,7 +315,7 @@ def _train_flag(message: dict[str, Any], key: str) -> bool | None:
 
 
 def _with_thoughts(message: dict[str, Any], key: str) -> dict[str, Any]:
-    """A message whose content begins with parts of type thinking, as Mistral and Anthropic write them: with
+    """Return a message whose content begins with parts of type thinking, as Mistral and Anthropic write them, with
     `reasoning_content` in their place."""
     thoughts: list[str] = []
     parts = list(message["content"])
@@ -361,14 +361,14 @@ def _tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _alpaca(row: Mapping[str, Any]) -> Conversation:
-    """`system` and `history`, a list of [question, reply], are read where they stand."""
+    """Return Alpaca's row as a conversation; `system` and `history`, a list of [question, reply], are read too."""
     messages = [{"role": "system", "content": read_string(row["system"], "system")}] if row.get("system") else []
-    messages += [*read_asked(row), {"role": "assistant", "content": read_string(row["output"], "output")}]
+    messages += [*read_question(row), {"role": "assistant", "content": read_string(row["output"], "output")}]
     return Conversation(messages, [None] * len(messages), read_tools(row))
 
 
-def read_asked(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of history, and the user's with the instruction."""
+def read_question(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of history, and the user's with the instruction."""
     messages = []
     for index, pair in enumerate(read_list(row.get("history") or [], "history")):
         if not isinstance(pair, list) or len(pair) != 2:
@@ -379,9 +379,9 @@ def read_asked(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_instruction(row: Mapping[str, Any]) -> str:
-    """instruction, and behind a blank line input, where there is one."""
-    instruction, given = read_string(row["instruction"], "instruction"), row.get("input")
-    return f"{instruction}\n\n{read_string(given, 'input')}" if given else instruction
+    """Return instruction, and behind a blank line input, where there is one."""
+    instruction, context = read_string(row["instruction"], "instruction"), row.get("input")
+    return f"{instruction}\n\n{read_string(context, 'input')}" if context else instruction
 
 
 def _prompt_completion(row: Mapping[str, Any]) -> Conversation | PromptCompletion:
@@ -415,7 +415,7 @@ def _tokens(row: Mapping[str, Any]) -> TokenizedRow:
 
 
 def _refuse_masks(row: Mapping[str, Any]) -> None:
-    """Other columns by which tokenized rows say what counts: one that would change the numbers is refused."""
+    """Raise UserError for another column of tokenized rows, such as a mask, that would change the numbers."""
     if row.get("attention_mask") is not None and not all(read_list(row["attention_mask"], "attention_mask")):
         raise UserError("attention_mask has zeros: tokenized rows are used whole; leave the padding out of input_ids")
     for name in MASKS:
@@ -427,7 +427,7 @@ def _refuse_masks(row: Mapping[str, Any]) -> None:
 
 
 def read_integers(value: Any, key: str) -> list[int]:
-    """`value` as a list of whole numbers."""
+    """Return `value` as a list of whole numbers."""
     values = read_list(value, key)
     for index, item in enumerate(values):
         if isinstance(item, bool) or not isinstance(item, int):

@@ -25,7 +25,7 @@ _WORDS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 
 
 class LabelledEncoder(Encoder):
-    """Rows of replies to samples, whose column `label` is kept: whether the reply is wanted."""
+    """Encoder of rows of replies, whose column `label` is kept: true for a wanted reply."""
 
     keeps_columns = True
     marks = ("labelled",)
@@ -42,29 +42,29 @@ class LabelledEncoder(Encoder):
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         if name == "preference":
-            found = self._pairs.documents_of(row, name)
-            return found if isinstance(found, str) else [_kept(found[0], True), _kept(found[1], False)]
+            pair = self._pairs.documents_of(row, name)
+            return pair if isinstance(pair, str) else [_kept(pair[0], True), _kept(pair[1], False)]
         wanted, rest = read_label(row)
-        found = super().documents_of(rest, name)
-        return found if isinstance(found, str) else [_kept(one, wanted) for one in found]
+        documents = super().documents_of(rest, name)
+        return documents if isinstance(documents, str) else [_kept(document, wanted) for document in documents]
 
 
 def read_label(row: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
-    """Whether the row's reply is wanted, and the row without its label. Raises UserError."""
+    """Return whether the row's reply is wanted, and the row without its label. Raises UserError."""
     named = [key for key in LABELS if row.get(key) is not None]
     if not named:
         raise UserError(
             "the row has no label: kto needs label: true or false beside each reply (kto_tag, or another column by "
             "data.train.columns={label: NAME})"
         )
-    found = _WORDS.get(str(row[named[0]]).lower())
-    if found is None:
+    wanted = _WORDS.get(str(row[named[0]]).lower())
+    if wanted is None:
         raise UserError(f"{named[0]} is {shown(row[named[0]])}: it must be true (the reply is wanted) or false")
-    return found, {key: value for key, value in row.items() if key not in LABELS}
+    return wanted, {key: value for key, value in row.items() if key not in LABELS}
 
 
 def is_wanted(samples: "Samples", index: int) -> bool:
-    """Whether the reply of a sample of `LabelledEncoder` is wanted."""
+    """Return whether the reply of a sample of `LabelledEncoder` is wanted."""
     return samples.row(index)["columns"]["label"]
 
 

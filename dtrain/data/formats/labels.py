@@ -25,17 +25,20 @@ ENDS = "to their ends"  # else a cache from before would be read, whose document
 
 
 @dataclass(frozen=True)
-class Judged:
-    """column: `margin` of pairs, `label` of examples. classes: how many there are, so that a label is a whole number
-    below; None: any finite number."""
+class Label:
+    """The number that a row has beside its text.
+
+    column: `margin` of pairs, `label` of examples. classes: how many there are, so that a label is a whole number
+    below; None: any finite number.
+    """
 
     column: str
     classes: int | None = None
 
     def read(self, row: Mapping[str, Any]) -> float:
-        """The row's number. Raises UserError."""
-        given = row.get(self.column)
-        value = _number(given)
+        """Return the row's number. Raises UserError."""
+        raw = row.get(self.column)
+        value = _number(raw)
         if value is None and self.column == "margin":
             return 0.0
         if value is None:
@@ -43,20 +46,20 @@ class Judged:
         if self.classes is not None:
             if not isinstance(value, int) or not 0 <= value < self.classes:
                 raise UserError(
-                    f"{self.column} is {given!r}, and must be a whole number from 0 to {self.classes - 1}, as "
+                    f"{self.column} is {raw!r}, and must be a whole number from 0 to {self.classes - 1}, as "
                     f"reward.num_labels={self.classes} says"
                 )
         elif isinstance(value, bool) or not is_number(value):
-            raise UserError(f"{self.column} is {given!r}, and must be a finite number")
+            raise UserError(f"{self.column} is {raw!r}, and must be a finite number")
         return float(value)
 
     def kept(self, row: Mapping[str, Any]) -> bytes:
-        """As `Document.columns` has it."""
+        """Return the row's number as `Document.columns` has it."""
         return json.dumps({"columns": {self.column: self.read(row)}}).encode()
 
 
 def _number(value: Any) -> Any:
-    """A value as JSON has it: CSV has numbers as texts and nothing as "", tables with gaps have 1 as 1.0."""
+    """Return a value as JSON has it: CSV has numbers as texts and nothing as "", tables with gaps have 1 as 1.0."""
     if isinstance(value, str):
         try:
             value = float(value) if value else None
@@ -65,39 +68,39 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-class PairJudgement(PairEncoder):
-    """Pairs, each with its margin."""
+class LabelledPairEncoder(PairEncoder):
+    """Encoder of pairs, each with its margin."""
 
     keeps_columns = True
     keeps_ends = True
     marks = ("pairs", "margins", ENDS)
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, judged: Judged, **limits: Any):
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, label: Label, **limits: Any):
         super().__init__(tokenizer, template, **limits)
-        self.judged = judged
+        self.label = label
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        kept, found = self.judged.kept(row), super().documents_of(row, name)
-        return found if isinstance(found, str) else [one._replace(columns=kept) for one in found]
+        kept, pair = self.label.kept(row), super().documents_of(row, name)
+        return pair if isinstance(pair, str) else [document._replace(columns=kept) for document in pair]
 
 
-class TextJudgement(RowEncoder):
-    """Whole texts, each with its label."""
+class LabelledTextEncoder(RowEncoder):
+    """Encoder of whole texts, each with its label."""
 
     keeps_columns = True
     marks = ("labels", ENDS)
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, judged: Judged, **limits: Any):
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, label: Label, **limits: Any):
         super().__init__(tokenizer, template, **limits)
-        self.judged = judged
-        self.decides = [judged.classes]
+        self.label = label
+        self.decides = [label.classes]
         self._examples = Encoder(tokenizer, template, loss_on="all", **limits)
 
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
-        return [self._examples.content_of(self._unlabelled(row), name), self.judged.read(row)]
+        return [self._examples.content_of(self._unlabelled(row), name), self.label.read(row)]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        kept, sample = self.judged.kept(row), normalise(self.in_messages(self._unlabelled(row), name), name)
+        kept, sample = self.label.kept(row), normalise(self.in_messages(self._unlabelled(row), name), name)
         if isinstance(sample, Conversation):
             ids = self.conversation(sample.messages, sample.tools)
         else:
@@ -108,5 +111,5 @@ class TextJudgement(RowEncoder):
         return [Document(read, bytearray(b"\1" * len(read)), len(ids), kept)] if read else EMPTY
 
     def _unlabelled(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Without the label, which elsewhere says whether a reply is good."""
-        return {key: value for key, value in row.items() if key != self.judged.column}
+        """Return the row without its label, which elsewhere says whether a reply is good."""
+        return {key: value for key, value in row.items() if key != self.label.column}

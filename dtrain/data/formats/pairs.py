@@ -1,4 +1,4 @@
-"""One row of preferences to the two documents of a pair: the prompt with the chosen, and with the rejected completion.
+"""Rows of preferences to the two documents of a pair: the prompt with the chosen, and with the rejected completion.
 
 Where the completions begin. A template or a tokenizer may write the end of a prompt otherwise once something follows
 it (thinking that is dropped, tokens that merge). So the prompt of a pair is the longest beginning, in tokens, that the
@@ -10,7 +10,7 @@ completion: a document's first token is predicted from nothing.
 
 What is too long loses the beginning of its prompt, as much as the longer completion asks for and all but one token at
 most, the same in both documents; then each completion loses its end. Documents that are rated keep their ends
-(`judged.py`). Torch is not imported.
+(`labels.py`). Torch is not imported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ EQUAL_CUT = "chosen and rejected are the same tokens within data.max_length"
 
 
 class PairEncoder(RowEncoder):
-    """Preferences to samples of two documents, chosen and rejected."""
+    """Encoder of preferences to samples of two documents, chosen and rejected."""
 
     documents = 2
     noun = "pairs"
@@ -54,7 +54,7 @@ class PairEncoder(RowEncoder):
         ]
 
     def _pair(self, row: Mapping[str, Any], name: str) -> ChatPair | TextPair | TokenPair:
-        """Raises UserError."""
+        """Return the pair of a row. Raises UserError."""
         pair = normalise_pair(self.in_messages(row, name), name)
         if isinstance(pair, TextPair) and self.prompts_as == USER:
             raise UserError(
@@ -64,7 +64,7 @@ class PairEncoder(RowEncoder):
         return pair
 
     def encode(self, pair: ChatPair | TextPair | TokenPair) -> tuple[Ids, Ids, Ids]:
-        """Ids of the prompt and of the two completions, none empty, not yet truncated. Raises UserError."""
+        """Return the ids of the prompt and of the two completions, none empty, not yet truncated. Raises UserError."""
         if isinstance(pair, TokenPair):
             for ids, key in ((pair.prompt, "prompt_ids"), (pair.chosen, "chosen_ids"), (pair.rejected, "rejected_ids")):
                 self.check_ids(ids, key)
@@ -82,7 +82,7 @@ class PairEncoder(RowEncoder):
         return chosen[:at], chosen[at:], rejected[at:]
 
     def _chats(self, pair: ChatPair) -> tuple[Ids, Ids, Ids]:
-        """Ids of the prompt, and of the prompt with each completion."""
+        """Return the ids of the prompt, and of the prompt with each completion."""
 
         messages = self.replies.with_objects(pair.prompt, pair.tools)
         prompt = self.tokenizer.encode(self.replies.template.render(messages, pair.tools, add_generation_prompt=True))
@@ -90,27 +90,27 @@ class PairEncoder(RowEncoder):
         return prompt, chosen, rejected
 
     def _completed(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> Ids:
-        """Ids of a prompt with its completion."""
+        """Return the ids of a prompt with its completion."""
         if self.keeps_ends:
             return self.conversation(messages, tools)
         written = self.replies.template.render(self.replies.with_objects(messages, tools), tools)
         return self.tokenizer.encode(written.rstrip())
 
     def _texts(self, pair: TextPair) -> tuple[Ids | None, Ids, Ids]:
-        """The same of plain strings; no prompt where the row has none."""
+        """Return the same ids of plain strings; no prompt where the row has none."""
         start = pair.prompt or ""
         chosen, rejected = (self.text(start + text) for text in (pair.chosen, pair.rejected))
         return None if pair.prompt is None else self.text(start, ends=False), chosen, rejected
 
     def text(self, text: str, ends: bool = True) -> Ids:
-        """Ids of a plain string, framed; ends: with what stands behind it."""
+        """Return the ids of a plain string, framed; ends: with what stands behind it."""
         ids = self.tokenizer.encode(text)
         before, after = self.around(ids)
         return [*before, *ids, *(after if ends else [])]
 
 
 def fit(prompt: Ids, chosen: Ids, rejected: Ids, max_length: int, keeps_ends: bool = False) -> tuple[Ids, Ids, Ids]:
-    """The three, so cut that the prompt (never empty) and either completion have at most `max_length` tokens.
+    """Cut the three so that the prompt (never empty) and either completion have at most `max_length` tokens.
     keeps_ends: a completion loses its beginning, not its end."""
     kept = min(len(prompt), max(1, max_length - max(len(chosen), len(rejected))))
     left = max_length - kept

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.base.errors import UserError
+from dtrain.base.ranges import plural
 from dtrain.data.text.template import ChatTemplate
 
 TEXT, USER = "text", "user"
@@ -50,8 +51,8 @@ def describe(label: str, count: int, prompts_as: str, template: ChatTemplate | N
     a prompt or a template. is_all: False where the count is of the first rows alone."""
     if not count or template is None:
         return []
-    number = f"{count:,}" if is_all else f"{count:,} of the first"
-    prompts = f"{label}: {number} prompt{'s' * (count != 1 or not is_all)} as plain text"
+    number, noun = (f"{count:,}", plural(count, "prompt")) if is_all else (f"{count:,} of the first", "prompts")
+    prompts = f"{label}: {number} {noun} as plain text"
     if prompts_as == USER:
         return [f"{prompts}: read as a user's message, in the chat template ({KEY}=text: continued as raw text)"]
     return [f"{prompts}: continued as raw text, without the chat template ({KEY}=user: read as a user's message)"]

@@ -19,7 +19,14 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of
-from dtrain.data.formats.formats import read_asked, read_integers, read_messages, read_string, read_tools, require_keys
+from dtrain.data.formats.formats import (
+    read_integers,
+    read_messages,
+    read_question,
+    read_string,
+    read_tools,
+    require_keys,
+)
 
 Message = dict[str, Any]
 # The columns of a prompt where there is no `prompt`. Beside replies alone they are never passed over.
@@ -47,7 +54,7 @@ class TextPair:
 
 @dataclass(frozen=True)
 class TokenPair:
-    """The same in token ids, used as they are."""
+    """Two ways in which `prompt` goes on, in token ids, used as they are."""
 
     prompt: list[int]
     chosen: list[int]
@@ -55,7 +62,7 @@ class TokenPair:
 
 
 def normalise_pair(row: Mapping[str, Any], name: str) -> ChatPair | TextPair | TokenPair:
-    """`row` of format `name` (preference or tokenized) in its shape. Raises UserError."""
+    """Return `row` of format `name` (preference or tokenized) in its shape. Raises UserError."""
     require_keys(row, name, "pairs")
     if name == "tokenized":
         return TokenPair(*(_ids(row[key], key) for key in ("prompt_ids", "chosen_ids", "rejected_ids")))
@@ -73,30 +80,30 @@ def normalise_pair(row: Mapping[str, Any], name: str) -> ChatPair | TextPair | T
     return _chats(row, prompt, chosen, rejected)
 
 
-def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many entries both begin with."""
-    limit = min(len(one), len(other))
-    return next((at for at in range(limit) if one[at] != other[at]), limit)
+def shared_length(first: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of entries that both begin with."""
+    limit = min(len(first), len(other))
+    return next((at for at in range(limit) if first[at] != other[at]), limit)
 
 
 def _value(value: Any) -> Any:
-    """A completion that is one message is a list of it."""
+    """Return a completion; one that is a single message as a list of it."""
     return [value] if isinstance(value, dict) else value
 
 
 def _other_prompt(row: Mapping[str, Any]) -> list[Message] | None:
-    """The prompt of a row with replies alone, whose column has another name; None where there is none."""
-    found = [name for name in PROMPT_NAMES if row.get(name) and not (name == "input" and row.get("instruction"))]
-    if found == ["conversations"]:
+    """Return the prompt of a row with replies alone, whose column has another name; None where there is none."""
+    names = [name for name in PROMPT_NAMES if row.get(name) and not (name == "input" and row.get("instruction"))]
+    if names == ["conversations"]:
         return read_messages(row["conversations"], "conversations")[0]
-    if found == ["instruction"]:
-        return read_asked(row)
-    if found in (["question"], ["input"]):
-        return [{"role": "user", "content": read_string(row[found[0]], found[0])}]
-    if found:
+    if names == ["instruction"]:
+        return read_question(row)
+    if names in (["question"], ["input"]):
+        return [{"role": "user", "content": read_string(row[names[0]], names[0])}]
+    if names:
         raise UserError(
-            f"beside chosen and rejected the row has {', '.join(found)}: say which is the prompt, by "
-            f"data.train.columns={{prompt: {found[0]}}} for example"
+            f"beside chosen and rejected the row has {', '.join(names)}: say which is the prompt, by "
+            f"data.train.columns={{prompt: {names[0]}}} for example"
         )
     return None
 
@@ -175,7 +182,7 @@ def _replies_only(chosen: list[Message], rejected: list[Message]) -> bool:
 
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """How many messages both begin with; each keeps one of its own."""
+    """Return the number of messages that both begin with; each keeps one of its own."""
     return min(shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
 
 

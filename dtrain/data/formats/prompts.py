@@ -1,4 +1,4 @@
-"""Rows of prompts: what the model is asked, and the columns by which its answers are judged. Torch is not imported.
+"""Rows of prompts: the text that the model answers, and the columns by which answers are scored. Torch is not imported.
 
     messages, sharegpt      the conversation through its last user (or tool) message; the answer after it is a column
     prompt                  a list of messages, or a string, which is the beginning of a text, or a user's message
@@ -42,10 +42,10 @@ RESERVED = ("prompts", "completions", "completion_ids")
 
 @dataclass(frozen=True)
 class Prompt:
-    """`asked`: a conversation, a text, or token ids. `columns`: the row's others, `answer` among them where known.
-    `variables`: for the chat template, beside its own."""
+    """A prompt of one row. `content`: a conversation, a text, or token ids. `columns`: the row's others, `answer` among
+    them where known. `variables`: for the chat template, beside its own."""
 
-    asked: list[Message] | str | list[int]
+    content: list[Message] | str | list[int]
     columns: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -53,9 +53,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """room: tokens of the longest prompt. system: the system message of conversations that have none. loss_on: as
-    `data.loss_on`, where the row with its own answer is wanted too; None: the prompt alone. tools: schemas of those
-    that every prompt tells of. answers: whether something answers calls of the rows' own tools."""
+    """Options of prompts. room: tokens of the longest prompt. system: the system message of conversations that have
+    none. loss_on: as `data.loss_on`, where the row with its own answer is wanted too; None: the prompt alone. tools:
+    schemas of the tools that every prompt lists. answers: whether something answers calls of the rows' own tools."""
 
     room: int
     system: str | None = None
@@ -73,12 +73,12 @@ class PromptOptions:
         tools: Sequence[Mapping[str, Any]] = (),
         answers: bool = False,
     ) -> "PromptOptions":
-        """What a completion of `max_new_tokens` leaves of a sequence of `max_length`, one token at least."""
+        """Return options with the room that a completion leaves in a sequence of `max_length`, one token at least."""
         return cls(max(1, max_length - max_new_tokens), system, loss_on, tools, answers)
 
 
 def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = None) -> Prompt:
-    """`row` of format `name` (a key of formats.PROMPT_FORMATS) in its one shape. Raises UserError."""
+    """Return `row` of format `name` (a key of formats.PROMPT_FORMATS) in its one shape. Raises UserError."""
     require_keys(row, name, "prompts")
     if name == "tokenized":
         ids = read_integers(row["prompt_ids"], "prompt_ids")
@@ -89,14 +89,14 @@ def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = Non
         text = read_string(row["prompt"], "prompt")
         return Prompt(text, _columns(row, "prompt", answer=row.get("completion")))
     messages, columns = _chat(row, name)
-    given = row.get("system") or system
-    if given and messages[0]["role"] not in ("system", "developer"):
-        messages = [{"role": "system", "content": read_string(given, "system")}, *messages]
+    instructions = row.get("system") or system
+    if instructions and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": read_string(instructions, "system")}, *messages]
     return Prompt(messages, columns, read_tools(row))
 
 
 def _chat(row: Mapping[str, Any], name: str) -> tuple[list[Message], dict[str, Any]]:
-    """The messages that are asked, and the columns beside."""
+    """Return the messages to answer, and the columns beside them."""
     if name == "question":
         messages = [{"role": "user", "content": read_string(row["question"], "question")}]
         return messages, _columns(row, "question")
@@ -122,7 +122,7 @@ def _check_end(messages: Sequence[Message], key: str) -> None:
 
 
 def _text_of(answer: Any) -> str | None:
-    """The text of an answer in messages or as a string."""
+    """Return the text of an answer in messages or as a string."""
     if isinstance(answer, list) and answer and isinstance(answer[-1], Mapping):
         answer = answer[-1].get("content")
     return answer if isinstance(answer, str) else None
@@ -136,8 +136,8 @@ def _columns(row: Mapping[str, Any], *taken: str, answer: str | None = None) -> 
 
 
 class PromptEncoder(RowEncoder):
-    """Prompts to samples of one document without a trained token, the prompt and the columns as JSON beside it; with
-    `options.loss_on` a second document, what `sample.Encoder` makes of the row."""
+    """Encoder of prompts to samples of one document without a trained token, the prompt and the columns as JSON beside
+    it; with `options.loss_on` a second document, that of `sample.Encoder`."""
 
     noun = "prompts"
     keeps_columns = True
@@ -162,7 +162,7 @@ class PromptEncoder(RowEncoder):
 
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
         prompt = normalise_prompt(self.in_messages(row, name), name)
-        return [prompt.asked, prompt.tools]
+        return [prompt.content, prompt.tools]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         prompt = normalise_prompt(self.in_messages(row, name), name, self.options.system)
@@ -183,7 +183,7 @@ class PromptEncoder(RowEncoder):
         if len(ids) > self.options.room and is_dropped:
             return LONG
         try:
-            columns = json.dumps({"prompt": prompt.asked, "columns": prompt.columns}).encode()
+            columns = json.dumps({"prompt": prompt.content, "columns": prompt.columns}).encode()
         except TypeError as problem:
             raise UserError(f"a column is neither text, number, list nor object ({problem}); drop it") from problem
         kept = ids[-self.options.room :]
@@ -191,30 +191,30 @@ class PromptEncoder(RowEncoder):
         return own if isinstance(own, str) else [Document(kept, bytearray(len(kept)), len(ids), columns), *own]
 
     def _with_tools(self, prompt: Prompt) -> Prompt:
-        """Raises UserError for a prompt that cannot tell of tools, or has some of its own."""
-        if not isinstance(prompt.asked[0], Mapping):
+        """Add the options' tools to a prompt. Raises UserError where it cannot list tools, or has some of its own."""
+        if not isinstance(prompt.content[0], Mapping):
             raise UserError("grpo.tools: the template tells the model of tools in a conversation, and this prompt is a "
                             "text or token ids; give it messages, or set data.prompts_as=user for texts")  # fmt: skip
         if prompt.tools is not None:
             raise UserError("the row has tools of its own, and the run those of grpo.tools, which alone can be called: "
                             "take the column away, or name its tools in grpo.tools")  # fmt: skip
-        return replace(prompt, tools=[dict(one) for one in self.options.tools])
+        return replace(prompt, tools=[dict(tool) for tool in self.options.tools])
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids, not yet cut, never none. Raises UserError."""
-        asked: Any = prompt.asked
-        if isinstance(asked, str):
-            ids = self.tokenizer.encode(asked)
+        """Return the prompt's token ids, not yet cut, one at least. Raises UserError."""
+        content: Any = prompt.content
+        if isinstance(content, str):
+            ids = self.tokenizer.encode(content)
             ids = [*self.around(ids)[0], *ids]
-        elif asked and isinstance(asked[0], int):
-            self.check_ids(asked, "prompt_ids")
-            ids = list(asked)
-        elif asked and isinstance(asked[0], Mapping):
-            messages = self.replies.with_objects(asked, prompt.tools)
+        elif content and isinstance(content[0], int):
+            self.check_ids(content, "prompt_ids")
+            ids = list(content)
+        elif content and isinstance(content[0], Mapping):
+            messages = self.replies.with_objects(content, prompt.tools)
             text = self.replies.template.render(messages, prompt.tools, True, prompt.variables)
             ids = self.tokenizer.encode(text)
         else:
-            raise UserError(f"a prompt must be messages, a text or token ids, not {kind_of(asked)}")
+            raise UserError(f"a prompt must be messages, a text or token ids, not {kind_of(content)}")
         if not ids:
             raise UserError("the prompt has no token, so that there is nothing to answer; give the row a prompt")
         return ids

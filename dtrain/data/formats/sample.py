@@ -1,4 +1,4 @@
-"""One row of a data file to token ids and the mask of the tokens that are trained. Torch is not imported.
+"""Rows of a data file to token ids and the mask of the tokens that are trained. Torch is not imported.
 
 What is trained, by `loss_on` and kind of row:
 
@@ -31,7 +31,7 @@ CUT = "no trained token within data.max_length"
 
 
 class Encoder(RowEncoder):
-    """Rows to samples of one document, what is trained of it by `loss_on`: assistant, completion, last or all."""
+    """Encoder of rows to samples of one document, trained by `loss_on`: assistant, completion, last or all."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, *, loss_on: str = "assistant", **limits: Any
@@ -58,7 +58,7 @@ class Encoder(RowEncoder):
         return [Document(ids, trained, full)] if _has_target(trained) else reason
 
     def encode(self, sample: Conversation | PromptCompletion | Text | TokenizedRow) -> tuple[list[int], bytearray]:
-        """Token ids and, a byte each, whether they are trained; not yet truncated. Raises UserError."""
+        """Return token ids and, a byte each, whether they are trained; not yet truncated. Raises UserError."""
         if isinstance(sample, Conversation):
             return self._conversation(sample)
         if isinstance(sample, TokenizedRow):
@@ -84,7 +84,7 @@ class Encoder(RowEncoder):
         return self._masked(text, spans)
 
     def _wanted(self, sample: Conversation) -> list[int]:
-        """The messages that are trained."""
+        """Return the indices of the messages that are trained."""
         roles = [message["role"] for message in sample.messages]
         replies = [index for index, role in enumerate(roles) if role == "assistant" and index >= sample.prompt]
         if self.loss_on == "completion" and not sample.prompt:
@@ -95,7 +95,7 @@ class Encoder(RowEncoder):
         return [index for index in replies if sample.train[index] is not False]
 
     def _masked(self, text: str, spans: Sequence[Span]) -> tuple[list[int], bytearray]:
-        """Ids of `text`, and which of them hold a character of a span."""
+        """Return the ids of `text`, and the mask of those that hold a character of a span."""
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         trained = bytearray(len(ids))
         for start, end in spans:
@@ -105,7 +105,7 @@ class Encoder(RowEncoder):
         return ids, trained
 
     def _string(self, text: str, start: int) -> tuple[list[int], bytearray]:
-        """A plain string, trained from character `start` on and in its EOS token."""
+        """Return ids and mask of a plain string, trained from character `start` on and in its EOS token."""
         ids, trained = self._masked(text, [(start, len(text))])
         before, after = self.around(ids)
         return [*before, *ids, *after], bytearray(len(before)) + trained + b"\1" * len(after)

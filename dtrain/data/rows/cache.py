@@ -63,8 +63,8 @@ COLUMNS = {"columns.bin": torch.uint8, "column_offsets.bin": torch.int64}
 
 @dataclass(frozen=True)
 class Source:
-    """Files, the format of all or of each, how often each of their rows appears per epoch (see `order.Order`), and the
-    file's names of our columns (columns.py)."""
+    """Files, the format of all or of each, the weight of their rows in an epoch (see `order.Order`), and the file's
+    names of our columns (columns.py)."""
 
     files: tuple[Path, ...]
     format: str | tuple[str, ...]
@@ -73,21 +73,21 @@ class Source:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Of each file."""
+        """The format of each file."""
         return (self.format,) * len(self.files) if isinstance(self.format, str) else self.format
 
     @property
     def reading(self) -> list[Any]:
-        """How the files are read, for the cache's key."""
-        one = self.formats[0] if len(set(self.formats)) == 1 else self.formats
-        return [one, len(self.files), *([dict(self.columns)] if self.columns else ())]
+        """Format, number and columns of the files, for the cache's key."""
+        name = self.formats[0] if len(set(self.formats)) == 1 else self.formats
+        return [name, len(self.files), *([dict(self.columns)] if self.columns else ())]
 
 
 class Samples:
-    """The samples of a cache. `samples[i]` is the list of its documents, each (ids int32 [s], trained bool [s]).
+    """Samples of a cache. `samples[i]` is the list of its documents, each (ids int32 [s], trained bool [s]).
 
     documents_per_sample   1, or 2 for preferences: chosen, rejected
-    meta                   what meta.json says: rows, samples, truncated, too_long, untrained, tokens, left_out ...
+    meta                   content of meta.json: rows, samples, truncated, too_long, untrained, tokens, left_out ...
     shares                 the samples of each source, with its weight
     fingerprint            a hash of ids, masks, weights and documents per sample
     """
@@ -116,13 +116,13 @@ class Samples:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """How much there is, and its identity."""
+        """Counts of rows, samples and tokens, and the identity."""
         counts = {name: self.meta[name] for name in ("rows", "samples", "tokens", "trained_tokens", "plain_prompts")}
         return {**counts, "identity": self.identity}
 
     @property
     def noun(self) -> str:
-        """What a sample is, in the plural."""
+        """Name of the samples, in the plural."""
         return self.meta["noun"]
 
     def __len__(self) -> int:
@@ -137,30 +137,30 @@ class Samples:
         return Samples, (self.directory, self.weights)
 
     def lengths(self, indices: Tensor) -> Tensor:
-        """Tokens of the samples `indices`, all documents of each. Both int64 [n]."""
+        """Return the number of tokens of the samples `indices`, all documents of each. Both int64 [n]."""
         first = indices * self.documents_per_sample
         return self._offsets[first + self.documents_per_sample] - self._offsets[first]
 
     def full_lengths(self, start: int, stop: int) -> Tensor:
-        """Tokens of each document of the samples from `start` until `stop` before truncation, int64 [documents]."""
+        """Return the length before truncation of each document of samples [start, stop), int64 [documents]."""
         return self._origins[start * self.documents_per_sample : stop * self.documents_per_sample, 2]
 
     def row(self, index: int) -> dict[str, Any]:
-        """{"columns": what is kept of the row}; of prompts all others, and "prompt", as the data has it."""
+        """Return {"columns": the kept columns of the row}; of prompts all others, and "prompt", as the data has it."""
         content, offsets = self._columns
         first = index * self.documents_per_sample
         start, end = offsets[first : first + 2].tolist()
         return json.loads(bytes(content[start:end].tolist()))
 
     def column_names(self) -> list[str]:
-        """What is kept of up to 256 rows, which are spread over all."""
+        """Return the names of the columns kept of up to 256 rows, which are spread over all."""
         if not self._columns:
             return []
         rows = range(0, len(self), -(-len(self) // 256))
         return list(dict.fromkeys(name for index in rows for name in self.row(index)["columns"]))
 
     def origin(self, index: int) -> tuple[str, int]:
-        """File and line of a sample."""
+        """Return file and line of a sample."""
         file, line, _ = self._origins[index * self.documents_per_sample].tolist()
         return self.meta["files"][file], line
 
@@ -175,11 +175,11 @@ def open_cache(
     label: str = "data",
     say: Callable[[str], None] = print,
 ) -> Samples:
-    """The samples of `sources`, from the cache or made now by `num_workers` processes (None or 0: as many as cores).
+    """Open the samples of `sources`, cached or made now by `num_workers` processes (None or 0: as many as cores).
 
     Without a `cache_dir` they are made in a temporary file that vanishes with the process. Processes that open the
     same cache at once wait for the one that makes it. A damaged one is made anew, which goes to `say`. Collective where
-    a process group is up: the ranks share out the reading that tells whether the files are those of the cache, and the
+    a process group is up: the ranks share out the reading that checks whether the files are those of the cache, and the
     cache is what was written. Raises UserError for a row that is wrong, with file and line, for a file that changes
     meanwhile, and where no sample is left.
     """
@@ -218,7 +218,7 @@ def open_cache(
 
 
 def _key(sources: Sequence[Source], encoder: RowEncoder, ranks: Ranks) -> str:
-    """Of what the files hold. Their names are in it too: messages about rows name them. Collective over `ranks`."""
+    """Return the cache's key, by the files' content and their names, which messages use. Collective over `ranks`."""
     files = [file for source in sources for file in source.files]
     readings = [source.reading for source in sources]
     names = [str(file.resolve()) for file in files]
@@ -226,7 +226,7 @@ def _key(sources: Sequence[Source], encoder: RowEncoder, ranks: Ranks) -> str:
 
 
 class _Writer:
-    """Samples to the files of a cache, counted on the way."""
+    """Writer of samples to the files of a cache, which counts on the way."""
 
     def __init__(self, directory: Path, stack: ExitStack, encoder: RowEncoder):
         self.documents = encoder.documents
@@ -271,12 +271,12 @@ class _Writer:
                 self.named.append([file, line, reason])
 
     def _write(self, name: str, content: bytes) -> None:
-        """What is of the samples themselves, and so of the fingerprint."""
+        """Write a part of the samples themselves, which counts in the fingerprint."""
         self.hash.update(content)
         self.streams[name].write(content)
 
     def _advance(self, name: str, lengths: Iterable[int]) -> None:
-        """Offsets of pieces of these lengths, behind those before."""
+        """Write the offsets of pieces of these lengths, behind those before."""
         _, *offsets = accumulate(lengths, initial=self.ends[name])
         self.streams[name].write(array("q", offsets).tobytes())
         self.ends[name] = offsets[-1] if offsets else self.ends[name]
@@ -290,7 +290,7 @@ def _build(
     progress: bool,
     label: str,
 ) -> dict[str, Any]:
-    """Write the files of a cache, and return what its meta.json says of them."""
+    """Write the files of a cache, and return the content of its meta.json."""
     files = [(number, file) for number, source in enumerate(sources) for file in source.files]
     size = sum(file.stat().st_size for _, file in files)
     workers = num_workers or _cores()
@@ -350,7 +350,7 @@ def _cores() -> int:
 def _refuse_nothing(
     writer: _Writer, files: Sequence[tuple[int, Path]], label: str, noun: str, part: Part | None
 ) -> None:
-    """Raises UserError where there is no sample, saying why."""
+    """Raise UserError, with the reason, where there is no sample."""
     if writer.samples:
         return
     names = ", ".join(str(file) for _, file in files[:3]) + (", ..." if len(files) > 3 else "")

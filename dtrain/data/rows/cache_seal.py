@@ -1,4 +1,4 @@
-"""The files of a data cache, known by content: what its builder writes down, and the check before a run reads them.
+"""Digests of a data cache's files: its builder writes them, and a run checks the files before it reads them.
 
 meta.json, written last, holds the digest of every other file, the cache's own name and a checksum of itself. The
 processes of a machine share out the reading. A damaged cache is deleted, for it can be made anew.
@@ -23,7 +23,7 @@ META = "meta.json"
 
 
 def seal(directory: Path, key: str, meta: dict[str, Any]) -> None:
-    """Sync the files of `directory` to disk, and write `meta` there with what tells that they are the cache `key`."""
+    """Sync the files of `directory` to disk, and write `meta` there with their digests and the cache's `key`."""
     files = sorted(directory.iterdir())
     for file in files:
         sync(file)
@@ -33,7 +33,7 @@ def seal(directory: Path, key: str, meta: dict[str, Any]) -> None:
 
 
 def is_whole(place: Path) -> bool:
-    """Whether the cache is there, by its meta.json and the sizes of its files; their content is not read."""
+    """Return whether the cache is there, by its meta.json and the sizes of its files; their content is not read."""
     try:
         _read_meta(place)
     except UserError:
@@ -42,8 +42,7 @@ def is_whole(place: Path) -> bool:
 
 
 def drop_damaged(place: Path, ranks: Ranks) -> list[str]:
-    """Delete the cache at `place` where a file is not as it was written; return what was wrong, a line for each
-    machine.
+    """Delete the cache at `place` where a file is not as it was written; return the damage, a line for each machine.
 
     Every file is read, once on each machine. Raises UserError on every rank where a damaged cache cannot be deleted.
     Collective over `ranks`: five or six all-gathers of objects.
@@ -57,22 +56,22 @@ def drop_damaged(place: Path, ranks: Ranks) -> list[str]:
             return None
         try:
             with lock(place):
-                found = _damage(place, Ranks(alone=True))  # again, for another run may have made it anew
-                if found is not None:
+                problem = _damage(place, Ranks(alone=True))  # again, for another run may have made it anew
+                if problem is not None:
                     shutil.rmtree(place) if place.is_dir() and not place.is_symlink() else place.unlink()
-                return None if found is None else f"the cache {place} is damaged ({found})"
-        except OSError as problem:
+                return None if problem is None else f"the cache {place} is damaged ({problem})"
+        except OSError as error:
             raise UserError(
-                f"the cache {place} is damaged ({damage}), and cannot be deleted ({problem.strerror}): delete it, or "
+                f"the cache {place} is damaged ({damage}), and cannot be deleted ({error.strerror}): delete it, or "
                 "set data.cache_dir to another place"
-            ) from problem
+            ) from error
 
     return [line for line in ranks.every(drop) if line is not None]
 
 
 def _damage(place: Path, ranks: Ranks) -> str | None:
-    """Return what is wrong with the cache at `place` on this machine; None where nothing is, or there is none.
-    Collective over `ranks`."""
+    """Return the damage of the cache at `place` on this machine; None where there is none, or no cache. Collective over
+    `ranks`."""
     damage, written = None, {}
     if os.path.lexists(place):
         try:
@@ -83,14 +82,14 @@ def _damage(place: Path, ranks: Ranks) -> str | None:
         contents = digests([place / name for name in written], ranks=ranks)
     except UserError as error:  # raised on every rank: a disk may fail to read what it has
         return damage or str(error)
-    for (name, content), found in zip(written.items(), contents, strict=True):
-        if content != found:
+    for (name, content), actual in zip(written.items(), contents, strict=True):
+        if content != actual:
             damage = damage or f"{place / name}: its content is not what was written"
     return damage
 
 
 def _read_meta(place: Path) -> dict[str, Any]:
-    """meta.json of the cache at `place`. Raises UserError where it, or the size of a file, is not as it was written."""
+    """Return meta.json of the cache at `place`. Raises UserError where it, or a file's size, is not as written."""
     file = place / META
     meta = read_json(file, most=OWN, constants=True)
     if meta.pop("checksum", None) != digest(meta):
@@ -101,8 +100,8 @@ def _read_meta(place: Path) -> dict[str, Any]:
         path = place / name
         if not path.is_file():
             raise UserError(f"{path}: there is no such file")
-        if (found := path.stat().st_size) != size:
-            raise UserError(f"{path}: it has {found} bytes instead of {size}")
+        if (actual := path.stat().st_size) != size:
+            raise UserError(f"{path}: it has {actual} bytes instead of {size}")
     return meta
 
 

@@ -18,7 +18,7 @@ ROUNDS = 8
 
 
 def permute(positions: Tensor, size: int, permutation: int) -> Tensor:
-    """Where the permutation of 0 ... size - 1 with that key sends `positions`. Both int64 [n], each below `size`."""
+    """Map `positions` by the permutation of 0 ... size - 1 with that key. Both int64 [n], each below `size`."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
 
@@ -38,7 +38,7 @@ def permute(positions: Tensor, size: int, permutation: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Share:
-    """A source's samples, `first` and `count` of them, and how often each appears in an epoch."""
+    """A source's samples, `first` and `count` of them, and the times that each appears in an epoch."""
 
     first: int
     count: int
@@ -50,7 +50,7 @@ class Share:
 
     @property
     def extra(self) -> int:
-        """How many of the samples appear once more."""
+        """Number of samples that appear once more."""
         return round((self.weight - self.copies) * self.count)
 
     @property
@@ -71,7 +71,7 @@ class Order:
         self.total = sum(share.total for share in self.shares)
 
     def samples(self, start: int, stop: int) -> Tensor:
-        """The sample at each position from `start` until `stop`, int64 [stop - start], less where the epoch ends."""
+        """Return the sample at each position in [start, stop), int64 [stop - start], fewer where the epoch ends."""
         positions = torch.arange(start, min(stop, self.total))
         if self.shuffle:
             positions = permute(positions, self.total, key("order", self.seed, self.epoch))
@@ -119,7 +119,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def deal(costs: Sequence[float], places: int, most: int | None = None) -> list[list[int]]:
-    """The indices of each place, ascending: the dearest first, each to the place with the least so far.
+    """Deal indices to places, each place's ascending: the dearest first, each to the place with the least so far.
 
     most: items that a place takes at most (None: any number). At most 4/3 of the best (R. L. Graham, Bounds on
     multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969).

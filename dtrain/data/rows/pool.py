@@ -68,7 +68,7 @@ class Pool:
             process.stdout.close()
 
     def encode(self, jobs: Iterable[Job]) -> Iterator[EncodedChunk]:
-        """The result of each job, in the order of the jobs. Raises the UserError of the first row that has one."""
+        """Yield the result of each job, in the order of the jobs. Raises the UserError of the first row with one."""
         pending: collections.deque[Future[EncodedChunk]] = collections.deque()
         for job in jobs:
             pending.append(self._threads.submit(self._call, job))
@@ -92,7 +92,7 @@ class Pool:
 
 
 def serve() -> None:
-    """The worker's whole life: an encoder, then jobs until the pipe ends."""
+    """Serve as a worker: read an encoder, then jobs until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     jobs: IO[bytes] = sys.stdin.buffer
     results: IO[bytes] = sys.stdout.buffer

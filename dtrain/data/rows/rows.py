@@ -1,4 +1,4 @@
-"""The endless sequence of training rows, a cursor that says where in it one stands, and its global batches.
+"""The endless sequence of training rows, a cursor for a position in it, and its global batches.
 
 Rows are a function of the samples, the seed, the epoch and max_length alone: no rank, mesh or batch size enters.
 Epochs follow one another, each in an order of its own and packed anew. A data-parallel rank takes its share of a global
@@ -72,33 +72,33 @@ class Rows:
         return self.samples.fingerprint
 
     def rows_in_epoch(self, epoch: int) -> int:
-        """How many placements `epoch` has. Packed, this packs the whole epoch by its lengths, once."""
+        """Return the number of placements in `epoch`. Packed, this packs the whole epoch by its lengths, once."""
         if not self.packing:
             return self._order(epoch).total
         return sum(self._window_rows(epoch, window) for window in range(self._windows(epoch)))
 
     def samples_in_epoch(self, epoch: int) -> int:
-        """How many samples `epoch` has, those of its rows all together."""
+        """Return the number of samples in `epoch`, those of its rows all together."""
         return self._order(epoch).total
 
     def total_rows(self) -> int | None:
-        """How many placements all epochs have together; None where they do not end."""
+        """Return the number of placements in all epochs together; None where they do not end."""
         return None if self.epochs is None else sum(self.rows_in_epoch(epoch) for epoch in range(self.epochs))
 
     def rows_before(self, cursor: Cursor) -> int:
-        """How many placements stand before `cursor`."""
+        """Return the number of placements before `cursor`."""
         return sum(self.rows_in_epoch(epoch) for epoch in range(cursor.epoch)) + cursor.row
 
     def tokens_in_epoch(self, epoch: int) -> int:
-        """How many tokens `epoch` has, padding not counted."""
+        """Return the number of tokens in `epoch`, padding not counted."""
         return sum(int(self._lengths(epoch, window)[1].sum()) for window in range(self._windows(epoch)))
 
     def iterate(self, cursor: Cursor = Cursor()) -> Iterator[Row]:  # noqa: B008 (immutable)
-        """The rows from `cursor` on."""
+        """Yield the rows from `cursor` on."""
         return (row for placement in self.placements(cursor) for row in self.build(placement.samples))
 
     def placements(self, cursor: Cursor = Cursor()) -> Iterator[Placement]:  # noqa: B008 (immutable)
-        """Which samples the rows from `cursor` on hold; much cheaper than the rows.
+        """Yield the samples that each row from `cursor` on holds; much cheaper than the rows.
 
         Raises UserError for a cursor beyond its epoch: the data is not what it was.
         """
@@ -126,7 +126,7 @@ class Rows:
             epoch += 1
 
     def build(self, samples: list[int]) -> list[Row]:
-        """The rows of these samples: packed, one with all of their documents, else one for each document.
+        """Build the rows of these samples: packed, one with all of their documents, else one for each document.
 
         A row is input_ids, labels, position_ids and seq_ids, int64, all [s], s the tokens in it. labels[t] is the token
         after input_ids[t] within its document, where that one is trained, else -100; position_ids restart and seq_ids
@@ -142,12 +142,12 @@ class Rows:
         return -(-self._order(epoch).total // WINDOW)
 
     def _lengths(self, epoch: int, window: int) -> tuple[Tensor, Tensor]:
-        """The samples of a window in the epoch's order, and their lengths."""
+        """Return the samples of a window in the epoch's order, and their lengths."""
         samples = self._order(epoch).samples(window * WINDOW, (window + 1) * WINDOW)
         return samples, self.samples.lengths(samples)
 
     def _window(self, epoch: int, window: int) -> list[list[int]]:
-        """The samples of each placement of a window."""
+        """Return the samples of each placement of a window."""
         samples, lengths = self._lengths(epoch, window)
         if not self.packing:
             return [[index] for index in samples.tolist()]
@@ -168,7 +168,7 @@ class Rows:
 
 
 def row_of(documents: Sequence[tuple[Tensor, Tensor]]) -> Row:
-    """The row of documents (ids, trained), one behind the other; see `Rows.build`."""
+    """Build the row of documents (ids, trained), one behind the other; see `Rows.build`."""
     input_ids = torch.cat([ids for ids, _ in documents]).to(torch.int64)  # [s]
     trained = torch.cat([mask for _, mask in documents])  # [s]
     lengths = torch.tensor([ids.shape[0] for ids, _ in documents])
@@ -187,7 +187,7 @@ def row_of(documents: Sequence[tuple[Tensor, Tensor]]) -> Row:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """One step's rows. Placements are dealt out: packed rows, or samples (a pair that is not packed is two rows).
+    """Rows of a step. Placements are dealt out: packed rows, or samples (a pair that is not packed is two rows).
 
     rows      those of this data-parallel rank's placements, in the global batch's order; may be none in a short last
               batch
@@ -243,7 +243,7 @@ class Batches:
             yield _unflatten(*item)
 
     def _local(self, first: int = 0, step: int = 1) -> Iterator[GlobalBatch]:
-        """Batches number first, first + step, ..."""
+        """Yield batches number first, first + step, ..."""
         placements = self.rows.placements(self.cursor)
         number = 0
         while group := list(islice(placements, self.global_batch)):
@@ -254,7 +254,7 @@ class Batches:
             number += 1
 
     def _share(self, group: list[Placement]) -> list[Placement]:
-        """This rank's."""
+        """Return this rank's placements."""
         if not self.by_length:
             return group[self.dp_rank :: self.dp_size]
         samples = torch.tensor([placement.samples[0] for placement in group])
@@ -285,6 +285,7 @@ def _unflatten(flat: Tensor, lengths: list[int], batch: GlobalBatch) -> GlobalBa
 
 
 def _leave_signals_to_the_run(worker: int) -> None:
-    """A batch system signals every process; the run needs its rows until it has saved, and ends this process then."""
+    """Ignore signals: a batch system sends them to every process, and the run needs its rows until it has saved; then
+    it ends this process."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)

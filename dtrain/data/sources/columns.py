@@ -1,5 +1,5 @@
-"""A file's own names of columns: which of ours a recipe may map to them, what to map where no format is known, and rows
-with our names. Torch is not imported."""
+"""A file's own names of columns: our names that a recipe may map to them, hints where no format is known, and rows with
+our names. Torch is not imported."""
 
 import json
 import re
@@ -28,13 +28,14 @@ ALSO = {**_ALSO, "labelled": {**_OF_LABELLED, **_ALSO["pairs"]}}
 
 
 def names_of(kind: str, name: str = "auto") -> list[str]:
-    """Our columns of a format, of `auto` those of every format, that a method on `kind` trains on."""
-    formats = [one for one in KINDS[kind] if name in ("auto", one) and (kind, one) != ("examples", "preference")]
-    return list(dict.fromkeys(key for one in formats for key in (*KINDS[kind][one], *ALSO.get(kind, {}).get(one, ()))))
+    """Return our columns of a format, of `auto` those of every format, that a method on `kind` trains on."""
+    also = ALSO.get(kind, {})
+    formats = [item for item in KINDS[kind] if name in ("auto", item) and (kind, item) != ("examples", "preference")]
+    return list(dict.fromkeys(key for item in formats for key in (*KINDS[kind][item], *also.get(item, ()))))
 
 
 def unknown(columns: Mapping[str, str], kind: str, name: str, key: str, more: Sequence[str] = ()) -> list[str]:
-    """What is wrong in `columns`, the value of `key`, a line each. more: columns that the method reads beside the
+    """Return the problems of `columns`, the value of `key`, a line each. more: columns that the method reads beside the
     format's. Of prompts, rewards may read any column."""
     problems = [f"{key}.{ours} is empty: name a column of the file" for ours, theirs in columns.items() if not theirs]
     known = [*names_of(kind, name), *more]
@@ -52,9 +53,9 @@ def unknown(columns: Mapping[str, str], kind: str, name: str, key: str, more: Se
 def renamed(
     row: Mapping[str, Any], columns: Mapping[str, str], key: str = "data.train.columns", *, strict: bool = False
 ) -> dict[str, Any]:
-    """`row` with our names: each of `columns` holds what the file's column holds, which loses its own name.
+    """Return `row` with our names: each of `columns` holds what the file's column holds, which loses its own name.
 
-    strict: UserError, naming `key`, for a column that the row does not have; else such a one is absent.
+    strict: raise UserError, naming `key`, for a column that the row does not have; else it stays absent.
     """
     absent = [f"{ours}: {theirs}" for ours, theirs in columns.items() if theirs not in row]
     if absent and strict:
@@ -67,21 +68,21 @@ def renamed(
 
 
 def lacking(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
-    """What to add to a refusal of `row`, as the file has it: which of `columns` it lacks."""
+    """Return the end of a refusal of `row`, as the file has it: those of `columns` that are missing."""
     absent = [f"{ours} is the file's {theirs}" for ours, theirs in columns.items() if theirs not in row]
     return f" (by `columns`, {', '.join(absent)}, and this row has {', '.join(map(str, row))})" if absent else ""
 
 
-_ASKED = ("prompt", "question", "query", "instruction", "input", "problem", "user", "human")
-_ANSWERED = ("completion", "answer", "response", "output", "solution", "reply", "target", "assistant")
+_QUESTIONS = ("prompt", "question", "query", "instruction", "input", "problem", "user", "human")
+_REPLIES = ("completion", "answer", "response", "output", "solution", "reply", "target", "assistant")
 _CHOSEN, _REJECTED = re.compile("chosen|preferred|accepted|better"), re.compile("reject|disprefer|worse")
 _ABOUT = re.compile(r"(^|_)(u?u?id|source|category|split|lang|language|model)$", re.IGNORECASE)  # the row, not its text
 _NUMBERED = re.compile(r"(.+?)_?([ab12]|0)", re.IGNORECASE)  # response_a, response1
 
 
 def how_to_map(row: Mapping[str, Any], kind: str, key: str) -> str:
-    """The end of a refusal of `row`, whose format is not known: what its names and values suggest, "" if nothing. `key`
-    is that of the columns."""
+    """Return the end of a refusal of `row`, whose format is not known: what its names and values suggest, "" if
+    nothing. `key` is that of the columns."""
     if len(row) == 1:
         (column, value), *_ = row.items()
         if mark := next((mark for mark in ";\t|" if mark in str(column)), ""):
@@ -95,13 +96,13 @@ def how_to_map(row: Mapping[str, Any], kind: str, key: str) -> str:
     texts = [str(column) for column, value in row.items() if isinstance(value, str) and not _ABOUT.search(str(column))]
     chats = {str(column): value for column, value in row.items() if isinstance(value, list) and value}
     talks = [column for column, value in chats.items() if isinstance(value[0], dict) and {"role", "from"} & {*value[0]}]
-    asked = next((text for text in texts if text.lower() in _ASKED), None)
-    answered = next((text for text in texts if text.lower() in _ANSWERED and text != asked), None)
+    question = next((text for text in texts if text.lower() in _QUESTIONS), None)
+    reply = next((text for text in texts if text.lower() in _REPLIES and text != question), None)
     rejected = [column for column in [*texts, *talks] if _REJECTED.search(column.lower())]
     chosen = [column for column in [*texts, *talks] if column not in rejected and _CHOSEN.search(column.lower())]
     if kind != "prompts" and len(chosen) == len(rejected) == 1:
         method = ". They look like preferences: set method=dpo and" if kind == "examples" else ", or map them:"
-        prompt = {"prompt": asked or talks[0]} if asked or set(talks) - {*chosen, *rejected} else {}
+        prompt = {"prompt": question or talks[0]} if question or set(talks) - {*chosen, *rejected} else {}
         return _mapped({**prompt, "chosen": chosen[0], "rejected": rejected[0]}, key, method)
     if kind != "prompts" and (two := _two_replies(texts)):
         return (
@@ -115,14 +116,14 @@ def how_to_map(row: Mapping[str, Any], kind: str, key: str) -> str:
         ours = "conversations" if "from" in chats[talks[0]][0] else "messages"
         return _mapped({ours: talks[0]}, key) if whole or kind == "prompts" else ""
     if kind == "prompts":
-        return _mapped({"question": asked or texts[0]}, key) if texts else ""
-    if (asked and answered) or len(texts) == 2:
-        asked = asked or next(text for text in texts if text != answered)
-        answered = answered or next(text for text in texts if text != asked)
-        given = {"input": "context"} if "context" in texts and "context" not in (asked, answered) else {}
+        return _mapped({"question": question or texts[0]}, key) if texts else ""
+    if (question and reply) or len(texts) == 2:
+        question = question or next(text for text in texts if text != reply)
+        reply = reply or next(text for text in texts if text != question)
+        context = {"input": "context"} if "context" in texts and "context" not in (question, reply) else {}
         plain = " (a chat; as plain text: prompt and completion)"
-        return _mapped({"instruction": asked, **given, "output": answered}, key) + plain
-    return _mapped({"text": texts[0]}, key) if len(texts) == 1 and not asked and len(row) <= 3 else ""
+        return _mapped({"instruction": question, **context, "output": reply}, key) + plain
+    return _mapped({"text": texts[0]}, key) if len(texts) == 1 and not question and len(row) <= 3 else ""
 
 
 _SPEAKING = ("assistant", "gpt", "model", "bot", "chatgpt")
@@ -134,10 +135,10 @@ def _mapped(pairs: Mapping[str, str], key: str, how: str = ", or map them:") -> 
 
 
 def _two_replies(texts: list[str]) -> tuple[str, str] | None:
-    """Two columns whose names differ in their number or letter alone; None where there are none, or more."""
+    """Return two columns whose names differ in their number or letter alone; None where there are none, or more."""
     stems: dict[str, list[str]] = {}
     for text in texts:
-        if found := _NUMBERED.fullmatch(text):
-            stems.setdefault(found[1].lower(), []).append(text)
+        if match := _NUMBERED.fullmatch(text):
+            stems.setdefault(match[1].lower(), []).append(text)
     pairs = [names for names in stems.values() if len(names) == 2]
     return (pairs[0][0], pairs[0][1]) if len(pairs) == 1 else None

@@ -1,4 +1,4 @@
-"""Data files: which files a path means, the format of each by its first row, and their rows in order, with their lines.
+"""Data files: the files of a path, the format of each by its first row, and their rows in order, with their lines.
 
 JSON Lines (one object a line), a JSON array of objects, CSV with a header, and parquet (needs pyarrow); the first
 three may be gzipped (`.gz`). Nothing is read whole: rows of bounded size come in chunks. Torch is not imported.
@@ -38,7 +38,7 @@ Stream = io.BufferedReader | gzip.GzipFile
 class Chunk:
     """Neighbouring rows of one file: (line, row) pairs; a row is still bytes where `parse` has to read it.
 
-    `size` is how many bytes of the file the chunk stands for: a progress bar adds them up to the file's size.
+    `size` is the number of bytes of the file that the chunk stands for: a progress bar adds them up to the file's size.
     """
 
     file: str
@@ -47,7 +47,7 @@ class Chunk:
 
 
 def entries(split: Any, key: str) -> list[tuple[Any, str]]:
-    """The sources of data.train or data.val, by its field names as attributes, and the key of each."""
+    """Return the sources of data.train or data.val, by its field names as attributes, and the key of each."""
     if split.sources:
         return [(source, f"{key}.sources[{number}]") for number, source in enumerate(split.sources)]
     return [(split, key)]
@@ -59,19 +59,19 @@ def resolve(
     source: Any = None,
     cache_dir: str | Path | None = None,
 ) -> list[Path]:
-    """The files that `paths` (one or several paths, globs, ids of the hub or URLs) mean, in the order given, a glob's
-    sorted.
+    """Return the files that `paths` (one or several paths, globs, ids of the hub or URLs) mean, in the order given, a
+    glob's sorted.
 
-    source: what says split, subset and revision of a dataset of the hub, which is looked for in its cache alone.
+    source: the attributes split, subset and revision of a dataset of the hub, which is looked for in its cache alone.
     cache_dir: where files behind URLs are copied to.
     Raises UserError, naming `key`, for a path without a file and for a kind of file that dtrain does not read.
     """
     files: list[Path] = []
     for path in [paths] if isinstance(paths, str) else list(paths):
-        found = _matches(str(path), key, source, cache_dir)
-        for file in found:
+        matches = _matches(str(path), key, source, cache_dir)
+        for file in matches:
             kind_of(file, key)
-        files += found
+        files += matches
     if not files:
         raise UserError(f"{key} names no file; give a path, a glob or a list of them")
     return files
@@ -90,10 +90,10 @@ def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> 
     if expanded.is_dir():
         raise UserError(f"{key}: {path} is a directory; name its files, for example {key}='{path.rstrip('/')}/*.jsonl'")
     if glob.has_magic(path):
-        found = sorted(Path(name) for name in glob.glob(str(expanded), recursive=True) if Path(name).is_file())
-        if not found:
+        names = sorted(Path(name) for name in glob.glob(str(expanded), recursive=True) if Path(name).is_file())
+        if not names:
             raise UserError(f"{key}: no file matches {path}")
-        return found
+        return names
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         from dtrain.data.sources import hub
 
@@ -109,16 +109,16 @@ def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> 
 
 
 def _instead(file: Path) -> str:
-    """What to add where a path leads to no file: whither a link leads, or the name that is meant."""
+    """Return the hint for a path that leads to no file: the target of a link, or the name that is meant."""
     if file.is_symlink():
         return f": it is a link to {os.readlink(file)}, which is no file"
-    names = [one.name for one in islice(file.parent.iterdir(), 1000)] if file.parent.is_dir() else []
+    names = [entry.name for entry in islice(file.parent.iterdir(), 1000)] if file.parent.is_dir() else []
     near = nearest(file.name, names)
     return f"; did you mean {file.parent / near}?" if near else ""
 
 
 def kind_of(file: Path, key: str = "data.train.path") -> str:
-    """json, csv or parquet, by the file's ending."""
+    """Return json, csv or parquet, by the file's ending."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     ending = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
     kind = KINDS.get(ending)
@@ -132,7 +132,7 @@ def kind_of(file: Path, key: str = "data.train.path") -> str:
 
 
 def read_chunks(file: Path) -> Iterator[Chunk]:
-    """The rows of `file` in chunks of at most CHUNK_ROWS rows and about CHUNK_BYTES; blank lines are passed over."""
+    """Yield the rows of `file` in chunks of at most CHUNK_ROWS rows and about CHUNK_BYTES; blank lines are skipped."""
     kind = kind_of(file)
     if kind == "parquet":
         yield from _parquet(file)
@@ -155,7 +155,7 @@ def read_chunks(file: Path) -> Iterator[Chunk]:
 
 
 def parse(file: str, line: int, row: Any) -> dict[str, Any]:
-    """A row of a chunk as a dict. Raises UserError with file, line and column of what is wrong."""
+    """Return a row of a chunk as a dict. Raises UserError with file, line and column of the mistake."""
     if isinstance(row, bytes):
         try:
             text = row.decode("utf-8-sig" if line == 1 else "utf-8").rstrip("\r\n")  # else column 1
@@ -175,7 +175,7 @@ def parse(file: str, line: int, row: Any) -> dict[str, Any]:
 
 
 def _mend(text: str, name: str) -> str:
-    """How to mend a line that is not JSON, where it shows what it is."""
+    """Return the hint for a line that is not JSON, where it shows its cause."""
     if text.strip() in ("{", "["):
         return f". If an object goes on over several lines, `jq -c . {name} > rows.jsonl` puts each on one"
     if text.lstrip("{ ")[:1] in ("\u2018", "\u201c", "\u00ab"):
@@ -192,7 +192,7 @@ def _no_text(row: bytes, problem: UnicodeDecodeError) -> str:
 
 
 def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
-    """The line and value of the file's first row; None where it has none."""
+    """Return the line and value of the file's first row; None where it has none."""
     for chunk in read_chunks(file):
         for line, row in chunk.rows:
             return line, parse(chunk.file, line, row)
@@ -200,48 +200,48 @@ def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
 
 
 def formats_of(files: Sequence[Path], name: str, kind: str, columns: Mapping[str, str], key: str) -> tuple[str, ...]:
-    """The format of each file: `name`, or where that is auto that of its first row, to which the encoder holds all
-    others. Raises UserError."""
+    """Return the format of each file: `name`, or where that is auto that of its first row, to which the encoder holds
+    all others. Raises UserError."""
     if name == "preference" and kind in ("examples", "prompts"):
         raise UserError(f"{files[0]}: {formats.refuse_preference()}")
     if name != "auto" and name not in formats.KINDS[kind]:
         raise UserError(f"{files[0]}: {formats.refuse_single(name, kind)}")
     if name != "auto" and not columns:
         return (name,) * len(files)
-    found = [_first_format(file, name, kind, columns, key) for file in files]
-    known = next((one for one in found if one is not None), None)
+    first = [_first_format(file, name, kind, columns, key) for file in files]
+    known = next((detected for detected in first if detected is not None), None)
     if known is None:
         raise UserError(f"the dataset is empty: there is no row in {', '.join(map(str, files[:3]))}")
-    return tuple(one or known for one in found)
+    return tuple(detected or known for detected in first)
 
 
 def _first_format(file: Path, name: str, kind: str, columns: Mapping[str, str], key: str) -> str | None:
-    """The format of the file's first row; None where it has none. Raises UserError, also for a column that it lacks."""
+    """Return the format of the file's first row; None where it has none. UserError, also for a missing column."""
     first = first_row(file)
     if first is None:
         return None
     line, row = first
     try:
         row = renamed(row, columns, key, strict=True) if columns else row
-        found = formats.detect(row, kind) if name == "auto" else name
-        if found is None:
+        detected = formats.detect(row, kind) if name == "auto" else name
+        if detected is None:
             raise UserError(formats.describe_unknown(row, kind) + ("" if columns else how_to_map(row, kind, key)))
     except UserError as problem:
         raise UserError(f"{file}:{line}: {problem}") from problem
-    return found
+    return detected
 
 
 def _first_character(stream: Stream) -> bytes:
-    """The first byte that is neither space nor byte order mark; the stream is back at its start."""
-    found = b""
-    while not found and (block := stream.read(4096)):
-        found = block.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    """Return the first byte that is neither space nor byte order mark; the stream is back at its start."""
+    character = b""
+    while not character and (block := stream.read(4096)):
+        character = block.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     stream.seek(0)
-    return found
+    return character
 
 
 def _chunks(file: Path, rows: Iterator[tuple[int, Any, int]]) -> Iterator[Chunk]:
-    """(line, row, size) triples gathered into chunks."""
+    """Gather (line, row, size) triples into chunks."""
     gathered: list[tuple[int, Any]] = []
     size = 0
     for line, row, row_size in rows:
@@ -271,7 +271,7 @@ def _json_lines(file: Path, stream: Stream) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _json_array(file: Path, stream: Stream) -> Iterator[tuple[int, Any, int]]:
-    """The objects of one JSON array, decoded one after the other from a sliding piece of the file."""
+    """Yield the objects of one JSON array, decoded one after the other from a sliding piece of the file."""
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     buffer, position, line = text.read(CHUNK_BYTES), 0, 1
 
@@ -284,8 +284,8 @@ def _json_array(file: Path, stream: Stream) -> Iterator[tuple[int, Any, int]]:
     def next_character() -> str:
         nonlocal position, line
         while True:
-            found = NO_SPACE.search(buffer, position)
-            end = found.start() if found else len(buffer)
+            match = NO_SPACE.search(buffer, position)
+            end = match.start() if match else len(buffer)
             line += buffer.count("\n", position, end)
             position = end
             if position < len(buffer):
@@ -307,9 +307,9 @@ def _json_array(file: Path, stream: Stream) -> Iterator[tuple[int, Any, int]]:
                 break
             except json.JSONDecodeError as problem:
                 _refuse_long(file, line, len(buffer) - position)
-                at, found = line + buffer.count("\n", position, problem.pos), buffer[problem.pos : problem.pos + 1]
+                at, character = line + buffer.count("\n", position, problem.pos), buffer[problem.pos : problem.pos + 1]
                 if not more():
-                    after = " (a comma before the ] is one too many)" if found == "]" else ""
+                    after = " (a comma before the ] is one too many)" if character == "]" else ""
                     raise UserError(f"{file}:{at}: this is not JSON: {problem.msg}{after}") from problem
             except (ValueError, RecursionError) as problem:
                 raise UserError(f"{file}:{line}: Python cannot read this row: {problem}; mend it") from problem

@@ -1,5 +1,5 @@
-"""Which files of a dataset's repository are a split of a subset: by the `configs` of its README.md where it has them,
-else by names and folders, as the `datasets` library goes by them. Torch is not imported.
+"""Files of a split in a dataset's repository: by the `configs` of its README.md where it has them, else by names and
+folders, as the `datasets` library goes by them. Torch is not imported.
 """
 
 import re
@@ -14,7 +14,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.name_patterns import fullmatch, pattern_error
 from dtrain.data.sources.file_kinds import KINDS
 
-# What names of files and folders call the splits.
+# Words for the splits in names of files and folders.
 WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -29,7 +29,7 @@ _NOT_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "st
 
 @dataclass(frozen=True)
 class Subset:
-    """split -> patterns of its files, or None where names tell; `folder` holds them all."""
+    """A subset: split -> patterns of its files, or None where names tell; `folder` holds them all."""
 
     splits: Mapping[str, Sequence[str]] | None
     folder: str = ""
@@ -37,7 +37,7 @@ class Subset:
 
 
 def choose(name: str, listing: Sequence[str], readme: str, split: str, subset: str | None, key: str) -> list[str]:
-    """The paths, sorted, of the files that are `split` of `subset` (None: the repository's own default).
+    """Return the paths, sorted, of the files that are `split` of `subset` (None: the repository's own default).
 
     name: the dataset's id. listing: every path in the repository. readme: the text of its README.md.
     key: of the recipe, without .path. Raises UserError that names the subsets, or the splits, that there are.
@@ -52,12 +52,12 @@ def choose(name: str, listing: Sequence[str], readme: str, split: str, subset: s
     subsets = _subsets(front_of(readme, name), files)
     wanted = _wanted(name, subsets, subset, key)
     splits = _splits(subsets[wanted], files)
-    found = splits.get(split) or splits.get(SPLIT_OF.get(split, split))
-    if not found:
+    chosen = splits.get(split) or splits.get(SPLIT_OF.get(split, split))
+    if not chosen:
         of = f" of subset {wanted}" if len(subsets) > 1 else ""
         raise UserError(f"{key}.split={split}: {name} has no such split{of}; there are {', '.join(sorted(splits))}")
-    _refuse_parts(name, found)
-    return found
+    _refuse_parts(name, chosen)
+    return chosen
 
 
 def _is_rows(path: str) -> bool:
@@ -70,27 +70,27 @@ def _is_rows(path: str) -> bool:
 
 
 def front_of(readme: str, name: str) -> dict[str, Any]:
-    """The YAML in front of a README.md."""
-    found = _FRONT.match(readme)
+    """Return the YAML in front of a README.md."""
+    match = _FRONT.match(readme)
     try:
-        value = yaml.safe_load(found[1]) if found else {}
+        value = yaml.safe_load(match[1]) if match else {}
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{name}: the YAML in front of its README.md is broken ({type(error).__name__})") from error
     return value if isinstance(value, dict) else {}
 
 
 def _subsets(front: Mapping[str, Any], files: Sequence[str]) -> dict[str, Subset]:
-    """By the README's `configs`; without these the folders of the repository, unless they are splits."""
-    found = {}
+    """Return the subsets by the README's `configs`; without these the repository's folders, unless they are splits."""
+    subsets = {}
     configs = front.get("configs")
     for config in configs if isinstance(configs, list) else []:
         if isinstance(config, dict) and isinstance(config.get("config_name"), str):
             folder = str(config.get("data_dir") or "").strip("/")
             name = config["config_name"]
             is_default = config.get("default") is True or name == "default"
-            found[name] = Subset(_patterns(config.get("data_files")), folder, is_default)
-    if found:
-        return found
+            subsets[name] = Subset(_patterns(config.get("data_files")), folder, is_default)
+    if subsets:
+        return subsets
     tops = {path.split("/")[0] for path in files if "/" in path}
     if any("/" not in path for path in files) or "data" in tops or any(_word(top) for top in tops):
         shared = Subset(None, is_default=True)
@@ -99,23 +99,23 @@ def _subsets(front: Mapping[str, Any], files: Sequence[str]) -> dict[str, Subset
 
 
 def _patterns(value: Any) -> dict[str, Sequence[str]] | None:
-    """`data_files` of a config: a pattern, a list of them, or a list of {split, path}."""
+    """Return patterns by split of a config's `data_files`: a pattern, a list of them, or a list of {split, path}."""
     if isinstance(value, str):
         return {"train": [value]}
     if not isinstance(value, list) or not value:
         return None
-    found: dict[str, list[str]] = {}
+    patterns: dict[str, list[str]] = {}
     for entry in value:
         split, path = (entry.get("split"), entry.get("path")) if isinstance(entry, dict) else ("train", entry)
         paths = path if isinstance(path, list) else [path]
-        found.setdefault(str(split), []).extend(one for one in paths if isinstance(one, str))
-    return {**found}
+        patterns.setdefault(str(split), []).extend(item for item in paths if isinstance(item, str))
+    return {**patterns}
 
 
 def _wanted(name: str, subsets: Mapping[str, Subset], subset: str | None, key: str) -> str:
     if subset in subsets:
         return str(subset)
-    defaults = [one for one, what in subsets.items() if what.is_default]
+    defaults = [candidate for candidate, entry in subsets.items() if entry.is_default]
     if subset is None and (len(subsets) == 1 or defaults):
         return next(iter(defaults or subsets))
     there = f"{name} has {', '.join(subsets)}"
@@ -125,15 +125,15 @@ def _wanted(name: str, subsets: Mapping[str, Subset], subset: str | None, key: s
 
 
 def _splits(subset: Subset, files: Sequence[str]) -> dict[str, list[str]]:
-    """The files of each split."""
+    """Return the files of each split."""
     below = f"{subset.folder}/" if subset.folder else ""
     inside = [path for path in files if path.startswith(below)]
     if subset.splits is not None:
-        found = {
+        matched = {
             split: [path for path in inside if any(_fits(path[len(below) :], pattern) for pattern in patterns)]
             for split, patterns in subset.splits.items()
         }
-        return {split: paths for split, paths in found.items() if paths}
+        return {split: paths for split, paths in matched.items() if paths}
     if not below:  # folders that are subsets of their own take no part
         inside = [path for path in inside if "/" not in path or path.startswith("data/") or _word(path.split("/")[0])]
     named: dict[str, list[str]] = {}
@@ -145,7 +145,7 @@ def _splits(subset: Subset, files: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _split_of(path: str) -> str:
-    """What a path says of its split; "" where it says nothing."""
+    """Return the split that a path names; "" where it names none."""
     name = PurePosixPath(path)
     stem = name.name.split(".")[0]
     if shard := _SHARD.fullmatch(stem):
@@ -154,12 +154,12 @@ def _split_of(path: str) -> str:
 
 
 def _word(text: str) -> str:
-    """The split that a name of a file or folder has a word for."""
+    """Return the split that a name of a file or folder has a word for; "" where it has none."""
     return next((SPLIT_OF[word] for word in re.split(r"[^a-z]+", text.lower()) if word in SPLIT_OF), "")
 
 
 def _fits(path: str, pattern: str) -> bool:
-    """As fsspec's glob: `*` within a folder, `**` across them."""
+    """Return whether `path` matches, as by fsspec's glob: `*` within a folder, `**` across them."""
     pieces = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = _GLOB.findall(pattern.removeprefix("./").strip("/"))
     text = "".join(
@@ -170,7 +170,7 @@ def _fits(path: str, pattern: str) -> bool:
 
 
 def _refuse_parts(name: str, files: Sequence[str]) -> None:
-    """A shard that the listing lacks: the repository, or the cache, holds a part of the split."""
+    """Raise UserError for a shard missing in the listing: the repository, or the cache, holds a part of the split."""
     counted: dict[tuple[str, str, str], int] = {}
     for path in files:
         folder, _, file = path.rpartition("/")

@@ -1,4 +1,4 @@
-"""From the `data` section of a recipe to samples and rows: the one door through which trainer and preview come in."""
+"""The `data` section of a recipe to samples and rows: `open_rows`, which trainer and preview call."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
+from dtrain.base.ranges import plural
 from dtrain.data.formats.encoder import LONG, EncodedChunk, Part, RowEncoder
 from dtrain.data.formats.formats import CHAT_FORMATS, FORMATS, KINDS
 from dtrain.data.formats.plain_prompts import TEXT, describe, refuse_without_template
@@ -18,19 +19,19 @@ from dtrain.data.text.template import ChatTemplate, choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from dtrain.data.formats.labels import Judged
+    from dtrain.data.formats.labels import Label
     from dtrain.data.formats.prompts import PromptOptions
 
 Say = Callable[[str], None]
 
-# Kind of sample -> module and class that make it of a row, loaded when a method asks for it.
+# Kind of sample -> module and class that make it of a row, loaded when a method needs it.
 ENCODERS = {
     "examples": ("dtrain.data.formats.sample", "Encoder"),
     "pairs": ("dtrain.data.formats.pairs", "PairEncoder"),
     "labelled": ("dtrain.data.formats.labelled", "LabelledEncoder"),
     "prompts": ("dtrain.data.formats.prompts", "PromptEncoder"),
-    "judged examples": ("dtrain.data.formats.labels", "TextJudgement"),
-    "judged pairs": ("dtrain.data.formats.labels", "PairJudgement"),
+    "examples with labels": ("dtrain.data.formats.labels", "LabelledTextEncoder"),
+    "pairs with labels": ("dtrain.data.formats.labels", "LabelledPairEncoder"),
 }
 FEWEST_PACKED = 16  # rows of a pass; with fewer, small data makes too few steps
 
@@ -41,7 +42,7 @@ def open_rows(
     split: str = "train",
     kind: str = "examples",
     prompts: "PromptOptions | None" = None,
-    judged: "Judged | None" = None,
+    label: "Label | None" = None,
     tokenizer: Tokenizer,
     seed: int = 0,
     epochs: int | None = None,
@@ -49,7 +50,7 @@ def open_rows(
     say: Say = print,
     progress: bool = True,
 ) -> Rows:
-    """The rows of `section.train` or `section.val`; what was detected, chosen, cut and left out goes to `say`.
+    """Open the rows of `section.train` or `section.val`; what was detected, chosen, cut and left out goes to `say`.
 
     section     the recipe's `data` (its field names, as attributes)
     split       "train", or "val": unshuffled, one epoch, each weight taken as 1. Where section.val is a share, both are
@@ -57,13 +58,13 @@ def open_rows(
     kind        what the method trains on: examples, pairs (a sample is a chosen and a rejected document), labelled
                 (replies that are wanted or not) or prompts
     prompts     how prompts are made, where the method trains on these
-    judged      the number of each row that is kept, where the method reads one
+    label       the number of each row that is kept, where the method reads one
     cache_dir   where section.cache_dir says nothing
 
     Every rank calls it: the first makes the cache, the others wait for it. Raises UserError.
     """
     train, cache_dir = split == "train", section.cache_dir or cache_dir
-    sources, encoder = _opened(section, split, kind, prompts, judged, tokenizer, seed, cache_dir, say)
+    sources, encoder = _opened(section, split, kind, prompts, label, tokenizer, seed, cache_dir, say)
     samples = open_cache(
         sources,
         encoder,
@@ -73,8 +74,8 @@ def open_rows(
         label=f"{split} data",
         say=say,
     )
-    told = describe(f"{split} data", samples.meta["plain_prompts"], encoder.prompts_as, encoder.template)
-    for line in (*report(samples, f"{split} data", section.too_long), *told):
+    notes = describe(f"{split} data", samples.meta["plain_prompts"], encoder.prompts_as, encoder.template)
+    for line in (*report(samples, f"{split} data", section.too_long), *notes):
         say(line)
     rows = Rows(
         samples,
@@ -87,18 +88,18 @@ def open_rows(
     if section.packing == "auto" and not packs_by_itself(rows, kind):
         packed = rows.rows_in_epoch(0)
         rows = replace(rows, packing=False)
-        say(f"data.packing=auto: false, since packed the data has {packed} row{'s' * (packed != 1)} a pass")
+        say(f"data.packing=auto: false, since packed the data has {packed} {plural(packed, 'row')} a pass")
     return rows
 
 
 def packs_by_itself(rows: Rows, kind: str) -> bool:
-    """Whether `data.packing=auto` packs these rows; completions to prompts always."""
+    """Return whether `data.packing=auto` packs these rows; completions to prompts always."""
     return kind == "prompts" or replace(rows, packing=True).rows_in_epoch(0) >= FEWEST_PACKED
 
 
 @dataclass(frozen=True)
 class Look:
-    """A file of `open_rows`, to be looked at before. Its methods raise UserError for the first row that is wrong."""
+    """A file of `open_rows`, to be checked before. Its methods raise UserError for the first row that is wrong."""
 
     file: Path
     format: str
@@ -106,14 +107,14 @@ class Look:
     encoder: RowEncoder
 
     def first(self) -> EncodedChunk | None:
-        """Its first rows, up to 256 of them, as they are trained on; None where it has none."""
+        """Return the first rows, up to 256 of them, as they are trained on; None where the file has none."""
         chunk = next(read_chunks(self.file), None)
         return None if chunk is None else self.encoder.encode_chunk(chunk, self.format, self.columns)
 
     def rest(self, until: float, whole: bool = False) -> int | None:
-        """Whether all its rows have the shape of its format; whole: whether they become samples, by the template and
-        data.too_long. The line before which it stopped, since the clock (time.monotonic) stood at `until`; None where
-        it read all."""
+        """Check that all rows have the shape of the format; whole: that they become samples, by the template and
+        data.too_long. Returns the line before which it stopped, since the clock (time.monotonic) stood at `until`; None
+        where it read all."""
         look = self.encoder.encode_chunk if whole else self.encoder.look_at
         for chunk in read_chunks(self.file):
             if time.monotonic() >= until:
@@ -123,7 +124,7 @@ class Look:
 
     @property
     def shape_is_all(self) -> bool:
-        """Whether rows of the right shape cannot be refused: no template writes them, and none is too long."""
+        """Return whether rows of the right shape cannot be refused: no template writes them, and none is too long."""
         return self.format in ("text", "tokenized") and self.encoder.too_long != "error"
 
 
@@ -133,14 +134,14 @@ def looks(
     split: str = "train",
     kind: str = "examples",
     prompts: "PromptOptions | None" = None,
-    judged: "Judged | None" = None,
+    label: "Label | None" = None,
     tokenizer: Tokenizer,
     seed: int = 0,
     cache_dir: str | Path | None = None,
 ) -> list[Look]:
-    """Each file of `open_rows`. Raises UserError."""
+    """Return each file of `open_rows`. Raises UserError."""
     sources, encoder = _opened(
-        section, split, kind, prompts, judged, tokenizer, seed, section.cache_dir or cache_dir, _nothing
+        section, split, kind, prompts, label, tokenizer, seed, section.cache_dir or cache_dir, _nothing
     )
     return [
         Look(file, name, source.columns, encoder)
@@ -154,13 +155,13 @@ def _opened(
     split: str,
     kind: str,
     prompts: "PromptOptions | None",
-    judged: "Judged | None",
+    label: "Label | None",
     tokenizer: Tokenizer,
     seed: int,
     cache_dir: str | Path | None,
     say: Say,
 ) -> tuple[list[Source], RowEncoder]:
-    """The sources of a split, and what makes samples of their rows. Raises UserError."""
+    """Return the sources of a split, and the encoder of their rows. Raises UserError."""
     train, is_part = split == "train", isinstance(section.val, float)
     whence = "train" if is_part else split
     tell = say if whence == split else _nothing
@@ -168,19 +169,19 @@ def _opened(
     if not train:
         sources = [replace(source, weight=1.0) for source in sources if source.weight]
     formats = {name for source in sources for name in source.formats}
-    encoder = _encoder(section, tokenizer, formats, tell, kind, prompts, judged)
+    encoder = _encoder(section, tokenizer, formats, tell, kind, prompts, label)
     encoder.part = Part(section.val, seed, not train) if is_part else None
     return sources, encoder
 
 
 def _nothing(line: str) -> None:
-    """Instead of `say`, where it was said already."""
+    """Print nothing: in place of `say`, where the lines were printed already."""
 
 
 def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | None) -> list[Source]:
-    """The sources of data.train or data.val, their formats detected and said. Raises UserError."""
+    """Return the sources of data.train or data.val, their formats detected and printed. Raises UserError."""
     sources = []
-    for source, where in _given(split, key):
+    for source, where in _checked_sources(split, key):
         files = tuple(resolve(source.path, f"{where}.path", source, cache_dir))
         weight, name, columns = getattr(source, "weight", 1.0), source.format, getattr(source, "columns", {})
         if not 0 <= weight < float("inf"):
@@ -189,10 +190,10 @@ def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | 
             known = ", ".join(dict.fromkeys([*FORMATS, *KINDS[kind]]))
             raise UserError(f"{where}.format is {name!r}; known are auto, {known}")
         formats = formats_of(files, name, kind, columns, f"{where}.columns")
-        for one in dict.fromkeys(formats) if name == "auto" else ():
-            of = [file for file, found in zip(files, formats, strict=True) if found == one]
+        for detected in dict.fromkeys(formats) if name == "auto" else ():
+            of = [file for file, other in zip(files, formats, strict=True) if other == detected]
             more = f" and {len(of) - 1} more files" if len(of) > 1 else ""
-            say(f"{key}: {of[0]}{more}: format {one} (detected)")
+            say(f"{key}: {of[0]}{more}: format {detected} (detected)")
         sources.append(Source(files, formats, float(weight), columns))
     return sources
 
@@ -204,9 +205,9 @@ def _encoder(
     say: Say,
     kind: str,
     prompts: "PromptOptions | None",
-    judged: "Judged | None",
+    label: "Label | None",
 ) -> RowEncoder:
-    """Rows to samples as the section asks; says which chat template serves, and what loss_on means for plain rows."""
+    """Return the encoder of the section; prints the chat template's origin, and what loss_on means for plain rows."""
     template = choose_template(
         tokenizer.directory, tokenizer.special_tokens, section.chat_template, section.template_kwargs
     )
@@ -217,19 +218,19 @@ def _encoder(
         "prompts_as": section.prompts_as or TEXT,
     }
     options: dict[str, Any] = {}
-    if judged is not None:
-        options["judged"] = judged
+    if label is not None:
+        options["label"] = label
     elif kind == "prompts":
         options["options"] = prompts
     elif kind == "examples":
         options["loss_on"] = section.loss_on
-    module, name = ENCODERS[kind if judged is None else f"judged {kind}"]
+    module, name = ENCODERS[kind if label is None else f"{kind} with labels"]
     encoder: RowEncoder = getattr(import_module(module), name)(tokenizer, template, **options, **limits)
     if template and formats & {*CHAT_FORMATS, "prompt_completion", "preference", "question"}:
         say(f"chat template: {template.origin}")
         for note in _template_notes(template, encoder):
             say(note)
-    plain = kind == "examples" and judged is None
+    plain = kind == "examples" and label is None
     if plain and "text" in formats and section.loss_on != "all":
         say(f"data.loss_on={section.loss_on}: rows of plain text have no such part, so all of their tokens are trained")
     if "tokenized" in formats:
@@ -240,12 +241,12 @@ def _encoder(
 
 
 def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:
-    """What a cache holds and what is missing from it, in sentences."""
+    """Return the lines that tell what a cache holds and what is missing from it."""
     meta = samples.meta
     noun = samples.noun
     trained = "" if noun == "prompts" else f", {meta['trained_tokens']:,} of them trained"
     made = noun.removesuffix("s") if meta["samples"] == 1 else noun
-    rows = f"{meta['rows']:,} row{'s' * (meta['rows'] != 1)}"
+    rows = f"{meta['rows']:,} {plural(meta['rows'], 'row')}"
     lines = [f"{label}: {meta['samples']:,} {made} of {rows}, {meta['tokens']:,} tokens{trained}"]
     if meta.get("others"):
         lines[0] += f" (data.val is a share: {meta['others']:,} rows are of the other part)"
@@ -271,8 +272,8 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
     return lines
 
 
-def _given(split: Any, key: str) -> list[tuple[Any, str]]:
-    """Each source, and its key."""
+def _checked_sources(split: Any, key: str) -> list[tuple[Any, str]]:
+    """Return each source, and its key."""
     if split is None:
         raise UserError(f"{key} is null: name its data with {key}.path")
     if split.sources and split.path:

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
 
-# What servers call the marks by which content is known, in lower case.
+# Servers' names of the marks by which content is known, in lower case.
 MARKS = {"etag", "content-md5", "md5hash", "crc32c", "digest", "checksum", "sha256", "size", "blob_id", "oid"}
 TIMES = {"mtime", "last-modified", "lastmodified", "last_modified", "updated", "created"}
 FILES = "files"
@@ -38,23 +38,23 @@ def is_url(path: str) -> bool:
 
 
 def find(url: str, key: str, cache_dir: Path) -> list[Remote]:
-    """The files that a URL, or a pattern of one, means, sorted. Nothing is copied. UserError, naming `key`."""
-    with _told(url, key):
+    """Return the files of a URL, or of a pattern of one, sorted. Nothing is copied. Raises UserError with `key`."""
+    with _url_errors(url, key):
         import fsspec
 
         system, path = fsspec.core.url_to_fs(url)
         is_http = urlsplit(url).scheme in ("http", "https")  # where ? begins a query
         paths = sorted(system.glob(path)) if "*" in path or ("?" in path and not is_http) else [path]
-        found = [(one, system.info(one)) for one in paths]
-    files = [(one, info) for one, info in found if info.get("type", "file") == "file"]
+        infos = [(name, system.info(name)) for name in paths]
+    files = [(name, info) for name, info in infos if info.get("type", "file") == "file"]
     if not files:
-        raise UserError(f"{key}: {'no file matches' if len(found) != 1 else 'no file is at'} {url}")
-    return [_remote(system, one, info, url if len(paths) == 1 else system.unstrip_protocol(one), cache_dir)
-            for one, info in files]  # fmt: skip
+        raise UserError(f"{key}: {'no file matches' if len(infos) != 1 else 'no file is at'} {url}")
+    return [_remote(system, name, info, url if len(paths) == 1 else system.unstrip_protocol(name), cache_dir)
+            for name, info in files]  # fmt: skip
 
 
 def away(url: str, key: str, cache_dir: Path) -> list[Remote]:
-    """Those of `find` that `copies` would copy."""
+    """Return the files of `find` that `copies` would copy."""
     try:
         return [remote for remote in find(url, key, cache_dir) if not remote.copy.is_file()]
     except UserError:
@@ -64,23 +64,23 @@ def away(url: str, key: str, cache_dir: Path) -> list[Remote]:
 
 
 def copies(url: str, key: str, cache_dir: Path) -> list[Path]:
-    """The local copies of these files, made where there is none. Processes that ask at once wait for the one that
-    copies. UserError, naming `key`."""
+    """Return the local copies of these files, made where there is none. Processes that ask at once wait for the one
+    that copies. Raises UserError, naming `key`."""
     try:
-        found = find(url, key, cache_dir)
+        remotes = find(url, key, cache_dir)
     except UserError:
         if kept := _kept(url, cache_dir):
             return kept
         raise
-    for remote in found:
+    for remote in remotes:
         folder = remote.copy.parent
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder.with_name(f"{folder.name}.lock")):
             if not remote.copy.is_file():
-                with _told(remote.url, key):
+                with _url_errors(remote.url, key):
                     _copy(remote)
-    _keep(url, cache_dir, found)
-    return [remote.copy for remote in found]
+    _keep(url, cache_dir, remotes)
+    return [remote.copy for remote in remotes]
 
 
 def _remote(system: Any, path: str, info: dict[str, Any], url: str, cache_dir: Path) -> Remote:
@@ -91,7 +91,7 @@ def _remote(system: Any, path: str, info: dict[str, Any], url: str, cache_dir: P
 
 
 def _copy(remote: Remote) -> None:
-    """Beside its place, then renamed."""
+    """Copy a file beside its place, then rename it."""
     folder = remote.copy.parent
     beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
     try:
@@ -109,11 +109,11 @@ def _list_of(url: str, cache_dir: Path) -> Path:
     return cache_dir / FILES / f"{digest(url)[:16]}.txt"
 
 
-def _keep(url: str, cache_dir: Path, found: list[Remote]) -> None:
+def _keep(url: str, cache_dir: Path, remotes: list[Remote]) -> None:
     """Note the copies that the URL meant last."""
     place = _list_of(url, cache_dir)
     with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False) as beside:
-        beside.write("".join(f"{remote.copy.relative_to(cache_dir)}\n" for remote in found))
+        beside.write("".join(f"{remote.copy.relative_to(cache_dir)}\n" for remote in remotes))
     Path(beside.name).rename(place)
 
 
@@ -131,8 +131,8 @@ def _lock(file: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _told(url: str, key: str) -> Iterator[None]:
-    """What fsspec and its file systems raise in the block, as a UserError."""
+def _url_errors(url: str, key: str) -> Iterator[None]:
+    """Raise what fsspec and its file systems raise in the block as a UserError."""
     scheme = url.split("://")[0]
     try:
         yield

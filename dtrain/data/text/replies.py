@@ -1,11 +1,11 @@
-"""Where a rendered conversation holds what the model itself writes: the spans that loss on replies is taken over.
+"""Spans of the model's own replies in a rendered conversation, over which the loss on replies is taken.
 
 A reply runs from the end of the assistant's header (what the generation prompt gives before the model speaks) through
 the end-of-turn token, inclusive. The white space that a template writes after that token is not part of it: the model
 stops at the token. So a model learns to write and to end its turn, and nothing that is put into its prompt for it.
 
-How a span is found. `ChatTemplate.marked` tells which characters of the whole conversation come from a message, so
-that a turn is taken as it stands there: what a template strips from earlier turns (Qwen3's thinking) is not trained.
+Search for a span. `ChatTemplate.marked` tells which characters of the whole conversation come from a message, so that
+a turn is taken as it stands there: what a template strips from earlier turns (Qwen3's thinking) is not trained.
 Within these characters the header is the generation prompt, or, where a turn does not begin with it (a generation
 prompt may hold an empty thinking block that earlier turns lack), the header that the template writes before a reply
 in mid-conversation, learnt from a probe. Templates whose loop cannot be marked are rendered in prefixes instead.
@@ -34,11 +34,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Headers:
-    """What stands around a reply. None: the template would not tell.
+    """Texts around a reply. None: the template would not tell.
 
-    prompt   what the generation prompt adds
-    turn     what precedes a reply in mid-conversation
-    ending   what follows a reply within its own turn, white space at its ends left out
+    prompt   text that the generation prompt adds
+    turn     text before a reply in mid-conversation
+    ending   text after a reply within its own turn, white space at its ends left out
     """
 
     prompt: str | None
@@ -47,7 +47,7 @@ class Headers:
 
 
 class Replies:
-    """Finds replies in conversations rendered by one template."""
+    """Finder of replies in conversations rendered by one template."""
 
     def __init__(self, template: ChatTemplate):
         self.template = template
@@ -55,13 +55,13 @@ class Replies:
         self._calls: dict[bool, str | None] = {}
 
     def headers(self, with_tools: bool = False) -> Headers:
-        """The headers of conversations with or without tools; probed once each."""
+        """Return the headers of conversations with or without tools; probed once each."""
         if with_tools not in self._headers:
             self._headers[with_tools] = self._probe([TOOL] if with_tools else None)
         return self._headers[with_tools]
 
     def with_objects(self, messages: Messages, tools: Messages | None) -> Messages:
-        """`messages`, the arguments of tool calls as objects where the template would quote a JSON string twice.
+        """Return `messages`, arguments of tool calls as objects where the template would quote a JSON string twice.
 
         OpenAI's files hold arguments as a string of JSON; most templates write `arguments | tojson`. Raises UserError
         where the template leaves calls out (Phi-3's, Phi-4-mini's): an empty turn would be trained in their place.
@@ -85,7 +85,7 @@ class Replies:
         ]
 
     def find(self, messages: Messages, tools: Messages | None, wanted: Iterable[int]) -> tuple[str, list[Span]]:
-        """The conversation's text and the spans of the replies messages[i], i in `wanted`, in order.
+        """Return the conversation's text and the spans of the replies messages[i], i in `wanted`, in order.
 
         Raises UserError where the template refuses the conversation, or a span cannot be told for certain.
         """
@@ -100,7 +100,7 @@ class Replies:
         return marked.text, [span for span in spans if span[0] < span[1]]
 
     def blocks(self, messages: Messages, tools: Messages | None, wanted: Iterable[int]) -> tuple[str, list[Span]]:
-        """The conversation's text and all that is written of messages[i], i in `wanted`, headers included."""
+        """Return the conversation's text and the spans of messages[i], i in `wanted`, headers included."""
         marked = self.template.marked(messages, tools)
         return marked.text, [self._block(messages, tools, marked, index) for index in sorted(wanted)]
 
@@ -108,8 +108,8 @@ class Replies:
         reply = {"role": "assistant", "content": REPLY}
         try:
             before = self.template.render([QUESTION], tools)
-            asked = self.template.render([QUESTION], tools, add_generation_prompt=True)
-            prompt = asked[len(before) :] if asked.startswith(before) else None
+            prompted = self.template.render([QUESTION], tools, add_generation_prompt=True)
+            prompt = prompted[len(before) :] if prompted.startswith(before) else None
         except UserError:
             prompt = None
         try:
@@ -118,11 +118,11 @@ class Replies:
             start, end = self._block(messages, tools, marked, 1)
         except UserError:
             return Headers(prompt, None, None)
-        header, found, rest = marked.text[start:end].partition(REPLY)
-        return Headers(prompt, header if found else None, rest.strip() if found else None)
+        header, reply_text, rest = marked.text[start:end].partition(REPLY)
+        return Headers(prompt, header if reply_text else None, rest.strip() if reply_text else None)
 
     def _written_call(self, with_tools: bool) -> str | None:
-        """A turn that calls a tool, with arguments as a string, as the template writes it; None where it refuses."""
+        """Return a turn that calls a tool, arguments as a string, as the template writes it; None if it refuses."""
         if with_tools not in self._calls:
             function = {"name": "dtrain_tool", "arguments": '{"dtrain": 1}'}
             asking = {"role": "assistant", "content": "", "tool_calls": [CALL | {"function": function}]}
@@ -137,7 +137,7 @@ class Replies:
         return self._calls[with_tools]
 
     def _block(self, messages: Messages, tools: Messages | None, marked: Marked, index: int) -> Span:
-        """The characters that messages[index] gave: by the marks, else between two prefixes of the conversation."""
+        """Return the span of messages[index]: by the marks, else between two prefixes of the conversation."""
         block = marked.blocks[index]
         if block is not None:
             others = (other for number, other in enumerate(marked.blocks) if number != index and other is not None)
@@ -172,8 +172,8 @@ class Replies:
         return self._end_of_prompt(messages, tools, marked, index), end
 
     def _own(self, messages: Messages, tools: Messages | None, marked: Marked, index: int, text: str) -> int:
-        """How many characters of `text`, the block of messages[index], come before what tools answered: some templates
-        (Gemma 4's) write answers into the turn that asked. Known by the same conversation without the answers."""
+        """Return the number of characters of `text`, the block of messages[index], before the answers of tools: some
+        templates (Gemma 4's) write answers into the turn that called. Known by the same conversation without them."""
         after = _after_answers(messages, index)
         if after == index + 1 or any(marked.blocks[index + 1 : after]):
             return len(text)
@@ -187,7 +187,7 @@ class Replies:
         return len(commonprefix([text, without.text[slice(*block)]]))
 
     def _end_of_prompt(self, messages: Messages, tools: Messages | None, marked: Marked, index: int) -> int:
-        """Where the generation prompt of messages[index] ends, if the conversation begins with that very prompt."""
+        """Return the end of the generation prompt of messages[index], if the conversation begins with that prompt."""
         start, end = self._block(messages, tools, marked, index)
         try:
             prompt = self.template.render(messages[:index], tools, add_generation_prompt=True)
@@ -195,7 +195,7 @@ class Replies:
         except UserError as problem:
             raise self._unknown(index, "its turn begins unlike its generation prompt") from problem
         if prompt == silent and marked.blocks[index - 1] is None and messages[index - 1]["role"] == "tool":
-            return start  # the turn that asked a tool goes on after the answer
+            return start  # the turn that called a tool goes on after the answer
         if prompt != silent and marked.text.startswith(prompt) and start <= len(prompt) <= end:
             return len(prompt)
         raise self._unknown(index, "its turn begins unlike its generation prompt")
@@ -215,7 +215,7 @@ class Replies:
 
 
 def _after_answers(messages: Messages, index: int) -> int:
-    """The first message after messages[index] and the answers of tools that follow it."""
+    """Return the index of the first message after messages[index] and the answers of tools that follow it."""
     rest = range(index + 1, len(messages))
     return next((number for number in rest if messages[number]["role"] != "tool"), len(messages))
 

@@ -2,8 +2,8 @@
 
 A template comes from whoever made the model. jinja's sandbox keeps it away from the machine, but lets loops turn in
 loops and a text double itself. Here each rendering has a budget. Rounds of loops, calls, filters, tests and comparisons
-count, with the parts of what they are given; so does what is built. What gives much out of little is asked before it
-runs. `Counting` puts the questions into the parsed template, as filters, whose names a template cannot take.
+count, with the parts of their arguments; so does what is built. What gives much out of little is checked before it
+runs. `Counting` puts the counters into the parsed template, as filters, whose names a template cannot take.
 """
 
 import re
@@ -41,7 +41,7 @@ SHALLOW = ("list", "reverse")
 # A field as wide as a text, or as another argument says: of `%`, and of `format`.
 _WIDE_PERCENT = re.compile(r"%(\([^)]*\))?[-+ #0]*(\d{5}|\*|\d*\.(\d{5}|\*))")
 _WIDE_BRACES = re.compile(r"\{[^{}:]*:[^{}]*(\d{5}|\{)")
-ASKED = ("replace", "join", "format", "indent", "tojson")  # filters that give much out of little
+CHECKED = ("replace", "join", "format", "indent", "tojson")  # filters that give much out of little
 _PLAIN = frozenset([str, int, float, bool, type(None)])
 
 
@@ -50,7 +50,7 @@ class TooMuch(jinja2.TemplateRuntimeError):
 
 
 class RenderBudget:
-    """What is left to a rendering."""
+    """Remaining rounds, size and time of one rendering."""
 
     def __init__(self):
         self.rounds, self.built, self.until = ROUNDS, BUILT, time.thread_time() + SECONDS
@@ -66,7 +66,7 @@ class RenderBudget:
             raise TooMuch(f"it takes longer than {SECONDS:.0f} s")
 
     def would_build(self, size: int) -> None:
-        """Spends nothing; raises TooMuch where it could not."""
+        """Raise TooMuch where `size` could not be spent; spends nothing."""
         if size > self.built:
             self.spend(0, size)
 
@@ -75,26 +75,26 @@ class RenderBudget:
         meets it. Returns about how many characters they print."""
         waiting, parts, text = list(values), 1, 0
         while waiting:
-            one = waiting.pop()
-            if isinstance(one, str):
-                text += len(one)
-            elif type(one) in _PLAIN:
+            value = waiting.pop()
+            if isinstance(value, str):
+                text += len(value)
+            elif type(value) in _PLAIN:
                 continue
-            elif isinstance(one, dict | list | tuple | set | frozenset | KeysView | ValuesView | ItemsView):
-                parts += len(one)
+            elif isinstance(value, dict | list | tuple | set | frozenset | KeysView | ValuesView | ItemsView):
+                parts += len(value)
                 if parts > self.rounds:
                     break
-                waiting += one
-                waiting += one.values() if isinstance(one, dict) else ()
-            elif isinstance(one, Namespace):
-                waiting.append(object.__getattribute__(one, "_Namespace__attrs"))
+                waiting += value
+                waiting += value.values() if isinstance(value, dict) else ()
+            elif isinstance(value, Namespace):
+                waiting.append(object.__getattribute__(value, "_Namespace__attrs"))
         self.spend(parts)
         self.would_build(text)
         return text + 20 * parts
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """jinja's environment for chat templates, with a budget for each rendering, which `begin` starts."""
+    """Jinja's environment for chat templates, with a budget for each rendering, which `begin` starts."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -118,8 +118,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self._thread.budget
 
     def compiled(self, source: str, *changes: NodeTransformer) -> jinja2.Template:
-        """The template of a text, with `changes`, which counts. Raises what jinja and Python raise for one that is not
-        valid."""
+        """Compile the template of a text, with `changes` and counters. Raises what jinja and Python raise for a
+        template that is not valid."""
         self.begin()
         tree = self.parse(source)
         for change in (*changes, Counting()):
@@ -130,13 +130,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return attr not in METHODS_LEFT_OUT and super().is_safe_attribute(obj, attr, value)
 
     def concat(self, pieces: Iterable[str]) -> str:
-        budget, found = self.budget, []
+        budget, kept = self.budget, []
         for piece in pieces:
-            found.append(piece)
+            kept.append(piece)
             budget.built -= len(piece)
             if budget.built < 0:
                 budget.spend(0)
-        return "".join(found)
+        return "".join(kept)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         if isinstance(argument, tuple):  # its hash looks at every part
@@ -149,11 +149,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         __self.budget.spend(CALL)
         if isinstance(__obj, Macro):  # what it is given it looks at by itself
             return super().call(__context, __obj, *args, **kwargs)
-        given, named = __self._given(args, kwargs)
+        arguments, named = __self._weighed_arguments(args, kwargs)
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str):
-            __self._ask(__obj.__name__, owner, [*given, *named.values()])
-        return __self._sized(super().call(__context, __obj, *given, **named))
+            __self._check_room(__obj.__name__, owner, [*arguments, *named.values()])
+        return __self._sized(super().call(__context, __obj, *arguments, **named))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and isinstance(left, str) and isinstance(right, str):
@@ -165,9 +165,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 raise TooMuch("it computes with numbers of thousands of digits")
         elif operator == "%" and isinstance(left, str):
             self.budget.weigh([right])
-            self._ask("%", left, [right])
+            self._check_room("%", left, [right])
         else:
-            factor = max([one for one in (left, right) if isinstance(one, int)], default=1) if operator == "*" else 1
+            factor = max([side for side in (left, right) if isinstance(side, int)], default=1) if operator == "*" else 1
             self.budget.would_build((_size(left) + _size(right)) * factor)
         return self._sized(super().call_binop(context, operator, left, right))
 
@@ -175,47 +175,49 @@ class Sandbox(ImmutableSandboxedEnvironment):
         @wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.budget.spend(CALL)
-            given, named = (args, kwargs) if name in SHALLOW else self._given(args, kwargs)
-            if name in ASKED:
-                values = [one for one in given if not isinstance(one, Context | nodes.EvalContext | jinja2.Environment)]
-                asked = "%" if name == "format" else name  # the filter of that name is Python's `%`
-                self._ask(asked, values[0] if values else None, [*values[1:], *named.values()])
-            return self._sized(function(*given, **named))
+            arguments, named = (args, kwargs) if name in SHALLOW else self._weighed_arguments(args, kwargs)
+            if name in CHECKED:
+                contexts = Context | nodes.EvalContext | jinja2.Environment
+                values = [value for value in arguments if not isinstance(value, contexts)]
+                method = "%" if name == "format" else name  # the filter of that name is Python's `%`
+                self._check_room(method, values[0] if values else None, [*values[1:], *named.values()])
+            return self._sized(function(*arguments, **named))
 
         return counted
 
-    def _given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments of a call, weighed; what would come piece by piece is a list."""
+    def _weighed_arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Return the arguments of a call, weighed; an iterator as a list."""
         if not kwargs and _PLAIN.issuperset(map(type, args)):
             return args, kwargs
-        given, named = [self._whole(one) for one in args], {name: self._whole(one) for name, one in kwargs.items()}
-        self.budget.weigh([*given, *named.values()])
-        return given, named
+        arguments = [self._whole(value) for value in args]
+        named = {name: self._whole(value) for name, value in kwargs.items()}
+        self.budget.weigh([*arguments, *named.values()])
+        return arguments, named
 
     def _whole(self, value: Any) -> Any:
         return list(self._loop(value)) if isinstance(value, Iterator) and not isinstance(value, LoopContext) else value
 
-    def _ask(self, name: str, value: Any, given: Sequence[Any]) -> None:
-        """Whether there is room for what the method or filter `name` of `value` would build."""
-        texts = [one for one in given if isinstance(one, str)]
-        widest = max([*map(len, texts), *(one for one in given if isinstance(one, int)), 4])
+    def _check_room(self, name: str, value: Any, arguments: Sequence[Any]) -> None:
+        """Raise TooMuch where the budget has no room for the result of the method or filter `name` of `value`."""
+        texts = [argument for argument in arguments if isinstance(argument, str)]
+        widest = max([*map(len, texts), *(argument for argument in arguments if isinstance(argument, int)), 4])
         if name == "replace" and len(texts) > 1:
             self.budget.would_build(str(value).count(texts[0]) * len(texts[1]))
         elif name == "join":
             separator = max(map(len, [*texts, value if isinstance(value, str) else ""]))
-            self.budget.would_build(separator * max(map(_size, [value, *given])))
+            self.budget.would_build(separator * max(map(_size, [value, *arguments])))
         elif name in ("%", "format", "format_map"):
             sign, wide = ("%", _WIDE_PERCENT) if name == "%" else ("{", _WIDE_BRACES)
             text = str(value).replace("%%", "")
-            fields = text.count(sign) * (10**4 + self.budget.weigh(given))
+            fields = text.count(sign) * (10**4 + self.budget.weigh(arguments))
             self.budget.would_build(BUILT + 1 if wide.search(text) else fields)
         elif name == "indent":
             self.budget.would_build(len(str(value).splitlines()) * widest)
-        elif name == "tojson" and given:
+        elif name == "tojson" and arguments:
             self.budget.would_build(self.budget.weigh([value]) * widest)
 
     def _loop(self, values: Any) -> Any:
-        """What a loop goes through, a round for each."""
+        """Return the values that a loop goes through, a round for each."""
         if not isinstance(values, Sized):
             return map(self._sized, values)
         self.budget.spend(len(values))
@@ -252,7 +254,7 @@ def _size(value: Any) -> int:
 
 
 class Counting(NodeTransformer):
-    """Sends what a template goes through, compares, cuts, joins and puts into lists through the sandbox's counters."""
+    """Transformer that sends loops, comparisons, slices, joins and lists through the sandbox's counters."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -289,7 +291,7 @@ class Counting(NodeTransformer):
 
 
 def _is_shallow(node: nodes.Expr) -> bool:
-    """Whether a comparison with it ends at the first look."""
+    """Return whether a comparison with `node` ends at the first look."""
     return isinstance(node, nodes.Const) or (isinstance(node, nodes.List | nodes.Dict) and not node.items)
 
 

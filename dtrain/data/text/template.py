@@ -1,7 +1,7 @@
-"""Chat templates: which one a model's conversations are written with, and what it writes.
+"""Chat templates: the choice of a model's template, and its rendering.
 
 A template is jinja2, run in a sandbox of bounded time and memory (`sandbox`) and with the extras that the field's
-templates count on (transformers' `apply_chat_template`): what `render` writes is what transformers writes. Torch is not
+templates count on (transformers' `apply_chat_template`): `render` writes what transformers writes. Torch is not
 imported.
 
 The template is compiled with marks that are silent in `render`: at the start of each round of a loop over messages,
@@ -33,7 +33,7 @@ DELIMITERS = ("\U000f1234", "\U000f4321", "\U00101234", "\U00104321")  # private
 PROBE = "A thought that no template has."
 SILENT = {"dtrain_round": lambda item, loop: "", "dtrain_mark": lambda kind, loop: ""}
 SOURCE_BYTES = 1 << 20
-SAID = 500  # characters of a template's own message
+LONGEST_REASON = 500  # characters of a template's own message
 # What a template's own code can raise on a row that does not suit it.
 FAILURES = (
     jinja2.TemplateError,
@@ -49,7 +49,7 @@ FAILURES = (
 
 @dataclass
 class Marked:
-    """A rendering's text, the characters [start, end) of each message (None: not known), and of generation blocks."""
+    """Text of a rendering, the characters [start, end) of each message (None: not known), and of generation blocks."""
 
     text: str
     blocks: list[tuple[int, int] | None]
@@ -57,7 +57,7 @@ class Marked:
 
 
 class ChatTemplate:
-    """One model's chat template with the variables that it is rendered with.
+    """Chat template of a model, with the variables that it is rendered with.
 
     source          the template; `tool_source`, where there is one, takes its place for conversations with tools
     origin          where it was found, for messages
@@ -95,9 +95,10 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides what is written."""
+        """Hash of everything that decides what is written."""
         source, _, *others = self._arguments  # where it was found decides nothing
-        others += ["thoughts are parts"] * self._thinks_in_blocks()  # else a cache from before would be read, without
+        if self._thinks_in_blocks():
+            others.append("thoughts are parts")  # else a cache from before would be read, without
         return hashlib.sha256(json.dumps([source, *others], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
@@ -113,18 +114,18 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as text. variables: of this conversation, over those of all. Raises UserError with the
-        template's own message and line."""
+        """Render the conversation as text. variables: of this conversation, over those of all. Raises UserError with
+        the template's own message and line."""
         return self._run(self._prepared(messages), tools, add_generation_prompt, {**(variables or {}), **SILENT})
 
     def reads(self, name: str) -> bool:
-        """Whether the template knows a variable of this name that is not dtrain's to set."""
+        """Return whether the template knows a variable of this name that is not dtrain's to set."""
         sources = (source or "" for source in (self._arguments[0], self._arguments[4]))
         is_own = name in (*RESERVED, *self._arguments[2]) or name in self._sandbox.globals
         return name.isidentifier() and not is_own and any(re.search(rf"\b{name}\b", source) for source in sources)
 
     def marked(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> Marked:
-        """The conversation as text, with the characters that each message gave.
+        """Render the conversation as text, with the span of each message.
 
         A message's characters are those written in its round of the one loop over messages that writes anything in
         it; None where no loop, or more than one, does. No characters are known where marks would change the text.
@@ -154,15 +155,15 @@ class ChatTemplate:
         return Marked(text, _blocks(text, events, len(prepared)), _generations(events))
 
     def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages as transformers hands them to a template: nulls left out, reasoning under each name in use; for
-        one that knows it as a part of the content alone, there."""
+        """Return messages as transformers hands them to a template: nulls left out, reasoning under each name in use;
+        for one that knows it as a part of the content alone, there."""
         prepared = _named_reasoning(messages)
         if any("reasoning_content" in message for message in prepared) and self._thinks_in_blocks():
             return [_in_blocks(message) for message in prepared]
         return prepared
 
     def _thinks_in_blocks(self) -> bool:
-        """Whether the template writes thoughts only as parts of a message's content of type thinking (Ministral 3)."""
+        """Return whether thoughts are written only as parts of a message's content, of type thinking (Ministral 3)."""
         if self._has_blocks is None:
             self._has_blocks = False
             if re.search("""['"]thinking['"]""", self.source):
@@ -193,8 +194,8 @@ class ChatTemplate:
         except FAILURES as problem:
             line = _template_line(problem)
             where = f" (line {line} of the template)" if line else ""
-            said = str(problem)[:SAID] or type(problem).__name__
-            raise UserError(f"the chat template, {self.origin}, refuses the conversation{where}: {said}") from problem
+            reason = str(problem)[:LONGEST_REASON] or type(problem).__name__
+            raise UserError(f"the chat template, {self.origin}, refuses the conversation{where}: {reason}") from problem
 
     def _compiled(self, source: str) -> jinja2.Template:
         try:
@@ -203,8 +204,8 @@ class ChatTemplate:
             return self._sandbox.compiled(source, _LoopMarks())
         except (*FAILURES, SyntaxError, AssertionError) as problem:
             line = f", line {problem.lineno}" if isinstance(problem, jinja2.TemplateSyntaxError) else ""
-            said = str(getattr(problem, "message", problem))[:SAID] or type(problem).__name__
-            raise UserError(f"{self.origin}{line}: the chat template is not valid: {said}") from problem
+            reason = str(getattr(problem, "message", problem))[:LONGEST_REASON] or type(problem).__name__
+            raise UserError(f"{self.origin}{line}: the chat template is not valid: {reason}") from problem
 
 
 def choose_template(
@@ -213,8 +214,8 @@ def choose_template(
     file: str | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> ChatTemplate | None:
-    """The recipe's own `file` (data.chat_template), else chat_template.jinja of the model's `directory`, else the
-    chat_template of its tokenizer_config.json, else of its chat_template.json (processors keep it there); else None.
+    """Choose the recipe's own `file` (data.chat_template), else chat_template.jinja of the model's `directory`, else
+    the chat_template of its tokenizer_config.json, else of its chat_template.json (of processors); else None.
 
     A list of named templates gives its `default`, and `tool_use` for conversations with tools. Raises UserError.
     """
@@ -229,26 +230,27 @@ def choose_template(
         return ChatTemplate(read_text(path, SOURCE_BYTES), str(path), special_tokens, variables)
     for name in ("tokenizer_config.json", "chat_template.json"):
         path = directory / name
-        found = read_json(path).get("chat_template") if path.is_file() else None
-        if found is None:
+        value = read_json(path).get("chat_template") if path.is_file() else None
+        if value is None:
             continue
-        if isinstance(found, str):
-            return ChatTemplate(found, f"{path} (chat_template)", special_tokens, variables)
-        named = found if isinstance(found, dict) else _named(found)
-        if not all(isinstance(one, str) for one in [*named, *named.values()]) or not named:
+        if isinstance(value, str):
+            return ChatTemplate(value, f"{path} (chat_template)", special_tokens, variables)
+        named = value if isinstance(value, dict) else _named(value)
+        if not all(isinstance(text, str) for text in [*named, *named.values()]) or not named:
             raise UserError(f"{path}: chat_template must be a template, or a list of them, each with name and template")
         if "default" not in named:
             raise UserError(
                 f"{path}: chat_template has no template named default, only {', '.join(named)}; "
                 "save one of them as a file and name it with data.chat_template"
             )
-        origin = f"{path} (chat_template 'default'{', with tools tool_use' * ('tool_use' in named)})"
+        with_tools = ", with tools tool_use" if "tool_use" in named else ""
+        origin = f"{path} (chat_template 'default'{with_tools})"
         return ChatTemplate(named["default"], origin, special_tokens, variables, named.get("tool_use"))
     return None
 
 
 def _named(entries: Any) -> dict[Any, Any]:
-    """The templates of a list by their names; empty where it is none."""
+    """Return the templates of a list by their names; empty where it is none."""
     is_sound = isinstance(entries, list) and all(
         isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries
     )
@@ -256,7 +258,7 @@ def _named(entries: Any) -> dict[Any, Any]:
 
 
 def _named_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages without nulls, their reasoning under each name in use."""
+    """Return messages without nulls, their reasoning under each name in use."""
     prepared = []
     for message in messages:
         message = {name: value for name, value in message.items() if value is not None}
@@ -268,7 +270,7 @@ def _named_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def _in_blocks(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content, a string, stands behind its thoughts, in parts."""
+    """Return a message whose content, a string, stands behind its thoughts, in parts."""
     if "reasoning_content" not in message or message["role"] != "assistant":
         return message
     parts = [{"type": "thinking", "thinking": message["reasoning_content"]}]
@@ -290,7 +292,7 @@ class _Generation(Extension):
 
 
 class _LoopMarks(NodeTransformer):
-    """Puts a mark at the start of each round of every loop with one variable, and one after the loop."""
+    """Transformer that marks the start of each round of every loop with one variable, and the end of the loop."""
 
     def __init__(self):
         self.loops = 0
@@ -312,7 +314,7 @@ def _call(name: str, line: int, *arguments: Any) -> nodes.Node:
 
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """JSON as it is: jinja's own filter would escape HTML."""
+    """Return JSON as it is: jinja's own filter would escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -325,7 +327,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _template_line(problem: BaseException) -> int | None:
-    """The line of the template that raised: jinja rewrites the traceback's frames to the template's lines."""
+    """Return the template's line that raised: jinja rewrites the traceback's frames to the template's lines."""
     line, frame = None, problem.__traceback__
     while frame is not None:
         if re.fullmatch(r"<template>|<unknown>", frame.tb_frame.f_code.co_filename):
@@ -335,15 +337,15 @@ def _template_line(problem: BaseException) -> int | None:
 
 
 def _blocks(text: str, events: list[tuple[int, str, str, str]], count: int) -> list[tuple[int, int] | None]:
-    found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    spans_by_message: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     for number, (start, kind, loop, index) in enumerate(events):
         if kind != "round":
             continue
         rest = (at for at, other, of, _ in events[number + 1 :] if other in ("round", "endloop") and of == loop)
         end = next(rest, len(text))
         if text[start:end].strip():
-            found[int(index)].append((start, end))
-    return [spans[0] if len(spans) == 1 else None for spans in found]
+            spans_by_message[int(index)].append((start, end))
+    return [spans[0] if len(spans) == 1 else None for spans in spans_by_message]
 
 
 def _generations(events: list[tuple[int, str, str, str]]) -> list[tuple[int, int]]:

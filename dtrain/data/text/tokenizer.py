@@ -1,4 +1,4 @@
-"""A model's tokenizer: `tokenizer.json`, and which of its tokens begin, end and pad a sequence.
+"""Tokenizer of a model: `tokenizer.json`, and the tokens that begin, end and pad a sequence.
 
 `tokenizer.json` turns text into ids and back; the names of the special tokens stand beside it, in several files of
 which each model fills other ones. Torch is not imported.
@@ -23,7 +23,7 @@ FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.
 
 
 class Tokenizer:
-    """Text to ids and back.
+    """Tokenizer of text to ids and back.
 
     directory       where it was read
     special_tokens  name → text of the special tokens that are named, as chat templates see them (`bos_token` ...)
@@ -63,18 +63,18 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path, base: Path | None = None) -> "Tokenizer":
-        """The tokenizer of a model's directory, or of an adapter's, whose `base` has the files that name a model's own
-        special tokens. Raises UserError where there is none that `tokenizers` reads."""
+        """Read the tokenizer of a model's directory, or of an adapter's, whose `base` has the files that name a model's
+        own special tokens. Raises UserError where there is none that `tokenizers` reads."""
         directory = Path(path).expanduser()
         file = directory / "tokenizer.json"
         if not directory.is_dir():
             raise UserError(f"model.path: there is no directory {path}")
         if not file.is_file():
             raise UserError(_missing(directory))
-        found = {name: directory / name for name in FILES if (directory / name).is_file()}
+        paths = {name: directory / name for name in FILES if (directory / name).is_file()}
         if base is not None:
-            found = {name: base / name for name in FILES[2:] if (base / name).is_file()} | found
-        files = {name: read_json(file) for name, file in found.items()}
+            paths = {name: base / name for name in FILES[2:] if (base / name).is_file()} | paths
+        files = {name: read_json(file) for name, file in paths.items()}
         if not isinstance(read_json(file, most=LARGE).get("model"), dict):
             raise UserError(f"{file} is no tokenizer of the tokenizers library: it has no model")
         return cls(directory, read_text(file, LARGE), files, base)
@@ -94,21 +94,21 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all that decides the ids."""
+        """Hash of everything that decides the ids."""
         named = json.dumps([self._source[1], self.special_tokens, self.bos_id, self.eos_ids], sort_keys=True)
         return hashlib.sha256((self._source[0] + named).encode()).hexdigest()[:16]
 
     @property
     def special_texts(self) -> list[str]:
         """Texts of the special tokens, which `decode` can leave out."""
-        return [one.content for one in self._whole.get_added_tokens_decoder().values() if one.special]
+        return [token.content for token in self._whole.get_added_tokens_decoder().values() if token.special]
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Ids of `text`; with special tokens, what the tokenizer's own post-processor adds (BOS, for most)."""
+        """Return ids of `text`; with special tokens, what the tokenizer's post-processor adds (BOS, for most)."""
         return _encode(self._whole if add_special_tokens else self._plain, text, add_special_tokens).ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of `text`, nothing added, and each token's characters [start, end) in `text`."""
+        """Return ids of `text`, nothing added, and each token's characters [start, end) in `text`."""
         encoding = _encode(self._plain, text, False)
         return encoding.ids, encoding.offsets
 
@@ -116,7 +116,7 @@ class Tokenizer:
         return self._whole.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def affixes(self) -> tuple[list[int], list[int]]:
-        """The ids that the post-processor puts before and after a text."""
+        """Return the ids that the post-processor puts before and after a text."""
         plain, whole = self.encode("a"), self.encode("a", add_special_tokens=True)
         for start in range(len(whole) - len(plain) + 1):
             if whole[start : start + len(plain)] == plain:
@@ -168,7 +168,7 @@ def _backend(directory: Path, text: str, config: Mapping[str, Any]) -> Backend:
 
 
 def _added(file: Path, written: Any) -> list[tuple[int, dict[str, Any]]]:
-    """The tokens of `added_tokens_decoder`, by their ids."""
+    """Return the tokens of `added_tokens_decoder`, by their ids."""
     entries = written.items() if isinstance(written, dict) else [("", written)]
     for key, token in entries:
         if not (key.isdecimal() and len(key) < 10 and isinstance(token, dict) and _is_text(token.get("content"))):
@@ -177,13 +177,13 @@ def _added(file: Path, written: Any) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether it is a string that is Unicode: JSON can spell half a character."""
+    """Return whether `value` is a string that is Unicode: JSON can spell half a character."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _special_tokens(directory: Path, backend: Backend, *files: Mapping[str, Any]) -> dict[str, str]:
-    """name → text, each from the first file that names it; a token may be an object with its text as `content`."""
-    found: dict[str, str] = {}
+    """Return name → text, each from the first file that names it; a token may be an object with a text `content`."""
+    tokens: dict[str, str] = {}
     for name in NAMES:
         values = [file[name] for file in files if file.get(name) is not None]
         if not values:
@@ -196,12 +196,12 @@ def _special_tokens(directory: Path, backend: Backend, *files: Mapping[str, Any]
                 f"{directory}: {name} is {text!r}, which tokenizer.json has no token for; "
                 "correct tokenizer_config.json (or special_tokens_map.json)"
             )
-        found[name] = text
-    return found
+        tokens[name] = text
+    return tokens
 
 
 def _ids(file: Mapping[str, Any], key: str) -> list[int]:
-    """The ids under `key`. Anything else names none: -1 stands for nothing in some files."""
+    """Return the ids under `key`. Anything else names none: -1 stands for nothing in some files."""
     value = file.get(key)
     values = value if isinstance(value, list) else [value]
     return [item for item in values if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31]
@@ -212,7 +212,7 @@ def _first(named: int | None, *others: list[int]) -> int | None:
 
 
 def _missing(directory: Path) -> str:
-    """Why there is no tokenizer in `directory`, and what to do."""
+    """Return the message for a `directory` without a tokenizer, with what to do."""
     slow = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (directory / name).is_file()]
     if not slow:
         return (

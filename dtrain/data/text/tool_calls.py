@@ -1,4 +1,4 @@
-"""How models write calls of tools: each form's reader, from a turn's text to calls. Torch is not imported."""
+"""Calls of tools as models write them: each form's reader, from a turn's text to calls. Torch is not imported."""
 
 import json
 import re
@@ -14,8 +14,7 @@ Parameters = Mapping[str, Mapping[str, Any]]  # by the name of a tool, the JSON 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it. problem: why it cannot be done, for the model; None: nothing is wrong with how it
-    is written."""
+    """A call as the model wrote it. problem: why it cannot be done, for the model; None: it is written well."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -23,12 +22,12 @@ class ToolCall:
 
 
 UNREAD = "unread"  # the name of a call whose name cannot be read
-FAILED = "error: "  # what the answer of a tool begins with where a call gave nothing
+FAILED = "error: "  # the beginning of a tool's answer where a call gave nothing
 
 
 def read_calls(form: str, text: str, parameters: Parameters) -> list[ToolCall]:
-    """The calls in a turn's text, special tokens included, in the form of this name (a key of FORMS). What stands in
-    thinking (<think>) calls nothing. parameters: what arguments that are written as texts are read by."""
+    """Read the calls in a turn's text, special tokens included, in the form of this name (a key of FORMS). Thinking
+    (<think>) calls nothing. parameters: schemas by which arguments that are written as texts are read."""
     _, closed, behind = text.rpartition("</think>")
     if not closed and text.lstrip().startswith("<think>"):
         return []
@@ -37,13 +36,13 @@ def read_calls(form: str, text: str, parameters: Parameters) -> list[ToolCall]:
 
 def _tagged_json(text: str, parameters: Parameters) -> list[ToolCall]:
     """<tool_call>{"name": .., "arguments": {..}}</tool_call>, any number of them: Hermes, Qwen2.5, Qwen3."""
-    found, begins = [], re.compile(r"<tool_call>\s*")
+    calls, begins = [], re.compile(r"<tool_call>\s*")
     begin = begins.search(text)
     while begin:
         call, end = _of_json(text, begin.end())
-        found.append(call)
+        calls.append(call)
         begin = begins.search(text, begin.end() if call.problem else end)
-    return found
+    return calls
 
 
 def _tagged_parameters(text: str, parameters: Parameters) -> list[ToolCall]:
@@ -55,25 +54,27 @@ def _bare_json(text: str, parameters: Parameters) -> list[ToolCall]:
     """A turn that is {"name": .., "parameters": {..}}, several with ; between them: Llama 3."""
     is_marked = text.lstrip().startswith("<|python_tag|>")
     at = re.compile(r"\s*(<\|python_tag\|>)?\s*").match(text).end()  # type: ignore[union-attr]  # it matches nothing too
-    found: list[ToolCall] = []
+    calls: list[ToolCall] = []
     while text.startswith("{", at) and (is_marked or re.match(r'\{\s*"name"', text[at:])):
         call, at = _of_json(text, at)
-        found.append(call)
+        calls.append(call)
         at = re.compile(r"\s*;?\s*").match(text, at).end()  # type: ignore[union-attr]
-    return found or [ToolCall(UNREAD, problem="behind <|python_tag|> a JSON object must stand")] * is_marked
+    if not calls and is_marked:
+        return [ToolCall(UNREAD, problem="behind <|python_tag|> a JSON object must stand")]
+    return calls
 
 
 def _listed_json(text: str, parameters: Parameters) -> list[ToolCall]:
     """[TOOL_CALLS][{"name": .., "arguments": {..}}, ..], or [TOOL_CALLS]NAME[ARGS]{..} for each: Mistral."""
-    found: list[ToolCall] = []
+    calls: list[ToolCall] = []
     for part in text.split("[TOOL_CALLS]")[1:]:
         named = re.match(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?\[ARGS\]\s*", part)
         value, problem, _ = _value(part, named.end() if named else len(part) - len(part.lstrip()))
         if named:
-            found.append(_call({"name": named[1], "arguments": value}, problem))
+            calls.append(_call({"name": named[1], "arguments": value}, problem))
         else:
-            found += [_call(one, problem) for one in (value if isinstance(value, list) and value else [value])]
-    return found
+            calls += [_call(entry, problem) for entry in (value if isinstance(value, list) and value else [value])]
+    return calls
 
 
 FORMS: Mapping[str, Callable[[str, Parameters], list[ToolCall]]] = MappingProxyType(
@@ -84,21 +85,21 @@ FORMS: Mapping[str, Callable[[str, Parameters], list[ToolCall]]] = MappingProxyT
         "[TOOL_CALLS] (Mistral)": _listed_json,
     }
 )
-"""By its name, as messages have it, what reads a form."""
+"""Readers of the forms, by their names as messages have them."""
 
 
 def misfit(value: Any, schema: Mapping[str, Any], place: str) -> str | None:
-    """Why a value does not fit a JSON schema, in a line; None where it does, as far as its types, enum, items,
+    """Return why a value does not fit a JSON schema, in a line; None where it does, as far as its types, enum, items,
     properties and required names say."""
     if value is None and schema.get("nullable"):
         return None
     either = schema.get("anyOf")
     if either:
-        found = [misfit(value, one, place) for one in either]
-        return None if None in found else found[0]
+        problems = [misfit(value, option, place) for option in either]
+        return None if None in problems else problems[0]
     types = schema.get("type", [])
     types = [types] if isinstance(types, str) else types
-    if types and not any(_is_of(value, one) for one in types):
+    if types and not any(_is_of(value, kind) for kind in types):
         return f"{place} must be of type {' or '.join(types)}, not {kind_of(value)}"
     if "enum" in schema and value not in schema["enum"]:
         return f"{place} must be one of {json.dumps(schema['enum'], ensure_ascii=False)}"
@@ -106,16 +107,16 @@ def misfit(value: Any, schema: Mapping[str, Any], place: str) -> str | None:
 
 
 def _inside(value: Any, schema: Mapping[str, Any], place: str) -> Iterator[str]:
-    """What is wrong with the parts of a list or an object."""
+    """Yield the problems of the parts of a list or an object."""
     parts: list[tuple[Any, Any, str]] = []
     if isinstance(value, list):
-        parts = [(one, schema.get("items"), f"{place}[{number}]") for number, one in enumerate(value)]
+        parts = [(part, schema.get("items"), f"{place}[{number}]") for number, part in enumerate(value)]
     elif isinstance(value, dict):
         known, others = schema.get("properties", {}), schema.get("additionalProperties")
         yield from (f"{place}.{name} is missing" for name in schema.get("required", []) if name not in value)
-        parts = [(one, known.get(name, others), f"{place}.{name}") for name, one in value.items()]
-    for one, inner, at in parts:
-        if isinstance(inner, Mapping) and (why := misfit(one, inner, at)) is not None:
+        parts = [(part, known.get(name, others), f"{place}.{name}") for name, part in value.items()]
+    for part, inner, at in parts:
+        if isinstance(inner, Mapping) and (why := misfit(part, inner, at)) is not None:
             yield why
 
 
@@ -129,7 +130,7 @@ def _is_of(value: Any, kind: str) -> bool:
 
 
 def _value(text: str, at: int) -> tuple[Any, str | None, int]:
-    """The JSON value that begins at a place of `text`, why there is none, and where it ends."""
+    """Return the JSON value that begins at a place of `text`, why there is none, and its end."""
     try:
         value, end = decoder.raw_decode(text, at)
         check_shape(value)
@@ -139,26 +140,26 @@ def _value(text: str, at: int) -> tuple[Any, str | None, int]:
 
 
 def _of_json(text: str, at: int) -> tuple[ToolCall, int]:
-    """The call that begins as JSON at a place of `text`, and where it ends."""
+    """Return the call that begins as JSON at a place of `text`, and its end."""
     value, problem, end = _value(text, at)
     return _call(value, problem), end
 
 
 def _call(value: Any, problem: str | None = None) -> ToolCall:
-    """Of an object with `name` and `arguments` or `parameters`; these may be a text of JSON."""
+    """Return the call of an object with `name` and `arguments` or `parameters`; these may be a text of JSON."""
     name = value.get("name") if isinstance(value, dict) else None
     if problem or not isinstance(name, str):
         return ToolCall(name if isinstance(name, str) else UNREAD,
                         problem=problem or "a call must be a JSON object with a name and arguments")  # fmt: skip
-    given = value.get("arguments", value.get("parameters", {}))
-    if isinstance(given, str):
-        given, problem, _ = _value(given, 0)
-    if given is None and problem is None:
-        given = {}
-    if not isinstance(given, dict):
-        problem = problem or f"the arguments of a call must be an object, not {kind_of(given)}"
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments, problem, _ = _value(arguments, 0)
+    if arguments is None and problem is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        problem = problem or f"the arguments of a call must be an object, not {kind_of(arguments)}"
         return ToolCall(name, problem=problem)
-    return ToolCall(name, given)
+    return ToolCall(name, arguments)
 
 
 def _of_parameters(block: str, parameters: Parameters) -> ToolCall:
@@ -178,9 +179,9 @@ def _of_parameters(block: str, parameters: Parameters) -> ToolCall:
 
 
 def _from_text(text: str, schema: Mapping[str, Any]) -> Any:
-    """What a text stands for by its schema: itself where that is a text, or where it fits nothing else."""
+    """Return the value of a text by its schema: the text itself where that is a text, or where it fits nothing else."""
     kinds = [schema, *schema.get("anyOf", [])]
-    types = {kind for one in kinds for kind in _listed(one.get("type"))}
+    types = {name for kind in kinds for name in _listed(kind.get("type"))}
     if types == {"string"} and not (schema.get("nullable") and text in ("null", "None")):
         return text
     written = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text.strip())  # as Python has them

@@ -1,4 +1,4 @@
-"""How a chat template writes tools, calls of them and their answers: learnt by rendering a call that is known."""
+"""The form in which a chat template writes tools, calls and answers: learnt by rendering a call that is known."""
 
 import json
 from collections.abc import Mapping
@@ -15,13 +15,16 @@ NAME, MARK, ANSWER = "dtrain_tool", "dtrain calls", "dtrain answers"
 _ARGUMENTS = {"text": MARK, "number": 2, "items": ["a", 'b "c"']}
 _KINDS = {"text": {"type": "string"}, "number": {"type": "integer"}, "items": {"type": "array"}}
 _PARAMETERS: Parameters = {NAME: {"type": "object", "properties": _KINDS}}
-_TOLD = {"role": "tool", "name": NAME, "content": ANSWER}
+_ANSWER_MESSAGE = {"role": "tool", "name": NAME, "content": ANSWER}
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """form: the name of what reads the calls (`tool_calls.FORMS`). is_single: whether the template writes one call a
-    turn at most. thinks: whether the generation prompt opens the thinking. ending: what ends a turn."""
+    """The form in which a template writes calls of tools.
+
+    form: name of the calls' reader (`tool_calls.FORMS`). is_single: the template writes one call a turn at most.
+    thinks: the generation prompt opens the thinking. ending: text that ends a turn.
+    """
 
     replies: Replies
     tools: Messages
@@ -31,17 +34,17 @@ class ToolFormat:
     ending: str
 
     def behind_a_call(self, answers: Messages) -> str:
-        """What stands behind a turn's own text where it called tools that gave these answers, messages of role tool,
-        and others behind them:
-        the end of the turn, the answers, and the generation prompt. Raises UserError as the template does."""
-        same = _with_answers(self.replies, self.tools, [{**one, "content": ANSWER} for one in answers])
+        """Return the text behind a turn that called tools which gave these answers, messages of role tool, and others
+        behind them: the end of the turn, the answers, and the generation prompt. Raises UserError as the template does.
+        """
+        same = _with_answers(self.replies, self.tools, [{**answer, "content": ANSWER} for answer in answers])
         text = _with_answers(self.replies, self.tools, answers)
         return text[same.index(self.ending, same.rindex(MARK)) :]
 
 
 def learn_tool_format(template: ChatTemplate | None, tools: Messages) -> ToolFormat:
-    """How `template` writes a conversation with `tools`. Raises UserError where it leaves out the tools, calls or
-    answers, or writes calls in no form that is known."""
+    """Learn the form in which `template` writes calls of `tools`. Raises UserError where it leaves out the tools, calls
+    or answers, or writes calls in no form that is known."""
     if template is None:
         raise UserError("grpo.tools needs a chat template that writes tools, and the model has none; name one with "
                         "data.chat_template")  # fmt: skip
@@ -50,9 +53,9 @@ def learn_tool_format(template: ChatTemplate | None, tools: Messages) -> ToolFor
     if not all(tool["function"]["name"] in prompt for tool in tools):
         raise _unfit(template, "does not tell the model of the tools")
     plain = template.render([QUESTION, {"role": "assistant", "content": "0"}], tools)
-    one, two = ([ToolCall(NAME, _ARGUMENTS)] * count for count in (1, 2))
+    single, double = ([ToolCall(NAME, _ARGUMENTS)] * count for count in (1, 2))
     written = _behind(plain, template.render(_conversation(replies, tools, 1), tools))
-    form = next((form for form in FORMS if read_calls(form, written, _PARAMETERS) == one), None)
+    form = next((form for form in FORMS if read_calls(form, written, _PARAMETERS) == single), None)
     if form is None:
         shown = written if len(written) <= 300 else f"{written[:300]}..."
         known = ", ".join(FORMS)
@@ -62,11 +65,11 @@ def learn_tool_format(template: ChatTemplate | None, tools: Messages) -> ToolFor
         )
     try:
         several = _behind(plain, template.render(_conversation(replies, tools, 2), tools))
-        is_single = read_calls(form, several, _PARAMETERS) != two
+        is_single = read_calls(form, several, _PARAMETERS) != double
     except UserError:
         is_single = True
     ending = replies.headers(with_tools=True).ending
-    text = _with_answers(replies, tools, [_TOLD | {"tool_call_id": CALL["id"]}])
+    text = _with_answers(replies, tools, [_ANSWER_MESSAGE | {"tool_call_id": CALL["id"]}])
     end = text.find(ending, text.rindex(MARK)) if ending else -1
     if not ending or ANSWER not in text or not 0 <= end < text.index(ANSWER):
         raise _unfit(template, "does not end a turn that calls a tool before the answer")
@@ -83,13 +86,14 @@ def _behind(plain: str, text: str) -> str:
 
 
 def _conversation(replies: Replies, tools: Messages, count: int) -> Messages:
-    """A question and a turn of so many calls. Raises UserError where the template leaves calls out."""
+    """Return a question and a turn of so many calls. Raises UserError where the template leaves calls out."""
     calls = [_call(f"call{number:05}", NAME, _ARGUMENTS) for number in range(count)]
     return _objects(replies, tools, [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}])
 
 
 def _with_answers(replies: Replies, tools: Messages, answers: Messages) -> str:
-    calls = [_call(one["tool_call_id"], one["name"], {"text": MARK}) for one in answers if one["role"] == "tool"]
+    results = [answer for answer in answers if answer["role"] == "tool"]
+    calls = [_call(result["tool_call_id"], result["name"], {"text": MARK}) for result in results]
     messages: Messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}, *answers]
     return replies.template.render(_objects(replies, tools, messages), tools, add_generation_prompt=True)
 

@@ -51,7 +51,7 @@ def _same_recipe(recipe: Recipe, ranks: Ranks) -> None:
 
 def _digests(recipe: Recipe, salt: str) -> tuple[str, dict[str, str]]:
     """The salt, and a digest of each value that the recipe's YAML does not show."""
-    values = config.unsaid(recipe)
+    values = config.redacted_values(recipe)
     return salt, {key: hashlib.sha256(f"{salt}{value}".encode()).hexdigest() for key, value in values.items()}
 
 
