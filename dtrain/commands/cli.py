@@ -134,8 +134,10 @@ def _parser() -> argparse.ArgumentParser:
     download.add_argument("--revision", help="of a dataset: a branch, a tag or a commit (default: main)")
     generate = add("generate", _generate, "complete prompts with a model")
     generate.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY)
-    said = r"what the user says; may be repeated (default: each line of standard input; line breaks come out as \n)"
-    generate.add_argument("--prompt", action="append", help=said)
+    prompt_help = (
+        r"what the user says; may be repeated (default: each line of standard input; line breaks come out as \n)"
+    )
+    generate.add_argument("--prompt", action="append", help=prompt_help)
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     generate.add_argument("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="default: 256")
     generate.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
@@ -169,16 +171,16 @@ def _know(parser: argparse.ArgumentParser, typed: list[str]) -> None:
 
 def _refuse(parser: argparse.ArgumentParser, typed: list[str], rest: list[str]) -> None:
     """Ends with status 2 where an option is unknown, or a command that takes options was given `key=value`."""
-    command, said = _commands(parser)[typed[0]], []
+    command, problems = _commands(parser)[typed[0]], []
     takes_keys = any(action.dest == "overrides" for action in command._actions)
     if rest or (not takes_keys and any("=" in word for word in typed)):
         from dtrain.commands import suggestions as answers
 
-        said = [] if takes_keys else answers.keys_of_a_recipe(command, typed[1:])
-        said += answers.no_option(command, typed[1:], [word for word in rest if word.startswith("-")])
-        said += answers.too_many(command, [one.partition(": ")[0] for one in said], rest)
-    if said:
-        command.error("\n  ".join(said))
+        problems = [] if takes_keys else answers.keys_of_a_recipe(command, typed[1:])
+        problems += answers.no_option(command, typed[1:], [word for word in rest if word.startswith("-")])
+        problems += answers.too_many(command, [problem.partition(": ")[0] for problem in problems], rest)
+    if problems:
+        command.error("\n  ".join(problems))
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -248,9 +250,9 @@ def _cat(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from dtrain.checkpoint.huggingface.export import export
 
-    asked = arguments.form, arguments.original_base
-    said = export(arguments.source, arguments.out, arguments.dtype, *asked)
-    print(f"wrote {arguments.out} from {said}")
+    form = arguments.form, arguments.original_base
+    origin = export(arguments.source, arguments.out, arguments.dtype, *form)
+    print(f"wrote {arguments.out} from {origin}")
     return 0
 
 

@@ -58,21 +58,21 @@ class Conversation:
     def _answer(self, request: Request) -> Generator[str]:
         tokenizer = self.encoder.tokenizer
         stream = TextStream(partial(tokenizer.decode, skip_special_tokens=True))
-        ticket, given, said = self.engine.add(request), 0, ""
+        ticket, num_sent, answer = self.engine.add(request), 0, ""
         try:
             while True:
                 ended = dict(self.engine.step())
-                ids = ended[ticket].ids[given:] if ticket in ended else self.engine.progress(ticket, given)[0]
-                given += len(ids)
+                ids = ended[ticket].ids[num_sent:] if ticket in ended else self.engine.progress(ticket, num_sent)[0]
+                num_sent += len(ids)
                 piece = stream.push(ids, last=ticket in ended)
-                said += piece
+                answer += piece
                 if piece:
                     yield piece
                 if ticket in ended:
                     return
         finally:
             self.engine.abandon()
-            self.messages.append({"role": "assistant", "content": said})
+            self.messages.append({"role": "assistant", "content": answer})
 
     def _request(self) -> Request:
         begin = [] if self.system is None else [{"role": "system", "content": self.system}]

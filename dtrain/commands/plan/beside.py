@@ -65,10 +65,10 @@ class PlannedPeak(Child[Peak]):
         return TooMuch(f"{peak.too_much}. (metrics.plan=false starts it anyway)", peak.size > memory)
 
 
-def _planned(recipe: Recipe, world_size: int, asked: Any) -> Peak:
+def _planned(recipe: Recipe, world_size: int, memory_queue: Any) -> Peak:
     try:
         plan = make_plan(recipe, world_size, next(iter(GPUS.values())))
-        memory = asked.get()
+        memory = memory_queue.get()
         peak = Peak("; ".join([f"planned peak {gib(plan.step.peak)}", *plan.assumed]), plan.step.peak)
         if memory is None or plan.step.peak <= memory * USABLE:
             return peak

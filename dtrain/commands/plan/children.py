@@ -84,6 +84,8 @@ def _work(call: Callable[[], object], niceness: int, parent: int, sender) -> Non
 def _in_words(error: Exception) -> Exception:
     """`error` with its trace, as one that pickle makes anew whatever its class wants: a UserError, or a RuntimeError
     that names the class."""
-    told = UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")
-    told.add_note(traceback.format_exc())
-    return told
+    picklable = (
+        UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")
+    )
+    picklable.add_note(traceback.format_exc())
+    return picklable

@@ -56,7 +56,7 @@ class CollectiveReader:
         if func.namespace not in ("c10d", "_c10d_functional") or name in _SILENT:
             return None
         kind = _KINDS.get(name, name)
-        tensors = [one for one in tree_leaves(args) if isinstance(one, Tensor)]
+        tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
         if name == "all_gather_into_tensor":
             tensors = [out]
         elif kind == "all-gather":  # in place: what it gives out, then what it takes in
@@ -81,9 +81,9 @@ class CollectiveReader:
 
 
 def _group(args: tuple) -> dist.ProcessGroup:
-    for one in args:
-        if isinstance(one, torch.ScriptObject):
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
             with suppress(RuntimeError):  # the operation's other object: which reduction it is
-                return dist.ProcessGroup.unbox(one)
-    name = next(one for one in reversed(args) if isinstance(one, str))
+                return dist.ProcessGroup.unbox(argument)
+    name = next(argument for argument in reversed(args) if isinstance(argument, str))
     return dist.distributed_c10d._resolve_process_group(GroupName(name))

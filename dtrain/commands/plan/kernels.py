@@ -47,7 +47,9 @@ class PlannedSdpa(SdpaKernel):
         missing = visibility.queries - self._parts[0].shape[1]
         parts = [torch.cat([part, part.new_tensor([[2**30], [-1]]).expand(2, missing)], 1) for part in self._parts]
         chunks = [part.chunk(2, 1) for part in parts]
-        keys = torch.cat([*(head for head, *_ in chunks), *(one for _, *tail in reversed(chunks) for one in tail)], 1)
+        keys = torch.cat(
+            [*(head for head, *_ in chunks), *(chunk for _, *tail in reversed(chunks) for chunk in tail)], 1
+        )
         row = replace(visibility, query_positions=parts[self._rank][:1], key_positions=keys[:1])
         if row.query_documents is not None:
             row = replace(row, query_documents=parts[self._rank][1:], key_documents=keys[1:])

@@ -95,7 +95,7 @@ class MemoryTimeline:
 
     def peaks(self) -> dict[Phase, Counter[str]]:
         """The largest moment of each phase: bytes by part. Equal phases are one."""
-        found: dict[Phase, Counter[str]] = {}
+        peaks: dict[Phase, Counter[str]] = {}
         largest: dict[Phase, int] = {}
         total, parts, phase = 0, Counter[str](), None
         for event in self._events:
@@ -106,8 +106,8 @@ class MemoryTimeline:
                 total += change
                 parts[allocation.part] += change
             if phase is not None and total > largest.get(phase, -1):
-                largest[phase], found[phase] = total, parts.copy()
-        return found
+                largest[phase], peaks[phase] = total, parts.copy()
+        return peaks
 
     def _resize(self, allocation: Allocation, size: int) -> None:
         if size != allocation.size and allocation.part != LEFT_OUT:

@@ -70,18 +70,18 @@ class Plan:
 def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int | None = None) -> Plan:
     """The plan of `recipe` on `world_size` ranks. Raises RecipeError where it cannot run there, whatever its memory."""
     recipe = ready(recipe)
-    found = problems(recipe, world_size)
+    errors = problems(recipe, world_size)
     device = "cpu" if recipe.launch.device == "cpu" else "cuda"
     dtype = choose_precision(recipe.train.dtype, device, recipe.train.masters).compute
     if device == "cuda" and torch.bfloat16 not in hardware.arithmetic:
         if dtype is torch.bfloat16:
-            found.append(
+            errors.append(
                 f"train.dtype={recipe.train.dtype} means bfloat16, in which a {hardware.name} does not compute: set "
                 "train.dtype=float16 or float32"
             )
         recipe = replace(recipe, model=replace(recipe.model, attention="sdpa"))  # flash attention asks for more, too
-    if found:
-        raise RecipeError(found)
+    if errors:
+        raise RecipeError(errors)
     config, world = read_config(recipe.model.directory, facts_of(recipe).labels(recipe)), sizes(recipe, world_size)
     recipe, assumed = _without_code(recipe)
     if world.is_open:
@@ -104,7 +104,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         time=estimate(step, world, hardware),
         table={pattern: in_words(style) for pattern, style in table.items()},
         total_parameters=sum(map(weights_in, model.parameters())),
-        trained_parameters=sum(one.numel() for one in model.parameters() if one.requires_grad),
+        trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         tokens=recipe.train.batch * facts.rows_of_a_sample(recipe) * facts.row_length(recipe),
         flops_per_token=model.flops_per_token(recipe.data.max_length),
         evaluation=_evaluation(recipe, config, world, step, dtype),
@@ -117,7 +117,7 @@ def _evaluation(recipe: Recipe, config: ModelConfig, sizes: Sizes, step: Step, d
     if recipe.eval is None:
         return 0
     longest = config.max_position_embeddings
-    answer = max(one.sampling.max_new_tokens or longest_answer(longest) for one in recipe.evals.values())
+    answer = max(evaluation.sampling.max_new_tokens or longest_answer(longest) for evaluation in recipe.evals.values())
     slots = slot_size(answer) + slot_size(max(1, min(recipe.data.max_length, longest) - answer))
     return step.parameters + step.state + int(slots * position_bytes(config, dtype, sizes.tp) / OF_FREE)
 
@@ -150,10 +150,10 @@ def ready(recipe: Recipe) -> Recipe:
 
 def problems(recipe: Recipe, world_size: int) -> list[str]:
     """What keeps `recipe` from running on `world_size` ranks, but for memory and the files that only a run reads."""
-    found = shapes(recipe, world_size)
+    errors = shapes(recipe, world_size)
     if recipe.parallel.cpu_offload and recipe.launch.device != "cpu":
-        found.append(
+        errors.append(
             "parallel.cpu_offload=true moves parameters between host and device, which a plan does not follow: plan "
             "with parallel.cpu_offload=false, which needs more of the device"
         )
-    return found
+    return errors

@@ -81,11 +81,11 @@ class PlannedPolicy(Policy):
         the estimate. torch's own step plain tensors here: DTensors would take minutes."""
         self.visited = torch.device("meta") if self.optimizer_offloaded else None
         super().init_optimizer(total_steps)
-        parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         shards: dict[str, nn.Parameter] = parameters
         optimizer = self._updating.optimizer
         if not hasattr(optimizer, "placed"):  # dtrain's own step shards as they are
-            shards = {name: nn.Parameter(local_tensor(one).detach()) for name, one in parameters.items()}
+            shards = {name: nn.Parameter(local_tensor(parameter).detach()) for name, parameter in parameters.items()}
             optimizer = self._updating.optimizer = build_optimizer(self.recipe.optimizer, shards.items())
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)

@@ -134,11 +134,11 @@ def _memory(plan: Plan) -> str:
 
 def _traffic(plan: Plan) -> str:
     rows = [("Sent by a rank in a step", "ranks", "messages", "bytes")]
-    for one, (count, size) in sorted(plan.step.traffic.items()):
-        if one.ranks > 1:
-            dimension = "counts, loss, norm:" if one.dimension == "all" else one.dimension
-            name = f"  {dimension} {one.kind}{' (host)' if one.on_host else ''}"
-            rows.append((name, f"{one.ranks:,}", f"{count:,}", gib(size)))
+    for collective, (count, size) in sorted(plan.step.traffic.items()):
+        if collective.ranks > 1:
+            dimension = "counts, loss, norm:" if collective.dimension == "all" else collective.dimension
+            name = f"  {dimension} {collective.kind}{' (host)' if collective.on_host else ''}"
+            rows.append((name, f"{collective.ranks:,}", f"{count:,}", gib(size)))
     return _table(rows, right=(1, 2, 3)) if len(rows) > 1 else "Nothing is sent: one process."
 
 
@@ -170,7 +170,7 @@ def _time(plan: Plan, step_time: float | None) -> str:
 def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
     """What a plan says, for programs. Bytes and seconds."""
     step, time = plan.step, plan.time
-    given = {} if step_time is None else {"step_time": step_time, "mfu": plan.mfu(step_time)}
+    measured = {} if step_time is None else {"step_time": step_time, "mfu": plan.mfu(step_time)}
     return {
         "method": plan.recipe.method,
         "model": plan.recipe.model.path,
@@ -217,37 +217,42 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
         }
         if plan.device == "cuda"
         else None,
-        **given,
+        **measured,
     }
 
 
 _SHAPE = ("dp_replicate", "dp_shard", "cp", "tp", "micro_batch")
 
 
-def search_text(found: SearchResult, plan: Plan) -> str:
+def search_text(result: SearchResult, plan: Plan) -> str:
     """The best candidates as a table, and what became of the others."""
     rows: list[tuple[str, ...]] = [("", *_SHAPE, "peak", "step", "MFU")]
-    for number, one in enumerate(found.best, 1):
-        sizes, time = (str(getattr(one.sizes, name)) for name in _SHAPE), one.time.total
-        rows.append((str(number), *sizes, gib(one.step.peak), seconds(time), f"{plan.mfu(time):.1%}"))
+    for number, candidate in enumerate(result.best, 1):
+        sizes, time = (str(getattr(candidate.sizes, name)) for name in _SHAPE), candidate.time.total
+        rows.append((str(number), *sizes, gib(candidate.step.peak), seconds(time), f"{plan.mfu(time):.1%}"))
     lines = ["The best meshes and micro-batches by the estimate", _table(rows, right=range(len(rows[0])))]
-    if not found.best:
+    if not result.best:
         lines = ["No mesh and micro-batch of those that were traced fits."]
-    lines.append("Of all candidates: " + "; ".join(f"{count:,} {why}" for why, count in found.counts.items() if count))
-    if found.too_large:
-        close = min(found.too_large, key=lambda one: one.step.peak)
+    lines.append("Of all candidates: " + "; ".join(f"{count:,} {why}" for why, count in result.counts.items() if count))
+    if result.too_large:
+        close = min(result.too_large, key=lambda candidate: candidate.step.peak)
         shape = ", ".join(f"{name} {getattr(close.sizes, name)}" for name in _SHAPE)
         lines.append(f"The one that nearly fits: {shape}, {gib(close.step.peak - plan.budget)} too much")
     return "\n".join(lines)
 
 
-def search_as_json(found: SearchResult, plan: Plan) -> dict[str, Any]:
-    def entry(one: Candidate) -> dict[str, Any]:
-        shape = {name: getattr(one.sizes, name) for name in _SHAPE}
-        return {**shape, "peak": one.step.peak, "step_time": one.time.total, "mfu": plan.mfu(one.time.total)}
+def search_as_json(result: SearchResult, plan: Plan) -> dict[str, Any]:
+    def entry(candidate: Candidate) -> dict[str, Any]:
+        shape = {name: getattr(candidate.sizes, name) for name in _SHAPE}
+        return {
+            **shape,
+            "peak": candidate.step.peak,
+            "step_time": candidate.time.total,
+            "mfu": plan.mfu(candidate.time.total),
+        }
 
     return {
-        "best": [entry(one) for one in found.best],
-        "too_large": [entry(one) for one in found.too_large],
-        "counts": dict(found.counts),
+        "best": [entry(candidate) for candidate in result.best],
+        "too_large": [entry(candidate) for candidate in result.too_large],
+        "counts": dict(result.counts),
     }

@@ -77,11 +77,11 @@ def search(
             counts["slower by the rough time, not traced"] += len(ranked) - index
             break
         step = plan_step(with_mesh(recipe, world), config, world)
-        found = Candidate(world, step, estimate(step, world, hardware))
-        (fitting if step.peak <= budget else too_large).append(found)
+        candidate = Candidate(world, step, estimate(step, world, hardware))
+        (fitting if step.peak <= budget else too_large).append(candidate)
     counts["peak exceeds the budget"] = len(too_large)
     counts["fit"] = len(fitting)
-    return SearchResult(sorted(fitting, key=lambda one: one.time.total), too_large, counts)
+    return SearchResult(sorted(fitting, key=lambda candidate: candidate.time.total), too_large, counts)
 
 
 def candidates(
@@ -182,7 +182,7 @@ class _ClosedForms:
         whole = trained * compute + self.frozen_bytes / world.tp  # bytes
         heads = [config.heads_of(kind) for kind in config.layer_types if kind != LINEAR]
         keeping = len(heads)  # linear layers send states, whose size is that of no row
-        width = sum(max(1, one.count / world.tp) * one.size for one in heads) / max(keeping, 1)
+        width = sum(max(1, layer.count / world.tp) * layer.size for layer in heads) / max(keeping, 1)
         keys = 2 * tokens * world.cp * width * compute  # of a layer, on the mean
         gathers = 1 if recipe.parallel.reshard_after_forward is False else 2
         passes = world.accumulation

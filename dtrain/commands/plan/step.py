@@ -85,10 +85,10 @@ def _alike(recipe: Recipe, config: ModelConfig) -> bool:
     layers: list[dict[str, Low | None]] = [{} for _ in config.layer_types]
     whole = dict.fromkeys(adapter.saved(modules(config)))
     for name, low in {**whole, **adapter.adapted(adaptable(config))}.items():
-        if found := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name):
-            layers[int(found[1])][found[2]] = low
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name):
+            layers[int(match[1])][match[2]] = low
     of_type = dict(zip(config.layer_types, layers, strict=True))
-    return all(of_type[kind] == one for kind, one in zip(config.layer_types, layers, strict=True))
+    return all(of_type[kind] == layer for kind, layer in zip(config.layer_types, layers, strict=True))
 
 
 def _period(types: tuple[str, ...]) -> int:
@@ -97,9 +97,9 @@ def _period(types: tuple[str, ...]) -> int:
     return next(fits, len(types))
 
 
-def _of_layers(one: Trace, two: Trace, layers: int) -> Trace:
+def _of_layers(shorter: Trace, longer: Trace, layers: int) -> Trace:
     """The step of `layers` layers from those of fewer."""
-    times, half = (layers - one.layers) // (two.layers - one.layers), one.layers // 2
+    times, half = (layers - shorter.layers) // (longer.layers - shorter.layers), shorter.layers // 2
 
     def line(first: Counter, second: Counter) -> Counter:
         return Counter({key: first[key] + (second[key] - first[key]) * times for key in {**first, **second}})
@@ -108,13 +108,15 @@ def _of_layers(one: Trace, two: Trace, layers: int) -> Trace:
         """Of `count` layers, from the nearer end: the last one is -1."""
         return layer if layer is None or layer < half else layer - count
 
-    others = {(phase, number, anchored(layer, two.layers)): peak for (phase, number, layer), peak in two.peaks.items()}
+    others = {
+        (phase, number, anchored(layer, longer.layers)): peak for (phase, number, layer), peak in longer.peaks.items()
+    }
     peaks = {}
-    for (phase, number, layer), peak in one.peaks.items():
-        place = anchored(layer, one.layers)
+    for (phase, number, layer), peak in shorter.peaks.items():
+        place = anchored(layer, shorter.layers)
         layer = place + layers if place is not None and place < 0 else place
         peaks[Phase(phase, number, layer)] = line(peak, others[phase, number, place])
-    return Trace(layers, two.micro_batches, peaks, line(one.counts, two.counts))
+    return Trace(layers, longer.micro_batches, peaks, line(shorter.counts, longer.counts))
 
 
 def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:

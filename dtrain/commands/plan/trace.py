@@ -128,7 +128,10 @@ def _min_shard_bytes(parameters: Sequence[Tensor]) -> int:
     last in some of them; rank 0 holds most."""
     ndim = max((p.device_mesh.ndim for p in parameters if isinstance(p, DTensor)), default=0)
     corners = product((False, True), repeat=ndim)
-    return min(sum(_elements(one, corner) * on_device(one).element_size() for one in parameters) for corner in corners)
+    return min(
+        sum(_elements(parameter, corner) * on_device(parameter).element_size() for parameter in parameters)
+        for corner in corners
+    )
 
 
 def _elements(parameter: Tensor, last: tuple[bool, ...]) -> int:
@@ -137,7 +140,11 @@ def _elements(parameter: Tensor, last: tuple[bool, ...]) -> int:
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     sizes = list(parameter.shape)
-    cuts = [(one, dim) for dim, one in enumerate(parameter.placements) if isinstance(one, Shard | _StridedShard)]
+    cuts = [
+        (placement, dim)
+        for dim, placement in enumerate(parameter.placements)
+        if isinstance(placement, Shard | _StridedShard)
+    ]
     for placement, dim in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
         ranks = parameter.device_mesh.size(dim)
         start, end = chunk_bounds(sizes[placement.dim], ranks, ranks - 1 if last[dim] else 0)

@@ -49,11 +49,11 @@ def base_of_recipe(recipe: Mapping[str, Any]) -> str | None:
 def datasets(recipe: Mapping[str, Any]) -> list[str]:
     """The ids of the hub among the paths of the training data."""
     train = (recipe.get("data") or {}).get("train") or {}
-    found = []
+    ids = []
     for source in [train, *(train.get("sources") or [])]:
         path = source.get("path") or []
-        found += [one for one in ([path] if isinstance(path, str) else path) if is_data_id(one)]
-    return list(dict.fromkeys(found))
+        ids += [name for name in ([path] if isinstance(path, str) else path) if is_data_id(name)]
+    return list(dict.fromkeys(ids))
 
 
 def card(run: Run, theirs: Mapping[str, Any]) -> str:
@@ -80,9 +80,9 @@ def shown(recipe: Mapping[str, Any]) -> Any:
 
     def public(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {str(key): public(one) for key, one in value.items()}
+            return {str(key): public(entry) for key, entry in value.items()}
         if isinstance(value, list):
-            return [public(one) for one in value]
+            return [public(item) for item in value]
         if isinstance(value, str) and "://" in value:
             return value.partition("?")[0]  # a query may be a signature
         if not isinstance(value, str) or not value.startswith(("/", "~", "./", "../")):
@@ -118,13 +118,13 @@ def _data(run: Run) -> list[str]:
     if not run.data:
         return []
     lines = [
-        f"| {split} | {one.get('rows', 0):,} | {one.get('samples', 0):,} | {one.get('tokens', 0):,} | "
-        f"`{one.get('identity', '')}` |"
-        for split, one in run.data.items()
+        f"| {split} | {counts.get('rows', 0):,} | {counts.get('samples', 0):,} | {counts.get('tokens', 0):,} | "
+        f"`{counts.get('identity', '')}` |"
+        for split, counts in run.data.items()
     ]
-    told = "The identity is a digest of the tokenized samples: the same data, tokenizer and template give the same."
+    note = "The identity is a digest of the tokenized samples: the same data, tokenizer and template give the same."
     return [
         "## Data",
         "\n".join(["| | rows | samples | tokens | identity |", "| --- | --- | --- | --- | --- |", *lines]),
-        told,
+        note,
     ]

@@ -58,8 +58,8 @@ def _axis(low: float, high: float) -> tuple[float, float, float]:
     return math.floor(low / step) * step, math.ceil(high / step) * step, step
 
 
-def _thinned(given: Sequence[Point]) -> list[Point]:
+def _thinned(points: Sequence[Point]) -> list[Point]:
     """At most MOST points: the means of neighbours."""
-    size = -(-len(given) // MOST)
-    groups = [given[start : start + size] for start in range(0, len(given), size or 1)]
-    return [(sum(x for x, _ in one) / len(one), sum(y for _, y in one) / len(one)) for one in groups]
+    size = -(-len(points) // MOST)
+    groups = [points[start : start + size] for start in range(0, len(points), size or 1)]
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]

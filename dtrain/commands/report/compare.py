@@ -42,11 +42,11 @@ def told(runs: Sequence[RunFiles], width: int) -> Iterator[str]:
     fields = dict.fromkeys(field for run in runs for field in run.curves)
     measured = [field for field in fields if field.startswith("eval_") and field.endswith("_reward_mean")]
     for field in [*DRAWN, *measured]:
-        known = [one.curves[field].known if field in one.curves else [] for one in runs]
+        known = [run.curves[field].known if field in run.curves else [] for run in runs]
         every = [point for points in known for point in points]
-        for one, points in zip(runs, known, strict=True):
+        for run, points in zip(runs, known, strict=True):
             if lines := plot(points, min(64, max(16, width - 32)), 4, every):
-                yield from [f"\n{printable(field)}, {printable(one.name)}", *lines]
+                yield from [f"\n{printable(field)}, {printable(run.name)}", *lines]
 
 
 def _wrapped(row: Row, labels: int, column: int) -> Iterator[str]:

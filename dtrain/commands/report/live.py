@@ -66,13 +66,13 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host", "").lower() not in self.server.hosts:
             known = " or ".join(sorted(self.server.hosts))
             return self._send(403, f"the header Host must be {known}")
-        asked = urlsplit(self.path)
+        url = urlsplit(self.path)
         try:
-            if asked.path == "/":
+            if url.path == "/":
                 return self._send(200, self.server.following.page(), "text/html")
-            if asked.path == "/state":
-                found = self.server.following.state(parse_qs(asked.query).get("seen", [""])[0])
-                return self._send(204, "") if found is None else self._send(200, found, "application/json")
+            if url.path == "/state":
+                text = self.server.following.state(parse_qs(url.query).get("seen", [""])[0])
+                return self._send(204, "") if text is None else self._send(200, text, "application/json")
         except UserError as error:  # a file that is damaged now
             return self._send(503, str(error))
         self._send(404, "there is / and /state here")

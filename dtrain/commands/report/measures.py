@@ -65,17 +65,17 @@ def charts_of(fields: Iterable[str]) -> list[Chart]:
     """The charts of the fields that runs measured, in the order of the page. Each field is in one, `val_x` in that of
     `x`."""
     left = dict.fromkeys(field for field in fields if field not in _NOT_DRAWN)
-    found = []
+    charts = []
     for chart in _KNOWN:
         lines = [line for line in chart.lines if line[0] in left]
         lines += [(f"val_{field}", "validation") for field, _ in chart.lines if f"val_{field}" in left]
         if lines:
-            found.append(Chart(chart.group, chart.title, tuple(lines), chart.unit))
+            charts.append(Chart(chart.group, chart.title, tuple(lines), chart.unit))
             for field, _ in lines:
                 del left[field]
     parts = tuple((field, field.removeprefix("reward/")) for field in left if field.startswith("reward/"))
     if parts:
-        found.append(Chart(LEARNING, "Rewards by function", parts))
+        charts.append(Chart(LEARNING, "Rewards by function", parts))
     joined: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for field in left:
         if field.startswith("reward/"):
@@ -91,8 +91,8 @@ def charts_of(fields: Iterable[str]) -> list[Chart]:
             joined.setdefault((OTHER, base), []).append((field, "training" if base == field else "validation"))
     for (group, title), lines in joined.items():
         known = field_of(title) if group == OTHER else None
-        found.append(Chart(group, known.title if known else title, tuple(lines), known.unit if known else ""))
-    return sorted(found, key=lambda chart: GROUPS.index(chart.group))
+        charts.append(Chart(group, known.title if known else title, tuple(lines), known.unit if known else ""))
+    return sorted(charts, key=lambda chart: GROUPS.index(chart.group))
 
 
 def told_by(method: str) -> Mapping[str, str]:

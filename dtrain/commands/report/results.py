@@ -34,9 +34,9 @@ def cut(text: str, most: int) -> str:
 
 def identities(runs: Sequence[RunFiles]) -> list[Row]:
     """What each run is: status, method, model, data, mesh, batch, steps, time, versions. Rows that no run has go."""
-    found = [_identity(run) for run in runs]
-    labels = list(dict.fromkeys(label for one in found for label in one))
-    rows = [Row(label, [cut(one.get(label) or "", LONGEST) for one in found]) for label in labels]
+    columns = [_identity(run) for run in runs]
+    labels = list(dict.fromkeys(label for column in columns for label in column))
+    rows = [Row(label, [cut(column.get(label) or "", LONGEST) for column in columns]) for label in labels]
     return [row for row in rows if any(row.texts)]
 
 
@@ -88,8 +88,8 @@ def _paths(source: Any) -> str:
     """The files of `data.train`."""
     if not isinstance(source, dict):
         return ""
-    paths = [source.get("path"), *(one.get("path") for one in source.get("sources") or () if isinstance(one, dict))]
-    flat = [one for path in paths if path for one in (path if isinstance(path, list) else [path])]
+    paths = [source.get("path"), *(part.get("path") for part in source.get("sources") or () if isinstance(part, dict))]
+    flat = [file for path in paths if path for file in (path if isinstance(path, list) else [path])]
     return " + ".join(map(str, flat))
 
 

@@ -83,8 +83,8 @@ class RunFiles:
                 self.damaged += 1
                 continue
             self.rows += 1
-            for field, given in row.items():
-                if field != "step" and (value := records.number(given)) is not None:
+            for field, raw in row.items():
+                if field != "step" and (value := records.number(raw)) is not None:
                     self.curves.setdefault(field, Curve()).add(step, value)
         return is_new
 
@@ -100,8 +100,8 @@ class RunFiles:
 
     @property
     def total_steps(self) -> int | None:
-        found = self.about.get("steps") or self.at("train", "steps")
-        return found if isinstance(found, int) else None
+        steps = self.about.get("steps") or self.at("train", "steps")
+        return steps if isinstance(steps, int) else None
 
     @property
     def status(self) -> str:
@@ -127,8 +127,8 @@ class RunFiles:
 
     def fact(self, name: str) -> float | None:
         """A number of about.json."""
-        found = records.number(self.about.get(name))
-        return found if found is not None and records.is_sound(found) else None
+        value = records.number(self.about.get(name))
+        return value if value is not None and records.is_sound(value) else None
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunFiles]:
@@ -137,11 +137,11 @@ def open_runs(paths: Sequence[Path]) -> list[RunFiles]:
     names = [path.resolve().name for path in paths]
     for path, name in zip(paths, names, strict=True):
         if not path.is_dir():
-            others = sorted(one.parent.name for one in path.parent.glob(f"*/{METRICS}"))[:20]
+            others = sorted(file.parent.name for file in path.parent.glob(f"*/{METRICS}"))[:20]
             known = f"; {path.parent} has {', '.join(others)}" if others else ""
             raise UserError(f"{path} is no directory: give a run's, such as runs/sft{known}")
-        if not any((path / one).is_file() for one in (METRICS, "config.yaml", EVALS)):
-            inside = sorted(one.parent.name for one in path.glob(f"*/{METRICS}"))[:20]
+        if not any((path / file).is_file() for file in (METRICS, "config.yaml", EVALS)):
+            inside = sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))[:20]
             known = f"; in it are the runs {', '.join(inside)}: name one" if inside else ""
             raise UserError(f"{path} holds no run: it has no {METRICS}{known}")
         is_double = names.count(name) > 1

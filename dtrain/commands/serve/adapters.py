@@ -111,7 +111,7 @@ def put_in(model: CausalLM, loaded: CausalLM | None) -> None:
     for path, layer in adapted_layers(loaded).items() if loaded is not None else ():
         target: Any = model.get_submodule(path)
         target.adapter = layer.adapter
-        target._parameters.update({one: layer._parameters[one] for one in PARAMETERS if one in layer._parameters})
+        target._parameters.update({name: layer._parameters[name] for name in PARAMETERS if name in layer._parameters})
 
 
 def read_beside(model: CausalLM, directory: Path) -> CausalLM:

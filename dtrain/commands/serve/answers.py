@@ -49,7 +49,7 @@ class Answer:
         self.id = f"{'chatcmpl' if self.ask.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        self._texts = [TextStream(decode, one.sampling.stop, self.ask.keep_stop) for one in self.ask.requests]
+        self._texts = [TextStream(decode, request.sampling.stop, self.ask.keep_stop) for request in self.ask.requests]
         self._given = [0] * len(self.ask.requests)  # tokens of each request
         self._begun: set[int] = set()
 
@@ -78,8 +78,8 @@ class Answer:
 
     def _usage(self) -> dict[str, int]:
         prompt = sum(len(request.prompt) for request in self.ask.requests[:: self.ask.samples])
-        given = sum(self._given)
-        return {"prompt_tokens": prompt, "completion_tokens": given, "total_tokens": prompt + given}
+        completion = sum(self._given)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _choice(self, piece: StreamChunk, speech: str) -> dict[str, Any]:
         stream = self._texts[piece.index]
@@ -112,7 +112,7 @@ class Answer:
         return piece.ids[-1] if piece.ids and piece.ids[-1] not in self.ask.eos_ids else None
 
     def _logprobs(self, piece: StreamChunk) -> dict[str, Any]:
-        tokens = [self._token(one) for one in piece.ids]
+        tokens = [self._token(token_id) for token_id in piece.ids]
         if self.ask.chat:
             pairs = zip(tokens, piece.logprobs, strict=True)
             content = [
@@ -122,18 +122,18 @@ class Answer:
             return {"content": content}
         logprobs: list[float | None] = [*piece.logprobs]
         highest: list[dict[str, float] | None] = [
-            {one: logprob} for one, logprob in zip(tokens, piece.logprobs, strict=True)
+            {token: logprob} for token, logprob in zip(tokens, piece.logprobs, strict=True)
         ]
         if (scores := piece.prompt) is not None:  # nothing is before the first token
             tokens = [*map(self._token, self.ask.requests[piece.index].prompt), *tokens]
             logprobs = [None, *scores.logprobs, *logprobs]
             places = zip(map(self._token, scores.likeliest), scores.highest, strict=True)
-            highest = [None, *({one: logprob} for one, logprob in places), *highest]
+            highest = [None, *({token: logprob} for token, logprob in places), *highest]
         top = highest if self.ask.likeliest else None
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": None}
 
-    def _token(self, one: int) -> str:
-        return f"token_id:{one}" if self.ask.tokens_as_ids else self.tokenizer.decode([one])
+    def _token(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.ask.tokens_as_ids else self.tokenizer.decode([token_id])
 
 
 def _event(body: dict[str, Any]) -> bytes:

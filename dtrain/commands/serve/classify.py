@@ -85,8 +85,8 @@ class ClassifyService(Gate):
 
     def models(self) -> dict[str, Any]:
         length = self.encoder.max_length
-        one = {"id": self.name, "object": "model", "created": self.started, "owned_by": "dtrain"}
-        return {"object": "list", "data": [{**one, "max_model_len": length}]}
+        entry = {"id": self.name, "object": "model", "created": self.started, "owned_by": "dtrain"}
+        return {"object": "list", "data": [{**entry, "max_model_len": length}]}
 
     def classify(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """For each text: `scores`, the head's outputs; `probs`, their softmax, of one output the sigmoid; `label`, the
@@ -128,7 +128,7 @@ class ClassifyService(Gate):
                 messages, _ = read_messages(fields["messages"], "messages")
                 rows = [self.encoder.conversation(messages, read_tools(fields))]
             else:
-                rows = [self._ids(one, fields["add_special_tokens"]) for one in fields["input"]]
+                rows = [self._ids(text_or_ids, fields["add_special_tokens"]) for text_or_ids in fields["input"]]
         except UserError as error:
             raise ApiError(400, str(error), "input" if fields["messages"] is None else "messages") from error
         for index, row in enumerate(rows):
@@ -137,12 +137,12 @@ class ClassifyService(Gate):
                 raise ApiError(400, what, "input")
         return rows
 
-    def _ids(self, one: str | list[int], specials: bool) -> list[int]:
-        if isinstance(one, str):
-            return self.encoder.text(one) if specials else self.encoder.tokenizer.encode(one)
-        if max(one) >= self.worker.model.config.vocab_size:
-            raise ApiError(400, f"the id {max(one)} is beyond the vocabulary", "input")
-        return one
+    def _ids(self, text_or_ids: str | list[int], specials: bool) -> list[int]:
+        if isinstance(text_or_ids, str):
+            return self.encoder.text(text_or_ids) if specials else self.encoder.tokenizer.encode(text_or_ids)
+        if max(text_or_ids) >= self.worker.model.config.vocab_size:
+            raise ApiError(400, f"the id {max(text_or_ids)} is beyond the vocabulary", "input")
+        return text_or_ids
 
 
 def names_of(config: Path, labels: int) -> list[str]:

@@ -117,8 +117,8 @@ class Connection:
     def begin(self, status: int, headers: str) -> None:
         """The head of an answer."""
         self.is_answered = True
-        asked = "close" if self._head is None else self._head.headers.get("connection", "")
-        self.is_open = not (self._unread or "close" in asked.lower())
+        connection = "close" if self._head is None else self._head.headers.get("connection", "")
+        self.is_open = not (self._unread or "close" in connection.lower())
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "Server: dtrain", headers, *_EXTRA.get(status, [])]
         self._send("\r\n".join([*lines, "Connection: close"] if not self.is_open else lines).encode() + b"\r\n\r\n")
 
@@ -172,13 +172,13 @@ def _parsed(text: str) -> RequestHead:
         raise ApiError(505 if re.search(r" HTTP/[02-9]", first) else 400, f"{shown(first)} is no request of HTTP/1.1")
     headers: dict[str, str] = {}
     for line in lines:
-        found = _HEADER.fullmatch(line)
-        if found is None:
+        match = _HEADER.fullmatch(line)
+        if match is None:
             raise ApiError(400, f"the header {shown(line)} is not sound")
-        name = found[1].lower()
+        name = match[1].lower()
         if name in headers and name in _SINGLE:
             raise ApiError(400, f"the header {shown(line)} stands twice")
-        headers[name] = found[2].strip(" \t")
+        headers[name] = match[2].strip(" \t")
     length = headers.get("content-length", "0")
     if not re.fullmatch("[0-9]{1,18}", length) or {"content-length", "transfer-encoding"} <= headers.keys():
         raise ApiError(400, "Content-Length must be one whole number, without Transfer-Encoding")

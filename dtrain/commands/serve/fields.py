@@ -72,12 +72,12 @@ def _finite(text: str) -> float:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in result:
             raise ValueError(f"{shown(name)} stands twice in one object")
-        found[name] = value
-    return found
+        result[name] = value
+    return result
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,16 @@ class Field:
             bounds = f"at least {self.least}" if self.most == math.inf else f"from {self.least} to {self.most}"
             what = f"{name}={shown(value)}" if size is value else f"the length of {name}, {size},"
             raise ApiError(400, f"{what} must be {bounds}", name)
-        alike = (one for one in self.among or () if isinstance(one, bool) == isinstance(value, bool))  # else 1 is True
+        alike = (
+            allowed for allowed in self.among or () if isinstance(allowed, bool) == isinstance(value, bool)
+        )  # else 1 is True
         if self.among is not None and value not in alike:
             rest = f"it may be {', '.join(map(str, self.among))}" if self.among else "leave it out"
             raise ApiError(400, f"{name}={shown(value)}: dtrain serve does not have it; {rest}", name)
         if isinstance(self.of, Field):
-            return [self.of.read(one, f"{name}[{index}]") for index, one in enumerate(value)]
+            return [self.of.read(item, f"{name}[{index}]") for index, item in enumerate(value)]
         if self.of is not None:
-            return {one: given for one, given in check(value, self.of, name).items() if given is not None}
+            return {key: item for key, item in check(value, self.of, name).items() if item is not None}
         return value if self.use is None else self.use(value, name)
 
 
@@ -120,21 +122,21 @@ Table = Mapping[str, Field]
 def check(body: Mapping[str, Any], table: Table, name: str = "") -> dict[str, Any]:
     """Every field of `table`, as it was read from `body`, which stands at `name`. Raises ApiError."""
     inside = f"{name}." if name else ""
-    for one in body:
-        if one not in table:
-            near = nearest(one, table)
-            one = f"{inside}{one[:64]}"
+    for key in body:
+        if key not in table:
+            near = nearest(key, table)
+            key = f"{inside}{key[:64]}"
             hint = f"; did you mean {inside}{near}?" if near else ""
-            raise ApiError(400, f"{one} is no field that dtrain serve knows{hint}", one)
+            raise ApiError(400, f"{key} is no field that dtrain serve knows{hint}", key)
     return {
-        one: field.default if body.get(one) is None else field.read(body[one], inside + one)
-        for one, field in table.items()
+        key: field.default if body.get(key) is None else field.read(body[key], inside + key)
+        for key, field in table.items()
     }
 
 
 def is_ids(value: Any) -> bool:
     """Whether it is a list of numbers that may be token ids, not empty."""
-    return isinstance(value, list) and bool(value) and all(type(one) is int and one >= 0 for one in value)
+    return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
 
 
 FLAG = Field(bool, False)

@@ -24,7 +24,11 @@ SEED_LIMIT = 2**63
 def texts_or_ids(value: Any, name: str) -> list[str | list[int]]:
     """Several texts or lists of ids, of one or a list of them. Raises ApiError."""
     several = value if isinstance(value, list) and not is_ids(value) else [value]
-    if len(several) > MOST_REQUESTS or not several or not all(isinstance(one, str) or is_ids(one) for one in several):
+    if (
+        len(several) > MOST_REQUESTS
+        or not several
+        or not all(isinstance(item, str) or is_ids(item) for item in several)
+    ):
         what = f"a text, token ids, or a list of either, none empty, {MOST_REQUESTS} at most"
         raise ApiError(400, f"{name} must be {what}", name)
     return several
@@ -32,7 +36,9 @@ def texts_or_ids(value: Any, name: str) -> list[str | list[int]]:
 
 def _stops(value: Any, name: str) -> tuple[str, ...]:
     several = [value] if isinstance(value, str) else value
-    if not isinstance(several, list) or not all(isinstance(one, str) and 0 < len(one) <= 1024 for one in several[:65]):
+    if not isinstance(several, list) or not all(
+        isinstance(stop, str) and 0 < len(stop) <= 1024 for stop in several[:65]
+    ):
         raise ApiError(400, f"{name} must be a text or a list of texts, none empty or beyond 1024 characters", name)
     if len(several) > 64:
         raise ApiError(400, f"{name} must be 64 texts at most", name)
@@ -52,8 +58,8 @@ def _arguments(value: Any, name: str) -> Any:
 
 
 def _variables(value: Any, name: str) -> dict[str, Any]:
-    for key, one in Field(dict).read(value, name).items():
-        if not isinstance(one, str | int | float | None) or (isinstance(one, str) and len(one) > 4096):
+    for key, item in Field(dict).read(value, name).items():
+        if not isinstance(item, str | int | float | None) or (isinstance(item, str) and len(item) > 4096):
             raise ApiError(400, f"{name}.{key[:64]} must be true, false, null, a number or a short text", name)
     return value
 
@@ -178,8 +184,8 @@ class Parser:
         specials, prompts = fields["add_special_tokens"], []
         if len(fields["prompt"]) * fields["n"] > MOST_REQUESTS:
             raise ApiError(400, f"prompt and n make more than {MOST_REQUESTS} completions; ask several times", "prompt")
-        for one in fields["prompt"]:
-            prompts.append(tuple(self._encoded(one, specials) if isinstance(one, str) else one))
+        for prompt in fields["prompt"]:
+            prompts.append(tuple(self._encoded(prompt, specials) if isinstance(prompt, str) else prompt))
             self._check_ids(prompts[-1], "prompt")
         ask = self._ask(fields, prompts, fields["max_tokens"], fields["logprobs"] is not None, chat=False)
         return self._echoing(ask, fields) if fields["echo"] else ask
@@ -192,7 +198,7 @@ class Parser:
         if likeliest and fields["max_tokens"] and fields["temperature"]:
             what = "with echo, logprobs=1 names the likeliest tokens, which are those drawn at temperature=0"
             raise ApiError(400, f"{what}; set that, or max_tokens=0, or logprobs=0", "logprobs")
-        texts = [one if isinstance(one, str) else self.tokenizer.decode(one) for one in fields["prompt"]]
+        texts = [prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt) for prompt in fields["prompt"]]
         return replace(ask, echo=tuple(texts), likeliest=likeliest)
 
     def chat(self, body: Mapping[str, Any]) -> Ask:

@@ -71,8 +71,8 @@ class Gate:
         """Whether this server has a key, and the request shows it."""
         if self.key is None:
             return False
-        scheme, _, given = head.headers.get("authorization", "").partition(" ")
-        return hmac.compare_digest(given.strip().encode(), self.key.encode()) and scheme.lower() == "bearer"
+        scheme, _, token = head.headers.get("authorization", "").partition(" ")
+        return hmac.compare_digest(token.strip().encode(), self.key.encode()) and scheme.lower() == "bearer"
 
     def _check_caller(self, head: RequestHead) -> None:
         if self.key is None:  # a page may lead its visitors' browsers here by a name of its own

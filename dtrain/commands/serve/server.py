@@ -193,10 +193,10 @@ def serve(server: HttpServer, *, grace: float, watch: Path | None = None, say: C
     Stopped after a signal, UserError where the engine failed. A second signal ends at once.
     """
     worker = server.service.worker
-    asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in kept:
-        signal.signal(number, lambda signum, frame: asked.put(signum))
+        signal.signal(number, lambda signum, frame: signals.put(signum))
     worker.start()
     accepting = threading.Thread(target=server.serve_forever, args=(0.1,), name="http", daemon=True)
     accepting.start()
@@ -206,11 +206,11 @@ def serve(server: HttpServer, *, grace: float, watch: Path | None = None, say: C
     try:
         while signum is None and worker.failure is None:
             with suppress(queue.Empty):
-                signum = asked.get(timeout=WATCH_SECONDS)
+                signum = signals.get(timeout=WATCH_SECONDS)
             if follower is not None and signum is None:
                 follower.look()
         server.ending = True
-        finished = worker.end(grace, hurry=lambda: not asked.empty())
+        finished = worker.end(grace, hurry=lambda: not signals.empty())
         server.wait_until_answered(5.0)
         server.shutdown()
     finally:
@@ -231,10 +231,10 @@ class Follower:
         self._seen: tuple[int, str] | None = None
 
     def look(self) -> None:
-        found = newest(self.shared)
-        if found is None:
+        latest = newest(self.shared)
+        if latest is None:
             return
-        version, directory = found
+        version, directory = latest
         with suppress(FileNotFoundError):  # it was pruned just now
             seen = version, mark_of(directory)
             if self._seen == seen:

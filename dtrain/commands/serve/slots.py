@@ -21,7 +21,7 @@ class ConnectionSlots:
         """Whether there is a slot for this connection, which it has then until it leaves or is evicted."""
         with self._lock:
             if len(self._taken) >= self._count:
-                oldest = next((one for one, has_key in self._taken.items() if not has_key), None)
+                oldest = next((other for other, has_key in self._taken.items() if not has_key), None)
                 if oldest is None or not self._evicts:
                     return False
                 del self._taken[oldest]

@@ -30,13 +30,13 @@ class TextStream:
         if last or not whole.endswith(UNFINISHED):
             self._held += whole[len(before) :]
             self._start, self._read = self._read, len(self._ids)
-        found = [(self._held.find(stop), -len(stop), stop) for stop in self._stops if stop in self._held]
-        if found:
-            at, _, self.stopped = min(found)
+        matches = [(self._held.find(stop), -len(stop), stop) for stop in self._stops if stop in self._held]
+        if matches:
+            at, _, self.stopped = min(matches)
             return self._held[: at + len(self.stopped) * self._keep]
         count = len(self._held) if last else len(self._held) - self._overlap()
-        given, self._held = self._held[:count], self._held[count:]
-        return given
+        piece, self._held = self._held[:count], self._held[count:]
+        return piece
 
     def _overlap(self) -> int:
         """How many characters at the end of the held text may begin a stop text."""

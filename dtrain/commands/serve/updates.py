@@ -115,10 +115,10 @@ class Updates:
     def check(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Whether a broadcast of these names, dtypes and shapes would fit: asked before a group waits for it."""
         info = self._info(check(body, TENSORS))
-        lacking = {id(one.parts[0]) for one in self._tensors.values()}
+        lacking = {id(target.parts[0]) for target in self._tensors.values()}
         lacking -= {id(self._tensors[name].parts[0]) for name in info}
         if lacking:
-            names = sorted(name for name, one in self._tensors.items() if id(one.parts[0]) in lacking)
+            names = sorted(name for name, target in self._tensors.items() if id(target.parts[0]) in lacking)
             raise ApiError(400, f"the update lacks {len(names)} tensors, the first {names[0]}", "names")
         return {"success": True, "message": f"{len(info)} tensors fit"}
 
@@ -222,13 +222,13 @@ class _Parts:
 def _by_every_name(model: CausalLM) -> dict[str, _Parts]:
     """The model's tensors under all names that it and checkpoints know them by, a tied one under both."""
     names, tensors = aliases(model), model_tensors(model)
-    found: dict[str, _Parts] = {}
+    by_name: dict[str, _Parts] = {}
     for joint in joints(model, tensors):
         data = [tensors[part].detach() for part in joint.parts]
         data = data if joint.expert is None else [data[0][joint.expert]]
         for name in names.get(joint.name, [joint.name]):
-            found.update(dict.fromkeys([name, *model.checkpoint_names(name)], _Parts(data, joint)))
-    return found
+            by_name.update(dict.fromkeys([name, *model.checkpoint_names(name)], _Parts(data, joint)))
+    return by_name
 
 
 def _sha256(tensor: Tensor) -> str:

@@ -121,7 +121,7 @@ class EngineThread(threading.Thread):
             busy = sum(self.load)
             if busy + len(requests) > self._most_waiting:
                 raise ApiError(503, f"the server has {busy} completions to do; ask later")
-            self._inbox.extend(_Row(job, index, tuple(one.prompt)) for index, one in enumerate(requests))
+            self._inbox.extend(_Row(job, index, tuple(request.prompt)) for index, request in enumerate(requests))
             self._changed.notify_all()
         return job
 
@@ -286,7 +286,7 @@ class EngineThread(threading.Thread):
     def _scores(self, job: Job) -> dict[tuple[int, ...], TokenScores]:
         """Of the job's prompts, by these weights."""
         if job.scores_version != self.version:
-            prompts = list(dict.fromkeys(tuple(one.prompt) for one in job.requests))
+            prompts = list(dict.fromkeys(tuple(request.prompt) for request in job.requests))
             scores = score_prompts(self._engine.model, prompts, self._engine.budget.prefill)
             job.scores, job.scores_version = dict(zip(prompts, scores, strict=True)), self.version
         return job.scores
