@@ -1,6 +1,6 @@
-"""What was typed after `dtrain` and is no command or option of it, and what to say to that.
+"""Suggestions for words after `dtrain` that are none of its commands or options.
 
-Loaded where an answer is needed, so that it costs no start. The words are those of torchtune, LLaMA-Factory, axolotl,
+Loaded only for an error, so that it costs no start-up time. The words are those of torchtune, LLaMA-Factory, axolotl,
 TRL and Unsloth, and those that people try.
 """
 
@@ -11,8 +11,7 @@ from pathlib import Path
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
-from dtrain.recipe import find, keys
-from dtrain.recipe import key_aliases as words
+from dtrain.recipe import find, key_aliases, keys
 from dtrain.recipe.unsupported_keys import by_word
 
 TOOLS = "tune llamafactory-cli lmf axolotl trl unsloth accelerate deepspeed torchrun python dtrain -m launch".split()
@@ -52,7 +51,7 @@ COMMANDS = by_word(
         "Ctrl-C, or a SIGTERM, ends a run in order": "stop kill cancel",
     }
 )
-"""Their command → what to say; `{word}` is the word itself."""
+"""Their command → the suggestion; `{word}` is the word itself."""
 
 OPTIONS = by_word(
     {
@@ -81,7 +80,7 @@ OPTIONS = by_word(
 
 
 def no_command(typed: Sequence[str], known: Collection[str]) -> str:
-    """What to say to a first word that is none of the commands `known`."""
+    """Return the error message for a first word that is none of the commands `known`."""
     first = typed[0]
     if _is_recipe(first):
         return (
@@ -104,7 +103,7 @@ def _near(word: str, known: Collection[str]) -> str:
 
 
 def no_option(parser: argparse.ArgumentParser, typed: Sequence[str], unknown: Sequence[str]) -> list[str]:
-    """What to say to each of the words `unknown` of all that were `typed` after the command of `parser`."""
+    """Return an error message for each `unknown` word among those `typed` after the command of `parser`."""
     takes_keys = any(action.dest == "overrides" for action in parser._actions)
     options = [option for option in parser._option_string_actions if option.startswith("--")]
     answers = []
@@ -122,7 +121,7 @@ def _of_command(key: str, value: str, options: Sequence[str]) -> str:
     meant = _option(key, options)
     if meant:
         return f"write {meant}{' ' + value if value else ''}"
-    if key in keys() or words.answer(key):
+    if key in keys() or key_aliases.answer(key):
         return "keys of a recipe are for `dtrain run` and `dtrain validate`; this command has options (--help)"
     return f"there is no such option; there are {', '.join(options)}" if options else "this command takes no options"
 
@@ -135,7 +134,7 @@ def _of_recipe(key: str, value: str, options: Sequence[str]) -> str:
     plain = key.replace("-", "_")
     leaves = [name for name in keys() if name == plain or name.rpartition(".")[2] == plain]
     is_ours = plain in leaves or f"--{key.replace('_', '-')}" in options
-    answer = None if is_ours else words.answer(key)
+    answer = None if is_ours else key_aliases.answer(key)
     if answer is None and (meant := _option(key, options)):
         return f"write {meant}{' ' + value if value else ''}"
     if answer is None and leaves:
@@ -147,14 +146,14 @@ def _of_recipe(key: str, value: str, options: Sequence[str]) -> str:
 
 
 def _option(key: str, options: Sequence[str]) -> str | None:
-    """Ours of `options` for another tool's `key`, or for a slip of one."""
+    """Return the option among `options` that another tool calls `key`, or whose name is near it; None for none."""
     meant = OPTIONS.get(key.replace("_", "-"))
     near = nearest(key, [option.removeprefix("--") for option in options])
     return meant if meant and meant.split()[0] in options else f"--{near}" if near else None
 
 
 def keys_of_a_recipe(parser: argparse.ArgumentParser, typed: Sequence[str]) -> list[str]:
-    """What to say to words `key=value` among those `typed` after a command that takes options only."""
+    """Return an error message for each `key=value` among those `typed` after a command that takes options only."""
     options = [option for option in parser._option_string_actions if option.startswith("--")]
     pairs = [word for before, word in zip(["", *typed], typed, strict=False) if not before.startswith("-")]
     pairs = [word for word in pairs if re.fullmatch(r"[A-Za-z_][\w.]*=.*", word) and not Path(word).exists()]
@@ -162,7 +161,7 @@ def keys_of_a_recipe(parser: argparse.ArgumentParser, typed: Sequence[str]) -> l
 
 
 def too_many(parser: argparse.ArgumentParser, answered: Sequence[str], rest: Sequence[str]) -> list[str]:
-    """What to say to each word of `rest` that is neither `answered` nor the value of an option that is."""
+    """Return an error message for each word of `rest` that is neither `answered` nor the value of an option that is."""
     speaks = "; what the user says stands after --prompt" if "--prompt" in parser._option_string_actions else ""
     pairs = zip(["", *rest], rest, strict=False)
     left = [word for before, word in pairs if word not in answered and before not in answered]

@@ -1,4 +1,4 @@
-"""The command `dtrain chat`: its arguments, and what it does with them. No torch until it runs."""
+"""The command `dtrain chat`: its arguments and its entry point. No torch until it runs."""
 
 import argparse
 from pathlib import Path

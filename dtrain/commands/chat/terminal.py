@@ -26,7 +26,7 @@ A line that ends with \\ goes on in the next one."""
 
 
 def talk(arguments: Namespace) -> None:
-    """The conversation that the command's arguments ask for, until its end. Raises UserError."""
+    """Hold the conversation of the command's `arguments` to its end. Raises UserError."""
     device = choose_device(arguments.device)
     model, tokenizer = load(arguments.directory, choose_dtype(arguments.dtype, device), device)
     if arguments.adapter is not None:
@@ -57,14 +57,14 @@ def talk(arguments: Namespace) -> None:
 
 
 class Terminal:
-    """Lines of standard input to `conversation`, its answers to standard output."""
+    """Terminal loop: lines of standard input to `conversation`, its answers to standard output."""
 
     def __init__(self, conversation: Conversation):
         self.conversation = conversation
         self.is_terminal = sys.stdin.isatty()
 
     def run(self) -> None:
-        """Until the end of input, or /exit."""
+        """Read lines until the end of input, or /exit."""
         if self.is_terminal:
             with suppress(ImportError):
                 import_module("readline")  # `input` then edits lines and keeps those before

@@ -44,7 +44,7 @@ MANY = 0.2  # of the answers, cut at their longest
 def evaluate(arguments: Namespace) -> Report:
     """Answer the prompts of data files (data/formats/prompts.py says what a row may be), and judge the answers.
 
-    asked: the command's arguments. Raises UserError.
+    arguments: the command's. Raises UserError.
     """
     out, files = arguments.out, resolve(arguments.data, "DATA")
     rewards = [read_reward(text) for text in arguments.reward or [usual_reward(files)]]
@@ -104,7 +104,7 @@ def trained_as(directory: Path) -> tuple[str | None, int]:
 
 
 def as_json(report: Report) -> str:
-    """One line; what is not known is null."""
+    """Return the report as one line of JSON; unknown values are null."""
     fields = {**report.__dict__, "passes": {str(k): value for k, value in report.passes.items()}}
     return json.dumps(known(fields))
 
@@ -119,9 +119,10 @@ def as_table(report: Report) -> str:
     else:
         rows += [(f"  {name}", _shown(value)) for name, value in report.rewards.items()]
     rows += [(f"pass@{k}", f"{value:.1%}") for k, value in report.passes.items()]
+    advice = "; raise --max-new-tokens" if report.truncated_frac > MANY else ""
     rows += [
         ("tokens", f"{report.completion_len:.1f} on average, at most {report.completion_len_max}"),
-        ("truncated", f"{report.truncated_frac:.1%}" + "; raise --max-new-tokens" * (report.truncated_frac > MANY)),
+        ("truncated", f"{report.truncated_frac:.1%}" + advice),
     ]
     if report.unknown:
         rows.append(("without reward", str(report.unknown)))
@@ -132,7 +133,10 @@ def as_table(report: Report) -> str:
 
 
 def read_reward(text: str) -> Reward:
-    """A reward as it is typed: a name or an import path, with options as JSON after `=`. Raises UserError."""
+    """Return the reward that `text` names: a name or an import path, with options as JSON after `=`.
+
+    Raises UserError.
+    """
     name, separator, options = text.partition("=")
     try:
         kwargs = json.loads(options) if separator else {}
@@ -146,7 +150,7 @@ def read_reward(text: str) -> Reward:
 
 
 def _drawn(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
-    """The completions, in the requests' order, with a bar on a terminal's stderr."""
+    """Return the completions in the order of `requests`; shows a progress bar on a terminal's stderr."""
     tickets = [engine.add(request) for request in requests]
     completions: dict[int, Completion] = {}
     with tqdm(total=len(requests), unit="completion", disable=None, leave=False) as bar:

@@ -1,4 +1,4 @@
-"""What `dtrain plan` prints, and how it ends."""
+"""The output of `dtrain plan`, and its error for a plan that does not fit."""
 
 import json
 from argparse import Namespace
@@ -16,8 +16,10 @@ from dtrain.run.preflight import with_local_model
 
 
 def read_recipe(name: str, overrides: Sequence[str], world_size: int | None) -> Recipe:
-    """The recipe, as `dtrain run` reads it. Raises RecipeError with all that a plan sees, which reads config.json alone
-    of the files."""
+    """Return the recipe, read as by `dtrain run`.
+
+    Raises RecipeError with all errors that a plan sees; of the files it reads config.json alone.
+    """
     loaded, errors = read(name, overrides)
     recipe = with_local_model(loaded)
     if errors:
@@ -27,10 +29,10 @@ def read_recipe(name: str, overrides: Sequence[str], world_size: int | None) -> 
 
 
 def answer(recipe: Recipe, arguments: Namespace, say: Callable[[str], None]) -> None:
-    """Plan `recipe` and say what came out. asked: the command's arguments. Raises UserError where it does not fit, with
-    what would.
+    """Plan `recipe` and print the plan. arguments: the command's. Raises UserError if the plan does not fit, with a
+    change that would.
 
-    A search begins with the recipe's own mesh and micro-batch, or where so many ranks refuse these, with some that fit.
+    A search begins with the recipe's own mesh and micro-batch, or, if so many ranks refuse these, with some that fit.
     """
     world_size, hardware = arguments.world_size or recipe.launch.nproc, _hardware(arguments)
     if arguments.search:
@@ -51,7 +53,7 @@ def answer(recipe: Recipe, arguments: Namespace, say: Callable[[str], None]) -> 
 
 
 def _hardware(arguments: Namespace) -> Hardware:
-    """The device that is asked for; links are given in GB/s."""
+    """Return the device of `arguments`, whose links are in GB/s."""
     known = GPUS[arguments.gpu]
     return replace(
         known,
@@ -62,7 +64,7 @@ def _hardware(arguments: Namespace) -> Hardware:
 
 
 def too_much(plan: Plan) -> str:
-    """By how much a plan does not fit, on which part, and what would."""
+    """Return the error for a plan that does not fit: by how much, the largest part, and a change that fits."""
     if plan.evaluation > max(plan.budget, plan.step.peak):
         return (
             f"this does not fit: an evaluation takes {report.gib(plan.evaluation)} at least, and the budget is "

@@ -30,8 +30,8 @@ _SILENT = {"recv_", "wait_tensor", "_wrap_tensor_autograd"}
 
 
 class Collective(NamedTuple):
-    """dimension: of the mesh, "all" for numbers that all ranks share; ranks: of its group; on_host: between the hosts'
-    memories."""
+    """Kind of collective. dimension: of the mesh, "all" for numbers that all ranks share; ranks: of its group; on_host:
+    between the hosts' memories."""
 
     dimension: str
     kind: str
@@ -50,7 +50,7 @@ class CollectiveReader:
         self._replicate = mesh.fsdp["dp_replicate"].get_group().group_name if mesh.fsdp.ndim == 2 else None
 
     def read(self, func: torch._ops.OpOverload, args: tuple, out: Any, in_pass: bool) -> tuple[Collective, int] | None:
-        """The collective that `func` was, and its bytes; None where it was none. in_pass: inside a pass through the
+        """Return the collective that `func` is, and its bytes; None if it is none. in_pass: inside a pass through the
         model."""
         name = func._schema.name.split("::")[1]
         if func.namespace not in ("c10d", "_c10d_functional") or name in _SILENT:

@@ -1,11 +1,11 @@
-"""The command `dtrain plan`: its arguments, and what it does with them. No torch until it runs."""
+"""The command `dtrain plan`: its arguments and its entry point. No torch until it runs."""
 
 import argparse
 
 from dtrain.commands.arguments import PROCESSES, add_recipe, at_least, positive
 
 GPUS = ("a100", "h100", "h200", "b200", "3090", "4090", "5090", "l40s", "a10", "l4", "t4", "mi300x")
-"""As in hardware.py, which loads torch."""
+"""The names of hardware.py, which loads torch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -62,13 +62,14 @@ class Plan:
         return max(self.step.peak, self.evaluation) <= self.budget
 
     def mfu(self, step_time: float) -> float:
-        """The share of the devices' peak arithmetic that a step of so many seconds would mean."""
+        """Return the share of the devices' peak arithmetic that a step of `step_time` seconds would mean."""
         peak = self.hardware.arithmetic[self.dtype] * self.sizes.world_size
         return self.flops_per_token * self.tokens / (step_time * peak)
 
 
 def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int | None = None) -> Plan:
-    """The plan of `recipe` on `world_size` ranks. Raises RecipeError where it cannot run there, whatever its memory."""
+    """Return the plan of `recipe` on `world_size` ranks. Raises RecipeError if it cannot run there, whatever the
+    memory."""
     recipe = ready(recipe)
     errors = problems(recipe, world_size)
     device = "cpu" if recipe.launch.device == "cpu" else "cuda"
@@ -113,7 +114,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
 
 
 def _evaluation(recipe: Recipe, config: ModelConfig, sizes: Sizes, step: Step, dtype: torch.dtype) -> int:
-    """As `Plan` has it, of a prompt that fills `data.max_length`."""
+    """Return `Plan.evaluation`, for a prompt that fills `data.max_length`."""
     if recipe.eval is None:
         return 0
     longest = config.max_position_embeddings
@@ -123,7 +124,7 @@ def _evaluation(recipe: Recipe, config: ModelConfig, sizes: Sizes, step: Step, d
 
 
 def _without_code(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """`recipe` with what dtrain knows in place of what it names by import path, and what that is, in words.
+    """Return `recipe` with dtrain's own code in place of the code that it names by import path, and notes of that.
 
     Only a run imports what a recipe names: a plan may be of a stranger's. torch's own optimizers are here anyhow.
     """
@@ -139,7 +140,7 @@ def _without_code(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 
 def ready(recipe: Recipe) -> Recipe:
-    """`recipe` with what a step's size does not depend on filled in, where it is missing: the data, and how long."""
+    """Return `recipe` with missing keys filled in that a step's size does not depend on: the data, and the length."""
     data, train = recipe.data, recipe.train
     if not data.train.path and not data.train.sources:
         data = replace(data, train=replace(data.train, path="data.jsonl"))
@@ -149,7 +150,7 @@ def ready(recipe: Recipe) -> Recipe:
 
 
 def problems(recipe: Recipe, world_size: int) -> list[str]:
-    """What keeps `recipe` from running on `world_size` ranks, but for memory and the files that only a run reads."""
+    """Return the errors of `recipe` on `world_size` ranks, except for memory and the files that only a run reads."""
     errors = shapes(recipe, world_size)
     if recipe.parallel.cpu_offload and recipe.launch.device != "cpu":
         errors.append(

@@ -33,7 +33,7 @@ _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]  # a property; t
 
 
 class PlannedDevice(TorchFunctionMode):
-    """Inside, meta tensors say that they are on `device`, of type cpu or cuda."""
+    """Function mode in which meta tensors say that they are on `device`, of type cpu or cuda."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -72,13 +72,13 @@ class PlannedDevice(TorchFunctionMode):
 
 
 def _as_meta(value: Any) -> Any:
-    """An argument that names the planned device, as tensors or the policy have told it, as meta; FSDP's "cpu" too. The
-    host is where a real tensor is, or "cpu", or nothing."""
+    """Return meta for an argument that names the planned device, as tensors or the policy say it; for FSDP's "cpu" too.
+    The host is the device of a real tensor, or "cpu", or nothing."""
     return _META if isinstance(value, torch.device) and value != _HOST else value
 
 
 class MetaKernels(TorchDispatchMode):
-    """What a meta tensor has no kernel for."""
+    """Dispatch mode that answers operations that have no kernel for meta tensors."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

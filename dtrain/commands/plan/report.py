@@ -44,14 +44,14 @@ def seconds(time: float) -> str:
 
 
 def moment(plan: Plan) -> str:
-    """Where the peak is, in words."""
+    """Return the phase of the peak as text."""
     phase, _, layer = plan.step.moment
     where = "" if layer is None else f" of layer {layer + 1} of {plan.config.num_hidden_layers}"
     return _PHASES[phase] + where
 
 
 def text(plan: Plan, step_time: float | None = None) -> str:
-    """What a plan says, for people."""
+    """Return a plan as text for people."""
     sections = [_head(plan), _memory(plan), _traffic(plan), _time(plan, step_time)]
     if plan.sizes.tp > 1:
         sections.insert(1, _tensor_parallel(plan))
@@ -66,14 +66,15 @@ def _head(plan: Plan) -> str:
     where = "CPU processes" if plan.device == "cpu" else f"× {plan.hardware.name}"
     size = f"{_millions(plan.total_parameters)} parameters"
     if plan.trained_parameters < plan.total_parameters:
-        of_what = "" if recipe.lora is None else ", an adapter" + ", of a base in nf4" * (recipe.lora.quantize == "nf4")
+        of_what = "" if recipe.lora is None else ", an adapter"
+        if recipe.lora is not None and recipe.lora.quantize == "nf4":
+            of_what += ", of a base in nf4"
         size += f", {_millions(plan.trained_parameters)} of them trained{of_what}"
+    compiled = "\nlayers planned as written, not as compiled" if recipe.train.compile else ""
     return (
         f"{recipe.method} of {recipe.model.path} ({size}), {dtype}, on "
         f"{sizes.world_size} {where}\n{sizes}\n"
-        f"{plan.tokens:,} tokens a step, every row taken to be full and every token trained"
-        + "\nlayers planned as written, not as compiled"
-        * recipe.train.compile
+        f"{plan.tokens:,} tokens a step, every row taken to be full and every token trained" + compiled
     )
 
 
@@ -107,9 +108,10 @@ def _memory(plan: Plan) -> str:
         which = f"rank 0: its shards are the largest, the smallest hold {less} less of the parameters"
     held = f"{gib(step.parameters - step.trained)} of frozen weights, {gib(step.trained)} of trained ones"
     kept = "" if plan.recipe.parallel.optimizer_offload else "master "
+    where = " on the host, what visits" if plan.recipe.parallel.optimizer_offload else ""
     words = {
         "parameters": f"this rank's share of the {kept}weights" if step.trained == step.parameters else held,
-        "optimizer": plan.recipe.optimizer.name + " on the host, what visits" * plan.recipe.parallel.optimizer_offload,
+        "optimizer": plan.recipe.optimizer.name + where,
         "gradients": "of whole layers until the last micro-batch is done"
         if plan.sizes.accumulation > 1 and not plan.recipe.parallel.reduce_each
         else "this rank's share, as far as it is there, and what is on its way",
@@ -168,7 +170,7 @@ def _time(plan: Plan, step_time: float | None) -> str:
 
 
 def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
-    """What a plan says, for programs. Bytes and seconds."""
+    """Return a plan as a dict for JSON, in bytes and seconds."""
     step, time = plan.step, plan.time
     measured = {} if step_time is None else {"step_time": step_time, "mfu": plan.mfu(step_time)}
     return {
@@ -225,7 +227,7 @@ _SHAPE = ("dp_replicate", "dp_shard", "cp", "tp", "micro_batch")
 
 
 def search_text(result: SearchResult, plan: Plan) -> str:
-    """The best candidates as a table, and what became of the others."""
+    """Return the best candidates as a table, and how the others ended."""
     rows: list[tuple[str, ...]] = [("", *_SHAPE, "peak", "step", "MFU")]
     for number, candidate in enumerate(result.best, 1):
         sizes, time = (str(getattr(candidate.sizes, name)) for name in _SHAPE), candidate.time.total

@@ -2,7 +2,7 @@
 
 Layers of one kind are alike, so a peak within the third layer's forward, say, or within the last layer's backward is
 so many bytes and so many more for each further layer. Two traces, a period of the layer types apart, give both numbers;
-phases are told by their distance from the first layer or from the last. Of the micro-batches the first and the last
+phases are named by their distance from the first layer or from the last. Of the micro-batches the first and the last
 differ from those between.
 """
 
@@ -29,7 +29,7 @@ _MARGIN = 2  # layers at either end that differ from those between: prefetched, 
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank holds, sends and computes in an optimizer step. Bytes.
+    """Memory, traffic and arithmetic of one rank in an optimizer step, in bytes.
 
     trained: of the parameters those that are; table: those that are embeddings for each layer. lightest: the smallest
     parameters that a rank has. peak: with the optimizer's state. parts: what it is made of. moment: where
@@ -55,7 +55,7 @@ class Step:
 def plan_step(
     recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int = 0, device: str = "cuda", whole: bool = False
 ) -> Step:
-    """A step of `recipe` on rank `rank` of `sizes.world_size`, on a device of type `device` (cpu or cuda).
+    """Return the step of `recipe` on rank `rank` of `sizes.world_size`, on a device of type `device` (cpu or cuda).
 
     whole: trace every layer. Nothing is sent, no weight is read; the traces run in processes forked from this one, in
     which torch.distributed must not be up.
@@ -75,7 +75,7 @@ def plan_step(
 
 
 def _alike(recipe: Recipe, config: ModelConfig) -> bool:
-    """Whether of every layer of a type the same is trained, and none needs another's keys."""
+    """Return whether all layers of a type train the same parameters, and no layer needs another's keys."""
     if config.shared_layers:
         return False
     if recipe.lora is None:
@@ -92,20 +92,20 @@ def _alike(recipe: Recipe, config: ModelConfig) -> bool:
 
 
 def _period(types: tuple[str, ...]) -> int:
-    """After how many layers their types repeat; all of them where they never do."""
+    """Return the number of layers after which their types repeat; all of them if they never do."""
     fits = (n for n in range(1, len(types)) if all(kind == types[i % n] for i, kind in enumerate(types)))
     return next(fits, len(types))
 
 
 def _of_layers(shorter: Trace, longer: Trace, layers: int) -> Trace:
-    """The step of `layers` layers from those of fewer."""
+    """Return the step of `layers` layers, from two of fewer layers."""
     times, half = (layers - shorter.layers) // (longer.layers - shorter.layers), shorter.layers // 2
 
     def line(first: Counter, second: Counter) -> Counter:
         return Counter({key: first[key] + (second[key] - first[key]) * times for key in {**first, **second}})
 
     def anchored(layer: int | None, count: int) -> int | None:
-        """Of `count` layers, from the nearer end: the last one is -1."""
+        """Return the index of `layer` among `count` layers from the nearer end: the last one is -1."""
         return layer if layer is None or layer < half else layer - count
 
     others = {
@@ -120,12 +120,12 @@ def _of_layers(shorter: Trace, longer: Trace, layers: int) -> Trace:
 
 
 def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
-    """The step of all micro-batches from at most `TRACED` of them."""
+    """Return the step of all micro-batches, from at most `TRACED` of them."""
     total: Counter[tuple] = Counter()
     more = max(1, sizes.accumulation - TRACED + 1)
     for (number, *what), value in trace.counts.items():
         total[tuple(what)] += value * (more if number is not None and number % TRACED == 1 else 1)
-    if sizes.world_size > 1:  # the trainer asks whether any rank was told to stop
+    if sizes.world_size > 1:  # the trainer asks whether any rank has to stop
         question = Collective("all", "all-reduce", sizes.world_size, True)
         total += Counter({("messages", question): 1, ("bytes", question): _QUESTION})
     moment, peak = max(trace.peaks.items(), key=lambda entry: entry[1].total())

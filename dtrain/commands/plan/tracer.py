@@ -1,4 +1,4 @@
-"""What sees every operation of a step that is traced, and counts what it allocates, sends and computes."""
+"""The dispatch mode that sees every operation of a traced step, and counts its memory, messages and arithmetic."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -35,7 +35,9 @@ _FREE = ("aten::empty", "aten::detach", "aten::_local_scalar", "aten::lift")  # 
 
 
 class Tracer(MetaKernels):
-    """on_host: the planned device is a CPU, whose gloo works on a copy of what it reduces and scatters.
+    """Dispatch mode that counts the cost of each operation.
+
+    on_host: the planned device is a CPU, whose gloo works on a copy of what it reduces and scatters.
 
     counts: (pass, "flops", dtype of the operands) of matrix products and of attention, hidden pairs too; (pass,
     "moved"): bytes that other operations read and write; (pass, "messages" or "bytes", collective). A pass is one
@@ -88,7 +90,7 @@ class Tracer(MetaKernels):
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those of an operation's arguments or outputs; torch's own walk is a tenth of a trace."""
+    """Yield the tensors of an operation's arguments or outputs; torch's own walk takes a tenth of a trace."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | dict):

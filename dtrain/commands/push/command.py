@@ -1,4 +1,4 @@
-"""The command `dtrain push`: its arguments, and the one commit that it makes. No torch."""
+"""The command `dtrain push`: its arguments, and its one commit. No torch."""
 
 import argparse
 import json
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(card(pushed, {}))
         print("\n".join(sorted([*files, README, CURVE])))
         return 0
-    with _told(name):
+    with _hub_errors(name):
         from huggingface_hub import HfApi
 
         api = HfApi(library_name="dtrain")
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _files(export: Path) -> dict[str, Path]:
-    """The files of an export by their names: weights, configuration, tokenizer; nothing else that lies there."""
+    """Return the files of an export by name: weights, configuration, tokenizer; nothing else that lies there."""
     known = {CONFIG, INDEX, ADAPTER_CONFIG, ADAPTER_WEIGHTS, *COMPANIONS}
     files = {path.name: path for path in export.glob("*") if path.name in known or path.suffix == WEIGHTS}
     if not any(name.endswith(WEIGHTS) for name in files) or not files.keys() & {CONFIG, ADAPTER_CONFIG}:
@@ -77,7 +77,7 @@ def _files(export: Path) -> dict[str, Path]:
 
 
 def _read(directory: Path, name: str, base: str | None, is_adapter: bool) -> Run:
-    """What the run's directory tells. Raises UserError for files that are damaged."""
+    """Return the run of `directory`. Raises UserError for damaged files."""
     recipe = records.read_recipe(directory)
     data = read_json(directory / DATA) if (directory / DATA).is_file() else {}
     step = held_by(directory / "export").get("step")
@@ -87,7 +87,7 @@ def _read(directory: Path, name: str, base: str | None, is_adapter: bool) -> Run
 
 
 def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], pushed: Run) -> Any:
-    """One commit with the files, the card and the curve; weights there that these replace go with it."""
+    """Make one commit with the files, the card and the curve; it deletes the weights that these replace."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     there = api.list_repo_files(name, revision=revision)
@@ -109,13 +109,13 @@ def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], p
 
 
 def _named_base(config: Path, base: str) -> bytes:
-    """adapter_config.json with the base's id on the hub in place of a directory of this machine."""
+    """Return adapter_config.json with the base's id on the hub in place of a directory of this machine."""
     return json.dumps({**read_json(config), BASE: base}, indent=2).encode()
 
 
 @contextmanager
-def _told(name: str) -> Iterator[None]:
-    """What the library raises in the block, as a UserError that says what to do."""
+def _hub_errors(name: str) -> Iterator[None]:
+    """Raise the library's errors in the block as a UserError that says what to do."""
     from huggingface_hub import errors
 
     owner = name.split("/")[0]
@@ -140,6 +140,6 @@ def _told(name: str) -> Iterator[None]:
 
 
 def _unreachable() -> tuple[type[Exception], ...]:
-    """What the library's HTTP client raises without a network; which client it has depends on its version."""
+    """Return the errors of the library's HTTP client without a network; the client depends on the library's version."""
     clients = {"httpx2": "TransportError", "httpx": "TransportError", "requests": "RequestException"}
     return tuple(getattr(sys.modules[client], kind) for client, kind in clients.items() if client in sys.modules)

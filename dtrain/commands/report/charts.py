@@ -1,4 +1,4 @@
-"""What the page's charts draw, as plain values for JSON: curves, thinned, and histograms of lengths.
+"""The data of the page's charts, as plain values for JSON: curves, thinned, and histograms of lengths.
 
 A line with more than MOST points is thinned by buckets of neighbours that keep the smallest and the largest value of
 each, so that no extreme is lost; the page says so. A value that is not finite is a gap.
@@ -19,7 +19,8 @@ BINS = 24
 
 
 def thinned(steps: Sequence[float], values: Sequence[float | None], most: int = MOST) -> tuple[list, list]:
-    """About `most` of the points: the first, the last, and of each bucket the smallest, the largest and one gap."""
+    """Return about `most` of the points: the first, the last, and of each bucket the smallest, the largest and one
+    gap."""
     count = len(steps)
     if count <= most:
         return list(steps), list(values)
@@ -36,7 +37,7 @@ def thinned(steps: Sequence[float], values: Sequence[float | None], most: int = 
 
 
 def drawn(runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """The curves of all runs. `axes`: of each run how many tokens and hours it had had after a step."""
+    """Return the curves of all runs. `axes`: each run's tokens and hours so far, by step."""
     charts = charts_of(dict.fromkeys(field for run in runs for field in run.curves))
     return {
         "runs": [run.name for run in runs],
@@ -58,7 +59,7 @@ def _chart(id: str, chart: Chart, runs: Sequence[RunFiles]) -> dict[str, Any]:
                 {"run": number, "field": field, "name": name, "dash": dash, "dots": is_rare, "x": x, "y": y}
                 | {"points": len(curve.steps)}
             )
-            if text := _told(curve, better_of(field, run.method)):
+            if text := _summary(curve, better_of(field, run.method)):
                 notes.append({"run": number, "name": name, "text": text})
         if any(field == "mem_gib" for field, _ in chart.lines) and (planned := run.planned_gib) is not None:
             levels.append({"run": number, "name": "planned", "y": planned})
@@ -74,8 +75,8 @@ def _chart(id: str, chart: Chart, runs: Sequence[RunFiles]) -> dict[str, Any]:
     }
 
 
-def _told(curve: Curve, better: Callable | None) -> str:
-    """The curve in words: where it ended, and its best or its range."""
+def _summary(curve: Curve, better: Callable | None) -> str:
+    """Return the curve as text: its last value, and its best or its range."""
     known = curve.known
     if not known:
         return "no finite value"
@@ -92,7 +93,7 @@ def _told(curve: Curve, better: Callable | None) -> str:
 
 
 def _axes(run: RunFiles) -> dict[str, list[float]]:
-    """Steps, and after each the tokens and the hours of all steps so far."""
+    """Return the steps, and for each the tokens and the hours of all steps so far."""
     axes: dict[str, list[float]] = {}
     for name, field, unit in (("tokens", "tokens", 1.0), ("hours", "step_time", 3600.0)):
         if known := (run.curves[field].known if field in run.curves else []):
@@ -102,7 +103,7 @@ def _axes(run: RunFiles) -> dict[str, list[float]]:
 
 
 def histogram(id: str, title: str, unit: str, counted: Sequence[tuple[int, str, Sequence[float]]]) -> dict[str, Any]:
-    """A chart of several distributions over the same bins, each as shares. counted: (run, name, values)."""
+    """Return a chart of several distributions over the same bins, each as shares. counted: (run, name, values)."""
     every = [value for _, _, values in counted for value in values]
     low, high = min(every), max(every)
     width = max(1, math.ceil((high - low + 1) / BINS))
@@ -127,7 +128,7 @@ def histogram(id: str, title: str, unit: str, counted: Sequence[tuple[int, str, 
 
 
 def lengths(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """Histograms of the tokens of completions: in the first and the last rollout, and the first and the last
+    """Return histograms of the tokens of completions: in the first and the last rollout, and the first and the last
     evaluation, of each run."""
     charts = []
     for title, files in (("Completions of rollouts", "samples"), ("Answers of evaluations", "evals")):

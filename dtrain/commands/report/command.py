@@ -1,4 +1,4 @@
-"""The command `dtrain report`: its arguments, and the file that it writes. No torch."""
+"""The command `dtrain report`: its arguments and its output file. No torch."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command `dtrain compare`: what a report tells, in the terminal. No torch."""
+"""The command `dtrain compare`: a report in the terminal. No torch."""
 
 import argparse
 import shutil
@@ -21,13 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Carry the command out; its exit status."""
     runs = open_runs(arguments.runs)
-    for line in told(runs, shutil.get_terminal_size((100, 0)).columns):
+    for line in comparison(runs, shutil.get_terminal_size((100, 0)).columns):
         print(line)
     return 0
 
 
-def told(runs: Sequence[RunFiles], width: int) -> Iterator[str]:
-    """Lines: what the runs are, what differs, results, and a small plot of each curve that tells what was learned."""
+def comparison(runs: Sequence[RunFiles], width: int) -> Iterator[str]:
+    """Yield the lines: the runs, what differs, results, and a small plot of each curve of learning."""
     parts = [("", identities(runs)), ("what differs", differences(runs)), ("results (★ the best)", results(runs))]
     names = Row("", [run.name for run in runs])
     labels = min(max(len(row.label) for _, rows in parts for row in rows), 32)
@@ -50,8 +50,8 @@ def told(runs: Sequence[RunFiles], width: int) -> Iterator[str]:
 
 
 def _wrapped(row: Row, labels: int, column: int) -> Iterator[str]:
-    """A row of a table as lines; texts longer than their column go on below."""
-    texts = [f"{printable(text)}{' ★' * (number in row.best)}" for number, text in enumerate(row.texts)]
+    """Yield a row of a table as lines; texts longer than their column go on below."""
+    texts = [printable(text) + (" ★" if number in row.best else "") for number, text in enumerate(row.texts)]
     cells = [textwrap.wrap(text, column, break_on_hyphens=False) or [""] for text in texts]
     head = textwrap.wrap(printable(row.label), labels) or [""]
     for at in range(max(map(len, [head, *cells]))):

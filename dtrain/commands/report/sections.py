@@ -22,22 +22,22 @@ RECIPE = 50_000  # characters of a recipe
 
 
 def safe(text: str) -> str:
-    """Text of HTML: no tag, no attribute's end, no control character, no half of a surrogate pair."""
+    """Return text for HTML: no tag, no attribute's end, no control character, no half of a surrogate pair."""
     return escape(printable(text.replace("\r\n", "\n")).encode("utf-8", "replace").decode())
 
 
 def chip(number: int, name: str) -> str:
-    """A run's name in its colour."""
+    """Return a run's name in its colour."""
     return f'<span class="chip" data-run="{number % 8}"><bdi>{safe(name)}</bdi></span>'
 
 
 def scrolls(body: str, label: str, kind: str = "") -> str:
-    """A part that may be wider than the page, in reach of the keyboard."""
+    """Return a part that may be wider than the page and scrolls, also by keyboard."""
     return f'<div class="scroll {kind}" tabindex="0" role="region" aria-label="{label}">{body}</div>'
 
 
 def table(runs: Sequence[RunFiles], rows: Sequence[Row], caption: str, code: bool = False) -> str:
-    """Rows by runs. code: the labels are keys."""
+    """Return a table of rows by runs. code: the labels are keys."""
     head = "".join(f'<th scope="col">{chip(number, run.name)}</th>' for number, run in enumerate(runs))
     lines = [f'<caption class="out">{caption}</caption><thead><tr><td></td>{head}</tr></thead><tbody>']
     for row in rows:
@@ -60,7 +60,7 @@ def overview(runs: Sequence[RunFiles]) -> str:
 
 
 def differing(runs: Sequence[RunFiles]) -> str:
-    """What differs between the recipes; nothing for one run."""
+    """Return the differences between the recipes; nothing for one run."""
     if len(runs) < 2:
         return ""
     rows = differences(runs)
@@ -68,7 +68,7 @@ def differing(runs: Sequence[RunFiles]) -> str:
 
 
 def answers(runs: Sequence[RunFiles], most: int) -> str:
-    """The evaluations' first prompts, and beside each other what the runs answered at several steps."""
+    """Return the evaluations' first prompts, with the runs' answers at several steps side by side."""
     blocks: dict[tuple[str, int, str], list[tuple[int, records.Answer]]] = {}
     total: set[tuple[str, int, str]] = set()
     held = [run.evals.steps.keys() for run in runs if run.evals.steps]
@@ -119,7 +119,7 @@ def _text(text: str, kind: str) -> str:
 
 
 def groups(runs: Sequence[RunFiles]) -> str:
-    """Of each run's first, middle and last rollout the group whose rewards differ most."""
+    """Return the group whose rewards differ most, of each run's first, middle and last rollout."""
     parts = []
     for number, run in enumerate(runs):
         steps = _spread(sorted(run.samples.steps), 3)
@@ -139,7 +139,7 @@ def groups(runs: Sequence[RunFiles]) -> str:
 
 
 def _widest(index: records.Answers, step: int) -> list[records.Answer]:
-    """The group of a step whose rewards differ most; of those alike the first."""
+    """Return the group of a step whose rewards differ most; the first of several."""
     by_prompt: dict[int, list[records.Answer]] = {}
     for count, answer in enumerate(index.of_step(step)):
         if count >= READ:
@@ -185,7 +185,7 @@ def _number(value: float | None) -> str:
 
 
 def meshes(runs: Sequence[RunFiles]) -> str:
-    """A picture for each mesh that the runs have."""
+    """Return a picture for each mesh of the runs."""
     known: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for number, run in enumerate(runs):
         if sizes := mesh_of(run):
@@ -212,7 +212,7 @@ def recipes(runs: Sequence[RunFiles]) -> str:
 
 
 def notes(runs: Sequence[RunFiles]) -> str:
-    """What is not on the page, or only in part."""
+    """Return notes on data that is not on the page, or only in part."""
     lines = []
     for number, run in enumerate(runs):
         longest = max((len(curve.steps) for curve in run.curves.values()), default=0)
@@ -233,18 +233,19 @@ def notes(runs: Sequence[RunFiles]) -> str:
 
 
 def _spread(steps: Sequence[int], most: int) -> list[int]:
-    """At most so many of the steps, evenly, the first and the last among them."""
+    """Return at most `most` of the steps, evenly spaced, the first and the last among them."""
     if len(steps) <= most:
         return list(steps)
     return sorted({steps[round(at * (len(steps) - 1) / (most - 1))] for at in range(most)})
 
 
 def charts(drawn: Iterable[dict], runs: Sequence[RunFiles]) -> str:
-    """A frame for each chart, with what it shows in words; page.js draws into it."""
+    """Return a frame for each chart, with its values as text; page.js draws into it."""
     parts, before = [], None
     for chart in drawn:
         if chart["group"] != before:
-            parts += ["</div>"] * (before is not None)
+            if before is not None:
+                parts.append("</div>")
             before = chart["group"]
             parts.append(f"<h3>{safe(before)}</h3>" if before else "")
             parts.append('<div class="charts">')
@@ -255,7 +256,8 @@ def charts(drawn: Iterable[dict], runs: Sequence[RunFiles]) -> str:
 def _figure(chart: dict, runs: Sequence[RunFiles]) -> str:
     unit = f" <small>{safe(chart['unit'])}</small>" if chart["unit"] else ""
     names = list(dict.fromkeys((line["name"], line["dash"]) for line in chart["lines"]))
-    names += [("planned", "level")] * bool(chart["levels"])
+    if chart["levels"]:
+        names.append(("planned", "level"))
     key = "".join(f'<li><i class="{dash}"></i>{safe(name)}</li>' for name, dash in names) if len(names) > 1 else ""
     captions = []
     for note in chart["told"]:

@@ -33,7 +33,7 @@ LOAD: Table = {
     "weight_version": VERSION,
     "mode": Field(str, "keep", among=MODES),
 }
-# An adapter that goes takes nothing that is under way with it along, unless it is told to.
+# An adapter that goes takes nothing that is under way with it along by default.
 UNLOAD: Table = {
     "lora_name": Field(str, "", most=256),
     "lora_int_id": IGNORED,
@@ -42,7 +42,7 @@ UNLOAD: Table = {
 
 
 class Adapters:
-    """The adapter of the model of `updates`, below whose root its directory must be. `load` and `unload` take an HTTP
+    """Adapter of the model of `updates`, below whose root its directory must be. `load` and `unload` take an HTTP
     body and raise ApiError."""
 
     def __init__(self, updates: Updates, parser: Parser):
@@ -53,14 +53,14 @@ class Adapters:
         load_inplace: the adapter of that name gives way; mode: what becomes of completions under way."""
         fields = check(body, LOAD)
         name, path = fields["lora_name"], fields["lora_path"]
-        self._check_room(name, fields["load_inplace"])
+        self._check_free(name, fields["load_inplace"])
         if not name or not path or name == self.parser.model:
             raise ApiError(400, "lora_name, which is not the model's, and lora_path must be given", "lora_name")
         directory = self.updates.below(path, "lora_path")
         loaded = read_beside(self.updates.model, directory)
 
         def put_in() -> None:
-            self._check_room(name, fields["load_inplace"])
+            self._check_free(name, fields["load_inplace"])
             if self.worker.torn:
                 raise ApiError(409, HALF)
             self.put(name, loaded)
@@ -95,7 +95,7 @@ class Adapters:
         self.worker.use_adapter(name, None if loaded is None else loaded.adapters)
         self.parser.adapters = () if name is None else (name,)
 
-    def _check_room(self, name: str, in_place: bool) -> None:
+    def _check_free(self, name: str, in_place: bool) -> None:
         held = self.parser.adapters
         if self.updates.is_merged:
             raise ApiError(409, "the model that is served has an adapter of its own: serve its base model")
@@ -115,8 +115,8 @@ def put_in(model: CausalLM, loaded: CausalLM | None) -> None:
 
 
 def read_beside(model: CausalLM, directory: Path) -> CausalLM:
-    """A model that has the adapters in `directory` and, on meta, weights of the shapes of `model`. Raises UserError
-    where the files are not an adapter of such a model."""
+    """Return a model that has the adapters in `directory` and, on meta, weights of the shapes of `model`. Raises
+    UserError if the files are not an adapter of such a model."""
     config = read_adapter_config(directory)
     if config.modules_to_save:
         saved = ", ".join(config.modules_to_save)

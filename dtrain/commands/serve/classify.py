@@ -32,7 +32,7 @@ CLASSIFY: Table = {
 
 
 class Classifier:
-    """The model, which one caller at a time computes with, and the end of it as `server.serve` asks for it."""
+    """Model that one caller at a time computes with; `start`, `end` and `failure` are as `server.serve` needs them."""
 
     failure: str | None = None
 
@@ -42,17 +42,17 @@ class Classifier:
         self._closing = False
 
     def start(self) -> None:
-        """Nothing: callers' threads compute."""
+        """Do nothing: callers' threads compute."""
 
     def rate(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """`rollout.scores.rate` of the rows. Raises ApiError where the server ends."""
+        """Return `inference.scores.rate` of the rows. Raises ApiError if the server is ending."""
         with self._turn:
             if self._closing:
                 raise ApiError(503, "the server is ending")
             return rate(self.model, rows, TOGETHER)
 
     def end(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Take no more work in, and wait for what computes, `grace` seconds at most. False: it did not end."""
+        """Take no more work in, and wait `grace` seconds at most for running work. Return whether that ended."""
         self._closing = True
         is_idle = self._turn.acquire(timeout=grace)
         if is_idle:
@@ -89,8 +89,8 @@ class ClassifyService(Gate):
         return {"object": "list", "data": [{**entry, "max_model_len": length}]}
 
     def classify(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """For each text: `scores`, the head's outputs; `probs`, their softmax, of one output the sigmoid; `label`, the
-        likeliest output's name."""
+        """Return for each text: `scores`, the head's outputs; `probs`, their softmax, of one output the sigmoid;
+        `label`, the likeliest output's name."""
         fields = check(body, CLASSIFY)
         if fields["model"] not in (None, self.name):
             raise ApiError(404, f"the model is {self.name}, not {fields['model'][:80]}", "model")
@@ -118,7 +118,7 @@ class ClassifyService(Gate):
         }
 
     def _rows(self, fields: Mapping[str, Any]) -> list[list[int]]:
-        """Ids of each text. Raises ApiError."""
+        """Return the ids of each text. Raises ApiError."""
         if (fields["input"] is None) == (fields["messages"] is None):
             raise ApiError(400, "give input (a text, token ids, or a list of either) or messages, one of them", "input")
         try:
@@ -146,7 +146,7 @@ class ClassifyService(Gate):
 
 
 def names_of(config: Path, labels: int) -> list[str]:
-    """The outputs' names, by a config.json's id2label; an adapter has none."""
+    """Return the outputs' names by the id2label of a config.json; an adapter has none."""
     named = read_json(config).get("id2label") if config.is_file() else {}
     named = named if isinstance(named, dict) else {}
     return [str(named.get(str(index), f"LABEL_{index}")) for index in range(labels)]

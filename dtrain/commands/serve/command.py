@@ -1,4 +1,4 @@
-"""The command `dtrain serve`: its arguments, and what it does with them. No torch until it runs."""
+"""The command `dtrain serve`: its arguments and its entry point. No torch until it runs."""
 
 import argparse
 from pathlib import Path

@@ -40,7 +40,7 @@ class ApiError(Exception):
 
 
 def read_object(raw: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object of a body. Raises ApiError."""
+    """Return the JSON object of a body. Raises ApiError."""
     check_json(raw, "the body")
     try:
         body = json.loads(raw.decode(), parse_float=_finite, parse_constant=_finite, object_pairs_hook=_unique)
@@ -52,7 +52,7 @@ def read_object(raw: bytes | bytearray) -> dict[str, Any]:
 
 
 def check_json(raw: bytes | bytearray, name: str) -> None:
-    """Raises ApiError for JSON, sound or not, that is too much to parse."""
+    """Raise ApiError for JSON, sound or not, that is too much to parse."""
     is_too_much = raw.count(b'"') > MOST_ITEMS
     bare = b"" if is_too_much else _STRING.sub(b"", raw)
     if is_too_much or sum(map(bare.count, (b",", b"[", b"]", b"{", b"}"))) > MOST_ITEMS:
@@ -65,7 +65,7 @@ def check_json(raw: bytes | bytearray, name: str) -> None:
 
 
 def _finite(text: str) -> float:
-    """A number with a point or an exponent, or NaN or Infinity, which JSON does not have."""
+    """Return the number in `text`; raises ValueError for NaN and Infinity, which JSON does not have."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text[:20]} is no finite number")
     return value
@@ -82,9 +82,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Field:
-    """A row of a table. kind: the value's type, None for any. default: what null and absence stand for. least, most: of
+    """A row of a table. kind: the value's type, None for any. default: for null and absence. least, most: of
     a number, or of a text's or a list's length. of: a list's entries, or an object's table. among: the only values that
-    are served. use: makes a value that is sound of one that is not, or raises ApiError."""
+    are served. use: converts the value, or raises ApiError."""
 
     kind: type | None = None
     default: Any = None
@@ -95,7 +95,7 @@ class Field:
     use: Callable[[Any, str], Any] | None = None
 
     def read(self, value: Any, name: str) -> Any:
-        """What `value` of the field `name` stands for. Raises ApiError."""
+        """Return the value that `value` of the field `name` stands for. Raises ApiError."""
         if self.kind is not None and type(value) is not self.kind and (self.kind, type(value)) != (float, int):
             raise ApiError(400, f"{name} must be {_WORDS[self.kind]}, not {shown(value)}", name)
         size = value if self.kind in (int, float) else len(value) if self.kind in (str, list) else self.least
@@ -120,7 +120,7 @@ Table = Mapping[str, Field]
 
 
 def check(body: Mapping[str, Any], table: Table, name: str = "") -> dict[str, Any]:
-    """Every field of `table`, as it was read from `body`, which stands at `name`. Raises ApiError."""
+    """Return every field of `table`, read from `body`, which stands at `name`. Raises ApiError."""
     inside = f"{name}." if name else ""
     for key in body:
         if key not in table:
@@ -135,7 +135,7 @@ def check(body: Mapping[str, Any], table: Table, name: str = "") -> dict[str, An
 
 
 def is_ids(value: Any) -> bool:
-    """Whether it is a list of numbers that may be token ids, not empty."""
+    """Return whether `value` is a list of numbers that may be token ids, not empty."""
     return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
 
 

@@ -1,4 +1,4 @@
-"""What a client may ask: bodies of /v1/completions and /v1/chat/completions to requests, or an error that says why not.
+"""Requests of clients: bodies of /v1/completions and /v1/chat/completions to requests, or an error that says why not.
 
 The fields are in the tables below: OpenAI's, and vLLM's beside them, with their defaults, and SGLang's
 `return_routed_experts`. dtrain's own are
@@ -22,7 +22,7 @@ SEED_LIMIT = 2**63
 
 
 def texts_or_ids(value: Any, name: str) -> list[str | list[int]]:
-    """Several texts or lists of ids, of one or a list of them. Raises ApiError."""
+    """Return a list of texts or lists of ids, from one of them or a list. Raises ApiError."""
     several = value if isinstance(value, list) and not is_ids(value) else [value]
     if (
         len(several) > MOST_REQUESTS
@@ -50,7 +50,7 @@ def _content(value: Any, name: str) -> Any:
 
 
 def _arguments(value: Any, name: str) -> Any:
-    """A tool call's: an object, or a text of JSON, which may become one for the template."""
+    """Return the arguments of a tool call: an object, or a text of JSON, which the template may parse."""
     if isinstance(value, str):
         check_json(value.encode(errors="replace"), name)
         return value
@@ -148,7 +148,7 @@ CHAT: Table = {
 
 @dataclass(frozen=True)
 class Ask:
-    """One HTTP request: `requests` by prompt, then by sample, of the model `name`, with an adapter or without; and how
+    """HTTP request: `requests` by prompt, then by sample, of the model `name`, with an adapter or without; and how
     the answer is to look."""
 
     name: str
@@ -164,12 +164,12 @@ class Ask:
     keep_stop: bool
     eos_ids: tuple[int, ...]
     echo: tuple[str, ...] = ()  # each prompt's text, where answers begin with it
-    likeliest: bool = False  # whether the likeliest token of each place is told beside it; of completions with echo
+    likeliest: bool = False  # whether the likeliest token of each place is returned beside it; of completions with echo
 
 
 class Parser:
-    """Bodies to `Ask`. encoder: the tokenizer's and the template's; max_length: prompt and completion together.
-    `adapters`: names that a request may say in place of the model's."""
+    """Parser of bodies to `Ask`. encoder: the tokenizer's and the template's; max_length: prompt and completion
+    together. `adapters`: names that a request may say in place of the model's."""
 
     def __init__(self, encoder: PromptEncoder, model: str, max_length: int):
         self.encoder, self.model, self.max_length = encoder, model, max_length
@@ -177,7 +177,7 @@ class Parser:
         self.tokenizer = encoder.tokenizer
 
     def completion(self, body: Mapping[str, Any]) -> Ask:
-        """A body of /v1/completions. Raises ApiError."""
+        """Return the request of a body of /v1/completions. Raises ApiError."""
         fields = self._fields(body, COMPLETION)
         if fields["prompt"] is None:
             raise ApiError(400, "prompt must be given: a text, token ids, or a list of either", "prompt")
@@ -191,7 +191,7 @@ class Parser:
         return self._echoing(ask, fields) if fields["echo"] else ask
 
     def _echoing(self, ask: Ask, fields: Mapping[str, Any]) -> Ask:
-        """`ask` with the prompts in its answers."""
+        """Return `ask` with the prompts in its answers."""
         if ask.stream:
             raise ApiError(400, "echo=True is not for streams: set stream=False", "echo")
         likeliest = fields["logprobs"] == 1
@@ -202,7 +202,7 @@ class Parser:
         return replace(ask, echo=tuple(texts), likeliest=likeliest)
 
     def chat(self, body: Mapping[str, Any]) -> Ask:
-        """A body of /v1/chat/completions. Raises ApiError."""
+        """Return the request of a body of /v1/chat/completions. Raises ApiError."""
         fields = self._fields(body, CHAT)
         if fields["messages"] is None:
             raise ApiError(400, "messages is missing: a list of objects with role and content", "messages")

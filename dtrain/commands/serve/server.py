@@ -32,11 +32,11 @@ from dtrain.rl.remote.shared_directory import mark_of, newest
 STREAM = "Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nTransfer-Encoding: chunked"
 LOOK_SECONDS = 1.0  # between looks at whether a client is still there
 WATCH_SECONDS = 1.0  # between looks at a shared directory
-REFUSING = 64  # connections beyond the limit that are told so; those beyond these are cut off
+REFUSING = 64  # connections beyond the limit that are answered with 503; those beyond these are cut off
 
 
 class HttpServer(socketserver.TCPServer):
-    """Listens at an address as of `socket.getaddrinfo`; port 0 takes a free one."""
+    """HTTP server at an address as of `socket.getaddrinfo`; port 0 takes a free one."""
 
     allow_reuse_address = True
     request_queue_size = 1024
@@ -62,7 +62,7 @@ class HttpServer(socketserver.TCPServer):
             return self._idle.wait_for(lambda: self._answering == 0, seconds)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread for the connection, where there is a slot for it."""
+        """Start a thread for the connection, if there is a slot for it."""
         for slots, act in ((self._slots, self._converse), (self._refusing, self._refuse)):
             if slots.take(request):
                 threading.Thread(target=self._held_by, args=(request, slots, act), name="http", daemon=True).start()
@@ -100,7 +100,7 @@ class HttpServer(socketserver.TCPServer):
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """The server ends when no request is being answered."""
+        """Count a request that is being answered: the server ends when there is none."""
         with self._idle:
             self._answering += 1
         try:
@@ -171,7 +171,7 @@ class HttpServer(socketserver.TCPServer):
 
 
 def _pieces(connection: Connection, job: Job) -> Iterator[StreamChunk]:
-    """The pieces of a job. Raises ApiError as the worker says, and ConnectionError soon after the client is gone, also
+    """Yield the pieces of a job. Raises the worker's ApiError, and ConnectionError soon after the client is gone, also
     while pieces keep coming: an answer that is sent whole writes nothing to the client before its end."""
     look = time.monotonic() + LOOK_SECONDS
     while True:
@@ -224,7 +224,7 @@ def serve(server: HttpServer, *, grace: float, watch: Path | None = None, say: C
 
 
 class Follower:
-    """Reads the newest whole step-N of a shared directory, each one once."""
+    """Follower of a shared directory: reads its newest whole step-N, each one once."""
 
     def __init__(self, shared: Path, updates: Updates, say: Callable[[str], None]):
         self.shared, self.updates, self.say = shared, updates, say

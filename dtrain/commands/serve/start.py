@@ -1,4 +1,4 @@
-"""From what was typed after `dtrain serve` to a server that runs."""
+"""The start of `dtrain serve`: from its arguments to a running server."""
 
 import socket
 from argparse import Namespace
@@ -25,7 +25,7 @@ from dtrain.rl.remote.http import read_key
 
 
 def _ask(url: str, chats: bool) -> str:
-    """A command that asks the server something."""
+    """Return a curl command that sends the server a request."""
     path = "chat/completions" if chats else "completions"
     body = '{"messages": [{"role": "user", "content": "Hello"}]}' if chats else '{"prompt": "Hello"}'
     return f"  curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'"
@@ -34,7 +34,7 @@ def _ask(url: str, chats: bool) -> str:
 def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) -> None:
     """Serve a directory's model (as `dtrain generate` takes it) until a signal; see `server.serve`, which raises.
 
-    asked: the command's arguments. Raises UserError.
+    arguments: the command's. Raises UserError.
     """
     key = read_key(arguments.api_key_file)
     if arguments.control is not None and key is None:
@@ -57,7 +57,8 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
         names = names_of(tokenizer.directory / CONFIG, model.config.labels)
         rating = ClassifyService(Classifier(model), pairs, name, names, key, hosts)
         server = _listen(arguments, address, rating)
-        url = _say(arguments, server, f"{name}, {len(names)} output{'s' * (len(names) != 1)}", dtype, device, say)
+        outputs = "1 output" if len(names) == 1 else f"{len(names)} outputs"
+        url = _say(arguments, server, f"{name}, {outputs}", dtype, device, say)
         if key is None:
             say(f"  curl {url}/classify -H 'Content-Type: application/json' -d '{{\"input\": \"Hello\"}}'")
         serve(server, grace=arguments.grace, say=say)
@@ -86,7 +87,7 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
 
 
 def _refuse_unread(arguments: Namespace) -> None:
-    """Raises UserError for what a classifier does not do."""
+    """Raise UserError for options that a classifier does not have."""
     options = ("control", "watch", "adapter", "max_rows", "max_tokens")
     named = [f"--{key.replace('_', '-')}" for key in options if getattr(arguments, key) is not None]
     if named:
@@ -100,8 +101,8 @@ def _listen(arguments: Namespace, address: tuple, service: Service | ClassifySer
         return HttpServer(address, service)
     except OSError as error:
         raise UserError(
-            f"cannot listen at {arguments.host}:{arguments.port} ({error.strerror or error}); choose another --port, or 0 for "
-            "a free one"
+            f"cannot listen at {arguments.host}:{arguments.port} ({error.strerror or error}); choose another "
+            "--port, or 0 for a free one"
         ) from error
 
 
@@ -114,7 +115,7 @@ def _say(
     say: Callable[[str], None],
     beside: str = "",
 ) -> str:
-    """Tells where the server is; its address."""
+    """Print the server's address and return it."""
     shown = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     url = f"http://{shown}:{server.server_port}"
     say(f"serving {what} at {url} ({str(dtype).removeprefix('torch.')} on {device}{beside})")
@@ -122,7 +123,7 @@ def _say(
 
 
 def _address(host: str, port: int, key: str | None) -> tuple:
-    """Where to listen. Raises UserError where others than this machine could come without a key."""
+    """Return the address to listen at. Raises UserError if other machines could connect without a key."""
     if port > 65535:
         raise UserError(f"--port {port}: ports end at 65535")
     try:
