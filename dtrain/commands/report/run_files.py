@@ -28,7 +28,7 @@ class Curve:
 
     @property
     def known(self) -> list[records.Point]:
-        """The points whose value is finite."""
+        """The points whose value is sound (`records.is_sound`)."""
         if self._known is None:
             both = zip(self.steps, self.values, strict=True)
             self._known = [(step, value) for step, value in both if records.is_sound(value)]
@@ -126,7 +126,7 @@ class RunFiles:
         return size / 2**30 + (before or 0.0) if size else None
 
     def fact(self, name: str) -> float | None:
-        """Return a number of about.json; None if there is none that is finite."""
+        """Return a number of about.json; None if there is none that is sound."""
         value = records.number(self.about.get(name))
         return value if value is not None and records.is_sound(value) else None
 
