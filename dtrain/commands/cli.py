@@ -177,11 +177,11 @@ def _check_options(parser: argparse.ArgumentParser, typed: list[str], rest: list
     command, problems = _commands(parser)[typed[0]], []
     takes_keys = any(action.dest == "overrides" for action in command._actions)
     if rest or (not takes_keys and any("=" in word for word in typed)):
-        from dtrain.commands import suggestions as answers
+        from dtrain.commands import suggestions
 
-        problems = [] if takes_keys else answers.keys_of_a_recipe(command, typed[1:])
-        problems += answers.no_option(command, typed[1:], [word for word in rest if word.startswith("-")])
-        problems += answers.too_many(command, [problem.partition(": ")[0] for problem in problems], rest)
+        problems = [] if takes_keys else suggestions.keys_of_a_recipe(command, typed[1:])
+        problems += suggestions.no_option(command, typed[1:], [word for word in rest if word.startswith("-")])
+        problems += suggestions.too_many(command, [problem.partition(": ")[0] for problem in problems], rest)
     if problems:
         command.error("\n  ".join(problems))
 

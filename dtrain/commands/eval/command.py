@@ -57,7 +57,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the command out; its exit status."""
+    """Run the command and return its exit status."""
     from dtrain.commands.eval.evaluate import as_json, as_table, evaluate
 
     try:

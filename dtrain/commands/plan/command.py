@@ -29,7 +29,7 @@ def _plain(gpu: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the command out; its exit status."""
+    """Run the command and return its exit status."""
     from dtrain import recipe as config
     from dtrain.commands.plan.answer import answer, read_recipe
 

@@ -65,9 +65,8 @@ class MemoryTimeline:
     def after(self, func: torch._ops.OpOverload, tensors: Iterable[Tensor]) -> None:
         """Count a finished operation; `tensors`, each [...], are its inputs and outputs."""
         is_gathering = func is torch.ops.fsdp.split_with_sizes_copy.default
-        is_fsdp_buffer = (
-            func is torch.ops.aten.empty.memory_format
-        )  # FSDP's for a parameter, in a group of one rank, perhaps
+        # Perhaps FSDP's, for a parameter in a group of one rank.
+        is_fsdp_buffer = func is torch.ops.aten.empty.memory_format
         for tensor in tensors:
             allocation = self.see(tensor)
             if (is_gathering and tensor.dim() == 2) or (is_fsdp_buffer and tensor.dim() == 1):

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the command out; its exit status."""
+    """Run the command and return its exit status."""
     name, revision = arguments.name, arguments.revision
     for key, value in (("", name), ("--base ", arguments.base)):
         if value is not None and ("/" not in value or value.startswith(("/", ".", "~"))):

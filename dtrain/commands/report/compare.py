@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the command out; its exit status."""
+    """Run the command and return its exit status."""
     runs = open_runs(arguments.runs)
     for line in comparison(runs, shutil.get_terminal_size((100, 0)).columns):
         print(line)

@@ -49,7 +49,7 @@ class Adapters:
         self.updates, self.worker, self.parser = updates, updates.worker, parser
 
     def load(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"lora_name", "lora_path", "load_inplace"?, "weight_version"?, "mode"?}: PEFT's files in a directory.
+        """Load PEFT's files in a directory. {"lora_name", "lora_path", "load_inplace"?, "weight_version"?, "mode"?}.
         load_inplace: the adapter of that name gives way; mode: what becomes of completions under way."""
         fields = check(body, LOAD)
         name, path = fields["lora_name"], fields["lora_path"]
@@ -76,7 +76,8 @@ class Adapters:
         self.put(name, read_beside(self.updates.model, directory))
 
     def unload(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"lora_name", "mode"?}: completions under way with it end first (wait), or are refused (abort)."""
+        """Unload an adapter. {"lora_name", "mode"?}: completions under way with it end first (wait), or are refused
+        (abort)."""
         fields = check(body, UNLOAD)
         name = fields["lora_name"]
 
@@ -89,7 +90,7 @@ class Adapters:
         return {"success": True, "message": f"unloaded {name}"}
 
     def put(self, name: str | None, loaded: CausalLM | None) -> None:
-        """Give the model the adapters that `loaded` holds, under `name`, in place of what it has; None for none. On the
+        """Give the model the adapters that `loaded` holds, under `name`, in place of its own; None for none. On the
         worker's thread, or before it starts."""
         put_in(self.updates.model, loaded)
         self.worker.use_adapter(name, None if loaded is None else loaded.adapters)
@@ -106,7 +107,7 @@ class Adapters:
 
 
 def put_in(model: CausalLM, loaded: CausalLM | None) -> None:
-    """Give `model` the adapters of `loaded`, which `read_beside` gave, in place of what it has; None for none."""
+    """Give `model` the adapters of `loaded`, from `read_beside`, in place of its own; None for none."""
     remove_adapters(model)
     for path, layer in adapted_layers(loaded).items() if loaded is not None else ():
         target: Any = model.get_submodule(path)

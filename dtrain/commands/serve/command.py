@@ -36,7 +36,7 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the command out; its exit status."""
+    """Run the command and return its exit status."""
     from dtrain.base.hub import find_directory
 
     find_directory(arguments.directory)  # before torch is loaded, which takes long

@@ -147,7 +147,7 @@ class Service(Gate):
         return {"object": "list", "data": [base, *beside]}
 
     def pause(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"mode"}: keep (SGLang: in_place), wait or abort, vLLM's and SGLang's default."""
+        """Pause the server. {"mode"}: keep (SGLang: in_place), wait or abort, vLLM's and SGLang's default."""
         self.worker.pause(check(body, PAUSE)["mode"].replace("in_place", "keep"))
         return {"status": "paused"}
 

@@ -79,7 +79,7 @@ class Updates:
         self._meeting = threading.Lock()
 
     def from_disk(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"model_path", "weight_version"?, "mode"?}: the safetensors of a directory that has its marker."""
+        """Read the safetensors of a directory that has its marker. {"model_path", "weight_version"?, "mode"?}."""
         fields = check(body, FROM_DISK)
         directory = self.below(fields["model_path"], "model_path")
         self.load(directory, fields["weight_version"], _mode(fields))
@@ -123,7 +123,7 @@ class Updates:
         return {"success": True, "message": f"{len(info)} tensors fit"}
 
     def checksums(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"action": "checksum"}, as vLLM has it: each tensor's name and the SHA-256 of its bytes."""
+        """Return each tensor's name and the SHA-256 of its bytes. {"action": "checksum"}, as vLLM has it."""
         check(body, {"action": Field(among=("checksum",))})
 
         def read() -> dict[str, str]:
@@ -132,7 +132,7 @@ class Updates:
         return {"checksums": self.worker.between_steps(read)}
 
     def meet(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"master_address", "master_port", "rank_offset", "world_size", "group_name"?}: join a trainer's group."""
+        """Join a trainer's group. {"master_address", "master_port", "rank_offset", "world_size", "group_name"?}."""
         fields = check(body, MEETING)
         address, port, rank, size, _, name = fields.values()
         if None in (address, port, rank, size) or not (port < 1 << 16 and 0 < rank < size):
@@ -146,15 +146,15 @@ class Updates:
         return {"success": True, "message": f"rank {rank} of {size}"}
 
     def part(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"group_name"?}: leave a trainer's group."""
+        """Leave a trainer's group. {"group_name"?}."""
         self._groups.pop(check(body, GROUP_NAME)["group_name"], None)
         return {"success": True, "message": "left"}
 
     def receive(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"names", "dtypes", "shapes", "group_name"?, "load_format"?, "weight_version"?, "mode"?}: one bucket.
+        """Receive a bucket. {"names", "dtypes", "shapes", "group_name"?, "load_format"?, "weight_version"?, "mode"?}.
 
-        Without `load_format: flattened_bucket` each tensor is a message of its own. The bucket that says weight_version
-        is the last; until it came nothing is decoded.
+        Without `load_format: flattened_bucket` each tensor is a message of its own. The bucket with weight_version is
+        the last; until it has come nothing is decoded.
         """
         fields = check(body, BUCKET)
         info, version = self._info(fields), fields["weight_version"]
