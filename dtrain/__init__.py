@@ -1,7 +1,15 @@
 """dtrain: fine-tune open-weight language models; one recipe, any mesh, the same numbers.
 
-`import dtrain` loads no torch: each package is loaded when it is first asked for. README.md beside this file is a map
-of the packages.
+`import dtrain` loads no torch: each package is loaded on first access. README.md beside this file says more of each.
+
+commands                              the `dtrain` command and its sub-commands
+launch, run, methods                  a run's start, its loop, and the methods of training
+rl, inference                         rollouts and their judges; the generation engine
+policy, checkpoint                    a model on a mesh with its optimizer; its files
+data                                  data files to batches
+models, losses, optim, attention      the parts of a model and of its update
+parallel                              meshes, placements, FSDP and gradients
+recipe, base                          the recipe; helpers that every package may import
 """
 
 import importlib
@@ -42,7 +50,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run that is done has left.
+    """The outcome of a finished run.
 
     directory: the run's own, with checkpoints/, export/ and metrics.jsonl. metrics: the last value of each field of
     metrics.jsonl, of training, validation and evaluation rows (docs/metrics.md).

@@ -1,4 +1,4 @@
-"""Arguments that several commands have, and types of arguments; argparse tells of a text that is none."""
+"""Arguments that several commands share, and argument types, whose errors argparse reports."""
 
 import argparse
 from collections.abc import Callable
@@ -10,13 +10,13 @@ PROCESSES = "processes in all (default: launch.nproc)"
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """A recipe, and what is changed in it."""
+    """Add the recipe and its overrides."""
     parser.add_argument("recipe", metavar="RECIPE", help=RECIPE)
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=OVERRIDES)
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A whole number from `least` on."""
+    """Return the argument type of whole numbers of at least `least`."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -27,7 +27,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """A finite number above 0."""
+    """Return the finite number above 0 that `text` spells."""
     try:
         value = float(text)
     except ValueError:

@@ -1,6 +1,6 @@
-"""The `dtrain` command: parses what was typed, calls the room that does it, and turns errors into an exit status.
+"""The `dtrain` command: parses the command line, calls the command's module, and turns errors into an exit status.
 
-Imports no torch; the commands that need it do. Exit status: 0 done, 1 an error (told on stderr), 2 wrong usage,
+Imports no torch; the commands that need it do. Exit status: 0 done, 1 an error (written to stderr), 2 wrong usage,
 130, 143 and 138 ended in order by Ctrl-C, SIGTERM and SIGUSR1 (a pre-emption).
 """
 
@@ -19,7 +19,7 @@ from dtrain import __version__
 from dtrain.base.errors import Stopped, UserError
 from dtrain.commands.arguments import DIRECTORY, PROCESSES, RECIPE, add_recipe, at_least
 
-ROOMS = {
+COMMANDS = {
     "plan": ("dtrain.commands.plan.command", "show what each rank would hold and send: no GPU and no weights needed"),
     "eval": ("dtrain.commands.eval.command", "answer the prompts of data files and judge the answers"),
     "chat": ("dtrain.commands.chat.command", "talk with a model in the terminal"),
@@ -29,19 +29,19 @@ ROOMS = {
     "serve": ("dtrain.commands.serve.command", "answer completions over HTTP, as OpenAI's API has them"),
     "env": ("dtrain.commands.env", "print versions and devices, for bug reports"),
 }
-"""Command -> the module that has its `add_arguments` and `run`, loaded where it is asked for, and its help."""
+"""Command -> the module that has its `add_arguments` and `run`, loaded when it is called, and its help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return its exit status."""
     parser = _parser()
     typed = sys.argv[1:] if argv is None else list(argv)
-    _know(parser, typed)
+    _check_command(parser, typed)
     arguments, rest = parser.parse_known_args(typed)
     if hasattr(arguments, "overrides"):  # argparse takes those before the first option only
         arguments.overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
-    _refuse(parser, typed, rest)
+    _check_options(parser, typed, rest)
     try:
         status = arguments.command(arguments)
         sys.stdout.flush()
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command() -> None:
-    """`main` as a program. Where torch was loaded the process ends without the interpreter's teardown: a process
+    """Run `main` as a program. If torch was loaded, the process ends without the interpreter's teardown: a process
     group's thread that is still alive then aborts, now and then, a run that is done."""
     status = main()
     if "torch" in sys.modules:
@@ -73,13 +73,16 @@ def command() -> None:
 
 
 class _Command(argparse.ArgumentParser):
-    """The parser of a command. room: the module that knows its arguments, until that is asked for them."""
+    """The parser of a command.
 
-    room: str | None = None
+    module_name: of the module that adds its arguments; None once it has.
+    """
+
+    module_name: str | None = None
 
     def parse_known_args(self, args=None, namespace=None):
-        if self.room is not None:
-            module, self.room = importlib.import_module(self.room), None
+        if self.module_name is not None:
+            module, self.module_name = importlib.import_module(self.module_name), None
             module.add_arguments(self)
             self.set_defaults(command=module.run)
         return super().parse_known_args(args, namespace)
@@ -134,8 +137,10 @@ def _parser() -> argparse.ArgumentParser:
     download.add_argument("--revision", help="of a dataset: a branch, a tag or a commit (default: main)")
     generate = add("generate", _generate, "complete prompts with a model")
     generate.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY)
-    said = r"what the user says; may be repeated (default: each line of standard input; line breaks come out as \n)"
-    generate.add_argument("--prompt", action="append", help=said)
+    prompt_help = (
+        r"what the user says; may be repeated (default: each line of standard input; line breaks come out as \n)"
+    )
+    generate.add_argument("--prompt", action="append", help=prompt_help)
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     generate.add_argument("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="default: 256")
     generate.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
@@ -144,18 +149,18 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, help="default: 0")
     generate.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
     generate.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    for name, (module, text) in ROOMS.items():
-        add(name, None, text).room = module
+    for name, (module_name, text) in COMMANDS.items():
+        add(name, None, text).module_name = module_name
     return parser
 
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of the commands, by name."""
+    """Return the parsers of the commands, by name."""
     return next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
 
 
-def _know(parser: argparse.ArgumentParser, typed: list[str]) -> None:
-    """Ends with status 2 where no command was typed, or one that dtrain has not."""
+def _check_command(parser: argparse.ArgumentParser, typed: list[str]) -> None:
+    """Exit with status 2 for no command, or one that dtrain does not have."""
     if not typed:
         parser.print_help(sys.stderr)
         sys.exit(2)
@@ -167,18 +172,18 @@ def _know(parser: argparse.ArgumentParser, typed: list[str]) -> None:
         parser.error(no_command(typed, list(_commands(parser))))
 
 
-def _refuse(parser: argparse.ArgumentParser, typed: list[str], rest: list[str]) -> None:
-    """Ends with status 2 where an option is unknown, or a command that takes options was given `key=value`."""
-    command, said = _commands(parser)[typed[0]], []
+def _check_options(parser: argparse.ArgumentParser, typed: list[str], rest: list[str]) -> None:
+    """Exit with status 2 for an unknown option, or for `key=value` after a command that takes options only."""
+    command, problems = _commands(parser)[typed[0]], []
     takes_keys = any(action.dest == "overrides" for action in command._actions)
     if rest or (not takes_keys and any("=" in word for word in typed)):
         from dtrain.commands import suggestions
 
-        said = [] if takes_keys else suggestions.keys_of_a_recipe(command, typed[1:])
-        said += suggestions.no_option(command, typed[1:], [word for word in rest if word.startswith("-")])
-        said += suggestions.too_many(command, [one.partition(": ")[0] for one in said], rest)
-    if said:
-        command.error("\n  ".join(said))
+        problems = [] if takes_keys else suggestions.keys_of_a_recipe(command, typed[1:])
+        problems += suggestions.no_option(command, typed[1:], [word for word in rest if word.startswith("-")])
+        problems += suggestions.too_many(command, [problem.partition(": ")[0] for problem in problems], rest)
+    if problems:
+        command.error("\n  ".join(problems))
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -248,9 +253,8 @@ def _cat(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from dtrain.checkpoint.huggingface.export import export
 
-    asked = arguments.form, arguments.original_base
-    said = export(arguments.source, arguments.out, arguments.dtype, *asked)
-    print(f"wrote {arguments.out} from {said}")
+    origin = export(arguments.source, arguments.out, arguments.dtype, arguments.form, arguments.original_base)
+    print(f"wrote {arguments.out} from {origin}")
     return 0
 
 

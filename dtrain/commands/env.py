@@ -26,31 +26,31 @@ PACKAGES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
+    """Add no argument: the command takes none."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the command out; its exit status."""
+    """Run the command and return its exit status."""
     print(describe())
     return 0
 
 
 def describe() -> str:
-    """One line per fact, `name  value`."""
-    facts = [("dtrain", __version__), ("python", platform.python_version()), ("system", platform.platform())]
-    facts += [(name, _version(name)) for name in PACKAGES]
-    facts.append(("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"))
-    facts.append(("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"))
+    """Return the versions and devices, a line `name  value` each."""
+    rows = [("dtrain", __version__), ("python", platform.python_version()), ("system", platform.platform())]
+    rows += [(name, _version(name)) for name in PACKAGES]
+    rows.append(("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"))
+    rows.append(("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"))
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        facts.append(("cuda", f"{torch.version.cuda}, nccl {nccl}, cudnn {torch.backends.cudnn.version()}"))
+        rows.append(("cuda", f"{torch.version.cuda}, nccl {nccl}, cudnn {torch.backends.cudnn.version()}"))
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
-            facts.append((f"cuda:{index}", f"{device.name}, {device.total_memory / 2**30:.1f} GiB"))
+            rows.append((f"cuda:{index}", f"{device.name}, {device.total_memory / 2**30:.1f} GiB"))
     else:
-        facts.append(("cuda", "no device" if torch.version.cuda else "torch is built without it"))
-    width = max(len(name) for name, _ in facts)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts)
+        rows.append(("cuda", "no device" if torch.version.cuda else "torch is built without it"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
 def _version(package: str) -> str:

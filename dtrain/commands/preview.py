@@ -31,10 +31,10 @@ def preview(
     out: TextIO | None = None,
     hide: Callable[[str], str] = str,
 ) -> None:
-    """Prints rows of the recipe's training data, trained tokens coloured, then lengths, losses by filter and packing.
+    """Print rows of the recipe's training data, trained tokens coloured, then lengths, losses by filter and packing.
 
     color   None: where `out` (standard output) is a terminal; without colour trained spans stand in [[ ]]
-    hide    what takes out of a line what is not for others
+    hide    removes the secrets from a line
 
     Tokenises into the cache that a run of the recipe uses. Raises UserError as a run would.
     """
@@ -88,7 +88,7 @@ def preview(
 
 
 def documents(row: Row, tokenizer: Tokenizer, color: bool) -> Iterator[str]:
-    """The text of each document of a row, its trained tokens marked."""
+    """Yield the text of each document of a row, its trained tokens marked."""
     begin, end = (TRAINED, PLAIN) if color else ("[[", "]]")
     targets = torch.zeros_like(row["labels"], dtype=torch.bool)
     targets[1:] = row["labels"][:-1] != IGNORE  # a label stands one place before the token that it names
@@ -105,7 +105,7 @@ def documents(row: Row, tokenizer: Tokenizer, color: bool) -> Iterator[str]:
 
 
 def histogram(samples: Samples) -> list[str]:
-    """How long the documents are, in tokens, before truncation."""
+    """Return the histogram of the documents' lengths in tokens, before truncation, as lines."""
     lengths = _Spread()
     for start in range(0, len(samples), BLOCK):
         lengths.add(samples.full_lengths(start, min(len(samples), start + BLOCK)))
@@ -126,7 +126,7 @@ def histogram(samples: Samples) -> list[str]:
 
 
 def packing(rows: Rows) -> list[str]:
-    """How many rows and tokens an epoch has, and how full packed rows are."""
+    """Return the rows and tokens of an epoch and how full packed rows are, as lines."""
     count, tokens = rows.rows_in_epoch(0), rows.tokens_in_epoch(0)
     noun = rows.samples.noun
     unit = "rows" if rows.packing or noun == "samples" else noun

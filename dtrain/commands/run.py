@@ -18,7 +18,7 @@ def run(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def plan_beside(recipe: Recipe, world_size: int, device_type: str) -> PlannedPeak:
-    """Return the plan of `recipe` on `world_size` devices of a type, which is worked out once it is entered."""
+    """Return the plan of `recipe` on `world_size` devices of a type, which is computed once its context is entered."""
     from dtrain.commands.plan.beside import PlannedPeak
 
     return PlannedPeak(recipe, world_size, device_type)

@@ -1,6 +1,6 @@
-"""What was typed after `dtrain` and is no command or option of it, and what to say to that.
+"""Suggestions for words after `dtrain` that are none of its commands or options.
 
-Loaded where an answer is needed, so that it costs no start. The words are those of torchtune, LLaMA-Factory, axolotl,
+Loaded only for an error, so that it costs no start-up time. The words are those of torchtune, LLaMA-Factory, axolotl,
 TRL and Unsloth, and those that people try.
 """
 
@@ -51,7 +51,7 @@ COMMANDS = by_word(
         "Ctrl-C, or a SIGTERM, ends a run in order": "stop kill cancel",
     }
 )
-"""Their command → what to say; `{word}` is the word itself."""
+"""Their command → the suggestion; `{word}` is the word itself."""
 
 OPTIONS = by_word(
     {
@@ -80,7 +80,7 @@ OPTIONS = by_word(
 
 
 def no_command(typed: Sequence[str], known: Collection[str]) -> str:
-    """What to say to a first word that is none of the commands `known`."""
+    """Return the error message for a first word that is none of the commands `known`."""
     first = typed[0]
     if _is_recipe(first):
         return (
@@ -88,33 +88,33 @@ def no_command(typed: Sequence[str], known: Collection[str]) -> str:
         )
     of_a_tool = [word for word in typed if word not in TOOLS]
     word = of_a_tool[0] if first in TOOLS and of_a_tool else first
-    said = COMMANDS["train"] if word == "run" else f"`dtrain {word}` is it" if word in known else COMMANDS.get(word)
-    if said is None:
-        said = _near(word, known)
-    return f"there is no command {first}: {said.replace('{word}', word)}"
+    answer = COMMANDS["train"] if word == "run" else f"`dtrain {word}` is it" if word in known else COMMANDS.get(word)
+    if answer is None:
+        answer = _near(word, known)
+    return f"there is no command {first}: {answer.replace('{word}', word)}"
 
 
 def _near(word: str, known: Collection[str]) -> str:
     near = nearest(word, known)
-    theirs = nearest(word, [one for one in COMMANDS if one.isalpha()]) if near is None else None
+    theirs = nearest(word, [command for command in COMMANDS if command.isalpha()]) if near is None else None
     if theirs is not None:
         return COMMANDS[theirs].replace("{word}", theirs)
     return f"did you mean `dtrain {near}`?" if near else f"the commands are {', '.join(known)}"
 
 
 def no_option(parser: argparse.ArgumentParser, typed: Sequence[str], unknown: Sequence[str]) -> list[str]:
-    """What to say to each of the words `unknown` of all that were `typed` after the command of `parser`."""
+    """Return an error message for each `unknown` word among those `typed` after the command of `parser`."""
     takes_keys = any(action.dest == "overrides" for action in parser._actions)
     options = [option for option in parser._option_string_actions if option.startswith("--")]
-    said = []
+    answers = []
     for word in unknown:
         name, _, value = word.partition("=")
         if not value and word in typed:
             after = typed[typed.index(word) + 1 : typed.index(word) + 2]
             value = after[0] if after and "=" not in after[0] and not after[0].startswith("-") else ""
         key = name.lstrip("-")
-        said.append(f"{word}: {_of_recipe(key, value, options) if takes_keys else _of_command(key, value, options)}")
-    return said
+        answers.append(f"{word}: {_of_recipe(key, value, options) if takes_keys else _of_command(key, value, options)}")
+    return answers
 
 
 def _of_command(key: str, value: str, options: Sequence[str]) -> str:
@@ -132,28 +132,28 @@ def _of_recipe(key: str, value: str, options: Sequence[str]) -> str:
     if key in ("dry-run", "dry_run", "check"):
         return "`dtrain validate RECIPE` starts nothing"
     plain = key.replace("-", "_")
-    leaves = [one for one in keys() if one == plain or one.rpartition(".")[2] == plain]
+    leaves = [name for name in keys() if name == plain or name.rpartition(".")[2] == plain]
     is_ours = plain in leaves or f"--{key.replace('_', '-')}" in options
-    said = None if is_ours else key_aliases.answer(key)
-    if said is None and (meant := _option(key, options)):
+    answer = None if is_ours else key_aliases.answer(key)
+    if answer is None and (meant := _option(key, options)):
         return f"write {meant}{' ' + value if value else ''}"
-    if said is None and leaves:
+    if answer is None and leaves:
         full = [plain] if plain in leaves else leaves
-        said = " or ".join(f"{one}={value or '...'}" for one in full)
-    near = None if said else nearest(plain, keys())
-    hint = said or (f"did you mean {near}={value or '...'}?" if near else "such as optimizer.lr=1e-5")
+        answer = " or ".join(f"{name}={value or '...'}" for name in full)
+    near = None if answer else nearest(plain, keys())
+    hint = answer or (f"did you mean {near}={value or '...'}?" if near else "such as optimizer.lr=1e-5")
     return f"keys of a recipe are written key=value, without dashes: {hint}"
 
 
 def _option(key: str, options: Sequence[str]) -> str | None:
-    """Ours of `options` for another tool's `key`, or for a slip of one."""
+    """Return the option among `options` that another tool calls `key`, or whose name is near it; None for none."""
     meant = OPTIONS.get(key.replace("_", "-"))
     near = nearest(key, [option.removeprefix("--") for option in options])
     return meant if meant and meant.split()[0] in options else f"--{near}" if near else None
 
 
 def keys_of_a_recipe(parser: argparse.ArgumentParser, typed: Sequence[str]) -> list[str]:
-    """What to say to words `key=value` among those `typed` after a command that takes options only."""
+    """Return an error message for each `key=value` among those `typed` after a command that takes options only."""
     options = [option for option in parser._option_string_actions if option.startswith("--")]
     pairs = [word for before, word in zip(["", *typed], typed, strict=False) if not before.startswith("-")]
     pairs = [word for word in pairs if re.fullmatch(r"[A-Za-z_][\w.]*=.*", word) and not Path(word).exists()]
@@ -161,7 +161,7 @@ def keys_of_a_recipe(parser: argparse.ArgumentParser, typed: Sequence[str]) -> l
 
 
 def too_many(parser: argparse.ArgumentParser, answered: Sequence[str], rest: Sequence[str]) -> list[str]:
-    """What to say to each word of `rest` that is neither `answered` nor the value of an option that is."""
+    """Return an error message for each word of `rest` that is neither `answered` nor the value of an option that is."""
     speaks = "; what the user says stands after --prompt" if "--prompt" in parser._option_string_actions else ""
     pairs = zip(["", *rest], rest, strict=False)
     left = [word for before, word in pairs if word not in answered and before not in answered]

@@ -11,14 +11,17 @@ from dtrain.data.formats.prompts import Prompt, PromptEncoder
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
 
-SWITCHES = ("enable_thinking", "thinking")  # what chat templates call it
+SWITCHES = ("enable_thinking", "thinking")  # the names of this variable in chat templates
 
 
 @dataclass
 class Conversation:
-    """max_length: of prompt and answer together; sampling: its max_new_tokens is the most of an answer. system: the
+    """A conversation with one model.
+
+    max_length: of prompt and answer together; sampling: its max_new_tokens is the most of an answer. system: the
     first message, None for none. variables: for the chat template. Each answer has draws of its own, the `drawn`-th of
-    `seed`."""
+    `seed`.
+    """
 
     engine: Engine
     encoder: PromptEncoder
@@ -31,7 +34,7 @@ class Conversation:
     drawn: int = 0
 
     def think(self, on: bool) -> None:
-        """Set whether the model thinks first. Raises UserError where the template has no word for it."""
+        """Set whether the model thinks first. Raises UserError if the template has no variable for it."""
         template = self.encoder.template
         switch = next((name for name in SWITCHES if template is not None and template.reads(name)), None)
         if switch is None:
@@ -39,15 +42,17 @@ class Conversation:
         self.variables[switch] = on
 
     def again(self) -> Generator[str]:
-        """Another answer to what was said last. Raises UserError where nothing was."""
+        """Return another answer to the last message, in pieces. Raises UserError if there is none."""
         if not self.messages:
             raise UserError("nothing was said yet")
         del self.messages[-1]  # every answer is one, if an empty one
         return self._answer(self._request())
 
     def say(self, text: str) -> Generator[str]:
-        """The answer to `text`, in pieces. What was given until the caller stops is the answer that stays. Raises
-        UserError where there is no room left; then `text` was not said."""
+        """Return the answer to `text`, in pieces. The pieces drawn until the caller stops are the answer that is kept.
+
+        Raises UserError if the context is full; `text` is then not added.
+        """
         self.messages.append({"role": "user", "content": text})
         try:
             return self._answer(self._request())
@@ -58,33 +63,33 @@ class Conversation:
     def _answer(self, request: Request) -> Generator[str]:
         tokenizer = self.encoder.tokenizer
         stream = TextStream(partial(tokenizer.decode, skip_special_tokens=True))
-        ticket, given, said = self.engine.add(request), 0, ""
+        ticket, num_sent, answer = self.engine.add(request), 0, ""
         try:
             while True:
                 ended = dict(self.engine.step())
-                ids = ended[ticket].ids[given:] if ticket in ended else self.engine.progress(ticket, given)[0]
-                given += len(ids)
+                ids = ended[ticket].ids[num_sent:] if ticket in ended else self.engine.progress(ticket, num_sent)[0]
+                num_sent += len(ids)
                 piece = stream.push(ids, last=ticket in ended)
-                said += piece
+                answer += piece
                 if piece:
                     yield piece
                 if ticket in ended:
                     return
         finally:
             self.engine.abandon()
-            self.messages.append({"role": "assistant", "content": said})
+            self.messages.append({"role": "assistant", "content": answer})
 
     def _request(self) -> Request:
         begin = [] if self.system is None else [{"role": "system", "content": self.system}]
         ids = self.encoder.encode(Prompt([*begin, *self.messages], variables=self.variables))
-        room = self.max_length - len(ids)
-        if room < 1:
+        num_left = self.max_length - len(ids)
+        if num_left < 1:
             raise UserError(
                 f"the conversation has {len(ids)} tokens, and the model's context holds {self.max_length}: /reset "
                 "begins a new one"
             )
         self.drawn += 1
-        sampling = replace(self.sampling, max_new_tokens=min(room, self.sampling.max_new_tokens))
+        sampling = replace(self.sampling, max_new_tokens=min(num_left, self.sampling.max_new_tokens))
         request = Request(ids, sampling, self.seed, sample_index=self.drawn)
         self.engine.check(request, "the conversation")
         return request

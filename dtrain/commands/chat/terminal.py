@@ -25,42 +25,46 @@ HELP = """/again            draw the last answer anew
 A line that ends with \\ goes on in the next one."""
 
 
-def talk(asked: Namespace) -> None:
-    """The conversation that the command's arguments ask for, until its end. Raises UserError."""
-    device = choose_device(asked.device)
-    model, tokenizer = load(asked.directory, choose_dtype(asked.dtype, device), device)
-    if asked.adapter is not None:
+def talk(arguments: Namespace) -> None:
+    """Hold the conversation of the command's `arguments` to its end. Raises UserError."""
+    device = choose_device(arguments.device)
+    model, tokenizer = load(arguments.directory, choose_dtype(arguments.dtype, device), device)
+    if arguments.adapter is not None:
         if model.adapters is not None:
-            raise UserError(f"--adapter {asked.adapter}: {asked.directory} has one already: give its base model")
-        beside = read_beside(model, asked.adapter)
+            raise UserError(
+                f"--adapter {arguments.adapter}: {arguments.directory} has one already: give its base model"
+            )
+        beside = read_beside(model, arguments.adapter)
         put_in(model, beside)
         model.adapters = beside.adapters
-    template = choose_template(tokenizer.directory, tokenizer.special_tokens, asked.chat_template)
+    template = choose_template(tokenizer.directory, tokenizer.special_tokens, arguments.chat_template)
     if template is None:
         raise UserError(
-            f"{asked.directory} has no chat template: give --chat-template FILE, or complete texts with `dtrain "
+            f"{arguments.directory} has no chat template: give --chat-template FILE, or complete texts with `dtrain "
             "generate --raw`"
         )
     length = model.config.most_positions or model.config.max_position_embeddings
     encoder = PromptEncoder(tokenizer, template, max_length=length, options=PromptOptions(length))
     stops = tuple(tokenizer.eos_ids)
-    sampling = SamplingParams(asked.max_new_tokens, asked.temperature, asked.top_k, asked.top_p, stop_ids=stops)
+    sampling = SamplingParams(
+        arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p, stop_ids=stops
+    )
     check_request(Request([0], sampling), model.config.vocab_size, "the conversation", has_decode=False)
-    conversation = Conversation(Engine(model, max_rows=1), encoder, length, sampling, asked.seed, asked.system)
-    if asked.thinking is not None:
-        conversation.think(asked.thinking == "on")
+    conversation = Conversation(Engine(model, max_rows=1), encoder, length, sampling, arguments.seed, arguments.system)
+    if arguments.thinking is not None:
+        conversation.think(arguments.thinking == "on")
     Terminal(conversation).run()
 
 
 class Terminal:
-    """Lines of standard input to `conversation`, its answers to standard output."""
+    """Terminal loop: lines of standard input to `conversation`, its answers to standard output."""
 
     def __init__(self, conversation: Conversation):
         self.conversation = conversation
         self.is_terminal = sys.stdin.isatty()
 
     def run(self) -> None:
-        """Until the end of input, or /exit."""
+        """Read lines until the end of input, or /exit."""
         if self.is_terminal:
             with suppress(ImportError):
                 import_module("readline")  # `input` then edits lines and keeps those before
@@ -80,18 +84,18 @@ class Terminal:
 
     def _lines(self) -> Iterator[str]:
         while True:
-            said, mark = "", "> "
-            while not said or said.endswith("\\"):
+            text, mark = "", "> "
+            while not text or text.endswith("\\"):
                 try:
                     line = input(mark if self.is_terminal else "")
                 except (EOFError, KeyboardInterrupt):
                     if self.is_terminal:
                         print()
                     return
-                said, mark = said[:-1] + ("\n" if said else "") + line.rstrip("\r"), ". "
-                if not said:
+                text, mark = text[:-1] + ("\n" if text else "") + line.rstrip("\r"), ". "
+                if not text:
                     break
-            yield said.strip()
+            yield text.strip()
 
     def _print(self, pieces: Generator[str]) -> None:
         try:

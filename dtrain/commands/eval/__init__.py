@@ -1,7 +1,6 @@
-"""How well a model answers prompts, by rewards: `dtrain eval`, and what a run with `eval` asks of its own model.
+"""`dtrain eval`: a model's answers to prompts, judged by rewards.
 
-judging     questions to answers, their worth, and the report: of both
 command     the arguments of `dtrain eval`
-evaluate    `dtrain eval` itself
-training    the evaluations of a run, which the trainer loads by name
+evaluate    answers to prompts and their report; rl/judging.py judges them, also for the `eval` of a run
+options     messages about keys of a recipe, with the command's options in their place
 """

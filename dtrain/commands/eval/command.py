@@ -1,4 +1,4 @@
-"""The command `dtrain eval`: its arguments, and what it does with them. No torch until it runs."""
+"""The command `dtrain eval`: its arguments and its entry point. No torch until it runs."""
 
 import argparse
 import json
@@ -50,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict):
+    value = json.loads(text)
+    if not isinstance(value, dict):
         raise ValueError
-    return found
+    return value
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the command out; its exit status."""
+    """Run the command and return its exit status."""
     from dtrain.commands.eval.evaluate import as_json, as_table, evaluate
 
     try:

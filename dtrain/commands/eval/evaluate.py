@@ -41,48 +41,50 @@ from dtrain.run.metrics import records
 MANY = 0.2  # of the answers, cut at their longest
 
 
-def evaluate(asked: Namespace) -> Report:
+def evaluate(arguments: Namespace) -> Report:
     """Answer the prompts of data files (data/formats/prompts.py says what a row may be), and judge the answers.
 
-    asked: the command's arguments. Raises UserError.
+    arguments: the command's. Raises UserError.
     """
-    out, files = asked.out, resolve(asked.data, "DATA")
-    rewards = [read_reward(text) for text in asked.reward or [usual_reward(files)]]
-    device = choose_device(asked.device)
+    out, files = arguments.out, resolve(arguments.data, "DATA")
+    rewards = [read_reward(text) for text in arguments.reward or [usual_reward(files)]]
+    device = choose_device(arguments.device)
     if out is not None and not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {out.parent}")
-    judges, together = open_judges(rewards, asked.reward_timeout, partial(print, file=sys.stderr))
+    judges, together = open_judges(rewards, arguments.reward_timeout, partial(print, file=sys.stderr))
     with judges:
-        model, tokenizer = load(asked.directory, choose_dtype(asked.dtype, device), device)
+        model, tokenizer = load(arguments.directory, choose_dtype(arguments.dtype, device), device)
         length = model.config.max_position_embeddings
-        new = asked.max_new_tokens or longest_answer(length)
+        new = arguments.max_new_tokens or longest_answer(length)
         if new >= length:
             raise UserError(
                 f"--max-new-tokens {new} leaves no room for a prompt within the model's {length} positions: set less"
             )
-        options = PromptOptions.within(length, new, asked.system)
+        options = PromptOptions.within(length, new, arguments.system)
         template = choose_template(
-            tokenizer.directory, tokenizer.special_tokens, asked.chat_template, asked.template_kwargs
+            tokenizer.directory, tokenizer.special_tokens, arguments.chat_template, arguments.template_kwargs
         )
-        refuse_without_template(asked.prompts_as, template, tokenizer.directory)
-        chosen, trained_plain = (asked.prompts_as, 0) if asked.prompts_as else trained_as(asked.directory)
+        refuse_without_template(arguments.prompts_as, template, tokenizer.directory)
+        chosen, trained_plain = (arguments.prompts_as, 0) if arguments.prompts_as else trained_as(arguments.directory)
         prompts_as = evaluated_as(chosen, trained_plain, template)
         encoder = PromptEncoder(tokenizer, template, max_length=length, options=options, prompts_as=prompts_as)
         sampling = SamplingParams(
             new,
-            asked.temperature,
-            asked.top_k,
-            asked.top_p,
-            asked.min_p,
+            arguments.temperature,
+            arguments.top_k,
+            arguments.top_p,
+            arguments.min_p,
             stop_ids=tuple(tokenizer.eos_ids),
-            stop=tuple(asked.stop),
+            stop=tuple(arguments.stop),
         )
-        rows = read_questions(files, encoder, asked.limit)
+        rows = read_questions(files, encoder, arguments.limit)
         for line in plain_prompts_of("DATA", rows, encoder):
             print(in_options(line), file=sys.stderr)
-        questions = Questions(rows, asked.samples, sampling, asked.seed, options.room, asked.pass_reward, together)
+        questions = Questions(
+            rows, arguments.samples, sampling, arguments.seed, options.room, arguments.pass_reward, together
+        )
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        engine = Engine(model, decode=decode, max_rows=asked.max_rows)
+        engine = Engine(model, decode=decode, max_rows=arguments.max_rows)
         write = partial(_write, out, questions)
         return judged_answers(questions, partial(_drawn, engine), decode, judges, write, ranks=Ranks(alone=True))
 
@@ -102,7 +104,7 @@ def trained_as(directory: Path) -> tuple[str | None, int]:
 
 
 def as_json(report: Report) -> str:
-    """One line; what is not known is null."""
+    """Return the report as one line of JSON; unknown values are null."""
     fields = {**report.__dict__, "passes": {str(k): value for k, value in report.passes.items()}}
     return json.dumps(known(fields))
 
@@ -117,9 +119,10 @@ def as_table(report: Report) -> str:
     else:
         rows += [(f"  {name}", _shown(value)) for name, value in report.rewards.items()]
     rows += [(f"pass@{k}", f"{value:.1%}") for k, value in report.passes.items()]
+    advice = "; raise --max-new-tokens" if report.truncated_frac > MANY else ""
     rows += [
         ("tokens", f"{report.completion_len:.1f} on average, at most {report.completion_len_max}"),
-        ("truncated", f"{report.truncated_frac:.1%}" + "; raise --max-new-tokens" * (report.truncated_frac > MANY)),
+        ("truncated", f"{report.truncated_frac:.1%}" + advice),
     ]
     if report.unknown:
         rows.append(("without reward", str(report.unknown)))
@@ -130,10 +133,13 @@ def as_table(report: Report) -> str:
 
 
 def read_reward(text: str) -> Reward:
-    """A reward as it is typed: a name or an import path, with options as JSON after `=`. Raises UserError."""
-    name, found, options = text.partition("=")
+    """Return the reward that `text` names: a name or an import path, with options as JSON after `=`.
+
+    Raises UserError.
+    """
+    name, separator, options = text.partition("=")
     try:
-        kwargs = json.loads(options) if found else {}
+        kwargs = json.loads(options) if separator else {}
     except ValueError as error:
         raise UserError(f"--reward {text}: the options after = are no JSON ({error})") from error
     if not isinstance(kwargs, dict):
@@ -144,15 +150,15 @@ def read_reward(text: str) -> Reward:
 
 
 def _drawn(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
-    """The completions, in the requests' order, with a bar on a terminal's stderr."""
+    """Return the completions in the order of `requests`; shows a progress bar on a terminal's stderr."""
     tickets = [engine.add(request) for request in requests]
-    found: dict[int, Completion] = {}
+    completions: dict[int, Completion] = {}
     with tqdm(total=len(requests), unit="completion", disable=None, leave=False) as bar:
         while engine.has_work:
             ended = engine.step()
-            found.update(ended)
+            completions.update(ended)
             bar.update(len(ended))
-    return [found[ticket] for ticket in tickets]
+    return [completions[ticket] for ticket in tickets]
 
 
 def _write(out: Path | None, questions: Questions, judged: Sequence[Judged]) -> None:
@@ -160,17 +166,17 @@ def _write(out: Path | None, questions: Questions, judged: Sequence[Judged]) -> 
         return
     try:
         with out.open("w", encoding="utf-8") as file:
-            for one in judged:
-                prompt = questions.asked[one.index].prompt
+            for answer in judged:
+                prompt = questions.asked[answer.index].prompt
                 row = {
-                    "prompt_index": one.index,
-                    "sample_index": one.sample,
+                    "prompt_index": answer.index,
+                    "sample_index": answer.sample,
                     "prompt": prompt.content,
-                    "completion": one.text,
-                    "reward": one.reward,
-                    "rewards": one.parts,
-                    "tokens": len(one.completion.ids),
-                    "finish": one.completion.finish,
+                    "completion": answer.text,
+                    "reward": answer.reward,
+                    "rewards": answer.parts,
+                    "tokens": len(answer.completion.ids),
+                    "finish": answer.completion.finish,
                     "columns": prompt.columns,
                 }
                 file.write(json.dumps(known(row), ensure_ascii=False) + "\n")

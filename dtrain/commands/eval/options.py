@@ -2,7 +2,7 @@
 
 import re
 
-# What the shared code calls a thing, a recipe's key, and what it is called here.
+# A recipe's key as the shared code writes it -> the command's option.
 _OPTIONS = {
     r"grpo\.rewards=\[\{fn: (\w+), kwargs: \{(\w+): \.\.\}\}\]": r"""--reward '\1={"\2": ".."}'""",
     r"grpo\.rewards\[\d+\]\.fn": "--reward",
@@ -17,7 +17,7 @@ _OPTIONS = {
 
 
 def in_options(text: str) -> str:
-    """A message about a recipe's keys in the words of this command."""
+    """Return a message about keys of a recipe with the options of this command in their place."""
     for key, option in _OPTIONS.items():
         text = re.sub(key, option, text)
     return text

@@ -1,15 +1,15 @@
-"""`dtrain plan`: what each rank of a mesh would hold and send, at any size, in one process without a GPU.
+"""`dtrain plan`: the memory and traffic of each rank of a mesh, at any size, in one process without a GPU.
 
     plan.make_plan          a recipe, checked, as a plan: memory by part, traffic, an estimate of the time
     step.plan_step          one rank's step, from a few layers of it
     trace.trace_step        those layers: the trainer's own step on tensors without memory, traced, on full rows
-    policy                  what steps
+    policy                  the policy that steps, on tensors without memory
     planned_device, kernels how tensors without memory answer as the planned device's would
-    tracer                  sees every operation of the step, and counts what it costs
-    memory, collectives     what it allocates, and what it sends
+    tracer                  sees every operation of the step, and counts its cost
+    memory, collectives     the step's allocations and its messages
     hardware                devices, links and the estimate
     search                  other meshes and micro-batches, and what would fit
-    command, answer         the command's arguments; what it prints
+    command, answer         the command's arguments and its output
     report                  a plan as text and as JSON
     beside                  the plan that a run shows of itself; children, the processes that all of these work in
 

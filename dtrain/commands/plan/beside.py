@@ -1,4 +1,4 @@
-"""The plan of a run, worked out beside it: whether its memory will do, and what the run shows once it is there."""
+"""The plan of a run, computed beside it: checks the run's memory, and is shown once it is there."""
 
 import multiprocessing
 from dataclasses import replace
@@ -17,8 +17,8 @@ _BEHIND_THE_RUN = 5
 
 
 class Peak(NamedTuple):
-    """words: the planned peak, or why there is none. size: its bytes. too_much: that a device does not hold it, and the
-    smallest change that would help."""
+    """Peak of a plan. words: the peak as text, or why there is none. size: its bytes. too_much: the error for a device
+    that does not hold it, with the smallest change that would help."""
 
     words: str
     size: int = 0
@@ -26,18 +26,19 @@ class Peak(NamedTuple):
 
 
 class TooMuch(NamedTuple):
-    """is_certain: more than the device has, not only more than it should be asked for."""
+    """Error for devices that do not hold the peak. is_certain: it is more than the device has, not only more than its
+    usable share."""
 
     words: str
     is_certain: bool
 
 
 class PlannedPeak(Child[Peak]):
-    """What a rank's tensors need at their peak, by the plan of `recipe` on `world_size` devices of type `device_type`.
+    """Planned peak of a rank's tensors: the plan of `recipe` on `world_size` devices of type `device_type`.
 
-    It is worked out in a process of lower priority, forked from this one, which ends with the context or with this
-    process. To be made before this process has a process group or has touched CUDA: neither survives a fork. How much
-    memory the devices have is therefore told later, by `too_much`.
+    It is computed in a process of lower priority, forked from this one, which ends with the context or with this
+    process. Must be created before this process has a process group or has touched CUDA: neither survives a fork. How
+    much memory the devices have is therefore given later, to `too_much`.
     """
 
     def __init__(self, recipe: Recipe, world_size: int, device_type: str):
@@ -49,15 +50,15 @@ class PlannedPeak(Child[Peak]):
         self._peak: Peak | None = None
 
     def peak(self, wait: float = 0.0) -> Peak | None:
-        """The peak, or why there is none; None where that is not known within `wait` seconds."""
+        """Return the peak, or why there is none; None if that is not known within `wait` seconds."""
         if self._peak is None and self.is_done(wait):
             outcome = self.outcome()
             self._peak = Peak(_no_plan(outcome)) if isinstance(outcome, Exception) else outcome
         return self._peak
 
     def too_much(self, memory: int, wait: float) -> TooMuch | None:
-        """Why devices of `memory` bytes do not hold the peak, with what would help; None where they do, and where no
-        plan is there within `wait` seconds. To be asked once."""
+        """Return the error for devices of `memory` bytes that do not hold the peak; None if they do, or if there is no
+        plan within `wait` seconds. Can be called once."""
         self._memory.put(memory)
         peak = self.peak(wait)
         if peak is None or peak.too_much is None:
@@ -65,15 +66,15 @@ class PlannedPeak(Child[Peak]):
         return TooMuch(f"{peak.too_much}. (metrics.plan=false starts it anyway)", peak.size > memory)
 
 
-def _planned(recipe: Recipe, world_size: int, asked: Any) -> Peak:
+def _planned(recipe: Recipe, world_size: int, memory_queue: Any) -> Peak:
     try:
         plan = make_plan(recipe, world_size, next(iter(GPUS.values())))
-        memory = asked.get()
+        memory = memory_queue.get()
         peak = Peak("; ".join([f"planned peak {gib(plan.step.peak)}", *plan.assumed]), plan.step.peak)
         if memory is None or plan.step.peak <= memory * USABLE:
             return peak
         return peak._replace(too_much=too_much(replace(plan, budget=int(memory * USABLE))))
-    except UserError as error:  # what a plan does not follow, offloading say
+    except UserError as error:  # for what a plan does not cover, offloading for example
         return Peak(_no_plan(error))
 
 

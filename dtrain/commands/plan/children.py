@@ -21,8 +21,10 @@ Result = TypeVar("Result")
 
 
 class Child(Generic[Result]):
-    """`call` in a forked process, which sees no CUDA device and ends with this one; a context that ends it earlier.
-    What `call` returns must be picklable. niceness: how far the process steps back behind others."""
+    """Forked process that runs `call`, sees no CUDA device and ends with this one; its context ends it earlier.
+
+    The result of `call` must be picklable. niceness: of the process, as of `os.nice`.
+    """
 
     def __init__(self, call: Callable[[], Result], niceness: int = 0):
         context = multiprocessing.get_context("fork")
@@ -40,11 +42,11 @@ class Child(Generic[Result]):
         self._process.join()
 
     def is_done(self, wait: float = 0.0) -> bool:
-        """Whether `outcome` would answer at once; waits for that up to `wait` seconds."""
+        """Return whether `outcome` would return at once; waits for that up to `wait` seconds."""
         return self._receiver.poll(wait)
 
     def outcome(self) -> Result | Exception:
-        """What the call returned, or what it raised; to be asked once."""
+        """Return the result of the call, or the exception that it raised. Can be called once."""
         try:
             return self._receiver.recv()
         except EOFError:
@@ -52,7 +54,7 @@ class Child(Generic[Result]):
             return RuntimeError(f"a process that worked on a plan died ({self._process.exitcode})")
 
     def result(self) -> Result:
-        """What the call returned; to be asked once. Raises what it raised."""
+        """Return the result of the call, or raise its exception. Can be called once."""
         outcome = self.outcome()
         if isinstance(outcome, Exception):
             raise outcome
@@ -60,7 +62,7 @@ class Child(Generic[Result]):
 
 
 def side_by_side(calls: Sequence[Callable[[], Result]]) -> list[Result]:
-    """What each of `calls` returns, in their order. An exception of one is raised here."""
+    """Run `calls` in processes side by side and return their results in order. Raises what one of them raised."""
     with ExitStack() as stack:
         children = [stack.enter_context(Child(call)) for call in calls]
         return [child.result() for child in children]
@@ -70,20 +72,22 @@ def _work(call: Callable[[], object], niceness: int, parent: int, sender) -> Non
     end_with(parent)
     os.nice(niceness)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch asks for a device where it needs none, and CUDA survives no fork
-    gc.freeze()  # a collection here must not touch what the parent's threads hold
+    gc.freeze()  # a collection here must not touch objects that the parent's threads hold
     torch.set_num_threads(1)  # the parent's threads did not come along, and a product would wait for them
     try:
         sender.send(call())
     except Exception as error:
-        sender.send(_in_words(error))
+        sender.send(_picklable(error))
     finally:
         sender.close()
         os._exit(0)
 
 
-def _in_words(error: Exception) -> Exception:
-    """`error` with its trace, as one that pickle makes anew whatever its class wants: a UserError, or a RuntimeError
-    that names the class."""
-    told = UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")
-    told.add_note(traceback.format_exc())
-    return told
+def _picklable(error: Exception) -> Exception:
+    """Return `error` with its traceback as an exception that can be pickled: a UserError, or a RuntimeError that names
+    the class."""
+    picklable = (
+        UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")
+    )
+    picklable.add_note(traceback.format_exc())
+    return picklable

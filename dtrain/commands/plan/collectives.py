@@ -30,8 +30,8 @@ _SILENT = {"recv_", "wait_tensor", "_wrap_tensor_autograd"}
 
 
 class Collective(NamedTuple):
-    """dimension: of the mesh, "all" for numbers that all ranks share; ranks: of its group; on_host: between the hosts'
-    memories."""
+    """Kind of collective. dimension: of the mesh, "all" for numbers that all ranks share; ranks: of its group; on_host:
+    between the hosts' memories."""
 
     dimension: str
     kind: str
@@ -50,13 +50,13 @@ class CollectiveReader:
         self._replicate = mesh.fsdp["dp_replicate"].get_group().group_name if mesh.fsdp.ndim == 2 else None
 
     def read(self, func: torch._ops.OpOverload, args: tuple, out: Any, in_pass: bool) -> tuple[Collective, int] | None:
-        """The collective that `func` was, and its bytes; None where it was none. in_pass: inside a pass through the
+        """Return the collective that `func` is, and its bytes; None if it is none. in_pass: inside a pass through the
         model."""
         name = func._schema.name.split("::")[1]
         if func.namespace not in ("c10d", "_c10d_functional") or name in _SILENT:
             return None
         kind = _KINDS.get(name, name)
-        tensors = [one for one in tree_leaves(args) if isinstance(one, Tensor)]
+        tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
         if name == "all_gather_into_tensor":
             tensors = [out]
         elif kind == "all-gather":  # in place: what it gives out, then what it takes in
@@ -81,9 +81,9 @@ class CollectiveReader:
 
 
 def _group(args: tuple) -> dist.ProcessGroup:
-    for one in args:
-        if isinstance(one, torch.ScriptObject):
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
             with suppress(RuntimeError):  # the operation's other object: which reduction it is
-                return dist.ProcessGroup.unbox(one)
-    name = next(one for one in reversed(args) if isinstance(one, str))
+                return dist.ProcessGroup.unbox(argument)
+    name = next(argument for argument in reversed(args) if isinstance(argument, str))
     return dist.distributed_c10d._resolve_process_group(GroupName(name))

@@ -1,11 +1,11 @@
-"""The command `dtrain plan`: its arguments, and what it does with them. No torch until it runs."""
+"""The command `dtrain plan`: its arguments and its entry point. No torch until it runs."""
 
 import argparse
 
 from dtrain.commands.arguments import PROCESSES, add_recipe, at_least, positive
 
 GPUS = ("a100", "h100", "h200", "b200", "3090", "4090", "5090", "l40s", "a10", "l4", "t4", "mi300x")
-"""As in hardware.py, which loads torch."""
+"""The names of hardware.py, which loads torch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def _plain(gpu: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the command out; its exit status."""
+    """Run the command and return its exit status."""
     from dtrain import recipe as config
     from dtrain.commands.plan.answer import answer, read_recipe
 

@@ -1,4 +1,4 @@
-"""What devices can do, by their makers' data sheets, and how long a step would take on them by these numbers alone.
+"""Devices by their makers' data sheets, and the estimate of a step's time by these numbers alone.
 
 Dense arithmetic without sparsity, in FLOP/s; memory in GiB as the driver reports it; links in bytes per second and
 direction: `inside` of one device to the others of its node (NVLink), `between` of one device's network card.
@@ -27,7 +27,7 @@ USABLE = 0.92  # of the memory: CUDA's context, NCCL's buffers and the allocator
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and its links. arithmetic: peak FLOP/s by dtype of the operands, without the dtypes that it does not
+    """A device and its links. arithmetic: peak FLOP/s by dtype of the operands, without the dtypes that it does not
     compute in; reach: the share of it that large products get, less on devices whose clock gives way to their power
     limit."""
 
@@ -42,7 +42,7 @@ class Hardware:
 
     @property
     def budget(self) -> int:
-        """Bytes for tensors."""
+        """The bytes that tensors may take."""
         return int(self.memory_gib * USABLE * 2**30)
 
 
@@ -102,7 +102,7 @@ class Time:
 
 
 def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
-    """The time of `step` on every rank of `sizes`."""
+    """Return the estimated time of `step` on every rank of `sizes`."""
     arithmetic = sum(
         flops / (hardware.arithmetic.get(dtype, hardware.arithmetic[torch.float32]) * hardware.reach)
         for dtype, flops in step.flops.items()
@@ -122,8 +122,9 @@ def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
 def wire_time(
     dimension: str, kind: str, ranks: int, count: float, size: float, sizes: Sizes, hardware: Hardware
 ) -> float:
-    """Seconds for `count` messages of `size` bytes in all, one after the other, by a ring's algorithm. They go by the
-    node's links where the group lies in one node, else by the network cards of the group's ranks in a node together."""
+    """Return the seconds for `count` messages of `size` bytes in all, one after the other, by a ring's algorithm. They
+    go by the node's links where the group lies in one node, else by the network cards of the group's ranks in a node
+    together."""
     if ranks == 1:
         return 0.0
     share = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}.get(kind)
@@ -139,8 +140,8 @@ def wire_time(
 
 
 def _ranks_of(dimension: str, sizes: Sizes) -> tuple[int, int]:
-    """How far apart the ranks of a group over `dimension` are, and how many they are: tp's are next to each other, then
-    cp's."""
+    """Return the stride between the ranks of a group over `dimension`, and its size: tp's ranks are next to each other,
+    then cp's."""
     strides = {
         "tp": (1, sizes.tp),
         "cp": (sizes.tp, sizes.cp),

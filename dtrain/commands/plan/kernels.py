@@ -24,9 +24,10 @@ aten = torch.ops.aten
 
 
 class PlannedSdpa(SdpaKernel):
-    """The kernel that a CPU takes, which cuts each run of queries to the keys that they see. Which these are, a row of
-    the micro-batch on the host says, whose others must be like it; stand-ins do not. It is cut over cp and padded for
-    tp as they are. rank, size: of cp.
+    """The CPU's kernel, which cuts each run of queries to the keys that they see.
+
+    Stand-ins have no values, so a row of the micro-batch on the host says which keys these are; the other rows must be
+    like it. It is cut over cp and padded for tp as they are. rank, size: of cp.
     """
 
     def __init__(self, rank: int, size: int):
@@ -35,7 +36,7 @@ class PlannedSdpa(SdpaKernel):
         self._parts: list[Tensor] = []
 
     def take(self, batch: Batch) -> None:
-        """The rows of the forward that follows."""
+        """Take the rows of the forward that follows."""
         length, cut = batch["input_ids"].shape[1], 2 * self._size if self._size > 1 else 1
         padded = -(-length // cut) * cut
         row = torch.stack([pad_stream(name, batch[name][0], padded) for name in ("position_ids", "seq_ids")])  # [2, S]
@@ -43,11 +44,13 @@ class PlannedSdpa(SdpaKernel):
         self._parts = [shard_sequence(row, rank, self._size) for rank in ranks] if self._size > 1 else [row]
 
     def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
-        """The keys that the queries `run` of the row on the host see; visible [B, q, K] of stand-ins is not read."""
+        """Return the keys that the queries `run` of the host's row see; visible [B, q, K] of stand-ins is not read."""
         missing = visibility.queries - self._parts[0].shape[1]
         parts = [torch.cat([part, part.new_tensor([[2**30], [-1]]).expand(2, missing)], 1) for part in self._parts]
         chunks = [part.chunk(2, 1) for part in parts]
-        keys = torch.cat([*(head for head, *_ in chunks), *(one for _, *tail in reversed(chunks) for one in tail)], 1)
+        keys = torch.cat(
+            [*(head for head, *_ in chunks), *(chunk for _, *tail in reversed(chunks) for chunk in tail)], 1
+        )
         row = replace(visibility, query_positions=parts[self._rank][:1], key_positions=keys[:1])
         if row.query_documents is not None:
             row = replace(row, query_documents=parts[self._rank][1:], key_documents=keys[1:])
@@ -55,8 +58,8 @@ class PlannedSdpa(SdpaKernel):
 
 
 def planned_kernel(recipe: Recipe, mesh: Mesh, device_type: str) -> Kernel:
-    """The kernel that the recipe's model takes on a device of this type, for one cp rank. None is proved, for the
-    device is not here."""
+    """Return the kernel that the recipe's model uses on a device of this type, for one cp rank. It is not tried out:
+    the device is not here."""
     precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
     if wants_varlen(recipe, precision, device_type):
         return VarlenKernel()
@@ -91,8 +94,8 @@ def attention(
 
 
 def flash_workspace(q: Tensor, k: Tensor, documents: int) -> int:
-    """Bytes that flash attention's backward holds beside its gradients, for q [T, H, hd] and k [K, kv, hd]: that of q
-    in float32, rounded up for each document, and under grouped heads those of k and v for each query head."""
+    """Return the bytes that flash attention's backward holds beside its gradients, for q [T, H, hd] and k [K, kv, hd]:
+    that of q in float32, rounded up for each document, and under grouped heads those of k and v for each query head."""
     multiple = 32 if q.shape[2] <= 128 else 64
     size = -(-q.shape[2] // multiple) * multiple
     own = (q.shape[0] + 128 * documents) * q.shape[1] * (size + 1) * 4

@@ -1,6 +1,6 @@
 """Bytes that live at every moment of a step, by storage: what is allocated when, and when it is let go.
 
-`MemoryTimeline` is told of the operations one by one. FSDP grows and empties the storages of gathered parameters
+`MemoryTimeline` gets the operations one by one. FSDP grows and empties the storages of gathered parameters
 without an operation: those are looked at before and after every other. The timeline is cut into phases (this layer's
 forward, that layer's backward, ...); `peaks` gives the largest moment of each.
 """
@@ -27,7 +27,7 @@ class Phase(NamedTuple):
 
 @dataclass
 class Allocation:
-    """One storage. part: what it is of, which may be known later than its first byte."""
+    """A storage. part: what it belongs to, which may be known later than its first byte."""
 
     part: str
     size: int = 0
@@ -43,7 +43,7 @@ class MemoryTimeline:
         self._resized: dict[int, tuple[weakref.ref, Allocation]] = {}  # whose size may change without an operation
 
     def see(self, tensor: Tensor, part: str | None = None) -> Allocation:
-        """The storage of `tensor` [...], counted from now on where it was not before."""
+        """Return the storage of `tensor` [...], which is counted from now on."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._live:
@@ -54,28 +54,29 @@ class MemoryTimeline:
         return allocation
 
     def within_operation(self, size: int) -> None:
-        """So many bytes live as long as an operation: before what it gives is seen, or beside it."""
-        room = Allocation(self.part)
-        self._events += [(room, size), (room, -size)]
+        """Count `size` bytes that live as long as an operation: before its outputs are seen, or beside them."""
+        workspace = Allocation(self.part)
+        self._events += [(workspace, size), (workspace, -size)]
 
     def total(self) -> int:
-        """Bytes that live now."""
+        """Return the bytes that live now."""
         return sum(allocation.size for _, allocation in self._live.values())
 
     def after(self, func: torch._ops.OpOverload, tensors: Iterable[Tensor]) -> None:
-        """An operation is done; `tensors`, each [...], are its inputs and outputs."""
+        """Count a finished operation; `tensors`, each [...], are its inputs and outputs."""
         is_gathering = func is torch.ops.fsdp.split_with_sizes_copy.default
-        is_room = func is torch.ops.aten.empty.memory_format  # FSDP's for a parameter, in a group of one rank, perhaps
+        # Perhaps FSDP's, for a parameter in a group of one rank.
+        is_fsdp_buffer = func is torch.ops.aten.empty.memory_format
         for tensor in tensors:
             allocation = self.see(tensor)
-            if (is_gathering and tensor.dim() == 2) or (is_room and tensor.dim() == 1):
+            if (is_gathering and tensor.dim() == 2) or (is_fsdp_buffer and tensor.dim() == 1):
                 key = tensor.untyped_storage()._cdata
                 self._resized[key] = self._live[key]
                 if is_gathering:
                     allocation.part = "gathered parameters"
 
     def poll(self) -> None:
-        """Look at the storages whose sizes change by themselves."""
+        """Check the storages whose sizes change without an operation."""
         for reference, allocation in self._resized.values():
             if allocation.size:  # what is empty grows just before an operation that fills it
                 storage = reference()
@@ -88,14 +89,14 @@ class MemoryTimeline:
         self._events.append(phase)
 
     def rename(self, part: str, new: str) -> None:
-        """What lives now as `part` was `new` from its beginning."""
+        """Count the live storages of `part` as `new`, from their allocation on."""
         for _, allocation in self._live.values():
             if allocation.part == part and allocation.size:
                 allocation.part = new
 
     def peaks(self) -> dict[Phase, Counter[str]]:
-        """The largest moment of each phase: bytes by part. Equal phases are one."""
-        found: dict[Phase, Counter[str]] = {}
+        """Return the largest moment of each phase: bytes by part. Equal phases are one."""
+        peaks: dict[Phase, Counter[str]] = {}
         largest: dict[Phase, int] = {}
         total, parts, phase = 0, Counter[str](), None
         for event in self._events:
@@ -106,8 +107,8 @@ class MemoryTimeline:
                 total += change
                 parts[allocation.part] += change
             if phase is not None and total > largest.get(phase, -1):
-                largest[phase], found[phase] = total, parts.copy()
-        return found
+                largest[phase], peaks[phase] = total, parts.copy()
+        return peaks
 
     def _resize(self, allocation: Allocation, size: int) -> None:
         if size != allocation.size and allocation.part != LEFT_OUT:

@@ -62,26 +62,27 @@ class Plan:
         return max(self.step.peak, self.evaluation) <= self.budget
 
     def mfu(self, step_time: float) -> float:
-        """The share of the devices' peak arithmetic that a step of so many seconds would mean."""
+        """Return the share of the devices' peak arithmetic that a step of `step_time` seconds would mean."""
         peak = self.hardware.arithmetic[self.dtype] * self.sizes.world_size
         return self.flops_per_token * self.tokens / (step_time * peak)
 
 
 def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int | None = None) -> Plan:
-    """The plan of `recipe` on `world_size` ranks. Raises RecipeError where it cannot run there, whatever its memory."""
+    """Return the plan of `recipe` on `world_size` ranks. Raises RecipeError if it cannot run there, whatever the
+    memory."""
     recipe = ready(recipe)
-    found = problems(recipe, world_size)
+    errors = problems(recipe, world_size)
     device = "cpu" if recipe.launch.device == "cpu" else "cuda"
     dtype = choose_precision(recipe.train.dtype, device, recipe.train.masters).compute
     if device == "cuda" and torch.bfloat16 not in hardware.arithmetic:
         if dtype is torch.bfloat16:
-            found.append(
+            errors.append(
                 f"train.dtype={recipe.train.dtype} means bfloat16, in which a {hardware.name} does not compute: set "
                 "train.dtype=float16 or float32"
             )
         recipe = replace(recipe, model=replace(recipe.model, attention="sdpa"))  # flash attention asks for more, too
-    if found:
-        raise RecipeError(found)
+    if errors:
+        raise RecipeError(errors)
     config, world = read_config(recipe.model.directory, spec_of(recipe).labels(recipe)), sizes(recipe, world_size)
     recipe, assumed = _without_code(recipe)
     if world.is_open:
@@ -104,7 +105,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         time=estimate(step, world, hardware),
         table={pattern: in_words(style) for pattern, style in table.items()},
         total_parameters=sum(map(weights_in, model.parameters())),
-        trained_parameters=sum(one.numel() for one in model.parameters() if one.requires_grad),
+        trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         tokens=recipe.train.batch * spec.rows_of_a_sample(recipe) * spec.row_length(recipe),
         flops_per_token=model.flops_per_token(recipe.data.max_length),
         evaluation=_evaluation(recipe, config, world, step, dtype),
@@ -113,17 +114,17 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
 
 
 def _evaluation(recipe: Recipe, config: ModelConfig, sizes: Sizes, step: Step, dtype: torch.dtype) -> int:
-    """As `Plan` has it, of a prompt that fills `data.max_length`."""
+    """Return `Plan.evaluation`, for a prompt that fills `data.max_length`."""
     if recipe.eval is None:
         return 0
     longest = config.max_position_embeddings
-    answer = max(one.sampling.max_new_tokens or longest_answer(longest) for one in recipe.evals.values())
+    answer = max(evaluation.sampling.max_new_tokens or longest_answer(longest) for evaluation in recipe.evals.values())
     slots = slot_size(answer) + slot_size(max(1, min(recipe.data.max_length, longest) - answer))
     return step.parameters + step.state + int(slots * position_bytes(config, dtype, sizes.tp) / OF_FREE)
 
 
 def _without_code(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """`recipe` with what dtrain knows in place of what it names by import path, and what that is, in words.
+    """Return `recipe` with dtrain's own code in place of the code that it names by import path, and notes of that.
 
     Only a run imports what a recipe names: a plan may be of a stranger's. torch's own optimizers are here anyhow.
     """
@@ -139,7 +140,7 @@ def _without_code(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 
 def ready(recipe: Recipe) -> Recipe:
-    """`recipe` with what a step's size does not depend on filled in, where it is missing: the data, and how long."""
+    """Return `recipe` with missing keys filled in that a step's size does not depend on: the data, and the length."""
     data, train = recipe.data, recipe.train
     if not data.train.path and not data.train.sources:
         data = replace(data, train=replace(data.train, path="data.jsonl"))
@@ -149,11 +150,11 @@ def ready(recipe: Recipe) -> Recipe:
 
 
 def problems(recipe: Recipe, world_size: int) -> list[str]:
-    """What keeps `recipe` from running on `world_size` ranks, but for memory and the files that only a run reads."""
-    found = shapes(recipe, world_size)
+    """Return the errors of `recipe` on `world_size` ranks, except for memory and the files that only a run reads."""
+    errors = shapes(recipe, world_size)
     if recipe.parallel.cpu_offload and recipe.launch.device != "cpu":
-        found.append(
+        errors.append(
             "parallel.cpu_offload=true moves parameters between host and device, which a plan does not follow: plan "
             "with parallel.cpu_offload=false, which needs more of the device"
         )
-    return found
+    return errors

@@ -33,7 +33,7 @@ _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]  # a property; t
 
 
 class PlannedDevice(TorchFunctionMode):
-    """Inside, meta tensors say that they are on `device`, of type cpu or cuda."""
+    """Function mode in which meta tensors say that they are on `device`, of type cpu or cuda."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -58,9 +58,9 @@ class PlannedDevice(TorchFunctionMode):
                 gradients = (torch.empty_like(args[0]),)
                 return _engine_run_backward(args[:1], gradients, False, False, (), True, accumulate_grad=True)
         if func is Tensor.isnan and args[0].is_meta:
-            found = func(*args)
-            self._nowhere = weakref.ref(found)
-            return found
+            is_nan = func(*args)
+            self._nowhere = weakref.ref(is_nan)
+            return is_nan
         if func is Tensor.any and self._nowhere is not None and args[0] is self._nowhere():
             return torch.zeros((), dtype=torch.bool)
         if func is Tensor.cpu and args[0].is_meta:
@@ -72,13 +72,13 @@ class PlannedDevice(TorchFunctionMode):
 
 
 def _as_meta(value: Any) -> Any:
-    """An argument that names the planned device, as tensors or the policy have told it, as meta; FSDP's "cpu" too. The
-    host is where a real tensor is, or "cpu", or nothing."""
+    """Return meta for an argument that names the planned device, as tensors or the policy say it; for FSDP's "cpu" too.
+    The host is the device of a real tensor, or "cpu", or nothing."""
     return _META if isinstance(value, torch.device) and value != _HOST else value
 
 
 class MetaKernels(TorchDispatchMode):
-    """What a meta tensor has no kernel for."""
+    """Dispatch mode that answers operations that have no kernel for meta tensors."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -88,7 +88,7 @@ class MetaKernels(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype).item()
-        if func.namespace == "c10d" and any(one.is_meta for one in tree_leaves(args) if isinstance(one, Tensor)):
+        if func.namespace == "c10d" and any(leaf.is_meta for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
             work = FakeWork().boxed()  # what an in-place collective returns: its outputs where it has some, and a Work
             return work if len(func._schema.returns) == 1 else (args[0], work)
         with torch._C.DisableTorchFunction():  # torch's own kernels for meta tensors ask where these are, too

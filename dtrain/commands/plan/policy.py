@@ -38,7 +38,7 @@ from dtrain.recipe.schema import Recipe
 
 
 class PlannedPolicy(Policy):
-    """Its parameters stay on meta, and its optimizer steps this rank's shards as plain tensors."""
+    """Policy whose parameters stay on meta, and whose optimizer steps this rank's shards as plain tensors."""
 
     scorer: "_TracedScorer"
 
@@ -51,15 +51,15 @@ class PlannedPolicy(Policy):
         self.see_all(masters_of(self.model), LEFT_OUT)
 
     def see_all(self, tensors: Iterable[Tensor], part: str) -> None:
-        """This rank's shards of `tensors`, each [...], are of `part` in the timeline."""
+        """Count this rank's shards of `tensors`, each [...], as `part` in the timeline."""
         for tensor in tensors:
             self.tracer.memory.see(local_tensor(tensor).detach(), part)
 
     def _read_adapter(self, path: str) -> None:
-        """A plan reads no weights."""
+        """Read nothing: a plan reads no weights."""
 
     def keep_beside(self, method: Method) -> None:
-        """The other models that a method holds: a reference, a teacher, a reward model."""
+        """Build the other models that a method holds: a reference, a teacher, a reward model."""
         if method.spec.holds_reference(self.recipe):
             named = [key for key, _ in method.spec.other_models(self.recipe)]
             if any(key.endswith(".reference") for key in named) or not isinstance(method, MethodWithReference):
@@ -77,15 +77,15 @@ class PlannedPolicy(Policy):
             self.see_all(self.rates.parameters(), "reward model")
 
     def init_optimizer(self, total_steps: int) -> None:
-        """The recipe's optimizer as it is from its second step on. Its state is left out of the timeline, its cost to
-        the estimate. torch's own step plain tensors here: DTensors would take minutes."""
+        """Build the recipe's optimizer as it is from its second step on. Its state is left out of the timeline, its
+        cost to the estimate. torch's own step plain tensors here: DTensors would take minutes."""
         self.visited = torch.device("meta") if self.optimizer_offloaded else None
         super().init_optimizer(total_steps)
-        parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         shards: dict[str, nn.Parameter] = parameters
         optimizer = self._updating.optimizer
         if not hasattr(optimizer, "placed"):  # dtrain's own step shards as they are
-            shards = {name: nn.Parameter(local_tensor(one).detach()) for name, one in parameters.items()}
+            shards = {name: nn.Parameter(local_tensor(parameter).detach()) for name, parameter in parameters.items()}
             optimizer = self._updating.optimizer = build_optimizer(self.recipe.optimizer, shards.items())
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)
@@ -119,7 +119,7 @@ class PlannedPolicy(Policy):
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of what an optimizer keeps."""
+    """Return the bytes of an optimizer's state."""
     return bytes_of(_state(optimizer))
 
 
@@ -128,13 +128,13 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def on_device(parameter: Tensor) -> Tensor:
-    """`parameter` [..], or what the device holds of it where its master lies on the host."""
+    """Return `parameter` [..], or the device's copy of it if its master lies on the host."""
     local = local_tensor(parameter)
     return local.rounded if isinstance(local, Master) else parameter
 
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:
-    """Of what this rank holds of `tensors`, each [...]."""
+    """Return the bytes that this rank holds of `tensors`, each [...]."""
     held = [local_tensor(tensor) for tensor in tensors if tensor is not None]
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
@@ -142,8 +142,9 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
 def _build(
     kernel: Kernel, recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
 ) -> CausalLM:
-    """As `build_model`, without memory or values. Recomputed activations are not compared with those of the forward:
-    inside an operation nobody answers for the planned device, so the two would say that they lie elsewhere."""
+    """Build the model as `build_model`, without memory or values. Recomputed activations are not compared with those of
+    the forward: inside an operation nobody answers for the planned device, so the two would say that they lie
+    elsewhere."""
     kind = recipe.train.activation_checkpointing
     recipe = replace(recipe, train=replace(recipe.train, activation_checkpointing="none"))
     model = lay_out(recipe, config, mesh, precision, device, kernel)
@@ -153,7 +154,7 @@ def _build(
 
 
 class _TracedScorer(Scorer):
-    """Tells the tracer where each pass through the model begins, and the kernel of its rows."""
+    """Scorer that tells the tracer where each pass through the model begins, and the kernel of its rows."""
 
     def __init__(self, policy: PlannedPolicy):
         super().__init__(policy.model, policy.mesh, policy.device)
@@ -185,7 +186,7 @@ class _TracedScorer(Scorer):
 
 
 def mark_layers(layers: Iterable[nn.Module], tracer: Tracer) -> None:
-    """A phase begins with each layer's forward, before each layer's backward, and where a layer is computed again."""
+    """Begin a phase at each layer's forward, before each layer's backward, and where a layer is recomputed."""
 
     def before(index, module, inputs):
         tracer.memory.begin(Phase("forward" if tracer.is_forward else "again", tracer.current, index))

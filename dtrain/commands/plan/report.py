@@ -44,14 +44,14 @@ def seconds(time: float) -> str:
 
 
 def moment(plan: Plan) -> str:
-    """Where the peak is, in words."""
+    """Return the phase of the peak as text."""
     phase, _, layer = plan.step.moment
     where = "" if layer is None else f" of layer {layer + 1} of {plan.config.num_hidden_layers}"
     return _PHASES[phase] + where
 
 
 def text(plan: Plan, step_time: float | None = None) -> str:
-    """What a plan says, for people."""
+    """Return a plan as text for people."""
     sections = [_head(plan), _memory(plan), _traffic(plan), _time(plan, step_time)]
     if plan.sizes.tp > 1:
         sections.insert(1, _tensor_parallel(plan))
@@ -66,14 +66,15 @@ def _head(plan: Plan) -> str:
     where = "CPU processes" if plan.device == "cpu" else f"× {plan.hardware.name}"
     size = f"{_millions(plan.total_parameters)} parameters"
     if plan.trained_parameters < plan.total_parameters:
-        of_what = "" if recipe.lora is None else ", an adapter" + ", of a base in nf4" * (recipe.lora.quantize == "nf4")
+        of_what = "" if recipe.lora is None else ", an adapter"
+        if recipe.lora is not None and recipe.lora.quantize == "nf4":
+            of_what += ", of a base in nf4"
         size += f", {_millions(plan.trained_parameters)} of them trained{of_what}"
+    compiled = "\nlayers planned as written, not as compiled" if recipe.train.compile else ""
     return (
         f"{recipe.method} of {recipe.model.path} ({size}), {dtype}, on "
         f"{sizes.world_size} {where}\n{sizes}\n"
-        f"{plan.tokens:,} tokens a step, every row taken to be full and every token trained"
-        + "\nlayers planned as written, not as compiled"
-        * recipe.train.compile
+        f"{plan.tokens:,} tokens a step, every row taken to be full and every token trained" + compiled
     )
 
 
@@ -107,9 +108,10 @@ def _memory(plan: Plan) -> str:
         which = f"rank 0: its shards are the largest, the smallest hold {less} less of the parameters"
     held = f"{gib(step.parameters - step.trained)} of frozen weights, {gib(step.trained)} of trained ones"
     kept = "" if plan.recipe.parallel.optimizer_offload else "master "
+    where = " on the host, what visits" if plan.recipe.parallel.optimizer_offload else ""
     words = {
         "parameters": f"this rank's share of the {kept}weights" if step.trained == step.parameters else held,
-        "optimizer": plan.recipe.optimizer.name + " on the host, what visits" * plan.recipe.parallel.optimizer_offload,
+        "optimizer": plan.recipe.optimizer.name + where,
         "gradients": "of whole layers until the last micro-batch is done"
         if plan.sizes.accumulation > 1 and not plan.recipe.parallel.reduce_each
         else "this rank's share, as far as it is there, and what is on its way",
@@ -134,11 +136,11 @@ def _memory(plan: Plan) -> str:
 
 def _traffic(plan: Plan) -> str:
     rows = [("Sent by a rank in a step", "ranks", "messages", "bytes")]
-    for one, (count, size) in sorted(plan.step.traffic.items()):
-        if one.ranks > 1:
-            dimension = "counts, loss, norm:" if one.dimension == "all" else one.dimension
-            name = f"  {dimension} {one.kind}{' (host)' if one.on_host else ''}"
-            rows.append((name, f"{one.ranks:,}", f"{count:,}", gib(size)))
+    for collective, (count, size) in sorted(plan.step.traffic.items()):
+        if collective.ranks > 1:
+            dimension = "counts, loss, norm:" if collective.dimension == "all" else collective.dimension
+            name = f"  {dimension} {collective.kind}{' (host)' if collective.on_host else ''}"
+            rows.append((name, f"{collective.ranks:,}", f"{count:,}", gib(size)))
     return _table(rows, right=(1, 2, 3)) if len(rows) > 1 else "Nothing is sent: one process."
 
 
@@ -168,9 +170,9 @@ def _time(plan: Plan, step_time: float | None) -> str:
 
 
 def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
-    """What a plan says, for programs. Bytes and seconds."""
+    """Return a plan as a dict for JSON, in bytes and seconds."""
     step, time = plan.step, plan.time
-    given = {} if step_time is None else {"step_time": step_time, "mfu": plan.mfu(step_time)}
+    measured = {} if step_time is None else {"step_time": step_time, "mfu": plan.mfu(step_time)}
     return {
         "method": plan.recipe.method,
         "model": plan.recipe.model.path,
@@ -217,37 +219,42 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
         }
         if plan.device == "cuda"
         else None,
-        **given,
+        **measured,
     }
 
 
 _SHAPE = ("dp_replicate", "dp_shard", "cp", "tp", "micro_batch")
 
 
-def search_text(found: SearchResult, plan: Plan) -> str:
-    """The best candidates as a table, and what became of the others."""
+def search_text(result: SearchResult, plan: Plan) -> str:
+    """Return the best candidates as a table, and how the others ended."""
     rows: list[tuple[str, ...]] = [("", *_SHAPE, "peak", "step", "MFU")]
-    for number, one in enumerate(found.best, 1):
-        sizes, time = (str(getattr(one.sizes, name)) for name in _SHAPE), one.time.total
-        rows.append((str(number), *sizes, gib(one.step.peak), seconds(time), f"{plan.mfu(time):.1%}"))
+    for number, candidate in enumerate(result.best, 1):
+        sizes, time = (str(getattr(candidate.sizes, name)) for name in _SHAPE), candidate.time.total
+        rows.append((str(number), *sizes, gib(candidate.step.peak), seconds(time), f"{plan.mfu(time):.1%}"))
     lines = ["The best meshes and micro-batches by the estimate", _table(rows, right=range(len(rows[0])))]
-    if not found.best:
+    if not result.best:
         lines = ["No mesh and micro-batch of those that were traced fits."]
-    lines.append("Of all candidates: " + "; ".join(f"{count:,} {why}" for why, count in found.counts.items() if count))
-    if found.too_large:
-        close = min(found.too_large, key=lambda one: one.step.peak)
+    lines.append("Of all candidates: " + "; ".join(f"{count:,} {why}" for why, count in result.counts.items() if count))
+    if result.too_large:
+        close = min(result.too_large, key=lambda candidate: candidate.step.peak)
         shape = ", ".join(f"{name} {getattr(close.sizes, name)}" for name in _SHAPE)
         lines.append(f"The one that nearly fits: {shape}, {gib(close.step.peak - plan.budget)} too much")
     return "\n".join(lines)
 
 
-def search_as_json(found: SearchResult, plan: Plan) -> dict[str, Any]:
-    def entry(one: Candidate) -> dict[str, Any]:
-        shape = {name: getattr(one.sizes, name) for name in _SHAPE}
-        return {**shape, "peak": one.step.peak, "step_time": one.time.total, "mfu": plan.mfu(one.time.total)}
+def search_as_json(result: SearchResult, plan: Plan) -> dict[str, Any]:
+    def entry(candidate: Candidate) -> dict[str, Any]:
+        shape = {name: getattr(candidate.sizes, name) for name in _SHAPE}
+        return {
+            **shape,
+            "peak": candidate.step.peak,
+            "step_time": candidate.time.total,
+            "mfu": plan.mfu(candidate.time.total),
+        }
 
     return {
-        "best": [entry(one) for one in found.best],
-        "too_large": [entry(one) for one in found.too_large],
-        "counts": dict(found.counts),
+        "best": [entry(candidate) for candidate in result.best],
+        "too_large": [entry(candidate) for candidate in result.too_large],
+        "counts": dict(result.counts),
     }

@@ -33,7 +33,7 @@ from dtrain.recipe.world import LARGEST_AUTO
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate that was looked at: its step, and the estimate of its time."""
+    """A candidate that was traced: its step, and the estimate of its time."""
 
     sizes: Sizes
     step: Step
@@ -42,8 +42,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """best: those that fit, fastest first. too_large: those that were traced and do not. counts: how many candidates
-    ended how."""
+    """Outcome of a search. best: the candidates that fit, fastest first. too_large: those that were traced and do not.
+    counts: the number of candidates by outcome."""
 
     best: list[Candidate]
     too_large: list[Candidate]
@@ -60,7 +60,8 @@ def search(
     best: int = 10,
     most_traces: int = 16,
 ) -> SearchResult:
-    """The fastest meshes and micro-batches of `recipe` on `world_size` ranks whose peak is within `budget` bytes."""
+    """Return the fastest meshes and micro-batches of `recipe` on `world_size` ranks whose peak is within `budget`
+    bytes."""
     counts: Counter[str] = Counter()
     closed = _ClosedForms(recipe, config, hardware)
     ranked = []
@@ -77,17 +78,17 @@ def search(
             counts["slower by the rough time, not traced"] += len(ranked) - index
             break
         step = plan_step(with_mesh(recipe, world), config, world)
-        found = Candidate(world, step, estimate(step, world, hardware))
-        (fitting if step.peak <= budget else too_large).append(found)
+        candidate = Candidate(world, step, estimate(step, world, hardware))
+        (fitting if step.peak <= budget else too_large).append(candidate)
     counts["peak exceeds the budget"] = len(too_large)
     counts["fit"] = len(fitting)
-    return SearchResult(sorted(fitting, key=lambda one: one.time.total), too_large, counts)
+    return SearchResult(sorted(fitting, key=lambda candidate: candidate.time.total), too_large, counts)
 
 
 def candidates(
     recipe: Recipe, config: ModelConfig, world_size: int, per_node: int, counts: Counter[str]
 ) -> Iterator[Sizes]:
-    """Every mesh and micro-batch that the model and the recipe allow; `counts` is told of those that they do not."""
+    """Yield every mesh and micro-batch that the model and the recipe allow; the others are counted in `counts`."""
     length, is_open = recipe.data.max_length, recipe.train.global_batch == "auto"
     total = LARGEST_AUTO if is_open else recipe.train.batch
     for tp in _divisors(world_size):
@@ -112,7 +113,7 @@ def candidates(
 
 
 def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recipe:
-    """`recipe` as it is, or, where its mesh or micro-batch alone keeps it from `world_size` ranks, on the first of
+    """Return `recipe` as it is, or, if its mesh or micro-batch alone keeps it from `world_size` ranks, on the first of
     `candidates` that does not."""
     if not problems(recipe, world_size) or not recipe.model.path:
         return recipe
@@ -126,7 +127,7 @@ def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recip
 
 
 def with_mesh(recipe: Recipe, world: Sizes) -> Recipe:
-    """`recipe` on the mesh and with the micro-batch of `world`."""
+    """Return `recipe` on the mesh and with the micro-batch of `world`."""
     mesh = {f"parallel.{name}": getattr(world, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
     return _changed(recipe, mesh | {"train.micro_batch": world.micro_batch})
 
@@ -143,7 +144,7 @@ def _divisors(number: int) -> list[int]:
 
 
 class _ClosedForms:
-    """What a candidate takes at least, and about how long, from sizes alone."""
+    """The least bytes and the rough time of a candidate, from sizes alone."""
 
     def __init__(self, recipe: Recipe, config: ModelConfig, hardware: Hardware):
         self.recipe, self.config, self.hardware = recipe, config, hardware
@@ -164,11 +165,11 @@ class _ClosedForms:
         self.held += self.frozen_bytes
 
     def shards(self, world: Sizes) -> float:
-        """Bytes of a rank's parameters, gradients and optimizer state, if all were shared out evenly."""
+        """Return the bytes of a rank's parameters, gradients and optimizer state, if all are sharded evenly."""
         return self.held / (world.tp * world.dp_shard * world.cp)
 
     def time(self, world: Sizes) -> float:
-        """Seconds of a step, roughly: what is sent by the formulas of dtrain/parallel/README.md."""
+        """Return the rough seconds of a step; messages by the formulas of dtrain/parallel/README.md."""
         recipe, config, hardware = self.recipe, self.config, self.hardware
         again = recipe.train.activation_checkpointing == "full"
         compute, reduce = self.precision.compute.itemsize, self.precision.reduce.itemsize
@@ -182,7 +183,7 @@ class _ClosedForms:
         whole = trained * compute + self.frozen_bytes / world.tp  # bytes
         heads = [config.heads_of(kind) for kind in config.layer_types if kind != LINEAR]
         keeping = len(heads)  # linear layers send states, whose size is that of no row
-        width = sum(max(1, one.count / world.tp) * one.size for one in heads) / max(keeping, 1)
+        width = sum(max(1, layer.count / world.tp) * layer.size for layer in heads) / max(keeping, 1)
         keys = 2 * tokens * world.cp * width * compute  # of a layer, on the mean
         gathers = 1 if recipe.parallel.reshard_after_forward is False else 2
         passes = world.accumulation
@@ -204,8 +205,8 @@ class _ClosedForms:
 
 
 def smallest_change(plan: Plan) -> tuple[str, Step] | None:
-    """The first of the changes that makes the recipe fit into the budget of a rank, as overrides, and its step. None of
-    them changes a number that the run computes; the least change comes first.
+    """Return the first change that makes the recipe fit into the budget of a rank, as overrides, and its step. No
+    change affects a number that the run computes; the least change comes first.
 
     Tried: gradients reduced after each micro-batch, with that smaller micro-batches, activation checkpointing, both, no
     replicas, more tp or cp, then more ranks.
@@ -221,7 +222,9 @@ def smallest_change(plan: Plan) -> tuple[str, Step] | None:
         step = plan_step(changed, plan.config, world)
         if step.peak <= plan.budget:
             words = [f"{key}={str(value).lower()}" for key, value in overrides.items()]
-            return " ".join(words + [f"--world-size {ranks}"] * (ranks != world_size)), step
+            if ranks != world_size:
+                words.append(f"--world-size {ranks}")
+            return " ".join(words), step
     return None
 
 
@@ -229,7 +232,7 @@ _LESS_KEPT = {"none": ["selective", "full"], "mlp": ["selective", "full"], "sele
 
 
 def _changes(recipe: Recipe, world_size: int, per_node: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Overrides and ranks."""
+    """Yield the changes to try, as overrides and ranks."""
     train, parallel = recipe.train, recipe.parallel
     base: dict[str, Any] = {}
     is_sharded = parallel.dp_shard * parallel.cp > 1 or (parallel.dp_shard == -1 and world_size > parallel.tp)

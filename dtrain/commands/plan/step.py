@@ -2,7 +2,7 @@
 
 Layers of one kind are alike, so a peak within the third layer's forward, say, or within the last layer's backward is
 so many bytes and so many more for each further layer. Two traces, a period of the layer types apart, give both numbers;
-phases are told by their distance from the first layer or from the last. Of the micro-batches the first and the last
+phases are named by their distance from the first layer or from the last. Of the micro-batches the first and the last
 differ from those between.
 """
 
@@ -29,7 +29,7 @@ _MARGIN = 2  # layers at either end that differ from those between: prefetched, 
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank holds, sends and computes in an optimizer step. Bytes.
+    """Memory, traffic and arithmetic of one rank in an optimizer step, in bytes.
 
     trained: of the parameters those that are; table: those that are embeddings for each layer. lightest: the smallest
     parameters that a rank has. peak: with the optimizer's state. parts: what it is made of. moment: where
@@ -55,7 +55,7 @@ class Step:
 def plan_step(
     recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int = 0, device: str = "cuda", whole: bool = False
 ) -> Step:
-    """A step of `recipe` on rank `rank` of `sizes.world_size`, on a device of type `device` (cpu or cuda).
+    """Return the step of `recipe` on rank `rank` of `sizes.world_size`, on a device of type `device` (cpu or cuda).
 
     whole: trace every layer. Nothing is sent, no weight is read; the traces run in processes forked from this one, in
     which torch.distributed must not be up.
@@ -75,7 +75,7 @@ def plan_step(
 
 
 def _alike(recipe: Recipe, config: ModelConfig) -> bool:
-    """Whether of every layer of a type the same is trained, and none needs another's keys."""
+    """Return whether all layers of a type train the same parameters, and no layer needs another's keys."""
     if config.shared_layers:
         return False
     if recipe.lora is None:
@@ -85,45 +85,47 @@ def _alike(recipe: Recipe, config: ModelConfig) -> bool:
     layers: list[dict[str, Low | None]] = [{} for _ in config.layer_types]
     whole = dict.fromkeys(adapter.saved(modules(config)))
     for name, low in {**whole, **adapter.adapted(adaptable(config))}.items():
-        if found := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name):
-            layers[int(found[1])][found[2]] = low
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name):
+            layers[int(match[1])][match[2]] = low
     of_type = dict(zip(config.layer_types, layers, strict=True))
-    return all(of_type[kind] == one for kind, one in zip(config.layer_types, layers, strict=True))
+    return all(of_type[kind] == layer for kind, layer in zip(config.layer_types, layers, strict=True))
 
 
 def _period(types: tuple[str, ...]) -> int:
-    """After how many layers their types repeat; all of them where they never do."""
+    """Return the number of layers after which their types repeat; all of them if they never do."""
     fits = (n for n in range(1, len(types)) if all(kind == types[i % n] for i, kind in enumerate(types)))
     return next(fits, len(types))
 
 
-def _of_layers(one: Trace, two: Trace, layers: int) -> Trace:
-    """The step of `layers` layers from those of fewer."""
-    times, half = (layers - one.layers) // (two.layers - one.layers), one.layers // 2
+def _of_layers(shorter: Trace, longer: Trace, layers: int) -> Trace:
+    """Return the step of `layers` layers, from two of fewer layers."""
+    times, half = (layers - shorter.layers) // (longer.layers - shorter.layers), shorter.layers // 2
 
     def line(first: Counter, second: Counter) -> Counter:
         return Counter({key: first[key] + (second[key] - first[key]) * times for key in {**first, **second}})
 
     def anchored(layer: int | None, count: int) -> int | None:
-        """Of `count` layers, from the nearer end: the last one is -1."""
+        """Return the index of `layer` among `count` layers from the nearer end: the last one is -1."""
         return layer if layer is None or layer < half else layer - count
 
-    others = {(phase, number, anchored(layer, two.layers)): peak for (phase, number, layer), peak in two.peaks.items()}
+    others = {
+        (phase, number, anchored(layer, longer.layers)): peak for (phase, number, layer), peak in longer.peaks.items()
+    }
     peaks = {}
-    for (phase, number, layer), peak in one.peaks.items():
-        place = anchored(layer, one.layers)
+    for (phase, number, layer), peak in shorter.peaks.items():
+        place = anchored(layer, shorter.layers)
         layer = place + layers if place is not None and place < 0 else place
         peaks[Phase(phase, number, layer)] = line(peak, others[phase, number, place])
-    return Trace(layers, two.micro_batches, peaks, line(one.counts, two.counts))
+    return Trace(layers, longer.micro_batches, peaks, line(shorter.counts, longer.counts))
 
 
 def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
-    """The step of all micro-batches from at most `TRACED` of them."""
+    """Return the step of all micro-batches, from at most `TRACED` of them."""
     total: Counter[tuple] = Counter()
     more = max(1, sizes.accumulation - TRACED + 1)
     for (number, *what), value in trace.counts.items():
         total[tuple(what)] += value * (more if number is not None and number % TRACED == 1 else 1)
-    if sizes.world_size > 1:  # the trainer asks whether any rank was told to stop
+    if sizes.world_size > 1:  # the trainer asks whether any rank has to stop
         question = Collective("all", "all-reduce", sizes.world_size, True)
         total += Counter({("messages", question): 1, ("bytes", question): _QUESTION})
     moment, peak = max(trace.peaks.items(), key=lambda entry: entry[1].total())

@@ -1,4 +1,4 @@
-"""One training step on stand-in tensors, traced: what `Policy.train` allocates, sends and computes on one rank.
+"""A training step on stand-in tensors, traced: the memory, messages and arithmetic of `Policy.train` on one rank.
 
 The step is the trainer's own: the method's `prepare`, then `Policy.train`, on a model that `policy.build.lay_out` laid
 out over a process group of as many ranks as are planned, of which this process is one and the only one.
@@ -37,13 +37,12 @@ TRACED = 3  # micro-batches: a first, a last, and one like all between them
 
 @dataclass(frozen=True)
 class Trace:
-    """A step of so many layers and micro-batches.
+    """A traced step of `layers` layers and `micro_batches` micro-batches.
 
     peaks: by phase, bytes by part. counts: as of `Tracer`; and (None, ..) "parameters", "trained", "gradients",
-    "state": bytes of this rank's shards, of those that are trained, and of what the optimizer keeps for them; "table":
-    of the embeddings for each layer;
-    "lightest": the smallest parameters that a rank has; "rows", "micro rows": of the host's tensors on a planned CPU,
-    and of those that one micro-batch brings.
+    "state": bytes of this rank's shards, of those that are trained, and of the optimizer's state for them; "table": of
+    the embeddings for each layer; "lightest": the smallest parameters that a rank has; "rows", "micro rows": of the
+    host's tensors on a planned CPU, and of those that one micro-batch brings.
     """
 
     layers: int
@@ -53,10 +52,10 @@ class Trace:
 
 
 def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int = 0, device: str = "cuda") -> Trace:
-    """One step of `recipe` on the model of `config`, as rank `rank` of `sizes.world_size` computes it on a device of
-    type `device`. Nothing is sent: nobody else is there in the process group.
+    """Trace a step of `recipe` on the model of `config`, as rank `rank` of `sizes.world_size` computes it on a device
+    of type `device`. Nothing is sent: no other rank is in the process group.
 
-    To be called once, in a process of its own, which keeps the group. Raises RuntimeError where torch.distributed is
+    Can be called once, in a process of its own, which keeps the group. Raises RuntimeError where torch.distributed is
     up: a plan never shares a process with a run.
     """
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
@@ -97,9 +96,9 @@ def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int =
 
 
 def full_rows(recipe: Recipe, method: Method, micro_batches: int) -> list[Row]:
-    """A rank's rows of a step, as full as the recipe allows: every row of `data.max_length` tokens (a packed row of
-    pairs twice as many), every token trained that has one before it; packed rows hold two documents, so that the masks
-    are those of packing."""
+    """Return a rank's rows of a step, as full as the recipe allows: every row of `data.max_length` tokens (a packed row
+    of pairs twice as many), every token trained that has one before it; packed rows hold two documents, so that the
+    masks are those of packing."""
     length = method.spec.row_length(recipe)
     count = micro_batches * recipe.train.micro_batch * method.spec.rows_of_a_sample(recipe)
     documents = 2 if recipe.data.packing and method.kind != "prompts" else 1
@@ -124,20 +123,27 @@ def full_rows(recipe: Recipe, method: Method, micro_batches: int) -> list[Row]:
 
 
 def _min_shard_bytes(parameters: Sequence[Tensor]) -> int:
-    """Of `parameters` on the rank that holds fewest. Chunks fall off towards the last rank of a dimension, so it is
-    last in some of them; rank 0 holds most."""
+    """Return the bytes of `parameters` on the rank that holds fewest. Chunks fall off towards the last rank of a
+    dimension, so it is last in some of them; rank 0 holds most."""
     ndim = max((p.device_mesh.ndim for p in parameters if isinstance(p, DTensor)), default=0)
     corners = product((False, True), repeat=ndim)
-    return min(sum(_elements(one, corner) * on_device(one).element_size() for one in parameters) for corner in corners)
+    return min(
+        sum(_elements(parameter, corner) * on_device(parameter).element_size() for parameter in parameters)
+        for corner in corners
+    )
 
 
 def _elements(parameter: Tensor, last: tuple[bool, ...]) -> int:
-    """Of the rank that is last in the dimensions of the mesh where `last`, first in the others; cut in the order of
-    `placement.local_slices`."""
+    """Return the elements on the rank that is last in the mesh dimensions where `last` is true, first in the others;
+    cut in the order of `placement.local_slices`."""
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     sizes = list(parameter.shape)
-    cuts = [(one, dim) for dim, one in enumerate(parameter.placements) if isinstance(one, Shard | _StridedShard)]
+    cuts = [
+        (placement, dim)
+        for dim, placement in enumerate(parameter.placements)
+        if isinstance(placement, Shard | _StridedShard)
+    ]
     for placement, dim in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
         ranks = parameter.device_mesh.size(dim)
         start, end = chunk_bounds(sizes[placement.dim], ranks, ranks - 1 if last[dim] else 0)

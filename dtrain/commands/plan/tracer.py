@@ -1,4 +1,4 @@
-"""What sees every operation of a step that is traced, and counts what it allocates, sends and computes."""
+"""The dispatch mode that sees every operation of a traced step, and counts its memory, messages and arithmetic."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ _FLOPS = {
 _FLASH_BACKWARD = {
     torch.ops.torch_attn._varlen_attn_backward: lambda args: (args[1], args[2], len(args[6]) - 1),
     _aten._scaled_dot_product_flash_attention_backward: lambda args: (
-        *(one.transpose(1, 2).flatten(0, 1) for one in args[1:3]),
+        *(tensor.transpose(1, 2).flatten(0, 1) for tensor in args[1:3]),
         len(args[1]),
     ),
 }
@@ -35,7 +35,9 @@ _FREE = ("aten::empty", "aten::detach", "aten::_local_scalar", "aten::lift")  # 
 
 
 class Tracer(MetaKernels):
-    """on_host: the planned device is a CPU, whose gloo works on a copy of what it reduces and scatters.
+    """Dispatch mode that counts the cost of each operation.
+
+    on_host: the planned device is a CPU, whose gloo works on a copy of what it reduces and scatters.
 
     counts: (pass, "flops", dtype of the operands) of matrix products and of attention, hidden pairs too; (pass,
     "moved"): bytes that other operations read and write; (pass, "messages" or "bytes", collective). A pass is one
@@ -53,7 +55,7 @@ class Tracer(MetaKernels):
         self._collectives = CollectiveReader(mesh)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(one, DTensor) for one in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again as operations on plain tensors
         kwargs = kwargs or {}
         self.memory.poll()
@@ -61,13 +63,13 @@ class Tracer(MetaKernels):
             self.memory.within_operation(args[1].untyped_storage().nbytes())
         out = super().__torch_dispatch__(func, types, args, kwargs)
         everything = [*_tensors(args), *_tensors(kwargs), *_tensors(out)]
-        tensors = [one for one in everything if one.is_meta]
+        tensors = [tensor for tensor in everything if tensor.is_meta]
         self.memory.after(func, tensors)
         if (read := _FLASH_BACKWARD.get(func._overloadpacket)) is not None:
             self.memory.within_operation(flash_workspace(*read(args)))
-        for one in everything:
-            if not one.is_meta:
-                self.host.see(one)
+        for tensor in everything:
+            if not tensor.is_meta:
+                self.host.see(tensor)
         if sent := self._collectives.read(func, args, out, self.current is not None):
             self.counts[self.current, "messages", sent[0]] += 1
             self.counts[self.current, "bytes", sent[0]] += sent[1]
@@ -80,17 +82,17 @@ class Tracer(MetaKernels):
         if func._overloadpacket in (_aten.addmm, _aten.addmm_):  # what is added to comes first, in a dtype of its own
             formula, args, kwargs = mm_flop, args[1:3], {}
         if formula is not None:
-            dtype = next(one.dtype for one in args if isinstance(one, Tensor))
+            dtype = next(argument.dtype for argument in args if isinstance(argument, Tensor))
             self.counts[self.current, "flops", dtype] += formula(*args, **kwargs, out_val=out)
         elif not func.is_view and func.namespace in ("aten", "fsdp") and not func._schema.name.startswith(_FREE):
-            distinct = {id(one): one for one in tensors}.values()
-            self.counts[self.current, "moved"] += sum(one.numel() * one.element_size() for one in distinct)
+            distinct = {id(tensor): tensor for tensor in tensors}.values()
+            self.counts[self.current, "moved"] += sum(tensor.numel() * tensor.element_size() for tensor in distinct)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those of an operation's arguments or outputs; torch's own walk is a tenth of a trace."""
+    """Yield the tensors of an operation's arguments or outputs; torch's own walk takes a tenth of a trace."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(one)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)

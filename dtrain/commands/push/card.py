@@ -22,14 +22,14 @@ METHODS = {
     "distill": "distillation",
     "reward": "a reward model or classifier",
 }
-# What the table of results shows, where a run has measured it: its last value.
+# The fields whose last value is in the table of results, if the run has measured them.
 RESULTS = ("loss", "val_loss", "reward_mean", "val_reward_mean", "val_accuracy", "accuracy")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's directory tells. recipe: the saved one; rows: of metrics.jsonl; data: split -> counts and identity;
-    base: the id of the model that it began from on the hub, None where that is not known."""
+    """A run as its directory describes it. recipe: the saved one; rows: of metrics.jsonl; data: split -> counts and
+    identity; base: the id of the model that it began from on the hub, None where that is not known."""
 
     name: str
     recipe: Mapping[str, Any]
@@ -41,23 +41,23 @@ class Run:
 
 
 def base_of_recipe(recipe: Mapping[str, Any]) -> str | None:
-    """The hub's id of the model that a run began from, where its path tells."""
+    """Return the hub's id of the model that a run began from; None if its path does not contain it."""
     path = (recipe.get("model") or {}).get("path")
     return id_of(Path(path)) if isinstance(path, str) else None
 
 
 def datasets(recipe: Mapping[str, Any]) -> list[str]:
-    """The ids of the hub among the paths of the training data."""
+    """Return the hub's ids among the paths of the training data."""
     train = (recipe.get("data") or {}).get("train") or {}
-    found = []
+    ids = []
     for source in [train, *(train.get("sources") or [])]:
         path = source.get("path") or []
-        found += [one for one in ([path] if isinstance(path, str) else path) if is_data_id(one)]
-    return list(dict.fromkeys(found))
+        ids += [name for name in ([path] if isinstance(path, str) else path) if is_data_id(name)]
+    return list(dict.fromkeys(ids))
 
 
 def card(run: Run, theirs: Mapping[str, Any]) -> str:
-    """README.md of the repository. theirs: the front matter of the one that is there, whose other keys stay."""
+    """Return README.md of the repository. theirs: the front matter of the one that is there, whose other keys stay."""
     front: dict[str, Any] = {"library_name": "peft" if run.is_adapter else "transformers"}
     if run.base is not None:
         front |= {"base_model": run.base, "base_model_relation": "adapter" if run.is_adapter else "finetune"}
@@ -76,13 +76,13 @@ def card(run: Run, theirs: Mapping[str, Any]) -> str:
 
 
 def shown(recipe: Mapping[str, Any]) -> Any:
-    """A saved recipe for everybody: no secret, and of paths on this machine the last name alone."""
+    """Return a saved recipe without its secrets, and with the last name alone of paths on this machine."""
 
     def public(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {str(key): public(one) for key, one in value.items()}
+            return {str(key): public(entry) for key, entry in value.items()}
         if isinstance(value, list):
-            return [public(one) for one in value]
+            return [public(item) for item in value]
         if isinstance(value, str) and "://" in value:
             return value.partition("?")[0]  # a query may be a signature
         if not isinstance(value, str) or not value.startswith(("/", "~", "./", "../")):
@@ -107,24 +107,27 @@ def _results(run: Run) -> list[str]:
     for row in run.rows:
         last |= {name: row[name] for name in RESULTS if isinstance(row.get(name), int | float)}
     train, val = records.points(run.rows, "loss"), records.points(run.rows, "val_loss")
-    parts = ["## Results"] * bool(last)
+    parts = []
     if last:
+        parts.append("## Results")
         lines = [f"| {name} | {value:.4g} |" for name, value in last.items()]
         parts.append("\n".join(["| last value of | |", "| --- | --- |", *lines]))
-    return parts + [f"![The losses over the steps]({CURVE})"] * bool(train or val)
+    if train or val:
+        parts.append(f"![The losses over the steps]({CURVE})")
+    return parts
 
 
 def _data(run: Run) -> list[str]:
     if not run.data:
         return []
     lines = [
-        f"| {split} | {one.get('rows', 0):,} | {one.get('samples', 0):,} | {one.get('tokens', 0):,} | "
-        f"`{one.get('identity', '')}` |"
-        for split, one in run.data.items()
+        f"| {split} | {counts.get('rows', 0):,} | {counts.get('samples', 0):,} | {counts.get('tokens', 0):,} | "
+        f"`{counts.get('identity', '')}` |"
+        for split, counts in run.data.items()
     ]
-    told = "The identity is a digest of the tokenized samples: the same data, tokenizer and template give the same."
+    note = "The identity is a digest of the tokenized samples: the same data, tokenizer and template give the same."
     return [
         "## Data",
         "\n".join(["| | rows | samples | tokens | identity |", "| --- | --- | --- | --- | --- |", *lines]),
-        told,
+        note,
     ]

@@ -1,4 +1,4 @@
-"""The command `dtrain push`: its arguments, and the one commit that it makes. No torch."""
+"""The command `dtrain push`: its arguments, and its one commit. No torch."""
 
 import argparse
 import json
@@ -38,18 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the command out; its exit status."""
+    """Run the command and return its exit status."""
     name, revision = arguments.name, arguments.revision
     for key, value in (("", name), ("--base ", arguments.base)):
         if value is not None and ("/" not in value or value.startswith(("/", ".", "~"))):
             raise UserError(f"{key}{value} is no model's id on the hub: give OWNER/NAME")
     files = _files(arguments.run / "export")
-    told = _read(arguments.run, name, arguments.base, ADAPTER_CONFIG in files)
+    pushed = _read(arguments.run, name, arguments.base, ADAPTER_CONFIG in files)
     if arguments.dry_run:
-        print(card(told, {}))
+        print(card(pushed, {}))
         print("\n".join(sorted([*files, README, CURVE])))
         return 0
-    with _told(name):
+    with _hub_errors(name):
         from huggingface_hub import HfApi
 
         api = HfApi(library_name="dtrain")
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         name = made.repo_id
         if revision is not None:
             api.create_branch(name, branch=revision, exist_ok=True)
-        commit = _commit(api, name, revision, files, told)
+        commit = _commit(api, name, revision, files, pushed)
         is_private = bool(api.repo_info(name).private)
     print(f"{commit.commit_url}\n{name} is {'private' if is_private else 'public'}")
     if arguments.public and is_private:
@@ -66,18 +66,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _files(export: Path) -> dict[str, Path]:
-    """The files of an export by their names: weights, configuration, tokenizer; nothing else that lies there."""
+    """Return the files of an export by name: weights, configuration, tokenizer; nothing else that lies there."""
     known = {CONFIG, INDEX, ADAPTER_CONFIG, ADAPTER_WEIGHTS, *COMPANIONS}
-    found = {path.name: path for path in export.glob("*") if path.name in known or path.suffix == WEIGHTS}
-    if not any(name.endswith(WEIGHTS) for name in found) or not found.keys() & {CONFIG, ADAPTER_CONFIG}:
+    files = {path.name: path for path in export.glob("*") if path.name in known or path.suffix == WEIGHTS}
+    if not any(name.endswith(WEIGHTS) for name in files) or not files.keys() & {CONFIG, ADAPTER_CONFIG}:
         run = export.parent
         there = "has no export" if run.is_dir() else "is no directory"
         raise UserError(f"{run} {there}: give a run's directory; `dtrain export {run} {export}` writes its export")
-    return found
+    return files
 
 
 def _read(directory: Path, name: str, base: str | None, is_adapter: bool) -> Run:
-    """What the run's directory tells. Raises UserError for files that are damaged."""
+    """Return the run of `directory`. Raises UserError for damaged files."""
     recipe = records.read_recipe(directory)
     data = read_json(directory / DATA) if (directory / DATA).is_file() else {}
     step = held_by(directory / "export").get("step")
@@ -86,8 +86,8 @@ def _read(directory: Path, name: str, base: str | None, is_adapter: bool) -> Run
     return Run(name.split("/")[1], recipe, rows, data, step if isinstance(step, int) else None, is_adapter, base)
 
 
-def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], told: Run) -> Any:
-    """One commit with the files, the card and the curve; weights there that these replace go with it."""
+def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], pushed: Run) -> Any:
+    """Make one commit with the files, the card and the curve; it deletes the weights that these replace."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     there = api.list_repo_files(name, revision=revision)
@@ -95,27 +95,27 @@ def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], t
     if README in there:
         theirs = front_of(read_text(Path(api.hf_hub_download(name, README, revision=revision)), LARGE), name)
     contents: dict[str, Any] = {path: str(file) for path, file in files.items()}
-    contents[README] = card(told, theirs).encode()
-    train, val = records.points(told.rows, "loss"), records.points(told.rows, "val_loss")
+    contents[README] = card(pushed, theirs).encode()
+    train, val = records.points(pushed.rows, "loss"), records.points(pushed.rows, "val_loss")
     if train or val:
         contents[CURVE] = curve.svg(train, val).encode()
-    if told.is_adapter and told.base is not None:
-        contents[ADAPTER_CONFIG] = _named_base(files[ADAPTER_CONFIG], told.base)
+    if pushed.is_adapter and pushed.base is not None:
+        contents[ADAPTER_CONFIG] = _named_base(files[ADAPTER_CONFIG], pushed.base)
     stale = [path for path in there if path.endswith((WEIGHTS, INDEX)) and "/" not in path and path not in contents]
     operations: list[Any] = [CommitOperationAdd(path, content) for path, content in sorted(contents.items())]
     operations += [CommitOperationDelete(path) for path in stale]
-    title = f"dtrain: {told.name}" + (f", step {told.step}" if told.step is not None else "")
+    title = f"dtrain: {pushed.name}" + (f", step {pushed.step}" if pushed.step is not None else "")
     return api.create_commit(name, operations, commit_message=title, revision=revision)
 
 
 def _named_base(config: Path, base: str) -> bytes:
-    """adapter_config.json with the base's id on the hub in place of a directory of this machine."""
+    """Return adapter_config.json with the base's id on the hub in place of a directory of this machine."""
     return json.dumps({**read_json(config), BASE: base}, indent=2).encode()
 
 
 @contextmanager
-def _told(name: str) -> Iterator[None]:
-    """What the library raises in the block, as a UserError that says what to do."""
+def _hub_errors(name: str) -> Iterator[None]:
+    """Raise the library's errors in the block as a UserError that says what to do."""
     from huggingface_hub import errors
 
     owner = name.split("/")[0]
@@ -140,6 +140,6 @@ def _told(name: str) -> Iterator[None]:
 
 
 def _unreachable() -> tuple[type[Exception], ...]:
-    """What the library's HTTP client raises without a network; which client it has depends on its version."""
+    """Return the errors of the library's HTTP client without a network; the client depends on the library's version."""
     clients = {"httpx2": "TransportError", "httpx": "TransportError", "requests": "RequestException"}
     return tuple(getattr(sys.modules[client], kind) for client, kind in clients.items() if client in sys.modules)

@@ -11,7 +11,7 @@ TRAIN, VAL, INK, GRID = "#2a6fbb", "#d1495b", "#555555", "#dddddd"
 
 
 def svg(train: Sequence[Point], val: Sequence[Point]) -> str:
-    """The picture; there is at least one point."""
+    """Return the picture as SVG; there is at least one point."""
     both = [*train, *val]
     left, right = min(step for step, _ in both), max(step for step, _ in both)
     values = [value for _, value in both]
@@ -36,20 +36,20 @@ def svg(train: Sequence[Point], val: Sequence[Point]) -> str:
         x = place((value, low)).split(",")[0]
         lines.append(f'<text x="{x}" y="{HEIGHT - BELOW + 20}" text-anchor="{anchor}">step {value:g}</text>')
     if train:
-        way = " ".join(map(place, _thinned(train)))
-        lines.append(f'<polyline points="{way}" fill="none" stroke="{TRAIN}" stroke-width="1.5"/>')
+        path = " ".join(map(place, _thinned(train)))
+        lines.append(f'<polyline points="{path}" fill="none" stroke="{TRAIN}" stroke-width="1.5"/>')
     for point in _thinned(val):
         x, y = place(point).split(",")
         lines.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{VAL}"/>')
-    names = [("training loss", TRAIN)] * bool(train) + [("validation loss", VAL)] * bool(val)
-    for number, (name, colour) in enumerate(names):
+    names = [("training loss", TRAIN, train), ("validation loss", VAL, val)]
+    for number, (name, colour) in enumerate((name, colour) for name, colour, points in names if points):
         below = ABOVE + 14 + 18 * number
         lines.append(f'<text x="{WIDTH - ABOVE - 8}" y="{below}" text-anchor="end" fill="{colour}">{name}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 
 def _axis(low: float, high: float) -> tuple[float, float, float]:
-    """Round ends around the values, and the distance of the lines between."""
+    """Return round ends around the values, and the distance of the grid lines."""
     if high <= low:
         low, high = low - 0.5, high + 0.5
     raw = (high - low) / 4
@@ -58,8 +58,8 @@ def _axis(low: float, high: float) -> tuple[float, float, float]:
     return math.floor(low / step) * step, math.ceil(high / step) * step, step
 
 
-def _thinned(given: Sequence[Point]) -> list[Point]:
-    """At most MOST points: the means of neighbours."""
-    size = -(-len(given) // MOST)
-    groups = [given[start : start + size] for start in range(0, len(given), size or 1)]
-    return [(sum(x for x, _ in one) / len(one), sum(y for _, y in one) / len(one)) for one in groups]
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    """Return at most MOST points: the means of neighbours."""
+    size = -(-len(points) // MOST)
+    groups = [points[start : start + size] for start in range(0, len(points), size or 1)]
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]

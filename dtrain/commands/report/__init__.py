@@ -2,8 +2,8 @@
 
 command, compare    the arguments of the two commands; compare's tables and small plots
 run_files           a run's directory, read while it may still go
-measures            which fields of the metrics make which chart; numbers for people
-results             what runs are, what differs, how they ended: tables for both commands
+measures            the charts that the fields of the metrics make; numbers as text
+results             the runs, their differences and their results: tables for both commands
 charts              curves and histograms for plotly, thinned
 sections            the parts of the page that are text: answers, groups, tables
 mesh                the ranks as a picture

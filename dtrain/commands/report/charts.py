@@ -1,4 +1,4 @@
-"""What the page's charts draw, as plain values for JSON: curves, thinned, and histograms of lengths.
+"""The data of the page's charts, as plain values for JSON: curves, thinned, and histograms of lengths.
 
 A line with more than MOST points is thinned by buckets of neighbours that keep the smallest and the largest value of
 each, so that no extreme is lost; the page says so. A value that is not finite is a gap.
@@ -19,7 +19,8 @@ BINS = 24
 
 
 def thinned(steps: Sequence[float], values: Sequence[float | None], most: int = MOST) -> tuple[list, list]:
-    """About `most` of the points: the first, the last, and of each bucket the smallest, the largest and one gap."""
+    """Return about `most` of the points: the first, the last, and of each bucket the smallest, the largest and one
+    gap."""
     count = len(steps)
     if count <= most:
         return list(steps), list(values)
@@ -36,7 +37,7 @@ def thinned(steps: Sequence[float], values: Sequence[float | None], most: int = 
 
 
 def drawn(runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """The curves of all runs. `axes`: of each run how many tokens and hours it had had after a step."""
+    """Return the curves of all runs. `axes`: each run's tokens and hours so far, by step."""
     charts = charts_of(dict.fromkeys(field for run in runs for field in run.curves))
     return {
         "runs": [run.name for run in runs],
@@ -46,7 +47,7 @@ def drawn(runs: Sequence[RunFiles]) -> dict[str, Any]:
 
 
 def _chart(id: str, chart: Chart, runs: Sequence[RunFiles]) -> dict[str, Any]:
-    lines, levels, told = [], [], []
+    lines, levels, notes = [], [], []
     for number, run in enumerate(runs):
         for at, (field, name) in enumerate(chart.lines):
             if (curve := run.curves.get(field)) is None:
@@ -58,11 +59,11 @@ def _chart(id: str, chart: Chart, runs: Sequence[RunFiles]) -> dict[str, Any]:
                 {"run": number, "field": field, "name": name, "dash": dash, "dots": is_rare, "x": x, "y": y}
                 | {"points": len(curve.steps)}
             )
-            if text := _told(curve, better_of(field, run.method)):
-                told.append({"run": number, "name": name, "text": text})
+            if text := _summary(curve, better_of(field, run.method)):
+                notes.append({"run": number, "name": name, "text": text})
         if any(field == "mem_gib" for field, _ in chart.lines) and (planned := run.planned_gib) is not None:
             levels.append({"run": number, "name": "planned", "y": planned})
-            told.append({"run": number, "name": "planned", "text": f"{planned:.2f} GiB"})
+            notes.append({"run": number, "name": "planned", "text": f"{planned:.2f} GiB"})
     return {
         "id": id,
         "group": chart.group,
@@ -70,12 +71,12 @@ def _chart(id: str, chart: Chart, runs: Sequence[RunFiles]) -> dict[str, Any]:
         "unit": chart.unit,
         "lines": lines,
         "levels": levels,
-        "told": told,
+        "told": notes,
     }
 
 
-def _told(curve: Curve, better: Callable | None) -> str:
-    """The curve in words: where it ended, and its best or its range."""
+def _summary(curve: Curve, better: Callable | None) -> str:
+    """Return the curve as text: its last value, and its best or its range."""
     known = curve.known
     if not known:
         return "no finite value"
@@ -92,42 +93,42 @@ def _told(curve: Curve, better: Callable | None) -> str:
 
 
 def _axes(run: RunFiles) -> dict[str, list[float]]:
-    """Steps, and after each the tokens and the hours of all steps so far."""
-    found: dict[str, list[float]] = {}
+    """Return the steps, and for each the tokens and the hours of all steps so far."""
+    axes: dict[str, list[float]] = {}
     for name, field, unit in (("tokens", "tokens", 1.0), ("hours", "step_time", 3600.0)):
         if known := (run.curves[field].known if field in run.curves else []):
             sums = list(accumulate(value / unit for _, value in known))
-            found[f"{name}_steps"], found[name] = thinned([step for step, _ in known], sums)
-    return found
+            axes[f"{name}_steps"], axes[name] = thinned([step for step, _ in known], sums)
+    return axes
 
 
 def histogram(id: str, title: str, unit: str, counted: Sequence[tuple[int, str, Sequence[float]]]) -> dict[str, Any]:
-    """A chart of several distributions over the same bins, each as shares. counted: (run, name, values)."""
+    """Return a chart of several distributions over the same bins, each as shares. counted: (run, name, values)."""
     every = [value for _, _, values in counted for value in values]
     low, high = min(every), max(every)
     width = max(1, math.ceil((high - low + 1) / BINS))
     first = math.floor(low)
     bins = max(1, math.ceil((high - first + 1) / width))
-    lines, told = [], []
+    lines, notes = [], []
     for number, (run, name, values) in enumerate(counted):
         counts = [0] * bins
         for value in values:
             counts[int((value - first) // width)] += 1
         edges = [first + width * at for at in range(bins + 1)]
         shares = [count / len(values) for count in counts]
-        dash = DASHES[sum(one[0] == run for one in counted[:number]) % len(DASHES)]
+        dash = DASHES[sum(entry[0] == run for entry in counted[:number]) % len(DASHES)]
         lines.append(
             {"run": run, "field": "", "name": name, "dash": dash, "dots": False, "points": len(values)}
             | {"x": edges, "y": [*shares, shares[-1]]}
         )
         mean = sum(values) / len(values)
-        told.append({"run": run, "name": name, "text": f"mean {shown(mean)}, longest {shown(max(values))}"})
-    chart = {"id": id, "group": "", "title": title, "unit": "share", "lines": lines, "levels": [], "told": told}
+        notes.append({"run": run, "name": name, "text": f"mean {shown(mean)}, longest {shown(max(values))}"})
+    chart = {"id": id, "group": "", "title": title, "unit": "share", "lines": lines, "levels": [], "told": notes}
     return chart | {"steps_of": unit}
 
 
 def lengths(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """Histograms of the tokens of completions: in the first and the last rollout, and the first and the last
+    """Return histograms of the tokens of completions: in the first and the last rollout, and the first and the last
     evaluation, of each run."""
     charts = []
     for title, files in (("Completions of rollouts", "samples"), ("Answers of evaluations", "evals")):
@@ -135,7 +136,9 @@ def lengths(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
         for number, run in enumerate(runs):
             index: records.Answers = getattr(run, files)
             for step in sorted({min(index.steps), max(index.steps)} if index.steps else ()):
-                values = [one.tokens for one in index.of_step(step) if one.tokens is not None and one.tokens >= 0]
+                values = [
+                    answer.tokens for answer in index.of_step(step) if answer.tokens is not None and answer.tokens >= 0
+                ]
                 if values:
                     counted.append((number, f"step {step}", values))
         if counted:

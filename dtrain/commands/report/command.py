@@ -1,4 +1,4 @@
-"""The command `dtrain report`: its arguments, and the file that it writes. No torch."""
+"""The command `dtrain report`: its arguments and its output file. No torch."""
 
 import argparse
 from pathlib import Path
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the command out; its exit status."""
+    """Run the command and return its exit status."""
     from dtrain.commands.report.page import MARK, page, plotly, state
     from dtrain.commands.report.run_files import open_runs
 

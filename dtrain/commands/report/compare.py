@@ -1,4 +1,4 @@
-"""The command `dtrain compare`: what a report tells, in the terminal. No torch."""
+"""The command `dtrain compare`: a report in the terminal. No torch."""
 
 import argparse
 import shutil
@@ -19,15 +19,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the command out; its exit status."""
+    """Run the command and return its exit status."""
     runs = open_runs(arguments.runs)
-    for line in told(runs, shutil.get_terminal_size((100, 0)).columns):
+    for line in comparison(runs, shutil.get_terminal_size((100, 0)).columns):
         print(line)
     return 0
 
 
-def told(runs: Sequence[RunFiles], width: int) -> Iterator[str]:
-    """Lines: what the runs are, what differs, results, and a small plot of each curve that tells what was learned."""
+def comparison(runs: Sequence[RunFiles], width: int) -> Iterator[str]:
+    """Yield the lines: the runs, what differs, results, and a small plot of each curve of learning."""
     parts = [("", identities(runs)), ("what differs", differences(runs)), ("results (★ the best)", results(runs))]
     names = Row("", [run.name for run in runs])
     labels = min(max(len(row.label) for _, rows in parts for row in rows), 32)
@@ -42,16 +42,16 @@ def told(runs: Sequence[RunFiles], width: int) -> Iterator[str]:
     fields = dict.fromkeys(field for run in runs for field in run.curves)
     measured = [field for field in fields if field.startswith("eval_") and field.endswith("_reward_mean")]
     for field in [*DRAWN, *measured]:
-        known = [one.curves[field].known if field in one.curves else [] for one in runs]
+        known = [run.curves[field].known if field in run.curves else [] for run in runs]
         every = [point for points in known for point in points]
-        for one, points in zip(runs, known, strict=True):
+        for run, points in zip(runs, known, strict=True):
             if lines := plot(points, min(64, max(16, width - 32)), 4, every):
-                yield from [f"\n{printable(field)}, {printable(one.name)}", *lines]
+                yield from [f"\n{printable(field)}, {printable(run.name)}", *lines]
 
 
 def _wrapped(row: Row, labels: int, column: int) -> Iterator[str]:
-    """A row of a table as lines; texts longer than their column go on below."""
-    texts = [f"{printable(text)}{' ★' * (number in row.best)}" for number, text in enumerate(row.texts)]
+    """Yield a row of a table as lines; texts longer than their column go on below."""
+    texts = [printable(text) + (" ★" if number in row.best else "") for number, text in enumerate(row.texts)]
     cells = [textwrap.wrap(text, column, break_on_hyphens=False) or [""] for text in texts]
     head = textwrap.wrap(printable(row.label), labels) or [""]
     for at in range(max(map(len, [head, *cells]))):

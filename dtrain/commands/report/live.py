@@ -24,8 +24,8 @@ RESTS = 20  # times as long as the last look at the runs took
 
 
 class Following:
-    """The runs and the page of them; one thread at a time reads, and rests so long that most of the machine's time is
-    the runs' own."""
+    """The followed runs and their page. One thread at a time reads, and then rests so long that most of the machine's
+    time is the runs' own."""
 
     def __init__(self, runs: Sequence[RunFiles], answers: int, library: str):
         self._runs, self._answers, self._library = runs, answers, library
@@ -40,7 +40,7 @@ class Following:
             return page(data, html, self._library, self._mark)
 
     def state(self, seen: str) -> str | None:
-        """The state as JSON; None where it is the one that was `seen`."""
+        """Return the state as JSON; None if it is the one that was `seen`."""
         with self._lock:
             data, html = self._look()
             return None if seen == self._mark else json.dumps({"seen": self._mark, "data": data, "html": html})
@@ -66,13 +66,13 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host", "").lower() not in self.server.hosts:
             known = " or ".join(sorted(self.server.hosts))
             return self._send(403, f"the header Host must be {known}")
-        asked = urlsplit(self.path)
+        url = urlsplit(self.path)
         try:
-            if asked.path == "/":
+            if url.path == "/":
                 return self._send(200, self.server.following.page(), "text/html")
-            if asked.path == "/state":
-                found = self.server.following.state(parse_qs(asked.query).get("seen", [""])[0])
-                return self._send(204, "") if found is None else self._send(200, found, "application/json")
+            if url.path == "/state":
+                text = self.server.following.state(parse_qs(url.query).get("seen", [""])[0])
+                return self._send(204, "") if text is None else self._send(200, text, "application/json")
         except UserError as error:  # a file that is damaged now
             return self._send(503, str(error))
         self._send(404, "there is / and /state here")
@@ -94,11 +94,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *values: Any) -> None:
-        """Silent: a page asks every few seconds."""
+        """Write nothing: a page asks every few seconds."""
 
 
 class Server(ThreadingHTTPServer):
-    """port: 0 takes a free one. `hosts`: what the header Host may be."""
+    """HTTP server of the page. port: 0 takes a free one. `hosts`: the allowed values of the header Host."""
 
     daemon_threads = True
 
@@ -109,7 +109,7 @@ class Server(ThreadingHTTPServer):
         self.hosts |= {ADDRESS, "localhost"} if self.server_port == 80 else set()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no news; a fault of the server's own is."""
+        """Report faults of the server's own; ignore a client that hangs up."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 

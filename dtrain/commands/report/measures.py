@@ -1,4 +1,4 @@
-"""Which fields of the metrics make which chart, and numbers for people."""
+"""The charts that the fields of the metrics make, and numbers as text."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ _PASS = re.compile(r"eval_(.+)_pass@(\d+)")
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture. lines: (field, what the line is called); unit: of all of them."""
+    """A chart. lines: (field, label of the line); unit: of all lines."""
 
     group: str
     title: str
@@ -26,7 +26,7 @@ class Chart:
 
 
 def _alone(group: str, field: str, line: str = "training") -> Chart:
-    """A chart of one field, titled as the table of fields has it."""
+    """Return the chart of one field, titled as the table of fields has it."""
     known = field_of(field)
     return Chart(group, known.title if known else field, ((field, line),), known.unit if known else "")
 
@@ -62,20 +62,20 @@ _KNOWN = (
 
 
 def charts_of(fields: Iterable[str]) -> list[Chart]:
-    """The charts of the fields that runs measured, in the order of the page. Each field is in one, `val_x` in that of
-    `x`."""
+    """Return the charts of the fields that runs measured, in the order of the page. Each field is in one, `val_x` in
+    that of `x`."""
     left = dict.fromkeys(field for field in fields if field not in _NOT_DRAWN)
-    found = []
+    charts = []
     for chart in _KNOWN:
         lines = [line for line in chart.lines if line[0] in left]
         lines += [(f"val_{field}", "validation") for field, _ in chart.lines if f"val_{field}" in left]
         if lines:
-            found.append(Chart(chart.group, chart.title, tuple(lines), chart.unit))
+            charts.append(Chart(chart.group, chart.title, tuple(lines), chart.unit))
             for field, _ in lines:
                 del left[field]
     parts = tuple((field, field.removeprefix("reward/")) for field in left if field.startswith("reward/"))
     if parts:
-        found.append(Chart(LEARNING, "Rewards by function", parts))
+        charts.append(Chart(LEARNING, "Rewards by function", parts))
     joined: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for field in left:
         if field.startswith("reward/"):
@@ -91,31 +91,32 @@ def charts_of(fields: Iterable[str]) -> list[Chart]:
             joined.setdefault((OTHER, base), []).append((field, "training" if base == field else "validation"))
     for (group, title), lines in joined.items():
         known = field_of(title) if group == OTHER else None
-        found.append(Chart(group, known.title if known else title, tuple(lines), known.unit if known else ""))
-    return sorted(found, key=lambda chart: GROUPS.index(chart.group))
+        charts.append(Chart(group, known.title if known else title, tuple(lines), known.unit if known else ""))
+    return sorted(charts, key=lambda chart: GROUPS.index(chart.group))
 
 
-def told_by(method: str) -> Mapping[str, str]:
-    """The fields that tell what a run of the method learned, with their names for a reader."""
+def learning_curves(method: str) -> Mapping[str, str]:
+    """Return the fields that show what a run of the method learned, with their labels."""
     return (spec_by_name(method) if method in SECTIONS else MethodSpec()).curves
 
 
 def better_of(field: str, method: str) -> Callable | None:
-    """`min` or `max`, whichever of two values of the field is better; None where neither is, as of GRPO's loss."""
+    """Return `min` or `max`, whichever gives the better of two values of the field; None if neither does, as for GRPO's
+    loss."""
     if field.startswith("eval_"):
         return max if field.endswith("_reward_mean") or _PASS.fullmatch(field) else None
-    if field not in told_by(method):
+    if field not in learning_curves(method):
         return None
     return min if field.removeprefix("val_") == "loss" else max
 
 
 def shown(value: float) -> str:
-    """A number for people: four digits that count, thousands with commas."""
+    """Return a number as text: four significant digits, thousands with commas."""
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def amount(value: float) -> str:
-    """A count, such as 12.3 M."""
+    """Return a count as text, such as 12.3 M."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e4)):
         if value >= size:
             return f"{value / (1e3 if unit == 'k' else size):.1f} {unit}"
@@ -127,7 +128,7 @@ def bytes_of(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Such as 1:02:03 h, 2:03 min, 4.2 s."""
+    """Return a time as text, such as 1:02:03 h, 2:03 min, 4.2 s."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     text = str(timedelta(seconds=round(seconds)))

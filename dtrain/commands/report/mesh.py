@@ -1,4 +1,4 @@
-"""The ranks of a run as a picture (SVG): who shares what with whom."""
+"""The ranks of a run as a picture (SVG), grouped by the dimensions of the mesh."""
 
 import math
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ WORDS = {
 
 
 def picture(sizes: Mapping[str, int], title: str) -> str:
-    """The mesh, its sizes by name (dp_replicate, dp_shard, cp, tp): a frame for each replica, in it a row for each
-    data-parallel rank, in that a group for each context-parallel rank, in that a box for each tensor-parallel one.
-    title: safe text of HTML."""
+    """Return a picture of the mesh, its sizes by name (dp_replicate, dp_shard, cp, tp): a frame for each replica, in it
+    a row for each data-parallel rank, in that a group for each context-parallel rank, in that a box for each
+    tensor-parallel one. title: safe text of HTML."""
     shown = {
         name: list(range(size)) if size <= MOST + 1 else [*range(MOST - 1), None, size - 1]
         for name, size in sizes.items()
@@ -56,7 +56,7 @@ def picture(sizes: Mapping[str, int], title: str) -> str:
 
 
 def legend(sizes: Mapping[str, int]) -> list[str]:
-    """What the groups of the picture are, from the outermost."""
+    """Return the legend of the picture's groups, from the outermost."""
     if math.prod(sizes.values()) == 1:
         return ["one process holds everything"]
     return [f"{name} {size}: {WORDS[name]}" for name, size in sizes.items() if size > 1]

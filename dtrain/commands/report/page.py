@@ -34,7 +34,7 @@ _CONTROLS = """<div class="controls" id="controls" hidden>
 
 
 def plotly() -> str:
-    """The library's own offline file. Raises UserError where it is not installed."""
+    """Return plotly's own offline file. Raises UserError if it is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -43,7 +43,7 @@ def plotly() -> str:
 
 
 def state(runs: Sequence[RunFiles], answers: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the page's script reads, and the text of each section, "" where there is nothing to show."""
+    """Return the data for the page's script, and the HTML of each section, "" for an empty one."""
     data = charts.drawn(runs)
     lengths = charts.lengths(runs)
     html = {
@@ -62,11 +62,12 @@ def state(runs: Sequence[RunFiles], answers: int) -> tuple[dict[str, Any], dict[
 
 
 def page(data: dict[str, Any], html: dict[str, str], library: str, seen: str = "") -> str:
-    """The page of `state`. library: the text of `plotly`. seen: of a page that is live, the mark of that state."""
+    """Return the page of `state`. library: the text of `plotly`. seen: of a page that is live, the mark of that
+    state."""
     scripts = [_script(library), _script(Path(__file__).with_name("page.js").read_text(encoding="utf-8"))]
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     policy = f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src 'unsafe-inline'; img-src data:"
-    policy += "; base-uri 'none'; form-action 'none'" + "; connect-src 'self'" * bool(seen)
+    policy += "; base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if seen else "")
     names = [sections.safe(name) for name in data["runs"]]
     title = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     heads = " · ".join(sections.chip(number, name) for number, name in enumerate(data["runs"]))
@@ -96,13 +97,13 @@ def page(data: dict[str, Any], html: dict[str, str], library: str, seen: str = "
 
 
 def embedded(data: Any) -> str:
-    """JSON that stands inside of a script: nothing in it ends the script or opens a comment."""
+    """Return JSON that can stand inside a script: nothing in it ends the script or opens a comment."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _script(text: str) -> str:
-    """A script as a browser sees it in a page, so that its digest is right."""
+    """Return a script as a browser sees it in a page, so that its digest is right."""
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("</script", "<\\/script")
 
 

@@ -1,4 +1,4 @@
-"""What runs are, what differs in their recipes and how they ended: the tables that page and terminal share."""
+"""The tables that page and terminal share: the runs, the differences of their recipes, and their results."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from dtrain.commands.report.measures import EVALUATION, amount, better_of, charts_of, duration, shown, told_by
+from dtrain.commands.report.measures import EVALUATION, amount, better_of, charts_of, duration, learning_curves, shown
 from dtrain.commands.report.run_files import RunFiles
 from dtrain.recipe import secrets
 from dtrain.run.metrics import records
@@ -28,15 +28,16 @@ class Row:
 
 
 def cut(text: str, most: int) -> str:
-    """`text` with at most `most` characters, and how many more there are."""
+    """Return `text` with at most `most` characters, and how many more there are."""
     return text if len(text) <= most else f"{text[:most]} … [{len(text) - most:,} more characters]"
 
 
 def identities(runs: Sequence[RunFiles]) -> list[Row]:
-    """What each run is: status, method, model, data, mesh, batch, steps, time, versions. Rows that no run has go."""
-    found = [_identity(run) for run in runs]
-    labels = list(dict.fromkeys(label for one in found for label in one))
-    rows = [Row(label, [cut(one.get(label) or "", LONGEST) for one in found]) for label in labels]
+    """Return each run's status, method, model, data, mesh, batch, steps, time, versions. Rows that no run has are left
+    out."""
+    columns = [_identity(run) for run in runs]
+    labels = list(dict.fromkeys(label for column in columns for label in column))
+    rows = [Row(label, [cut(column.get(label) or "", LONGEST) for column in columns]) for label in labels]
     return [row for row in rows if any(row.texts)]
 
 
@@ -66,7 +67,7 @@ def _identity(run: RunFiles) -> dict[str, str]:
     batch = about.get("batch")
     return {
         "status": run.status,
-        "method": " ".join([run.method, *["with an adapter"] * (at("lora") is not None)]),
+        "method": run.method if at("lora") is None else f"{run.method} with an adapter",
         "model": f"{at('model', 'path') or ''}{size}",
         "data": ", ".join([_paths(at("data", "train")), *counts]),
         "mesh": mesh_words(run),
@@ -85,16 +86,16 @@ def _batch(sizes: dict[str, Any]) -> str:
 
 
 def _paths(source: Any) -> str:
-    """The files of `data.train`."""
+    """Return the files of `data.train`, joined by +."""
     if not isinstance(source, dict):
         return ""
-    paths = [source.get("path"), *(one.get("path") for one in source.get("sources") or () if isinstance(one, dict))]
-    flat = [one for path in paths if path for one in (path if isinstance(path, list) else [path])]
+    paths = [source.get("path"), *(part.get("path") for part in source.get("sources") or () if isinstance(part, dict))]
+    flat = [file for path in paths if path for file in (path if isinstance(path, list) else [path])]
     return " + ".join(map(str, flat))
 
 
 def mesh_of(run: RunFiles) -> dict[str, int] | None:
-    """The sizes of the mesh by name; None where the run does not tell."""
+    """Return the sizes of the mesh by name; None if the run's files do not have them."""
     mesh = run.about.get("mesh")
     sizes: dict[str, Any] = {name: mesh.get(name) for name in MESH} if isinstance(mesh, dict) else {}
     return sizes if sizes and all(type(size) is int and 0 < size < 1 << 20 for size in sizes.values()) else None
@@ -113,7 +114,7 @@ def mesh_words(run: RunFiles) -> str:
 
 
 def differences(runs: Sequence[RunFiles]) -> list[Row]:
-    """The keys whose values differ, and what each run has; of the runs that have a recipe."""
+    """Return the keys whose values differ, with each run's value; of the runs that have a recipe."""
     flats = [{secrets.dotted(path): value for path, value in secrets.leaves(run.recipe)} for run in runs]
     if sum(map(bool, flats)) < 2:
         return []
@@ -132,10 +133,10 @@ def _text(value: Any) -> str:
 
 
 def results(runs: Sequence[RunFiles]) -> list[Row]:
-    """First and last values of what tells whether a run learned, the best, its speed and memory."""
+    """Return the first, last and best values of each learning curve, and each run's speed and memory."""
     names: dict[str, str] = {}
     for run in runs:
-        names |= told_by(run.method)
+        names |= learning_curves(run.method)
     fields = dict.fromkeys(field for run in runs for field in run.curves)
     measured = [line for chart in charts_of(fields) if chart.group == EVALUATION for line in chart.lines]
     names |= {field: field.removeprefix("eval_").replace("_", " ") for field, _ in measured if better_of(field, "")}
@@ -172,7 +173,7 @@ def _result(runs: Sequence[RunFiles], field: str, name: str) -> Row:
 
 
 def _bests(values: Sequence[float | None], better: Callable) -> tuple[int, ...]:
-    """Where the best value stands, if there are several to compare and they differ by more than rounding."""
+    """Return the indices of the best value, if there are several to compare and they differ by more than rounding."""
     values = [None if value is None else float(f"{value:.4g}") for value in values]
     known = [value for value in values if value is not None]
     if len(known) < 2 or min(known) == max(known):

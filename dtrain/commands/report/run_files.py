@@ -1,4 +1,4 @@
-"""A run's directory, read while it may still go: what it is, its curves, its answers."""
+"""A run's directory, read while the run may still go: its recipe, its curves, its answers."""
 
 from array import array
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Curve:
 
     @property
     def known(self) -> list[records.Point]:
-        """Those that are sound."""
+        """The points whose value is sound (`records.is_sound`)."""
         if self._known is None:
             both = zip(self.steps, self.values, strict=True)
             self._known = [(step, value) for step, value in both if records.is_sound(value)]
@@ -36,7 +36,7 @@ class Curve:
 
 
 class RunFiles:
-    """What a run's directory tells; `look` reads what is new. `name`: how the run is called beside others.
+    """The files of a run's directory; `look` reads what is new. name: of the run beside others.
 
     Raises UserError, also from `look`, for files that are damaged as a whole, and for a directory that holds no run.
     """
@@ -57,7 +57,7 @@ class RunFiles:
         self.rows = self.damaged = 0
 
     def look(self) -> bool:
-        """Read what is new; whether there is anything new."""
+        """Read what is new. Return whether anything is new."""
         before = self.recipe, self.data, self.about, self.is_running
         self.recipe = records.read_recipe(self.directory)
         secrets.hide(self.recipe)
@@ -83,8 +83,8 @@ class RunFiles:
                 self.damaged += 1
                 continue
             self.rows += 1
-            for field, given in row.items():
-                if field != "step" and (value := records.number(given)) is not None:
+            for field, raw in row.items():
+                if field != "step" and (value := records.number(raw)) is not None:
                     self.curves.setdefault(field, Curve()).add(step, value)
         return is_new
 
@@ -94,14 +94,14 @@ class RunFiles:
 
     @property
     def step(self) -> int:
-        """The last optimizer step that the metrics tell of; 0 before the first."""
+        """The last optimizer step in the metrics; 0 before the first."""
         curve = self.curves.get("loss")
         return int(curve.steps[-1]) if curve is not None else 0
 
     @property
     def total_steps(self) -> int | None:
-        found = self.about.get("steps") or self.at("train", "steps")
-        return found if isinstance(found, int) else None
+        steps = self.about.get("steps") or self.at("train", "steps")
+        return steps if isinstance(steps, int) else None
 
     @property
     def status(self) -> str:
@@ -110,7 +110,7 @@ class RunFiles:
         return "running" if self.is_running else f"stopped at step {self.step:,}" if self.step else "no step yet"
 
     def at(self, *keys: str) -> Any:
-        """A value of the recipe; None where there is none."""
+        """Return a value of the recipe; None if there is none."""
         return secrets.at(self.recipe, keys)
 
     @property
@@ -126,22 +126,22 @@ class RunFiles:
         return size / 2**30 + (before or 0.0) if size else None
 
     def fact(self, name: str) -> float | None:
-        """A number of about.json."""
-        found = records.number(self.about.get(name))
-        return found if found is not None and records.is_sound(found) else None
+        """Return a number of about.json; None if there is none that is sound."""
+        value = records.number(self.about.get(name))
+        return value if value is not None and records.is_sound(value) else None
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunFiles]:
-    """The runs, looked at once. Raises UserError for a path that holds none."""
+    """Open and read the runs. Raises UserError for a path that holds none."""
     runs = []
     names = [path.resolve().name for path in paths]
     for path, name in zip(paths, names, strict=True):
         if not path.is_dir():
-            others = sorted(one.parent.name for one in path.parent.glob(f"*/{METRICS}"))[:20]
+            others = sorted(file.parent.name for file in path.parent.glob(f"*/{METRICS}"))[:20]
             known = f"; {path.parent} has {', '.join(others)}" if others else ""
             raise UserError(f"{path} is no directory: give a run's, such as runs/sft{known}")
-        if not any((path / one).is_file() for one in (METRICS, "config.yaml", EVALS)):
-            inside = sorted(one.parent.name for one in path.glob(f"*/{METRICS}"))[:20]
+        if not any((path / file).is_file() for file in (METRICS, "config.yaml", EVALS)):
+            inside = sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))[:20]
             known = f"; in it are the runs {', '.join(inside)}: name one" if inside else ""
             raise UserError(f"{path} holds no run: it has no {METRICS}{known}")
         is_double = names.count(name) > 1

@@ -33,7 +33,7 @@ LOAD: Table = {
     "weight_version": VERSION,
     "mode": Field(str, "keep", among=MODES),
 }
-# An adapter that goes takes nothing that is under way with it along, unless it is told to.
+# An adapter that goes takes nothing that is under way with it along by default.
 UNLOAD: Table = {
     "lora_name": Field(str, "", most=256),
     "lora_int_id": IGNORED,
@@ -42,25 +42,25 @@ UNLOAD: Table = {
 
 
 class Adapters:
-    """The adapter of the model of `updates`, below whose root its directory must be. `load` and `unload` take an HTTP
+    """Adapter of the model of `updates`, below whose root its directory must be. `load` and `unload` take an HTTP
     body and raise ApiError."""
 
     def __init__(self, updates: Updates, parser: Parser):
         self.updates, self.worker, self.parser = updates, updates.worker, parser
 
     def load(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"lora_name", "lora_path", "load_inplace"?, "weight_version"?, "mode"?}: PEFT's files in a directory.
+        """Load PEFT's files in a directory. {"lora_name", "lora_path", "load_inplace"?, "weight_version"?, "mode"?}.
         load_inplace: the adapter of that name gives way; mode: what becomes of completions under way."""
         fields = check(body, LOAD)
         name, path = fields["lora_name"], fields["lora_path"]
-        self._check_room(name, fields["load_inplace"])
+        self._check_free(name, fields["load_inplace"])
         if not name or not path or name == self.parser.model:
             raise ApiError(400, "lora_name, which is not the model's, and lora_path must be given", "lora_name")
         directory = self.updates.below(path, "lora_path")
         loaded = read_beside(self.updates.model, directory)
 
         def put_in() -> None:
-            self._check_room(name, fields["load_inplace"])
+            self._check_free(name, fields["load_inplace"])
             if self.worker.torn:
                 raise ApiError(409, HALF)
             self.put(name, loaded)
@@ -76,7 +76,8 @@ class Adapters:
         self.put(name, read_beside(self.updates.model, directory))
 
     def unload(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"lora_name", "mode"?}: completions under way with it end first (wait), or are refused (abort)."""
+        """Unload an adapter. {"lora_name", "mode"?}: completions under way with it end first (wait), or are refused
+        (abort)."""
         fields = check(body, UNLOAD)
         name = fields["lora_name"]
 
@@ -89,13 +90,13 @@ class Adapters:
         return {"success": True, "message": f"unloaded {name}"}
 
     def put(self, name: str | None, loaded: CausalLM | None) -> None:
-        """Give the model the adapters that `loaded` holds, under `name`, in place of what it has; None for none. On the
+        """Give the model the adapters that `loaded` holds, under `name`, in place of its own; None for none. On the
         worker's thread, or before it starts."""
         put_in(self.updates.model, loaded)
         self.worker.use_adapter(name, None if loaded is None else loaded.adapters)
         self.parser.adapters = () if name is None else (name,)
 
-    def _check_room(self, name: str, in_place: bool) -> None:
+    def _check_free(self, name: str, in_place: bool) -> None:
         held = self.parser.adapters
         if self.updates.is_merged:
             raise ApiError(409, "the model that is served has an adapter of its own: serve its base model")
@@ -106,17 +107,17 @@ class Adapters:
 
 
 def put_in(model: CausalLM, loaded: CausalLM | None) -> None:
-    """Give `model` the adapters of `loaded`, which `read_beside` gave, in place of what it has; None for none."""
+    """Give `model` the adapters of `loaded`, from `read_beside`, in place of its own; None for none."""
     remove_adapters(model)
     for path, layer in adapted_layers(loaded).items() if loaded is not None else ():
         target: Any = model.get_submodule(path)
         target.adapter = layer.adapter
-        target._parameters.update({one: layer._parameters[one] for one in PARAMETERS if one in layer._parameters})
+        target._parameters.update({name: layer._parameters[name] for name in PARAMETERS if name in layer._parameters})
 
 
 def read_beside(model: CausalLM, directory: Path) -> CausalLM:
-    """A model that has the adapters in `directory` and, on meta, weights of the shapes of `model`. Raises UserError
-    where the files are not an adapter of such a model."""
+    """Return a model that has the adapters in `directory` and, on meta, weights of the shapes of `model`. Raises
+    UserError if the files are not an adapter of such a model."""
     config = read_adapter_config(directory)
     if config.modules_to_save:
         saved = ", ".join(config.modules_to_save)

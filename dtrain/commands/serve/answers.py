@@ -1,7 +1,7 @@
-"""Completions to what OpenAI's API answers, whole or as server-sent events. No torch.
+"""Completions to responses of OpenAI's API, whole or as server-sent events. No torch.
 
 Beside OpenAI's fields a choice has vLLM's `stop_reason`, `token_ids`, `prompt_token_ids` and `routed_experts` where
-they were asked for, and dtrain's `weight_version`: the oldest version of the weights that drew one of its tokens.
+they were requested, and dtrain's `weight_version`: the oldest version of the weights that drew one of its tokens.
 """
 
 import json
@@ -25,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 @dataclass(frozen=True)
 class StreamChunk:
     """Tokens of request `index`, all or further ones; finish: None while more may come; prompt: the scores of its
-    prompt, where they were asked for; routed: with the finish, where prompt and tokens went (`rollout.routed`)."""
+    prompt, if they were requested; routed: with the finish, where prompt and tokens went (`rl.routed`)."""
 
     index: int
     ids: list[int]
@@ -49,17 +49,17 @@ class Answer:
         self.id = f"{'chatcmpl' if self.ask.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        self._texts = [TextStream(decode, one.sampling.stop, self.ask.keep_stop) for one in self.ask.requests]
-        self._given = [0] * len(self.ask.requests)  # tokens of each request
+        self._texts = [TextStream(decode, request.sampling.stop, self.ask.keep_stop) for request in self.ask.requests]
+        self._num_tokens = [0] * len(self.ask.requests)  # of each request
         self._begun: set[int] = set()
 
     def whole(self, pieces: Sequence[StreamChunk]) -> dict[str, Any]:
-        """The body of the answer; `pieces`: one for each request, in any order."""
+        """Return the body of the answer; `pieces`: one for each request, in any order."""
         choices = [self._choice(piece, "message") for piece in sorted(pieces, key=lambda piece: piece.index)]
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
 
     def event(self, piece: StreamChunk) -> bytes:
-        """One server-sent event, or nothing where the piece adds nothing that a client may see yet."""
+        """Return the server-sent event of `piece`; b"" if it adds nothing that a client may see yet."""
         choice = self._choice(piece, "delta")
         text = choice["delta"].get("content") if self.ask.chat else choice["text"]
         if not (text or choice["finish_reason"] or self.ask.logprobs or self.ask.token_ids):
@@ -67,7 +67,7 @@ class Answer:
         return _event({**self._head("chat.completion.chunk"), "choices": [choice]})
 
     def last_events(self) -> bytes:
-        """What ends the stream."""
+        """Return the events that end the stream."""
         if not self.ask.usage:
             return DONE
         return _event({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()}) + DONE
@@ -78,14 +78,14 @@ class Answer:
 
     def _usage(self) -> dict[str, int]:
         prompt = sum(len(request.prompt) for request in self.ask.requests[:: self.ask.samples])
-        given = sum(self._given)
-        return {"prompt_tokens": prompt, "completion_tokens": given, "total_tokens": prompt + given}
+        completion = sum(self._num_tokens)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _choice(self, piece: StreamChunk, speech: str) -> dict[str, Any]:
         stream = self._texts[piece.index]
         is_first = piece.index not in self._begun
         self._begun.add(piece.index)
-        self._given[piece.index] += len(piece.ids)
+        self._num_tokens[piece.index] += len(piece.ids)
         text = stream.push(piece.ids, last=piece.finish is not None)
         if self.ask.echo:
             text = self.ask.echo[piece.index // self.ask.samples] + text
@@ -112,7 +112,7 @@ class Answer:
         return piece.ids[-1] if piece.ids and piece.ids[-1] not in self.ask.eos_ids else None
 
     def _logprobs(self, piece: StreamChunk) -> dict[str, Any]:
-        tokens = [self._token(one) for one in piece.ids]
+        tokens = [self._token(token_id) for token_id in piece.ids]
         if self.ask.chat:
             pairs = zip(tokens, piece.logprobs, strict=True)
             content = [
@@ -122,18 +122,18 @@ class Answer:
             return {"content": content}
         logprobs: list[float | None] = [*piece.logprobs]
         highest: list[dict[str, float] | None] = [
-            {one: logprob} for one, logprob in zip(tokens, piece.logprobs, strict=True)
+            {token: logprob} for token, logprob in zip(tokens, piece.logprobs, strict=True)
         ]
         if (scores := piece.prompt) is not None:  # nothing is before the first token
             tokens = [*map(self._token, self.ask.requests[piece.index].prompt), *tokens]
             logprobs = [None, *scores.logprobs, *logprobs]
             places = zip(map(self._token, scores.likeliest), scores.highest, strict=True)
-            highest = [None, *({one: logprob} for one, logprob in places), *highest]
+            highest = [None, *({token: logprob} for token, logprob in places), *highest]
         top = highest if self.ask.likeliest else None
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": None}
 
-    def _token(self, one: int) -> str:
-        return f"token_id:{one}" if self.ask.tokens_as_ids else self.tokenizer.decode([one])
+    def _token(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.ask.tokens_as_ids else self.tokenizer.decode([token_id])
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -32,7 +32,7 @@ CLASSIFY: Table = {
 
 
 class Classifier:
-    """The model, which one caller at a time computes with, and the end of it as `server.serve` asks for it."""
+    """Model that one caller at a time computes with; `start`, `end` and `failure` are as `server.serve` needs them."""
 
     failure: str | None = None
 
@@ -42,17 +42,17 @@ class Classifier:
         self._closing = False
 
     def start(self) -> None:
-        """Nothing: callers' threads compute."""
+        """Do nothing: callers' threads compute."""
 
     def rate(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """`rollout.scores.rate` of the rows. Raises ApiError where the server ends."""
+        """Return `inference.scores.rate` of the rows. Raises ApiError if the server is ending."""
         with self._turn:
             if self._closing:
                 raise ApiError(503, "the server is ending")
             return rate(self.model, rows, TOGETHER)
 
     def end(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Take no more work in, and wait for what computes, `grace` seconds at most. False: it did not end."""
+        """Take no more work in, and wait `grace` seconds at most for running work. Return whether that ended."""
         self._closing = True
         is_idle = self._turn.acquire(timeout=grace)
         if is_idle:
@@ -85,12 +85,12 @@ class ClassifyService(Gate):
 
     def models(self) -> dict[str, Any]:
         length = self.encoder.max_length
-        one = {"id": self.name, "object": "model", "created": self.started, "owned_by": "dtrain"}
-        return {"object": "list", "data": [{**one, "max_model_len": length}]}
+        entry = {"id": self.name, "object": "model", "created": self.started, "owned_by": "dtrain"}
+        return {"object": "list", "data": [{**entry, "max_model_len": length}]}
 
     def classify(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """For each text: `scores`, the head's outputs; `probs`, their softmax, of one output the sigmoid; `label`, the
-        likeliest output's name."""
+        """Return for each text: `scores`, the head's outputs; `probs`, their softmax, of one output the sigmoid;
+        `label`, the likeliest output's name."""
         fields = check(body, CLASSIFY)
         if fields["model"] not in (None, self.name):
             raise ApiError(404, f"the model is {self.name}, not {fields['model'][:80]}", "model")
@@ -118,7 +118,7 @@ class ClassifyService(Gate):
         }
 
     def _rows(self, fields: Mapping[str, Any]) -> list[list[int]]:
-        """Ids of each text. Raises ApiError."""
+        """Return the ids of each text. Raises ApiError."""
         if (fields["input"] is None) == (fields["messages"] is None):
             raise ApiError(400, "give input (a text, token ids, or a list of either) or messages, one of them", "input")
         try:
@@ -128,7 +128,7 @@ class ClassifyService(Gate):
                 messages, _ = read_messages(fields["messages"], "messages")
                 rows = [self.encoder.conversation(messages, read_tools(fields))]
             else:
-                rows = [self._ids(one, fields["add_special_tokens"]) for one in fields["input"]]
+                rows = [self._ids(text_or_ids, fields["add_special_tokens"]) for text_or_ids in fields["input"]]
         except UserError as error:
             raise ApiError(400, str(error), "input" if fields["messages"] is None else "messages") from error
         for index, row in enumerate(rows):
@@ -137,16 +137,16 @@ class ClassifyService(Gate):
                 raise ApiError(400, what, "input")
         return rows
 
-    def _ids(self, one: str | list[int], specials: bool) -> list[int]:
-        if isinstance(one, str):
-            return self.encoder.text(one) if specials else self.encoder.tokenizer.encode(one)
-        if max(one) >= self.worker.model.config.vocab_size:
-            raise ApiError(400, f"the id {max(one)} is beyond the vocabulary", "input")
-        return one
+    def _ids(self, text_or_ids: str | list[int], specials: bool) -> list[int]:
+        if isinstance(text_or_ids, str):
+            return self.encoder.text(text_or_ids) if specials else self.encoder.tokenizer.encode(text_or_ids)
+        if max(text_or_ids) >= self.worker.model.config.vocab_size:
+            raise ApiError(400, f"the id {max(text_or_ids)} is beyond the vocabulary", "input")
+        return text_or_ids
 
 
 def names_of(config: Path, labels: int) -> list[str]:
-    """The outputs' names, by a config.json's id2label; an adapter has none."""
+    """Return the outputs' names by the id2label of a config.json; an adapter has none."""
     named = read_json(config).get("id2label") if config.is_file() else {}
     named = named if isinstance(named, dict) else {}
     return [str(named.get(str(index), f"LABEL_{index}")) for index in range(labels)]

@@ -1,4 +1,4 @@
-"""The command `dtrain serve`: its arguments, and what it does with them. No torch until it runs."""
+"""The command `dtrain serve`: its arguments and its entry point. No torch until it runs."""
 
 import argparse
 from pathlib import Path
@@ -36,7 +36,7 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the command out; its exit status."""
+    """Run the command and return its exit status."""
     from dtrain.base.hub import find_directory
 
     find_directory(arguments.directory)  # before torch is loaded, which takes long

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: requests read strictly, within limits of size and time, and answers written as JSON.
+"""HTTP/1.1 connection: requests read strictly, within limits of size and time, and answers written as JSON.
 
 Standard library only: an ASGI server and pydantic would leave these limits and the tables of fields to us all the same.
 """
@@ -20,7 +20,7 @@ LINGER_SECONDS = 2.0  # that a client may go on sending after it was refused, so
 _REQUEST = re.compile(r"([A-Za-z]{1,20}) ([!-~]+) HTTP/1\.[01]")
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\x00-\x08\x0a-\x1f\x7f]*)")
 _BARE = re.compile(rb"(?<!\r)\n|\r[^\n]")
-# What is read here: two of one are two opinions of what is asked.
+# The headers that are read here: a second one of a name would be ambiguous.
 _SINGLE = {"host", "content-length", "transfer-encoding", "content-type", "authorization", "origin", "expect"}
 _EXTRA = {401: ['WWW-Authenticate: Bearer realm="dtrain"'], 405: ["Allow: GET, POST"], 503: ["Retry-After: 1"]}
 
@@ -51,7 +51,8 @@ class RequestHead:
 
 
 class Connection:
-    """`is_open` until an answer is the last one; `is_answered`: whether the request that began last is."""
+    """Connection of one client. `is_open` until an answer is the last one; `is_answered`: whether the request that
+    began last is."""
 
     def __init__(self, sock: socket.socket, limits: Limits):
         self.is_open = self.is_answered = True
@@ -63,7 +64,7 @@ class Connection:
         self._patience = limits.head_seconds  # for a request's first byte
 
     def begins(self) -> bool:
-        """Wait for the next request's first byte; False where none comes."""
+        """Wait for the next request's first byte. Return whether it came."""
         if not self.is_open:
             return False
         self._head, self._unread = None, False
@@ -78,7 +79,7 @@ class Connection:
         return True
 
     def head(self) -> RequestHead:
-        """The head of the request that begins. Raises ApiError."""
+        """Return the head of the request that begins. Raises ApiError."""
         until = time.monotonic() + self._limits.head_seconds
         self._buffer = self._buffer.lstrip(b"\r\n")
         while (end := self._buffer.find(b"\r\n\r\n", 0, self._limits.head)) < 0:
@@ -93,7 +94,7 @@ class Connection:
         return self._head
 
     def body(self, head: RequestHead) -> bytearray:
-        """The body of the request whose head was read. Raises ApiError."""
+        """Return the body of the request whose head was read. Raises ApiError."""
         length, until = head.length, time.monotonic() + self._limits.body_seconds
         if length and "expect" in head.headers:
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -105,7 +106,7 @@ class Connection:
         return raw
 
     def send(self, status: int, body: dict[str, Any]) -> None:
-        """An answer; the last one where its request was not read whole."""
+        """Send an answer; the last one if its request was not read whole."""
         data = json.dumps(body).encode()
         self.begin(status, f"Content-Type: application/json\r\nContent-Length: {len(data)}")
         if self._head is None or self._head.method != "HEAD":
@@ -115,19 +116,19 @@ class Connection:
         self.send(error.status, error.body)
 
     def begin(self, status: int, headers: str) -> None:
-        """The head of an answer."""
+        """Send the head of an answer."""
         self.is_answered = True
-        asked = "close" if self._head is None else self._head.headers.get("connection", "")
-        self.is_open = not (self._unread or "close" in asked.lower())
+        connection = "close" if self._head is None else self._head.headers.get("connection", "")
+        self.is_open = not (self._unread or "close" in connection.lower())
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "Server: dtrain", headers, *_EXTRA.get(status, [])]
         self._send("\r\n".join([*lines, "Connection: close"] if not self.is_open else lines).encode() + b"\r\n\r\n")
 
     def chunk(self, data: bytes, *, last: bool = False) -> None:
-        """A part of an answer that began as `Transfer-Encoding: chunked`."""
+        """Send a part of an answer that began as `Transfer-Encoding: chunked`."""
         self._send((b"%x\r\n%b\r\n" % (len(data), data) if data else b"") + (b"0\r\n\r\n" if last else b""))
 
     def is_gone(self) -> bool:
-        """Whether the client has hung up."""
+        """Return whether the client has hung up."""
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         return bool(poll.poll(0)) and self.sock.recv(1, socket.MSG_PEEK) == b""
@@ -146,7 +147,7 @@ class Connection:
         self.sock.sendall(data)
 
     def _await(self, until: float, most: int) -> None:
-        """More bytes of a request that has begun. Raises ApiError."""
+        """Receive more bytes of a request that has begun. Raises ApiError."""
         try:
             self._receive(until, most)
         except TimeoutError as error:
@@ -155,7 +156,7 @@ class Connection:
             raise ApiError(400, "the request breaks off") from error
 
     def _receive(self, until: float, most: int) -> None:
-        """More bytes. Raises TimeoutError, and ConnectionError where the client has hung up."""
+        """Receive more bytes. Raises TimeoutError, and ConnectionError if the client has hung up."""
         self.sock.settimeout(max(until - time.monotonic(), 0.001))
         data = self.sock.recv(most) if time.monotonic() < until else None
         if data is None:
@@ -172,13 +173,13 @@ def _parsed(text: str) -> RequestHead:
         raise ApiError(505 if re.search(r" HTTP/[02-9]", first) else 400, f"{shown(first)} is no request of HTTP/1.1")
     headers: dict[str, str] = {}
     for line in lines:
-        found = _HEADER.fullmatch(line)
-        if found is None:
+        match = _HEADER.fullmatch(line)
+        if match is None:
             raise ApiError(400, f"the header {shown(line)} is not sound")
-        name = found[1].lower()
+        name = match[1].lower()
         if name in headers and name in _SINGLE:
             raise ApiError(400, f"the header {shown(line)} stands twice")
-        headers[name] = found[2].strip(" \t")
+        headers[name] = match[2].strip(" \t")
     length = headers.get("content-length", "0")
     if not re.fullmatch("[0-9]{1,18}", length) or {"content-length", "transfer-encoding"} <= headers.keys():
         raise ApiError(400, "Content-Length must be one whole number, without Transfer-Encoding")

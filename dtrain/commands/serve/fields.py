@@ -40,7 +40,7 @@ class ApiError(Exception):
 
 
 def read_object(raw: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object of a body. Raises ApiError."""
+    """Return the JSON object of a body. Raises ApiError."""
     check_json(raw, "the body")
     try:
         body = json.loads(raw.decode(), parse_float=_finite, parse_constant=_finite, object_pairs_hook=_unique)
@@ -52,7 +52,7 @@ def read_object(raw: bytes | bytearray) -> dict[str, Any]:
 
 
 def check_json(raw: bytes | bytearray, name: str) -> None:
-    """Raises ApiError for JSON, sound or not, that is too much to parse."""
+    """Raise ApiError for JSON, sound or not, that is too much to parse."""
     is_too_much = raw.count(b'"') > MOST_ITEMS
     bare = b"" if is_too_much else _STRING.sub(b"", raw)
     if is_too_much or sum(map(bare.count, (b",", b"[", b"]", b"{", b"}"))) > MOST_ITEMS:
@@ -65,26 +65,26 @@ def check_json(raw: bytes | bytearray, name: str) -> None:
 
 
 def _finite(text: str) -> float:
-    """A number with a point or an exponent, or NaN or Infinity, which JSON does not have."""
+    """Return the number in `text`; raises ValueError for NaN and Infinity, which JSON does not have."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text[:20]} is no finite number")
     return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in result:
             raise ValueError(f"{shown(name)} stands twice in one object")
-        found[name] = value
-    return found
+        result[name] = value
+    return result
 
 
 @dataclass(frozen=True)
 class Field:
-    """A row of a table. kind: the value's type, None for any. default: what null and absence stand for. least, most: of
+    """A row of a table. kind: the value's type, None for any. default: for null and absence. least, most: of
     a number, or of a text's or a list's length. of: a list's entries, or an object's table. among: the only values that
-    are served. use: makes a value that is sound of one that is not, or raises ApiError."""
+    are served. use: converts the value, or raises ApiError."""
 
     kind: type | None = None
     default: Any = None
@@ -95,7 +95,7 @@ class Field:
     use: Callable[[Any, str], Any] | None = None
 
     def read(self, value: Any, name: str) -> Any:
-        """What `value` of the field `name` stands for. Raises ApiError."""
+        """Return the value that `value` of the field `name` stands for. Raises ApiError."""
         if self.kind is not None and type(value) is not self.kind and (self.kind, type(value)) != (float, int):
             raise ApiError(400, f"{name} must be {_WORDS[self.kind]}, not {shown(value)}", name)
         size = value if self.kind in (int, float) else len(value) if self.kind in (str, list) else self.least
@@ -103,14 +103,16 @@ class Field:
             bounds = f"at least {self.least}" if self.most == math.inf else f"from {self.least} to {self.most}"
             what = f"{name}={shown(value)}" if size is value else f"the length of {name}, {size},"
             raise ApiError(400, f"{what} must be {bounds}", name)
-        alike = (one for one in self.among or () if isinstance(one, bool) == isinstance(value, bool))  # else 1 is True
+        alike = (
+            allowed for allowed in self.among or () if isinstance(allowed, bool) == isinstance(value, bool)
+        )  # else 1 is True
         if self.among is not None and value not in alike:
             rest = f"it may be {', '.join(map(str, self.among))}" if self.among else "leave it out"
             raise ApiError(400, f"{name}={shown(value)}: dtrain serve does not have it; {rest}", name)
         if isinstance(self.of, Field):
-            return [self.of.read(one, f"{name}[{index}]") for index, one in enumerate(value)]
+            return [self.of.read(item, f"{name}[{index}]") for index, item in enumerate(value)]
         if self.of is not None:
-            return {one: given for one, given in check(value, self.of, name).items() if given is not None}
+            return {key: item for key, item in check(value, self.of, name).items() if item is not None}
         return value if self.use is None else self.use(value, name)
 
 
@@ -118,23 +120,23 @@ Table = Mapping[str, Field]
 
 
 def check(body: Mapping[str, Any], table: Table, name: str = "") -> dict[str, Any]:
-    """Every field of `table`, as it was read from `body`, which stands at `name`. Raises ApiError."""
+    """Return every field of `table`, read from `body`, which stands at `name`. Raises ApiError."""
     inside = f"{name}." if name else ""
-    for one in body:
-        if one not in table:
-            near = nearest(one, table)
-            one = f"{inside}{one[:64]}"
+    for key in body:
+        if key not in table:
+            near = nearest(key, table)
+            key = f"{inside}{key[:64]}"
             hint = f"; did you mean {inside}{near}?" if near else ""
-            raise ApiError(400, f"{one} is no field that dtrain serve knows{hint}", one)
+            raise ApiError(400, f"{key} is no field that dtrain serve knows{hint}", key)
     return {
-        one: field.default if body.get(one) is None else field.read(body[one], inside + one)
-        for one, field in table.items()
+        key: field.default if body.get(key) is None else field.read(body[key], inside + key)
+        for key, field in table.items()
     }
 
 
 def is_ids(value: Any) -> bool:
-    """Whether it is a list of numbers that may be token ids, not empty."""
-    return isinstance(value, list) and bool(value) and all(type(one) is int and one >= 0 for one in value)
+    """Return whether `value` is a list of numbers that may be token ids, not empty."""
+    return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
 
 
 FLAG = Field(bool, False)

@@ -1,4 +1,4 @@
-"""What a client may ask: bodies of /v1/completions and /v1/chat/completions to requests, or an error that says why not.
+"""Requests of clients: bodies of /v1/completions and /v1/chat/completions to requests, or an error that says why not.
 
 The fields are in the tables below: OpenAI's, and vLLM's beside them, with their defaults, and SGLang's
 `return_routed_experts`. dtrain's own are
@@ -22,9 +22,13 @@ SEED_LIMIT = 2**63
 
 
 def texts_or_ids(value: Any, name: str) -> list[str | list[int]]:
-    """Several texts or lists of ids, of one or a list of them. Raises ApiError."""
+    """Return a list of texts or lists of ids, from one of them or a list. Raises ApiError."""
     several = value if isinstance(value, list) and not is_ids(value) else [value]
-    if len(several) > MOST_REQUESTS or not several or not all(isinstance(one, str) or is_ids(one) for one in several):
+    if (
+        len(several) > MOST_REQUESTS
+        or not several
+        or not all(isinstance(item, str) or is_ids(item) for item in several)
+    ):
         what = f"a text, token ids, or a list of either, none empty, {MOST_REQUESTS} at most"
         raise ApiError(400, f"{name} must be {what}", name)
     return several
@@ -32,7 +36,9 @@ def texts_or_ids(value: Any, name: str) -> list[str | list[int]]:
 
 def _stops(value: Any, name: str) -> tuple[str, ...]:
     several = [value] if isinstance(value, str) else value
-    if not isinstance(several, list) or not all(isinstance(one, str) and 0 < len(one) <= 1024 for one in several[:65]):
+    if not isinstance(several, list) or not all(
+        isinstance(stop, str) and 0 < len(stop) <= 1024 for stop in several[:65]
+    ):
         raise ApiError(400, f"{name} must be a text or a list of texts, none empty or beyond 1024 characters", name)
     if len(several) > 64:
         raise ApiError(400, f"{name} must be 64 texts at most", name)
@@ -44,7 +50,7 @@ def _content(value: Any, name: str) -> Any:
 
 
 def _arguments(value: Any, name: str) -> Any:
-    """A tool call's: an object, or a text of JSON, which may become one for the template."""
+    """Return the arguments of a tool call: an object, or a text of JSON, which the template may parse."""
     if isinstance(value, str):
         check_json(value.encode(errors="replace"), name)
         return value
@@ -52,8 +58,8 @@ def _arguments(value: Any, name: str) -> Any:
 
 
 def _variables(value: Any, name: str) -> dict[str, Any]:
-    for key, one in Field(dict).read(value, name).items():
-        if not isinstance(one, str | int | float | None) or (isinstance(one, str) and len(one) > 4096):
+    for key, item in Field(dict).read(value, name).items():
+        if not isinstance(item, str | int | float | None) or (isinstance(item, str) and len(item) > 4096):
             raise ApiError(400, f"{name}.{key[:64]} must be true, false, null, a number or a short text", name)
     return value
 
@@ -142,7 +148,7 @@ CHAT: Table = {
 
 @dataclass(frozen=True)
 class Ask:
-    """One HTTP request: `requests` by prompt, then by sample, of the model `name`, with an adapter or without; and how
+    """HTTP request: `requests` by prompt, then by sample, of the model `name`, with an adapter or without; and how
     the answer is to look."""
 
     name: str
@@ -158,12 +164,12 @@ class Ask:
     keep_stop: bool
     eos_ids: tuple[int, ...]
     echo: tuple[str, ...] = ()  # each prompt's text, where answers begin with it
-    likeliest: bool = False  # whether the likeliest token of each place is told beside it; of completions with echo
+    likeliest: bool = False  # whether the likeliest token of each place is returned beside it; of completions with echo
 
 
 class Parser:
-    """Bodies to `Ask`. encoder: the tokenizer's and the template's; max_length: prompt and completion together.
-    `adapters`: names that a request may say in place of the model's."""
+    """Parser of bodies to `Ask`. encoder: the tokenizer's and the template's; max_length: prompt and completion
+    together. `adapters`: names that a request may say in place of the model's."""
 
     def __init__(self, encoder: PromptEncoder, model: str, max_length: int):
         self.encoder, self.model, self.max_length = encoder, model, max_length
@@ -171,32 +177,32 @@ class Parser:
         self.tokenizer = encoder.tokenizer
 
     def completion(self, body: Mapping[str, Any]) -> Ask:
-        """A body of /v1/completions. Raises ApiError."""
+        """Return the request of a body of /v1/completions. Raises ApiError."""
         fields = self._fields(body, COMPLETION)
         if fields["prompt"] is None:
             raise ApiError(400, "prompt must be given: a text, token ids, or a list of either", "prompt")
         specials, prompts = fields["add_special_tokens"], []
         if len(fields["prompt"]) * fields["n"] > MOST_REQUESTS:
             raise ApiError(400, f"prompt and n make more than {MOST_REQUESTS} completions; ask several times", "prompt")
-        for one in fields["prompt"]:
-            prompts.append(tuple(self._encoded(one, specials) if isinstance(one, str) else one))
+        for prompt in fields["prompt"]:
+            prompts.append(tuple(self._encoded(prompt, specials) if isinstance(prompt, str) else prompt))
             self._check_ids(prompts[-1], "prompt")
         ask = self._ask(fields, prompts, fields["max_tokens"], fields["logprobs"] is not None, chat=False)
         return self._echoing(ask, fields) if fields["echo"] else ask
 
     def _echoing(self, ask: Ask, fields: Mapping[str, Any]) -> Ask:
-        """`ask` with the prompts in its answers."""
+        """Return `ask` with the prompts in its answers."""
         if ask.stream:
             raise ApiError(400, "echo=True is not for streams: set stream=False", "echo")
         likeliest = fields["logprobs"] == 1
         if likeliest and fields["max_tokens"] and fields["temperature"]:
             what = "with echo, logprobs=1 names the likeliest tokens, which are those drawn at temperature=0"
             raise ApiError(400, f"{what}; set that, or max_tokens=0, or logprobs=0", "logprobs")
-        texts = [one if isinstance(one, str) else self.tokenizer.decode(one) for one in fields["prompt"]]
+        texts = [prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt) for prompt in fields["prompt"]]
         return replace(ask, echo=tuple(texts), likeliest=likeliest)
 
     def chat(self, body: Mapping[str, Any]) -> Ask:
-        """A body of /v1/chat/completions. Raises ApiError."""
+        """Return the request of a body of /v1/chat/completions. Raises ApiError."""
         fields = self._fields(body, CHAT)
         if fields["messages"] is None:
             raise ApiError(400, "messages is missing: a list of objects with role and content", "messages")

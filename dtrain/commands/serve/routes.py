@@ -1,4 +1,4 @@
-"""What each route does, and who may call it: told by a request's head alone, before its body is read."""
+"""The routes and their access: checked by a request's head alone, before its body is read."""
 
 import hmac
 import re
@@ -23,8 +23,8 @@ Act = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class Gate:
-    """Which paths there are, and who may call them. `get`, `ask`, `act` and `control` are what paths do: answer without
-    a body, draw, answer at once, change the server. control is there where `has_control`.
+    """Paths of a server and their access. `get`, `ask`, `act` and `control` map paths to handlers that answer without a
+    body, draw, answer at once, and change the server. control is there if `has_control`.
 
     key: what clients must send as `Authorization: Bearer`, or None. hosts: the names in a request's `Host` that are
     served without a key.
@@ -38,7 +38,8 @@ class Gate:
         self.control: dict[str, Act] = {}
 
     def admit(self, head: RequestHead) -> None:
-        """Raises ApiError where a request may not be, by its head alone: the key comes first, the body's size last."""
+        """Raise ApiError for a request that is not allowed, by its head alone: the key comes first, the body's size
+        last."""
         self._check_caller(head)
         path, headers = head.path, head.headers
         if head.method not in ("GET", "POST"):
@@ -68,11 +69,11 @@ class Gate:
             raise ApiError(413, f"the body has {head.length} bytes, and at most {most} are taken")
 
     def has_key(self, head: RequestHead) -> bool:
-        """Whether this server has a key, and the request shows it."""
+        """Return whether this server has a key and the request shows it."""
         if self.key is None:
             return False
-        scheme, _, given = head.headers.get("authorization", "").partition(" ")
-        return hmac.compare_digest(given.strip().encode(), self.key.encode()) and scheme.lower() == "bearer"
+        scheme, _, token = head.headers.get("authorization", "").partition(" ")
+        return hmac.compare_digest(token.strip().encode(), self.key.encode()) and scheme.lower() == "bearer"
 
     def _check_caller(self, head: RequestHead) -> None:
         if self.key is None:  # a page may lead its visitors' browsers here by a name of its own
@@ -85,8 +86,8 @@ class Gate:
 
 
 class Service(Gate):
-    """What the routes of a language model do. control, which pauses the server and changes its weights, is there where
-    `updates` has a root, and needs a key."""
+    """Routes of a language model. control, which pauses the server and changes its weights, is there if `updates` has a
+    root, and needs a key."""
 
     def __init__(self, parser: Parser, worker: EngineThread, updates: Updates, key: str | None, hosts: set[str]):
         super().__init__(key, hosts)
@@ -146,7 +147,7 @@ class Service(Gate):
         return {"object": "list", "data": [base, *beside]}
 
     def pause(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"mode"}: keep (SGLang: in_place), wait or abort, vLLM's and SGLang's default."""
+        """Pause the server. {"mode"}: keep (SGLang: in_place), wait or abort, vLLM's and SGLang's default."""
         self.worker.pause(check(body, PAUSE)["mode"].replace("in_place", "keep"))
         return {"status": "paused"}
 

@@ -32,11 +32,11 @@ from dtrain.rl.remote.shared_directory import mark_of, newest
 STREAM = "Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nTransfer-Encoding: chunked"
 LOOK_SECONDS = 1.0  # between looks at whether a client is still there
 WATCH_SECONDS = 1.0  # between looks at a shared directory
-REFUSING = 64  # connections beyond the limit that are told so; those beyond these are cut off
+REFUSING = 64  # connections beyond the limit that are answered with 503; those beyond these are cut off
 
 
 class HttpServer(socketserver.TCPServer):
-    """Listens at an address as of `socket.getaddrinfo`; port 0 takes a free one."""
+    """HTTP server at an address as of `socket.getaddrinfo`; port 0 takes a free one."""
 
     allow_reuse_address = True
     request_queue_size = 1024
@@ -62,7 +62,7 @@ class HttpServer(socketserver.TCPServer):
             return self._idle.wait_for(lambda: self._answering == 0, seconds)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread for the connection, where there is a slot for it."""
+        """Start a thread for the connection, if there is a slot for it."""
         for slots, act in ((self._slots, self._converse), (self._refusing, self._refuse)):
             if slots.take(request):
                 threading.Thread(target=self._held_by, args=(request, slots, act), name="http", daemon=True).start()
@@ -100,7 +100,7 @@ class HttpServer(socketserver.TCPServer):
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """The server ends when no request is being answered."""
+        """Count a request that is being answered: the server ends when there is none."""
         with self._idle:
             self._answering += 1
         try:
@@ -171,7 +171,7 @@ class HttpServer(socketserver.TCPServer):
 
 
 def _pieces(connection: Connection, job: Job) -> Iterator[StreamChunk]:
-    """The pieces of a job. Raises ApiError as the worker says, and ConnectionError soon after the client is gone, also
+    """Yield the pieces of a job. Raises the worker's ApiError, and ConnectionError soon after the client is gone, also
     while pieces keep coming: an answer that is sent whole writes nothing to the client before its end."""
     look = time.monotonic() + LOOK_SECONDS
     while True:
@@ -193,10 +193,10 @@ def serve(server: HttpServer, *, grace: float, watch: Path | None = None, say: C
     Stopped after a signal, UserError where the engine failed. A second signal ends at once.
     """
     worker = server.service.worker
-    asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in kept:
-        signal.signal(number, lambda signum, frame: asked.put(signum))
+        signal.signal(number, lambda signum, frame: signals.put(signum))
     worker.start()
     accepting = threading.Thread(target=server.serve_forever, args=(0.1,), name="http", daemon=True)
     accepting.start()
@@ -206,11 +206,11 @@ def serve(server: HttpServer, *, grace: float, watch: Path | None = None, say: C
     try:
         while signum is None and worker.failure is None:
             with suppress(queue.Empty):
-                signum = asked.get(timeout=WATCH_SECONDS)
+                signum = signals.get(timeout=WATCH_SECONDS)
             if follower is not None and signum is None:
                 follower.look()
         server.ending = True
-        finished = worker.end(grace, hurry=lambda: not asked.empty())
+        finished = worker.end(grace, hurry=lambda: not signals.empty())
         server.wait_until_answered(5.0)
         server.shutdown()
     finally:
@@ -224,17 +224,17 @@ def serve(server: HttpServer, *, grace: float, watch: Path | None = None, say: C
 
 
 class Follower:
-    """Reads the newest whole step-N of a shared directory, each one once."""
+    """Follower of a shared directory: reads its newest whole step-N, each one once."""
 
     def __init__(self, shared: Path, updates: Updates, say: Callable[[str], None]):
         self.shared, self.updates, self.say = shared, updates, say
         self._seen: tuple[int, str] | None = None
 
     def look(self) -> None:
-        found = newest(self.shared)
-        if found is None:
+        latest = newest(self.shared)
+        if latest is None:
             return
-        version, directory = found
+        version, directory = latest
         with suppress(FileNotFoundError):  # it was pruned just now
             seen = version, mark_of(directory)
             if self._seen == seen:

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 
 class ConnectionSlots:
-    """`count` slots. For several threads.
+    """`count` slots for connections. Thread-safe.
 
     evicts: whether a connection that has not shown the key is closed for a new one, where all slots are taken, so that
     those without a key cannot keep out a client that has it.
@@ -18,10 +18,10 @@ class ConnectionSlots:
         self._lock = threading.Lock()
 
     def take(self, sock: socket.socket) -> bool:
-        """Whether there is a slot for this connection, which it has then until it leaves or is evicted."""
+        """Take a slot for this connection until it leaves or is evicted. Return whether there was one."""
         with self._lock:
             if len(self._taken) >= self._count:
-                oldest = next((one for one, has_key in self._taken.items() if not has_key), None)
+                oldest = next((other for other, has_key in self._taken.items() if not has_key), None)
                 if oldest is None or not self._evicts:
                     return False
                 del self._taken[oldest]
@@ -31,12 +31,12 @@ class ConnectionSlots:
             return True
 
     def keep(self, sock: socket.socket) -> None:
-        """Note that this connection has shown the key; it is not evicted any more."""
+        """Mark this connection as one that has shown the key, which is not evicted."""
         with self._lock:
             if sock in self._taken:
                 self._taken[sock] = True
 
     def leave(self, sock: socket.socket) -> None:
-        """Give the slot back, before the socket is closed. Without effect where it was evicted."""
+        """Give the slot back, before the socket is closed. Without effect if it was evicted."""
         with self._lock:
             self._taken.pop(sock, None)

@@ -1,4 +1,4 @@
-"""From what was typed after `dtrain serve` to a server that runs."""
+"""The start of `dtrain serve`: from its arguments to a running server."""
 
 import socket
 from argparse import Namespace
@@ -25,86 +25,89 @@ from dtrain.rl.remote.http import read_key
 
 
 def _ask(url: str, chats: bool) -> str:
-    """A command that asks the server something."""
+    """Return a curl command that sends the server a request."""
     path = "chat/completions" if chats else "completions"
     body = '{"messages": [{"role": "user", "content": "Hello"}]}' if chats else '{"prompt": "Hello"}'
     return f"  curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'"
 
 
-def serve_directory(asked: Namespace, say: Callable[[str], None] = print) -> None:
+def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) -> None:
     """Serve a directory's model (as `dtrain generate` takes it) until a signal; see `server.serve`, which raises.
 
-    asked: the command's arguments. Raises UserError.
+    arguments: the command's. Raises UserError.
     """
-    key = read_key(asked.api_key_file)
-    if asked.control is not None and key is None:
+    key = read_key(arguments.api_key_file)
+    if arguments.control is not None and key is None:
         raise UserError("--control lets clients change the model: give --api-key-file FILE too, a file with their key")
-    address = _address(asked.host, asked.port, key)
-    device = choose_device(asked.device)
-    dtype = choose_dtype(asked.dtype, device)
-    model, tokenizer = load(asked.directory, dtype, device, classifiers=True)
+    address = _address(arguments.host, arguments.port, key)
+    device = choose_device(arguments.device)
+    dtype = choose_dtype(arguments.dtype, device)
+    model, tokenizer = load(arguments.directory, dtype, device, classifiers=True)
     model.eval()
     most = model.config.max_position_embeddings
-    if asked.max_length is not None and asked.max_length > most:
-        raise UserError(f"--max-length {asked.max_length}: the model was built for {most} positions")
-    template = choose_template(tokenizer.directory, tokenizer.special_tokens, asked.chat_template)
-    length = asked.max_length or most
-    name = asked.name or str(asked.directory)
-    hosts = {"localhost", "127.0.0.1", "[::1]", asked.host.lower(), address[0]}
+    if arguments.max_length is not None and arguments.max_length > most:
+        raise UserError(f"--max-length {arguments.max_length}: the model was built for {most} positions")
+    template = choose_template(tokenizer.directory, tokenizer.special_tokens, arguments.chat_template)
+    length = arguments.max_length or most
+    name = arguments.name or str(arguments.directory)
+    hosts = {"localhost", "127.0.0.1", "[::1]", arguments.host.lower(), address[0]}
     if model.config.labels is not None:
-        _refuse_unread(asked)
+        _refuse_unread(arguments)
         pairs = PairEncoder(tokenizer, template, max_length=length)
         names = names_of(tokenizer.directory / CONFIG, model.config.labels)
         rating = ClassifyService(Classifier(model), pairs, name, names, key, hosts)
-        server = _listen(asked, address, rating)
-        url = _say(asked, server, f"{name}, {len(names)} output{'s' * (len(names) != 1)}", dtype, device, say)
+        server = _listen(arguments, address, rating)
+        outputs = "1 output" if len(names) == 1 else f"{len(names)} outputs"
+        url = _say(arguments, server, f"{name}, {outputs}", dtype, device, say)
         if key is None:
             say(f"  curl {url}/classify -H 'Content-Type: application/json' -d '{{\"input\": \"Hello\"}}'")
-        serve(server, grace=asked.grace, say=say)
+        serve(server, grace=arguments.grace, say=say)
         return
     encoder = PromptEncoder(tokenizer, template, max_length=length, options=PromptOptions(length))
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     engine = Engine(
         model,
         decode=decode,
-        max_rows=asked.max_rows,
-        max_tokens=asked.max_tokens,
+        max_rows=arguments.max_rows,
+        max_tokens=arguments.max_tokens,
         notes_experts=model.routing is not None,
     )
     worker = EngineThread(engine)
     parser = Parser(encoder, name, length)
-    updates = Updates(model, worker, asked.control, watched=asked.watch is not None)
+    updates = Updates(model, worker, arguments.control, watched=arguments.watch is not None)
     service = Service(parser, worker, updates, key, hosts)
-    if asked.adapter is not None:
-        service.adapters.begin_with(*asked.adapter)
-    server = _listen(asked, address, service)
+    if arguments.adapter is not None:
+        service.adapters.begin_with(*arguments.adapter)
+    server = _listen(arguments, address, service)
     beside = "".join(f", with its adapter {name}" for name in parser.adapters)
-    url = _say(asked, server, parser.model, dtype, device, say, beside)
+    url = _say(arguments, server, parser.model, dtype, device, say, beside)
     if key is None:
         say(_ask(url, template is not None))
-    serve(server, grace=asked.grace, watch=asked.watch, say=say)
+    serve(server, grace=arguments.grace, watch=arguments.watch, say=say)
 
 
-def _refuse_unread(asked: Namespace) -> None:
-    """Raises UserError for what a classifier does not do."""
+def _refuse_unread(arguments: Namespace) -> None:
+    """Raise UserError for options that a classifier does not have."""
     options = ("control", "watch", "adapter", "max_rows", "max_tokens")
-    named = [f"--{key.replace('_', '-')}" for key in options if getattr(asked, key) is not None]
+    named = [f"--{key.replace('_', '-')}" for key in options if getattr(arguments, key) is not None]
     if named:
-        raise UserError(f"{asked.directory} rates or classifies texts, and {', '.join(named)} is for models that write")
+        raise UserError(
+            f"{arguments.directory} rates or classifies texts, and {', '.join(named)} is for models that write"
+        )
 
 
-def _listen(asked: Namespace, address: tuple, service: Service | ClassifyService) -> HttpServer:
+def _listen(arguments: Namespace, address: tuple, service: Service | ClassifyService) -> HttpServer:
     try:
         return HttpServer(address, service)
     except OSError as error:
         raise UserError(
-            f"cannot listen at {asked.host}:{asked.port} ({error.strerror or error}); choose another --port, or 0 for "
-            "a free one"
+            f"cannot listen at {arguments.host}:{arguments.port} ({error.strerror or error}); choose another "
+            "--port, or 0 for a free one"
         ) from error
 
 
 def _say(
-    asked: Namespace,
+    arguments: Namespace,
     server: HttpServer,
     what: str,
     dtype: torch.dtype,
@@ -112,15 +115,15 @@ def _say(
     say: Callable[[str], None],
     beside: str = "",
 ) -> str:
-    """Tells where the server is; its address."""
-    shown = f"[{asked.host}]" if ":" in asked.host else asked.host
+    """Print the server's address and return it."""
+    shown = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     url = f"http://{shown}:{server.server_port}"
     say(f"serving {what} at {url} ({str(dtype).removeprefix('torch.')} on {device}{beside})")
     return url
 
 
 def _address(host: str, port: int, key: str | None) -> tuple:
-    """Where to listen. Raises UserError where others than this machine could come without a key."""
+    """Return the address to listen at. Raises UserError if other machines could connect without a key."""
     if port > 65535:
         raise UserError(f"--port {port}: ports end at 65535")
     try:

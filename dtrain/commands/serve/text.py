@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-UNFINISHED = "\ufffd"  # what a tokenizer writes for bytes that make no whole character yet
+UNFINISHED = "\ufffd"  # written by tokenizers for bytes that make no whole character yet
 
 
 class TextStream:
-    """The text of one completion. decode: token ids -> text with special tokens left out.
+    """Text of one completion. decode: token ids -> text with special tokens left out.
 
     keep: the stop text that ended the completion stays at the end of the text. `stopped` is that text, or None.
     """
@@ -15,13 +15,13 @@ class TextStream:
         self.stopped: str | None = None
         self._decode, self._stops, self._keep = decode, stops, keep
         self._ids: list[int] = []
-        # Text is decoded from `_start` on, of which the tokens up to `_read` were given before: what a token spells may
-        # depend on the one before it (the space of a word), not on those further back.
+        # Text is decoded from `_start` on, and the text of the tokens up to `_read` was returned before: the text of a
+        # token may depend on the one before it (the space of a word), not on those further back.
         self._start = self._read = 0
         self._held = ""
 
     def push(self, ids: Sequence[int], last: bool) -> str:
-        """The text that `ids` add, or as much of it as is certain; `last`: no more tokens come."""
+        """Return the text that `ids` add, or as much of it as is certain; `last`: no more tokens come."""
         if self.stopped is not None:
             return ""
         self._ids += ids
@@ -30,16 +30,16 @@ class TextStream:
         if last or not whole.endswith(UNFINISHED):
             self._held += whole[len(before) :]
             self._start, self._read = self._read, len(self._ids)
-        found = [(self._held.find(stop), -len(stop), stop) for stop in self._stops if stop in self._held]
-        if found:
-            at, _, self.stopped = min(found)
-            return self._held[: at + len(self.stopped) * self._keep]
+        matches = [(self._held.find(stop), -len(stop), stop) for stop in self._stops if stop in self._held]
+        if matches:
+            at, _, self.stopped = min(matches)
+            return self._held[: at + len(self.stopped)] if self._keep else self._held[:at]
         count = len(self._held) if last else len(self._held) - self._overlap()
-        given, self._held = self._held[:count], self._held[count:]
-        return given
+        piece, self._held = self._held[:count], self._held[count:]
+        return piece
 
     def _overlap(self) -> int:
-        """How many characters at the end of the held text may begin a stop text."""
+        """Return the number of characters at the end of the held text that may begin a stop text."""
         longest = max(map(len, self._stops), default=1) - 1
         for count in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-count:]) for stop in self._stops):

@@ -34,7 +34,7 @@ DTYPES |= {name.removeprefix("torch."): kind for name, kind in DTYPES.items()}
 
 
 def _version(value: Any, name: str) -> int:
-    """A whole number or its digits."""
+    """Return a whole number, from itself or its digits."""
     value = int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,19}", value) else value
     return Field(int, most=2**63 - 1).read(value, name)
 
@@ -63,7 +63,7 @@ MEETING: Table = {
 
 
 class Updates:
-    """The updates of `model`, on the thread of `worker`. root: directories of weights are read below it alone (None:
+    """Weight updates of `model`, on the thread of `worker`. root: directories of weights are read below it alone (None:
     from nowhere). watched: whether `load` is called all the same. The methods take an HTTP body and raise ApiError.
 
     Where updates can come, an adapter that the model has is merged into its weights first, which they replace whole.
@@ -79,14 +79,14 @@ class Updates:
         self._meeting = threading.Lock()
 
     def from_disk(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"model_path", "weight_version"?, "mode"?}: the safetensors of a directory that has its marker."""
+        """Read the safetensors of a directory that has its marker. {"model_path", "weight_version"?, "mode"?}."""
         fields = check(body, FROM_DISK)
         directory = self.below(fields["model_path"], "model_path")
         self.load(directory, fields["weight_version"], _mode(fields))
         return self._done(f"read {directory}")
 
     def below(self, path: str, name: str) -> Path:
-        """The directory at `path`, a field called `name`, where that leads below the root. Raises ApiError."""
+        """Return the directory at `path`, a field called `name`, which must be below the root. Raises ApiError."""
         directory = Path(os.path.realpath(path.replace("\0", "")))
         if self.root is None or not directory.is_relative_to(self.root):
             raise ApiError(403, f"{name}={str(directory)!r} is not below {self.root}", name)
@@ -113,17 +113,17 @@ class Updates:
         self.worker.between_steps(read, mode)
 
     def check(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Whether a broadcast of these names, dtypes and shapes would fit: asked before a group waits for it."""
+        """Check that a broadcast of these names, dtypes and shapes would fit, before a group waits for it."""
         info = self._info(check(body, TENSORS))
-        lacking = {id(one.parts[0]) for one in self._tensors.values()}
-        lacking -= {id(self._tensors[name].parts[0]) for name in info}
-        if lacking:
-            names = sorted(name for name, one in self._tensors.items() if id(one.parts[0]) in lacking)
-            raise ApiError(400, f"the update lacks {len(names)} tensors, the first {names[0]}", "names")
+        missing = {id(target.parts[0]) for target in self._tensors.values()}
+        missing -= {id(self._tensors[name].parts[0]) for name in info}
+        if missing:
+            names = sorted(name for name, target in self._tensors.items() if id(target.parts[0]) in missing)
+            raise ApiError(400, f"the update is missing {len(names)} tensors, the first {names[0]}", "names")
         return {"success": True, "message": f"{len(info)} tensors fit"}
 
     def checksums(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"action": "checksum"}, as vLLM has it: each tensor's name and the SHA-256 of its bytes."""
+        """Return each tensor's name and the SHA-256 of its bytes. {"action": "checksum"}, as vLLM has it."""
         check(body, {"action": Field(among=("checksum",))})
 
         def read() -> dict[str, str]:
@@ -132,7 +132,7 @@ class Updates:
         return {"checksums": self.worker.between_steps(read)}
 
     def meet(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"master_address", "master_port", "rank_offset", "world_size", "group_name"?}: join a trainer's group."""
+        """Join a trainer's group. {"master_address", "master_port", "rank_offset", "world_size", "group_name"?}."""
         fields = check(body, MEETING)
         address, port, rank, size, _, name = fields.values()
         if None in (address, port, rank, size) or not (port < 1 << 16 and 0 < rank < size):
@@ -146,15 +146,15 @@ class Updates:
         return {"success": True, "message": f"rank {rank} of {size}"}
 
     def part(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"group_name"?}: leave a trainer's group."""
+        """Leave a trainer's group. {"group_name"?}."""
         self._groups.pop(check(body, GROUP_NAME)["group_name"], None)
         return {"success": True, "message": "left"}
 
     def receive(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"names", "dtypes", "shapes", "group_name"?, "load_format"?, "weight_version"?, "mode"?}: one bucket.
+        """Receive a bucket. {"names", "dtypes", "shapes", "group_name"?, "load_format"?, "weight_version"?, "mode"?}.
 
-        Without `load_format: flattened_bucket` each tensor is a message of its own. The bucket that says weight_version
-        is the last; until it came nothing is decoded.
+        Without `load_format: flattened_bucket` each tensor is a message of its own. The bucket with weight_version is
+        the last; until it has come nothing is decoded.
         """
         fields = check(body, BUCKET)
         info, version = self._info(fields), fields["weight_version"]
@@ -180,7 +180,7 @@ class Updates:
         return self._done(f"received {len(info)} tensors")
 
     def count(self, version: int | None) -> None:
-        """The weights are whole and changed, to `version`; None for the next. On the worker's thread."""
+        """Set the version of the weights, which are whole again; None for the next one. On the worker's thread."""
         self.worker.version = self.worker.version + 1 if version is None else version
         self.worker.torn = False
 
@@ -204,7 +204,7 @@ class Updates:
 
 @dataclass(frozen=True)
 class _Parts:
-    """One tensor of the model, or those that a name joins."""
+    """Tensor of the model, or the tensors that a name joins."""
 
     parts: list[Tensor]
     joint: Joint
@@ -214,21 +214,21 @@ class _Parts:
         return list(self.joint.shape([part.shape for part in self.parts]))
 
     def fill(self, tensor: Tensor) -> None:
-        """From one of their shape."""
+        """Copy a tensor of their shape into them."""
         for part, rows in zip(self.parts, self.joint.split(tensor, self.parts), strict=True):
             part.copy_(rows)
 
 
 def _by_every_name(model: CausalLM) -> dict[str, _Parts]:
-    """The model's tensors under all names that it and checkpoints know them by, a tied one under both."""
+    """Return the model's tensors under all names that it and checkpoints know them by, a tied one under both."""
     names, tensors = aliases(model), model_tensors(model)
-    found: dict[str, _Parts] = {}
+    by_name: dict[str, _Parts] = {}
     for joint in joints(model, tensors):
         data = [tensors[part].detach() for part in joint.parts]
         data = data if joint.expert is None else [data[0][joint.expert]]
         for name in names.get(joint.name, [joint.name]):
-            found.update(dict.fromkeys([name, *model.checkpoint_names(name)], _Parts(data, joint)))
-    return found
+            by_name.update(dict.fromkeys([name, *model.checkpoint_names(name)], _Parts(data, joint)))
+    return by_name
 
 
 def _sha256(tensor: Tensor) -> str:

@@ -6,8 +6,8 @@ values: waiting for the longest would leave the device idle, and what a trainer 
 token's logprob is that of the weights that drew it (in-flight updates, arXiv:2509.19128). A piece says the oldest
 version that drew one of its tokens.
 
-Completions of the model and of its adapter are never in one forward: what was asked for first is let in first, and the
-others wait until it has ended.
+Completions of the model and of its adapter are never in one forward: requests enter in their order, and those of the
+other wait until these have ended.
 """
 
 import queue
@@ -34,7 +34,7 @@ from dtrain.rl.routed import to_npy_text
 T = TypeVar("T")
 Mode = Literal["keep", "wait", "abort"]
 # keep: completions under way go on with the new weights; wait: they end first, and later ones wait; abort: they are
-# refused with 503, to be asked for again.
+# refused with 503, to be sent again.
 MODES: tuple[Mode, ...] = ("keep", "wait", "abort")
 # What can go wrong in one client's work without harm to the others'.
 FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
@@ -60,13 +60,13 @@ class Job:
 
 @dataclass(eq=False)
 class _Row:
-    """Request `index` of a job. given: tokens that the client has; version: of the weights when the engine took it, and
-    scored its prompt."""
+    """Request `index` of a job. num_sent: tokens that the client has; version: of the weights when the engine took it,
+    and scored its prompt."""
 
     job: Job
     index: int
     prompt: tuple[int, ...]
-    given: int = 0
+    num_sent: int = 0
     version: int = 0
     scores: TokenScores | None = None
 
@@ -79,7 +79,9 @@ class _Act:
 
 
 class EngineThread(threading.Thread):
-    """most_waiting: sequences that wait or are decoded at a time; those beyond are refused. The engine gets no more
+    """Thread that owns the engine.
+
+    most_waiting: sequences that wait or are decoded at a time; those beyond are refused. The engine gets no more
     than it can decode together: those that wait here start with the weights of the time when they are let in.
 
     `version` counts the updates of the weights and of the adapter; `torn` says that one began and did not end, so that
@@ -105,14 +107,14 @@ class EngineThread(threading.Thread):
 
     @property
     def load(self) -> tuple[int, int]:
-        """Sequences that the engine has, and those that wait for it to take them."""
+        """The numbers of sequences in the engine and of those that wait for it."""
         return len(self._rows), len(self._inbox)
 
     def submit(
         self, requests: Sequence[Request], stream: bool, adapter: str | None = None, scored: bool = False
     ) -> Job:
-        """Put requests in the queue, of the model with `adapter` or without. Their job's `pieces` gets one Piece a
-        request, or with `stream` several, the last with a finish; where they are to be `scored` with the prompt's
+        """Put requests in the queue, of the model with `adapter` or without. Their job's `pieces` gets one StreamChunk
+        a request, or with `stream` several, the last with a finish; where they are to be `scored` with the prompt's
         scores. Raises ApiError where the server is full or ends."""
         job = Job(requests, stream, adapter, scored)
         with self._changed:
@@ -121,7 +123,7 @@ class EngineThread(threading.Thread):
             busy = sum(self.load)
             if busy + len(requests) > self._most_waiting:
                 raise ApiError(503, f"the server has {busy} completions to do; ask later")
-            self._inbox.extend(_Row(job, index, tuple(one.prompt)) for index, one in enumerate(requests))
+            self._inbox.extend(_Row(job, index, tuple(request.prompt)) for index, request in enumerate(requests))
             self._changed.notify_all()
         return job
 
@@ -150,19 +152,19 @@ class EngineThread(threading.Thread):
         self.between_steps(lambda: setattr(self, "paused", True), mode)
 
     def use_adapter(self, name: str | None, state: AdapterState | None) -> None:
-        """The one that is beside the model from here on; None for none. For `between_steps`."""
+        """Set the adapter beside the model from here on; None for none. For `between_steps`."""
         self._adapter = None if name is None or state is None else (name, state)
         self._activate(self._active if self._active == name else None)
 
     def resume(self) -> None:
-        """Raises ApiError while the weights are half of one version and half of another."""
+        """Decode again. Raises ApiError while the weights are half of one version and half of another."""
         if self.torn:
             raise ApiError(409, HALF)
         self.between_steps(lambda: setattr(self, "paused", False))
 
     def end(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Take no more work in, finish what there is within `grace` seconds or until `hurry`, refuse the rest. False:
-        some was."""
+        """Take no more work in, finish what there is within `grace` seconds or until `hurry`, refuse the rest.
+        Return whether all was finished."""
         until = time.monotonic() + grace
         with self._changed:
             self._closing = "the server is ending"
@@ -190,7 +192,7 @@ class EngineThread(threading.Thread):
                 self._changed.notify_all()
 
     def _turn(self) -> bool:
-        """One round: cancellations, acts, new requests, a step. False: the worker is to end."""
+        """Run one round: cancellations, acts, new requests, a step. Return False if the worker has to end."""
         with self._changed:
             self._changed.wait_for(self._is_due)
             if self._ending:
@@ -219,7 +221,7 @@ class EngineThread(threading.Thread):
         return bool(self._ending or self._acts or self._dropped or work)
 
     def _act(self, act: _Act) -> bool:
-        """Whether the act is over; one that waits for the completions under way is not until they have ended."""
+        """Run an act unless it waits for the completions under way. Return whether it is over."""
         if act.mode == "wait" and self._rows:
             if self._decodes:
                 return False
@@ -232,7 +234,7 @@ class EngineThread(threading.Thread):
         except (UserError, ApiError) as error:
             act.done.set_exception(error)
         except FAULTS as error:
-            act.done.set_exception(self._told(error))
+            act.done.set_exception(self._fault(error))
         return True
 
     def _admit(self) -> None:
@@ -281,12 +283,12 @@ class EngineThread(threading.Thread):
         except UserError as error:
             self._cancel({row.job}, ApiError(400, str(error)))
         except FAULTS as error:
-            self._cancel({row.job}, self._told(error))
+            self._cancel({row.job}, self._fault(error))
 
     def _scores(self, job: Job) -> dict[tuple[int, ...], TokenScores]:
-        """Of the job's prompts, by these weights."""
+        """Return the scores of the job's prompts by these weights."""
         if job.scores_version != self.version:
-            prompts = list(dict.fromkeys(tuple(one.prompt) for one in job.requests))
+            prompts = list(dict.fromkeys(tuple(request.prompt) for request in job.requests))
             scores = score_prompts(self._engine.model, prompts, self._engine.budget.prefill)
             job.scores, job.scores_version = dict(zip(prompts, scores, strict=True)), self.version
         return job.scores
@@ -305,29 +307,29 @@ class EngineThread(threading.Thread):
             return
         except FAULTS as error:
             self._engine.abandon()
-            self._cancel({row.job for row in self._rows.values()}, self._told(error))
+            self._cancel({row.job for row in self._rows.values()}, self._fault(error))
             torch.zeros(1, device=self._engine.device).item()  # raises where the device is lost: then all ends
             return
         for ticket, completion in ended:
             row = self._rows.pop(ticket)
-            ids, logprobs = completion.ids[row.given :], completion.logprobs[row.given :]
+            ids, logprobs = completion.ids[row.num_sent :], completion.logprobs[row.num_sent :]
             routed = None if completion.routed is None else to_npy_text(completion.routed[:-1])
             row.job.pieces.put(self._chunk(row, ids, logprobs, completion.finish, routed))
         for ticket, row in self._rows.items():
             if row.job.stream:
-                ids, logprobs = self._engine.progress(ticket, row.given)
+                ids, logprobs = self._engine.progress(ticket, row.num_sent)
                 if ids:
                     row.job.pieces.put(self._chunk(row, ids, logprobs, None))
-                    row.given += len(ids)
+                    row.num_sent += len(ids)
 
     @staticmethod
-    def _told(error: Exception) -> ApiError:
-        """A fault on the terminal, and for the client."""
+    def _fault(error: Exception) -> ApiError:
+        """Print a fault's traceback on the terminal, and return the client's error."""
         traceback.print_exception(error)
         return ApiError(500, f"the server has a fault ({type(error).__name__}), which its terminal tells")
 
     def _cancel(self, jobs: set[Job], error: ApiError | None = None) -> None:
-        """Forget these jobs' requests, and tell each job's client `error`."""
+        """Forget these jobs' requests, and send each job's client `error`."""
         if not jobs:
             return
         for ticket in [ticket for ticket, row in self._rows.items() if row.job in jobs]:
