@@ -45,24 +45,24 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, pl
 
 
 def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_size: int | None = None) -> list[str]:
-    """What is told of a recipe that `launch` would run to its first step, a line each; nothing is started.
+    """Return lines about a recipe that `launch` would run to its first step; nothing is started.
 
     world_size: of a world that may be elsewhere, so that this machine's devices play no part; None: `launch.nproc`
     processes here. Raises UserError as `read` does, RecipeError with every problem that is found.
     """
-    given, found = read(recipe, overrides)
+    parsed, problems = read(recipe, overrides)
     here = world_size is None
-    loaded, awaited, refused = with_small_files(with_local_model(given))
+    loaded, awaited, refused = with_small_files(with_local_model(parsed))
     size = loaded.launch.nproc if world_size is None else world_size
-    found = together([*found, *refused], preflight(loaded, size, awaited))
+    problems = together([*problems, *refused], preflight(loaded, size, awaited))
     dry_run = import_module("dtrain.launch.validate").dry_run  # with torch
-    heard = dry_run(loaded, max(size, 1), os.environ, here=here, known=found, awaited=awaited)
-    found = list(dict.fromkeys([*found, *(hidden(problem, loaded) for problem in heard.problems)]))
-    if found:
-        raise RecipeError(found)
-    steps = f", {heard.steps} step{'s' * (heard.steps != 1)}" if heard.steps is not None else ""
-    told = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' * (size != 1)}{steps}"
-    lines = [told, str(sizes(heard.sized or loaded, size)), *notes(loaded), *heard.notes]
+    result = dry_run(loaded, max(size, 1), os.environ, here=here, known=problems, awaited=awaited)
+    problems = list(dict.fromkeys([*problems, *(hidden(problem, loaded) for problem in result.problems)]))
+    if problems:
+        raise RecipeError(problems)
+    steps = f", {result.steps} step{'s' * (result.steps != 1)}" if result.steps is not None else ""
+    verdict = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' * (size != 1)}{steps}"
+    lines = [verdict, str(sizes(result.sized or loaded, size)), *notes(loaded), *result.notes]
     lines += [*awaited.values(), *to_copy(loaded)]
     return [hidden(line, loaded) for line in lines]
 

@@ -1,6 +1,6 @@
 """Methods: what a batch is, which loss, which metrics. One loop, small methods. README.md says how to add one.
 
-Names are imported when they are used: the facts are read where no torch is.
+Names are imported when they are used: the specs are read where no torch is.
 
     facts                        what is known of each method beforehand: data, checks, second models
     dpo_section, grpo_section    what must hold in a section, for the recipe's check
