@@ -129,8 +129,8 @@ def _unfit(devices: Sequence[DeviceFacts], recipe: Recipe, kernels: Sequence[str
     for device in {each.capability: each for each in devices}.values():
         if kernels and not _has_kernels(device.capability, kernels):
             reasons.append(
-                f"this torch has no kernels for {device.words}: it is built for {', '.join(kernels)}; install a build of "
-                "torch that names this capability"
+                f"this torch has no kernels for {device.words}: it is built for {', '.join(kernels)}; install a "
+                "build of torch that names this capability"
             )
         if recipe.train.dtype in ("auto", "bfloat16") and device.capability < (8, 0):
             reasons.append(

@@ -60,8 +60,8 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     problems = list(dict.fromkeys([*problems, *(hidden(problem, loaded) for problem in result.problems)]))
     if problems:
         raise RecipeError(problems)
-    steps = f", {result.steps} step{'s' * (result.steps != 1)}" if result.steps is not None else ""
-    verdict = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' * (size != 1)}{steps}"
+    steps = f", {result.steps} step{'s' if result.steps != 1 else ''}" if result.steps is not None else ""
+    verdict = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' if size != 1 else ''}{steps}"
     lines = [verdict, str(sizes(result.sized or loaded, size)), *notes(loaded), *result.notes]
     lines += [*awaited.values(), *to_copy(loaded)]
     return [hidden(line, loaded) for line in lines]

@@ -277,7 +277,8 @@ def _start(
     start = resume.find_start(recipe, run, store, method.needs_start is not None, ranks, lambda line: None, deep=False)
     known: dict[str, str] = {}
     directories = [Path(other) for _, other in spec_of(recipe).other_models(recipe)]
-    directories += [recipe.model.directory] * (recipe.model.init == "pretrained")
+    if recipe.model.init == "pretrained":
+        directories.append(recipe.model.directory)
     if (
         not awaited
         and sum(file.stat().st_size for directory in directories for file in weight_files(directory)) <= SMALL_WEIGHTS

@@ -264,10 +264,10 @@ def loss_problems(loss: str, clip: Sequence[float], beta: float, options: Mappin
     errors = []
     if not is_clip(clip):
         errors.append(f"grpo.clip={clip} must be two numbers of at least 0: how far below and above 1 the ratio may go"
-                     + next((sizes for bound in clip if (sizes := sizes_for(bound))), ""))  # fmt: skip
+                      + next((sizes for bound in clip if (sizes := sizes_for(bound))), ""))  # fmt: skip
     elif loss == "cispo" and clip[1] < 1:
-        errors.append(f"grpo.clip={clip}: cispo's second number caps the ratio itself, so below 1 it cuts every token's "
-                     "weight; its papers take 5")  # fmt: skip
+        errors.append(f"grpo.clip={clip}: cispo's second number caps the ratio itself, so below 1 it cuts every "
+                      "token's weight; its papers take 5")  # fmt: skip
     if not (is_number(beta) and beta >= 0):
         errors.append(f"grpo.beta={beta} must be a finite number, at least 0{sizes_for(beta)}")
     read = {**SHARED, **LOSSES[loss].options}

@@ -1,4 +1,4 @@
-"""What a run writes down. Rank 0 alone writes. No torch before it is asked of a device.
+"""Metrics of a run, and its record of them. Rank 0 alone writes. No torch before it is asked of a device.
 
 fields    the table of a row's fields: units, meanings, order
 metrics   the rows of a run
