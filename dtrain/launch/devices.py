@@ -69,8 +69,8 @@ def choose_device(wanted: str, place: RankPlace) -> "torch.device":
         cores = os.cpu_count() or 1
         if place.local_world_size > (most := max(CPU_PROCESSES, 4 * cores)):
             raise UserError(
-                f"{place.local_world_size} processes on a CPU with {cores} core{'s' * (cores > 1)}, which has room for "
-                f"{most} at most: set launch.nproc={cores}"
+                f"{place.local_world_size} processes on a CPU with {cores} core{'s' if cores > 1 else ''}, which has "
+                f"room for {most} at most: set launch.nproc={cores}"
             )
         return torch.device("cpu")
     if count == 1 and place.started_by == "slurm":  # srun --gpus-per-task=1 shows each rank its own
@@ -78,8 +78,8 @@ def choose_device(wanted: str, place: RankPlace) -> "torch.device":
     if place.local_world_size > count:
         shown = f" ({VISIBLE}={place.environ[VISIBLE]})" if VISIBLE in place.environ else ""
         raise UserError(
-            f"{place.local_world_size} processes on a machine with {count} CUDA device{'s' * (count > 1)}{shown}: "
-            f"set launch.nproc={count}, or launch.device=cpu"
+            f"{place.local_world_size} processes on a machine with {count} CUDA device{'s' if count > 1 else ''}{shown}"
+            f": set launch.nproc={count}, or launch.device=cpu"
         )
     return torch.device("cuda", place.local_rank)
 
@@ -166,8 +166,8 @@ def _unlike(devices: Sequence[DeviceFacts]) -> list[str]:
         distinct = len({device.uuid for device in devices if device.host == host})
         if distinct < count:
             reasons.append(
-                f"{count} ranks on {host} share {distinct} GPU{'s' * (distinct > 1)}, and NCCL takes one rank each: "
-                f"give every rank its own ({VISIBLE}, or the batch system's --gpus-per-task)"
+                f"{count} ranks on {host} share {distinct} GPU{'s' if distinct > 1 else ''}, and NCCL takes one rank "
+                f"each: give every rank its own ({VISIBLE}, or the batch system's --gpus-per-task)"
             )
     if len({device.capability for device in devices}) > 1:
         reasons.append(
@@ -188,7 +188,9 @@ def _kinds(devices: Sequence[DeviceFacts]) -> str:
     ranks: dict[str, list[int]] = {}
     for device in devices:
         ranks.setdefault(device.words, []).append(device.rank)
-    shown = (f"{words} on rank {', '.join(map(str, of[:8]))}{', ...' * (len(of) > 8)}" for words, of in ranks.items())
+    shown = (
+        f"{words} on rank {', '.join(map(str, of[:8]))}{', ...' if len(of) > 8 else ''}" for words, of in ranks.items()
+    )
     return "; ".join(shown)
 
 

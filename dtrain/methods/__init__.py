@@ -2,14 +2,13 @@
 
 Names are imported when they are used: the specs are read where no torch is.
 
-    facts                        what is known of each method beforehand: data, checks, second models
-    dpo_section, grpo_section    what must hold in a section, for the recipe's check
+    spec                         the spec of a method, known beforehand: data, checks, second models
+    sft_section, dpo_section, kto_section, grpo_section    each method's spec and checks
+    distill_section, reward_section    the same
     registry                     the methods by name
-    method                       what every method can do
+    method, rollout_method       the base of the methods; of those that train on rollouts
     sft, dpo, kto, grpo, distill, reward    how each differs
     precompute                   dpo: the reference's sums, once
-    collect, engines             grpo: a rollout; what draws and judges it
-    rollout_buffer               grpo: a rollout as tensors
     on_policy                    distill: the student's own samples, in rollouts as grpo's
 """
 

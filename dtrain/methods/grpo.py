@@ -67,7 +67,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
             how = f"; micro-batches: {words[type(rows)].format(rows.tokens)}"
         return [
             f"a rollout: {section.prompts_per_step} prompts × {section.group_size} completions = {drawn}, for "
-            f"{self._steps(drawn)} optimizer step{'s' * (self._steps(drawn) > 1)}{how}"
+            f"{self._steps(drawn)} optimizer step{'s' if self._steps(drawn) > 1 else ''}{how}"
         ]
 
     def examine(self, columns: Mapping[str, Sequence[str]], samples: Mapping[str, int]) -> None:

@@ -104,9 +104,8 @@ def look(eval_set: EvalSet, files: Sequence[Path], positions: int | None) -> lis
                 names = normalise_prompt(columns.renamed(row, section.columns), name).columns
             except UserError as problem:
                 raise UserError(f"{file}:{line}: {problem}") from problem
-            known = [
-                reward for reward in rewards if reward.fn in BUILT_IN or is_path(str(reward.fn))
-            ]  # of others check tells
+            # Of other rewards `check` tells.
+            known = [reward for reward in rewards if reward.fn in BUILT_IN or is_path(str(reward.fn))]
             answers = [lacking_columns(str(reward.fn), reward.options, names) for reward in known]
             errors += [f"{file}:{line}: {eval_set.in_its_keys(problem)}" for problem in answers if problem]
     return list(dict.fromkeys(errors))

@@ -110,8 +110,8 @@ def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]
             refused.append(str(error))
             continue
         awaited[key] = (
-            f"{key}={name}: the run downloads {len(files)} file{'s' * (len(files) != 1)} from the hub, whose rows are "
-            "looked at then"
+            f"{key}={name}: the run downloads {len(files)} file{'s' if len(files) != 1 else ''} from the hub, whose rows "
+            "are looked at then"
         )
     return recipe, awaited, refused
 

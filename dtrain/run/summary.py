@@ -90,9 +90,8 @@ def about(trainer: "Trainer", planned: int = 0) -> dict[str, Any]:
 def _parameters(trainer: "Trainer") -> tuple[int, int]:
     """Count the model's parameters, and those of them that are trained."""
     parameters = list(trainer.policy.model.parameters())
-    return sum(map(weights_in, parameters)), sum(
-        parameter.numel() for parameter in parameters if parameter.requires_grad
-    )
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return sum(map(weights_in, parameters)), trained
 
 
 def _steps(trainer: "Trainer") -> str:
@@ -103,9 +102,8 @@ def _steps(trainer: "Trainer") -> str:
         rate = f"learning rate {recipe.optimizer.lr:g} in {len(schedule)} stages"
     else:
         warmup = sizing.warmup_of(schedule, total)
-        rate = f"learning rate {recipe.optimizer.lr:g}, {schedule.name}" + (
-            f", {warmup} of warm-up" if warmup > 0 else ""
-        )
+        warm = f", {warmup} of warm-up" if warmup > 0 else ""
+        rate = f"learning rate {recipe.optimizer.lr:g}, {schedule.name}{warm}"
     return f"{total:,}{passes}; {rate}"
 
 

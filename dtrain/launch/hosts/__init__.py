@@ -6,5 +6,5 @@ launcher watches needs none of it.
 watch        what `launch` calls: the watch around a run, and the end of a run that cannot begin
 rendezvous   the ranks of a start meet, in a store
 coordinator  heartbeats between hosts
-consistency  what hosts must have in common
+consistency  checks that the hosts of a run agree
 """

@@ -335,7 +335,7 @@ def _silence(lost_after: float) -> str:
 def _named(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
     """`rank 3 on b`, `ranks 2, 3 on b and rank 5 on c`."""
     by_host = _grouped({rank: hosts[rank] for rank in sorted(ranks)})
-    named = [f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))} on {host}" for host, of in by_host.items()]
+    named = [f"rank{'s' if len(of) > 1 else ''} {', '.join(map(str, of))} on {host}" for host, of in by_host.items()]
     return " and ".join(named)
 
 

@@ -188,7 +188,7 @@ def _wait_for_all(
             if store.check([f"here/{rank}"]):
                 store.set(f"answer/{store.get(f'here/{rank}').decode()}", json.dumps(astuple(address)))
         waited, size = time.monotonic() - begun, place.world_size
-        listed = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
+        listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         if coordinator.has_problem and waited > PROBLEM_SECONDS:
             coordinator.wait_no_longer()
             return

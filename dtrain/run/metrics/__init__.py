@@ -6,7 +6,6 @@ sinks     metrics.jsonl, TensorBoard, Weights & Biases
 progress  the terminal
 terminal  a stranger's words made harmless, small plots of curves
 records   what was written, read again
-hardware  peak FLOP/s, model FLOPs utilisation, peak memory
 """
 
 from dtrain.base.hardware import memory_gib, model_flops_utilisation, peak_flops
