@@ -206,7 +206,7 @@ def agree(
         refusal = "\n".join(judge([start()]))
     else:
         prefix = f"devices of attempt {place.attempt}"
-        store.set(f"{prefix}/{place.rank}", _told(start))
+        store.set(f"{prefix}/{place.rank}", _to_json(start))
         if place.rank == 0:
             answers = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(place.world_size)]
             refused = dict.fromkeys(answer for answer in answers if isinstance(answer, str))
@@ -219,7 +219,7 @@ def agree(
         raise UserError(refusal)
 
 
-def _told(start: Callable[[], DeviceFacts]) -> str:
+def _to_json(start: Callable[[], DeviceFacts]) -> str:
     """Return as JSON a device, or a string: why it does not start."""
     try:
         return json.dumps(asdict(start()))

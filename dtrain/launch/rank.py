@@ -156,7 +156,7 @@ def run_in_place(
     from dtrain.parallel.runtime import StopFlag
 
     terminal = None
-    with told_to_all(place):
+    with tell_all_ranks(place):
         choose_device(recipe.launch.device, place)
         if place.rank > 0:
             terminal = os.dup(2) if place.local_rank == 0 else None  # one rank of each host tells there
@@ -188,7 +188,7 @@ def _end_if_hung(recipe: Recipe, stop: "StopFlag", main: int, stalled: StallTime
 
 
 @contextmanager
-def told_to_all(place: RankPlace | None) -> Iterator[None]:
+def tell_all_ranks(place: RankPlace | None) -> Iterator[None]:
     """Tell the other ranks where the block finds that the run cannot begin (UserError) and `place` is one of several
     hosts: they are not left to wait for this one. Raises UserError with what all have found, or SystemExit where
     another process of this host tells of it.
@@ -249,7 +249,7 @@ def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", fir
 
 
 def write_to_log(recipe: Recipe, rank: int) -> None:
-    """From here on what this process prints goes to its log in the run's directory; rank 0 keeps the terminal."""
+    """Send what this process prints from here on to its log in the run's directory; rank 0 keeps the terminal."""
     path = log_file(recipe, rank)
     try:
         path.parent.resolve().mkdir(parents=True, exist_ok=True)  # a link may lead where nothing is yet

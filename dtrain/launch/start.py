@@ -17,7 +17,7 @@ from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.import_paths import search_path
 from dtrain.launch import agent
 from dtrain.launch.place import RankPlace, find_place, number
-from dtrain.launch.rank import PlanBeside, Train, run_in_place, told_to_all
+from dtrain.launch.rank import PlanBeside, Train, run_in_place, tell_all_ranks
 from dtrain.recipe import Recipe, hidden, hiding, read, sizes
 from dtrain.run.check import notes
 from dtrain.run.preflight import named_code, not_here, preflight, to_copy, together, with_local_model, with_small_files
@@ -37,7 +37,7 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, pl
         place = find_place(os.environ, recipe.launch.nproc)
         recipe = _checked(recipe, place.world_size if place else recipe.launch.nproc)
     except UserError:
-        with told_to_all(place or find_place(os.environ, 1)):
+        with tell_all_ranks(place or find_place(os.environ, 1)):
             raise
     with hiding(recipe):
         _start(recipe, place, train, plan)

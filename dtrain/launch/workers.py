@@ -101,7 +101,7 @@ class RankProcess:
                 self._link.send(str(int(signum)).encode())
 
     def look(self) -> None:
-        """To be called every LOOK_SECONDS."""
+        """Read its heartbeats. To be called every LOOK_SECONDS."""
         self.silent += LOOK_SECONDS
         beat = self.stalled.last
         with suppress(OSError, ValueError, TypeError):  # nothing came, or a heartbeat that was cut

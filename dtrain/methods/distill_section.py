@@ -27,7 +27,7 @@ class DistillSpec(MethodSpec):
         return ["distill.teacher is missing: set it to the directory of a model with the student's vocabulary"]
 
     def problems(self, recipe: Recipe) -> list[str]:
-        """Keys that are read where the student draws."""
+        """Return keys that are read where the student draws."""
         section, default = recipe.distill, Distill()
         named = [key for key in ("student_share", "prompts_per_step") if getattr(section, key) != getattr(default, key)]
         drawn = (f"sampling.{field.name}" for field in fields(Sampling))
@@ -39,7 +39,7 @@ class DistillSpec(MethodSpec):
         ] + self.unread(section)
 
     def unread(self, section: Distill) -> list[str]:
-        """Keys of the divergence that the recipe's divergence does not read."""
+        """Return keys of the divergence that the recipe's divergence does not read."""
         readers = {
             "jsd_beta": (section.kl == "jsd", "distill.kl=jsd"),
             "mixed_kl_weight": (section.kl == "mixed", "distill.kl=mixed"),

@@ -150,7 +150,7 @@ class DpoSpec(MethodSpec):
         return other_reference("dpo", recipe.dpo.reference)
 
     def needs_reference(self, recipe: Recipe) -> bool:
-        """Not where every loss of the list goes without."""
+        """Return False also where every loss of the list goes without."""
         section = recipe.dpo
         names = [section.loss] if isinstance(section.loss, str) else section.loss
         reads = any(LOSSES[name].needs_reference for name in names if name in LOSSES)

@@ -99,8 +99,8 @@ class KtoMethod(MethodWithReference):
         return partial(self.loss, divergence=divergence.to(policy.device, non_blocking=True))
 
     def _ask_reference(self, policy: Policy, *, own: Batch | None = None, others: Batch | None = None) -> Tensor:
-        """In one visit of the reference: what it says of `own`, into its stream; and Σ log(p / p_ref) over this rank's
-        mismatched replies `others` with their number, [2], zeros where nothing is estimated."""
+        """Ask the reference once: write what it says of `own` into its stream, and return Σ log(p / p_ref) over this
+        rank's mismatched replies `others` with their number, [2], zeros where nothing is estimated."""
         total = torch.zeros(2, dtype=torch.float64)
         others = others if self._estimates else None
         logprobs = None if others is None else policy.label_logprobs(others, self.micro_rows).double()
@@ -150,7 +150,7 @@ class KtoMethod(MethodWithReference):
         return total, {name: source.shared(value.detach()) for name, value in measured.items()}
 
     def validation(self, policy: Policy, rows: Rows) -> Iterator[tuple[Batch, Loss]]:
-        """With one estimate of the divergence over all of `rows`: a pass of its own."""
+        """Yield batches with one estimate of the divergence over all of `rows`: a pass of its own."""
         log_ratio = torch.zeros(2, dtype=torch.float64)
         for batch in self.val_batches(policy, rows) if self._estimates else ():
             log_ratio += self._ask_reference(policy, others=_split(batch)[1])

@@ -141,7 +141,7 @@ class Method:
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, [...] each; see the class."""
+        """Return tensors by name, [...] each; see the class."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:

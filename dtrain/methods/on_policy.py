@@ -138,7 +138,7 @@ class StudentCollector(Collector):
 
 
 def _buffer(samples: Sequence[Sample]) -> Buffer:
-    """All of them count, and train what was drawn or is marked."""
+    """Return a buffer of samples that all count, and train what was drawn or is marked."""
     all_of_them: Tensor = torch.ones(len(samples), dtype=torch.bool)
     return Buffer.of(samples, torch.zeros(len(samples)), all_of_them, all_of_them)
 

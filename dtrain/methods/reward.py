@@ -48,7 +48,8 @@ class RewardMethod(Method):
             )
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
-        """With `targets`: each row's number at the label of its document, a pair's at that of the chosen one."""
+        """Return the batch with `targets`: each row's number at the label of its document, a pair's at that of the
+        chosen one."""
         samples, column = self._rows[split].samples, self._judged_column
         values = [samples.row(index)["columns"][column] for index in rows.samples]
         if self._task == "pairs":

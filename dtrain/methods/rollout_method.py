@@ -129,7 +129,7 @@ class RolloutMethod(Method):
         return -(-sequences // self.recipe.train.batch) * self.rollouts.updates_per_rollout
 
     def _shares(self, buffer: Buffer, chosen: Sequence[int]) -> list[list[int]]:
-        """These completions dealt out over the data-parallel ranks by the FLOPs of training on them."""
+        """Return these completions dealt out over the data-parallel ranks by the FLOPs of training on them."""
         model, ranks = self.policy.model, self.policy.mesh.dp_size
         lengths = buffer.lengths[list(chosen)].tolist()
         costs = [length * model.flops_per_token(length) for length in lengths]
@@ -146,7 +146,7 @@ class RolloutMethod(Method):
         return sorted(index for index in chosen if counted[index])
 
     def _order(self, total: int, pass_number: int) -> Tensor:
-        """In which order a pass takes its completions, [total]."""
+        """Return the order in which a pass takes its completions, [total]."""
         return torch.arange(total)
 
     def _adopt(self, rollout: "Rollout") -> None:

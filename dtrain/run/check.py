@@ -93,7 +93,8 @@ def notes(recipe: Recipe) -> list[str]:
 
 
 def check(recipe: Recipe, world_size: int) -> list[str]:
-    """Every problem of `recipe` in a world of `world_size` processes, in the user's terms; empty if there is none."""
+    """Return every problem of `recipe` in a world of `world_size` processes, in the user's terms; empty if there is
+    none."""
     wrong = [(key, f"{key}={shown(value)} must be {sentence}") for key, value, sentence in _out_of_range(recipe)]
     problems = [text for _, text in wrong]
     problems += _required(recipe)

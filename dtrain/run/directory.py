@@ -154,8 +154,8 @@ class RunDirectory:
         return "checkpoints" if self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*")) else None
 
     def refuse_used(self, resume: str | None, began: str | None = None) -> None:
-        """For a `checkpoint.resume` that starts anew here (null, or another run's checkpoint): UserError where an
-        earlier run has left metrics or checkpoints. began: the checkpoint that it began from."""
+        """Raise UserError where an earlier run has left metrics or checkpoints, for a `checkpoint.resume` that starts
+        anew here (null, or another run's checkpoint). began: the checkpoint that it began from."""
         if self.left is not None:
             which = f", which began from {began}" if began else ""
             raise UserError(
@@ -165,7 +165,7 @@ class RunDirectory:
 
 
 def _refuse_unwritable(directory: Path) -> None:
-    """UserError where the directory, or the nearest one above it that is there, cannot be written."""
+    """Raise UserError where the directory, or the nearest one above it that is there, cannot be written."""
     place = real(directory)
     there = next(path for path in (place, *place.parents) if os.path.lexists(path))
     if there == place and there.is_dir():

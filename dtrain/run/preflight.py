@@ -110,8 +110,8 @@ def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]
             refused.append(str(error))
             continue
         awaited[key] = (
-            f"{key}={name}: the run downloads {len(files)} file{'s' if len(files) != 1 else ''} from the hub, whose rows "
-            "are looked at then"
+            f"{key}={name}: the run downloads {len(files)} file{'s' if len(files) != 1 else ''} from the hub, whose "
+            "rows are looked at then"
         )
     return recipe, awaited, refused
 
@@ -148,8 +148,8 @@ def _ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
 
 
 def preflight(recipe: Recipe, world_size: int, awaited: Collection[str] = ()) -> list[str]:
-    """Every problem of `recipe` in a world of `world_size` processes that needs no training to be seen. What a run
-    fetches from the hub is none. awaited: keys of models whose weights are not looked at."""
+    """Return every problem of `recipe` in a world of `world_size` processes that needs no training to be seen. What a
+    run fetches from the hub is none. awaited: keys of models whose weights are not looked at."""
     splits = [("data.train", recipe.data.train), ("data.val", recipe.data.val)]
     looks: list[Callable[[], list[str]]] = [
         lambda: _of_other_methods(recipe) + check(recipe, world_size),
@@ -213,7 +213,7 @@ def _shapes(recipe: Recipe) -> list[str]:
 
 
 def _of_other_methods(recipe: Recipe) -> list[str]:
-    """Keys that the recipe gives to another method."""
+    """Return keys that the recipe gives to another method."""
     named = [(key, key.split(".")[0]) for key in getattr(recipe, "unread", ())]
     return [
         f"{key} is read by method={method} alone, and this recipe has method={recipe.method}: leave it out, or set "
@@ -452,7 +452,8 @@ def _weights(directory: Path, otherwise: str = "", key: str = "model.path") -> l
 
 
 def _code(recipe: Recipe) -> list[tuple[str, bool]]:
-    """For each import path of the recipe where it leads, or why it leads nowhere (True). Nothing of it is run."""
+    """Return for each import path of the recipe where it leads, or why it leads nowhere (True). Nothing of it is
+    run."""
     stages = recipe.scheduler if isinstance(recipe.scheduler, list) else []
     named: list[tuple[str, Any, str]] = [
         ("optimizer.name", recipe.optimizer.name, "optimizer"),
@@ -552,7 +553,7 @@ def to_copy(recipe: Recipe) -> list[str]:
 
 
 def _of_no_hub(source: Source, key: str) -> list[str]:
-    """Keys for datasets of the hub where no path is one."""
+    """Return keys for datasets of the hub where no path is one."""
     named = [f"{key}.{option.split(' ')[0]}" for option in data_hub.Pick.of(source).options().split(" --")[1:]]
     if not named or any(map(data_hub.is_data_id, _paths(source))):
         return []

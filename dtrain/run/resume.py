@@ -200,8 +200,8 @@ def start_identity(recipe: Recipe, start: Start, digest_of: Mapping[str, str], n
 
 
 def refuse_other_adapter(recipe: Recipe, model: CausalLM, start: Start) -> None:
-    """For weights of `checkpoint.init_from` whose run had an adapter. Raises UserError where these numbers mean another
-    model here: other scales, or the base in other bits."""
+    """Raise UserError where weights of `checkpoint.init_from`, whose run had an adapter, mean another model here: other
+    scales, or the base in other bits."""
     if start.weights is None or model.adapters is None:
         return
     store, step = start.weights
@@ -220,8 +220,8 @@ def refuse_other_adapter(recipe: Recipe, model: CausalLM, start: Start) -> None:
 
 
 def refuse_other_base(start: Start, digest_of: Mapping[str, str]) -> None:
-    """For weights of `checkpoint.init_from` that are those of an adapter, or of what was not frozen, alone. Raises
-    UserError where the run that trained them had other weights beside them."""
+    """Raise UserError where the run that trained the weights of `checkpoint.init_from`, those of an adapter or of what
+    was not frozen alone, had other weights beside them."""
     if start.weights is None:
         return
     store, step = start.weights

@@ -152,7 +152,7 @@ def _questions(recipe: Recipe) -> str:
 
 
 def _curves(path: Path, names: Iterable[str]) -> dict[str, list[records.Point]]:
-    """Each of the fields that the run measured, over its steps."""
+    """Return the curves of the fields that the run measured, over its steps."""
     rows = list(records.rows(path))
     return {name: curve for name in names if (curve := records.points(rows, name))}
 

@@ -266,7 +266,7 @@ class Coordinator(threading.Thread):
         return True
 
     def _respond(self) -> None:
-        """All have come: whoever connects now is a stranger."""
+        """Respond to all ranks, which have come: whoever connects now is a stranger."""
         self._server.close()
         reached = [plain(peer.writer.get_extra_info("sockname")[0]) for rank, peer in self._peers.items() if rank]
         outside = [address for address in reached if not is_loopback(address)]
@@ -308,7 +308,7 @@ class Coordinator(threading.Thread):
 
 
 def _problems(requests: Mapping[int, JoinRequest]) -> list[str]:
-    """Each problem once, with the ranks that have it where others have not."""
+    """Return each problem once, with the ranks that have it where others have not."""
     hosts = {rank: request.host for rank, request in requests.items()}
     having = _grouped({rank: request.problem for rank, request in sorted(requests.items()) if request.problem})
     return [
@@ -340,7 +340,7 @@ def _named(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
 
 
 def _grouped(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    """Each text with its ranks."""
+    """Group ranks by their text."""
     groups: dict[str, list[int]] = {}
     for rank, text in texts.items():
         groups.setdefault(text, []).append(rank)

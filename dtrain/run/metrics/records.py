@@ -38,7 +38,7 @@ class Lines:
         self._end, self._mark = 0, b""
 
     def look(self) -> Iterator[tuple[int, bytes]]:
-        """Each new line that is whole, with the place where it begins. None where there is no file."""
+        """Yield each new line that is whole, with the place where it begins. None where there is no file."""
         try:
             with self.path.open("rb") as file:
                 file.seek(max(0, self._end - _MARK))
@@ -143,7 +143,7 @@ class Answer:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "Answer | None":
-        """None for a row without a step and a text."""
+        """Return the answer of a row, None for a row without a step and a text."""
         step, text = number(row.get("step")), row.get("completion", row.get("text"))
         if step is None or not step.is_integer() or not isinstance(text, str):
             return None
@@ -154,7 +154,7 @@ class Answer:
             set=str(row.get("set", "")),
             index=_count(row.get("index", row.get("group"))) or 0,
             sample=_count(row.get("sample")) or 0,
-            prompt=said(row.get("prompt", "")),
+            prompt=prompt_text(row.get("prompt", "")),
             text=text,
             reward=_known(row.get("reward")),
             parts={str(name): known for name, value in named if (known := _known(value)) is not None},
@@ -209,7 +209,7 @@ class Answers:
                         yield answer
 
 
-def said(prompt: Any) -> str:
+def prompt_text(prompt: Any) -> str:
     """A prompt as text: messages with their roles, other values as JSON."""
     if isinstance(prompt, str):
         return prompt
