@@ -191,7 +191,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
         return permute(torch.arange(total), total, drawn)
 
     def _settings(self) -> dict[str, Any]:
-        """Sampling settings, by which the log-probabilities are measured, too."""
+        """Return also the settings by which the log-probabilities are measured."""
         section, drawn = self.recipe.grpo, self.recipe.grpo.sampling
         return super()._settings() | {
             "grpo.updates_per_rollout": section.updates_per_rollout,

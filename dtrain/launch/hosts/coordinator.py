@@ -266,7 +266,7 @@ class Coordinator(threading.Thread):
         return True
 
     def _respond(self) -> None:
-        """Respond to all ranks, which have come: whoever connects now is a stranger."""
+        """Respond to the ranks that have come: whoever connects now is a stranger."""
         self._server.close()
         reached = [plain(peer.writer.get_extra_info("sockname")[0]) for rank, peer in self._peers.items() if rank]
         outside = [address for address in reached if not is_loopback(address)]
