@@ -1,13 +1,16 @@
 """The start of a run: from a recipe to ranks that have met, on one machine or many. Imports no torch.
 
-start        in place, in processes of its own, or as a rank of torchrun's or srun's; alone reads the environment
-agent        several ranks on this machine: the launcher, and the worker that it starts
-workers      those processes, watched by their heartbeats
-job          the private directory that launcher and workers share
-rank         one rank: its process group, its signals, what running out of memory means
-validate     what the processes of a run would refuse before its first step, without one
-devices      the device of a rank, and what is wrong with it or with those of all ranks together
-place        where a rank is among those of its run, by what torchrun and SLURM say
+start            in place, in processes of its own, or as a rank of torchrun's or srun's; alone reads the environment
+agent            several ranks on this machine: the launcher, and the worker that it starts
+workers          those processes, watched by their heartbeats
+job              the private directory that launcher and workers share
+rank             one rank: its process group, its log, what running out of memory means
+signals          the answer of a run to signals
+last_checkpoint  the newest checkpoint, told where a rank is lost
+validate         dry run: what the processes of a run would refuse before its first step
+devices          the device of a rank, and what is wrong with it or with those of all ranks together
+place            the place of a rank among those of its run, by what torchrun and SLURM say
+hosts            several hosts: their ranks meet and watch over one another
 
 Ranks that torchrun or srun started watch over one another: `dtrain.launch.hosts`.
 """

@@ -61,7 +61,7 @@ class WorkerFailed(Exception):
 
 @dataclass(frozen=True)
 class ExitReport:
-    """How a worker ended, by one of KINDS."""
+    """The end of a worker, by one of KINDS."""
 
     rank: int
     attempt: int
@@ -89,15 +89,15 @@ def run_workers(
         setup["plan"] = None if plan is None else [plan.__module__, plan.__qualname__]
         (job / "recipe.yaml").write_text(to_yaml(recipe, plain=True), encoding="utf-8")  # for this user alone
         (job / "job.json").write_text(json.dumps(setup), encoding="utf-8")
-        asked: list[int] = []
+        signums: list[int] = []
 
         def ask(signum: int) -> None:
-            asked.append(signum)
+            signums.append(signum)
             os.write(2, STOPPING)
 
         with on_signals(ask):
             for attempt in range(recipe.launch.max_restarts + 1):
-                failure, reports, is_asked = _attempt(recipe, job, attempt, environ, asked)
+                failure, reports, is_asked = _attempt(recipe, job, attempt, environ, signums)
                 is_hopeless = is_asked or any(report.kind in ("user", "stopped") for report in reports)
                 if failure is None or is_hopeless or attempt == recipe.launch.max_restarts:
                     break
@@ -108,11 +108,11 @@ def run_workers(
         raise failure
     stopped = [report for report in reports if report.kind == "stopped"]
     if stopped:  # nobody asked this process where a batch system signalled the workers alone
-        raise Stopped(asked[0] if asked else stopped[0].signum, stopped[0].text)
+        raise Stopped(signums[0] if signums else stopped[0].signum, stopped[0].text)
 
 
 def _attempt(
-    recipe: Recipe, job: Path, attempt: int, environ: Mapping[str, str], asked: list[int]
+    recipe: Recipe, job: Path, attempt: int, environ: Mapping[str, str], signums: list[int]
 ) -> tuple[Exception | None, list[ExitReport], bool]:
     """Start all ranks and see to their end: what went wrong, what they said, and whether the run was asked to stop, by
     whomever."""
@@ -123,37 +123,37 @@ def _attempt(
         for rank in range(nproc):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
             place["TORCHELASTIC_RESTART_COUNT"] = attempt
-            given = {**environ, **{name: str(value) for name, value in place.items()}}
-            workers.append(RankProcess(rank, command, given, recipe.launch.lost_after))
+            environment = {**environ, **{name: str(value) for name, value in place.items()}}
+            workers.append(RankProcess(rank, command, environment, recipe.launch.lost_after))
             stack.callback(workers[-1].end)
-        if lost := _watch(workers, asked):
+        if lost := _watch(workers, signums):
             failure = WorkerFailed(f"{lost}. {newest_checkpoint(recipe)}")
-            return failure, _reports(job, attempt), _is_asked(workers, asked)
+            return failure, _reports(job, attempt), _is_asked(workers, signums)
         exits = {worker.rank: worker.status for worker in workers if worker.status is not None}
         stood = "".join(f"; {worker.stood}" for worker in workers if worker.stood)
     reports = _reports(job, attempt)
-    is_well = not any(exits.values()) or (asked and any(report.kind == "stopped" for report in reports))
-    return None if is_well else _reason(recipe, reports, exits, stood), reports, bool(asked)
+    is_well = not any(exits.values()) or (signums and any(report.kind == "stopped" for report in reports))
+    return None if is_well else _reason(recipe, reports, exits, stood), reports, bool(signums)
 
 
-def _is_asked(workers: list[RankProcess], asked: list[int]) -> bool:
-    """Whether this process or a worker was asked to stop; a batch system may signal the workers alone."""
-    return bool(asked) or any(worker.stalled.last.signum for worker in workers)
+def _is_asked(workers: list[RankProcess], signums: list[int]) -> bool:
+    """Return whether this process or a worker was asked to stop; a batch system may signal the workers alone."""
+    return bool(signums) or any(worker.stalled.last.signum for worker in workers)
 
 
-def _watch(workers: list[RankProcess], asked: list[int]) -> str | None:
+def _watch(workers: list[RankProcess], signums: list[int]) -> str | None:
     """Until all have ended, or one did not end well; or what is wrong with those that have not."""
     is_asked = False
     while any(worker.status is None for worker in workers) and not any(worker.status for worker in workers):
         time.sleep(LOOK_SECONDS)
         for worker in workers:
             worker.look()
-            if asked:
-                worker.ask(asked[0])
+            if signums:
+                worker.ask(signums[0])
         if any(worker.lost() for worker in workers):
             lost = [how for worker in workers if (how := worker.lost(ALIKE_SECONDS))]
             return "; ".join(lost) + "; the run cannot go on without"
-        if not is_asked and _is_asked(workers, asked):
+        if not is_asked and _is_asked(workers, signums):
             is_asked = True
             for worker in workers:
                 worker.stalled.seconds = 0.0
@@ -168,7 +168,7 @@ def _watch(workers: list[RankProcess], asked: list[int]) -> str | None:
 
 
 def _reason(recipe: Recipe, reports: list[ExitReport], exits: Mapping[int, int], stood: str = "") -> Exception:
-    """Of all that the workers said, and how they exited, what began it. stood: whose main thread had hung before."""
+    """Return the first cause among the workers' reports and exit statuses. stood: whose main thread had hung before."""
     mistakes = list(dict.fromkeys(report.text for report in reports if report.kind == "user"))
     if mistakes:
         return UserError("\n".join(mistakes))
@@ -195,9 +195,9 @@ def _see_log(recipe: Recipe, rank: int) -> str:
 
 
 def _reports(job: Path, attempt: int) -> list[ExitReport]:
-    """In the order of time."""
-    found = [ExitReport(**json.loads(path.read_text())) for path in job.glob(f"report-{attempt}-*.json")]
-    return sorted(found, key=lambda report: report.time)
+    """Return the reports of an attempt in the order of time."""
+    reports = [ExitReport(**json.loads(path.read_text())) for path in job.glob(f"report-{attempt}-*.json")]
+    return sorted(reports, key=lambda report: report.time)
 
 
 def work(job: Path, fd: int, place: RankPlace) -> None:
@@ -211,22 +211,22 @@ def work(job: Path, fd: int, place: RankPlace) -> None:
     setup = json.loads((job / "job.json").read_text(encoding="utf-8"))
     end_with(setup["launcher"], ENDED)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asked: list[int] = []
+    signums: list[int] = []
     place = replace(place, started_by=None, file=job / f"store-{place.attempt}")
     status, recipe = 0, None
-    with on_signals(asked.append, (signal.SIGTERM, signal.SIGUSR1)):
+    with on_signals(signums.append, (signal.SIGTERM, signal.SIGUSR1)):
         try:
             from dtrain.parallel.runtime import StopFlag  # loads torch
 
             stop = StopFlag()
-            threading.Thread(target=_listen, args=(link, asked, stop, threading.get_ident()), daemon=True).start()
+            threading.Thread(target=_listen, args=(link, signums, stop, threading.get_ident()), daemon=True).start()
             recipe = with_origins_of(load(job / "recipe.yaml"), setup["origins"])
             if place.rank > 0:
                 write_to_log(recipe, place.rank)
             train, plan = _imported(setup["target"]), _imported(setup["plan"])
-            if asked:
+            if signums:
                 status = 1  # for the others, which may wait for this one
-                raise Stopped(asked[0], "stopped before training began; there was nothing to save")
+                raise Stopped(signums[0], "stopped before training began; there was nothing to save")
             run_rank(resumed(recipe) if place.attempt else recipe, place, stop, setup["threads"], train, plan=plan)
         except BaseException as error:  # told by the launcher, in whose hands it is not lost
             kind = next(kind for kind, of in KINDS.items() if isinstance(error, of))
@@ -247,18 +247,18 @@ def _imported(target: Sequence[str] | None) -> Any:
     return None if target is None else getattr(importlib.import_module(target[0]), target[1])
 
 
-def _listen(link: socket.socket, asked: list[int], stop: "StopFlag", main: int) -> None:
+def _listen(link: socket.socket, signums: list[int], stop: "StopFlag", main: int) -> None:
     """Hear the launcher, and tell it that this worker lives, in a thread beside `main`, which may be deep in a
     collective. Never returns."""
     link.settimeout(LOOK_SECONDS)
     while True:
         try:
-            asked.append(int(link.recv(64)))
+            signums.append(int(link.recv(64)))
         except TimeoutError:  # it has said nothing
             pass
         except (OSError, ValueError):  # it has ended
             os._exit(ENDED)
-        if asked:
-            stop.request(asked[0])
+        if signums:
+            stop.request(signums[0])
         with suppress(OSError):  # a launcher that is stopped does not read
             link.send(json.dumps(astuple(heartbeat(stop, main))).encode() + b"\n")

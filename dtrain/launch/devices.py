@@ -69,8 +69,8 @@ def choose_device(wanted: str, place: RankPlace) -> "torch.device":
         cores = os.cpu_count() or 1
         if place.local_world_size > (most := max(CPU_PROCESSES, 4 * cores)):
             raise UserError(
-                f"{place.local_world_size} processes on a CPU with {cores} core{'s' * (cores > 1)}, which has room for "
-                f"{most} at most: set launch.nproc={cores}"
+                f"{place.local_world_size} processes on a CPU with {cores} core{'s' if cores > 1 else ''}, which has "
+                f"room for {most} at most: set launch.nproc={cores}"
             )
         return torch.device("cpu")
     if count == 1 and place.started_by == "slurm":  # srun --gpus-per-task=1 shows each rank its own
@@ -78,8 +78,8 @@ def choose_device(wanted: str, place: RankPlace) -> "torch.device":
     if place.local_world_size > count:
         shown = f" ({VISIBLE}={place.environ[VISIBLE]})" if VISIBLE in place.environ else ""
         raise UserError(
-            f"{place.local_world_size} processes on a machine with {count} CUDA device{'s' * (count > 1)}{shown}: "
-            f"set launch.nproc={count}, or launch.device=cpu"
+            f"{place.local_world_size} processes on a machine with {count} CUDA device{'s' if count > 1 else ''}{shown}"
+            f": set launch.nproc={count}, or launch.device=cpu"
         )
     return torch.device("cuda", place.local_rank)
 
@@ -105,7 +105,7 @@ def start_device(device: "torch.device", place: RankPlace) -> DeviceFacts:
     try:
         torch.cuda.init()
         torch.cuda.set_device(device)
-        found = torch.cuda.get_device_properties(device)
+        properties = torch.cuda.get_device_properties(device)
     except (RuntimeError, AssertionError) as error:  # torch raises both: for the driver, and for a build without CUDA
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
@@ -113,30 +113,31 @@ def start_device(device: "torch.device", place: RankPlace) -> DeviceFacts:
             f"{torch.version.cuda}: update the driver (`nvidia-smi` shows its version), install a torch for an older "
             "CUDA, or set launch.device=cpu"
         ) from error
-    capability = (found.major, found.minor)
-    uuid = str(getattr(found, "uuid", device.index))
-    return DeviceFacts(place.rank, socket.gethostname(), found.name, found.total_memory, capability, uuid)
+    capability = (properties.major, properties.minor)
+    uuid = str(getattr(properties, "uuid", device.index))
+    return DeviceFacts(place.rank, socket.gethostname(), properties.name, properties.total_memory, capability, uuid)
 
 
 def problems(devices: Sequence[DeviceFacts], recipe: Recipe, kernels: Sequence[str]) -> list[str]:
-    """What keeps a run of `recipe` from the `devices` of its ranks. kernels: `torch.cuda.get_arch_list()`."""
+    """Return the reasons why `recipe` cannot run on the `devices` of its ranks, one line each. kernels:
+    `torch.cuda.get_arch_list()`."""
     return [*_unfit(devices, recipe, kernels), *_unlike(devices)]
 
 
 def _unfit(devices: Sequence[DeviceFacts], recipe: Recipe, kernels: Sequence[str]) -> list[str]:
-    found = []
-    for one in {device.capability: device for device in devices}.values():
-        if kernels and not _has_kernels(one.capability, kernels):
-            found.append(
-                f"this torch has no kernels for {one.words}: it is built for {', '.join(kernels)}; install a build of "
-                "torch that names this capability"
+    reasons = []
+    for device in {each.capability: each for each in devices}.values():
+        if kernels and not _has_kernels(device.capability, kernels):
+            reasons.append(
+                f"this torch has no kernels for {device.words}: it is built for {', '.join(kernels)}; install a "
+                "build of torch that names this capability"
             )
-        if recipe.train.dtype in ("auto", "bfloat16") and one.capability < (8, 0):
-            found.append(
-                f"{one.words} does not compute in bfloat16 (train.dtype={recipe.train.dtype}), which takes compute "
+        if recipe.train.dtype in ("auto", "bfloat16") and device.capability < (8, 0):
+            reasons.append(
+                f"{device.words} does not compute in bfloat16 (train.dtype={recipe.train.dtype}), which takes compute "
                 "capability 8.0: an A100 or later. Set train.dtype=float16 or float32"
             )
-    return found
+    return reasons
 
 
 def _has_kernels(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
@@ -151,43 +152,45 @@ def _has_kernels(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
 
 
 def _unlike(devices: Sequence[DeviceFacts]) -> list[str]:
-    """What keeps the devices from working together."""
+    """Return the reasons why the devices cannot work together."""
     if len(devices) == 1:
         return []
-    sliced = next((one for one in devices if one.is_slice), None)
+    sliced = next((device for device in devices if device.is_slice), None)
     if sliced is not None:
         return [
             f"rank {sliced.rank} has a MIG slice, {sliced.name}, and NCCL does not connect slices: set launch.nproc=1, "
             "or have MIG switched off"
         ]
-    found = []
-    for host, count in Counter(one.host for one in devices).items():
-        distinct = len({one.uuid for one in devices if one.host == host})
+    reasons = []
+    for host, count in Counter(device.host for device in devices).items():
+        distinct = len({device.uuid for device in devices if device.host == host})
         if distinct < count:
-            found.append(
-                f"{count} ranks on {host} share {distinct} GPU{'s' * (distinct > 1)}, and NCCL takes one rank each: "
-                f"give every rank its own ({VISIBLE}, or the batch system's --gpus-per-task)"
+            reasons.append(
+                f"{count} ranks on {host} share {distinct} GPU{'s' if distinct > 1 else ''}, and NCCL takes one rank "
+                f"each: give every rank its own ({VISIBLE}, or the batch system's --gpus-per-task)"
             )
-    if len({one.capability for one in devices}) > 1:
-        found.append(
+    if len({device.capability for device in devices}) > 1:
+        reasons.append(
             f"the GPUs are of different kinds, {_kinds(devices)}: ranks would take different kernels, whose numbers "
             f"differ. Choose GPUs of one kind ({VISIBLE}, or the batch system's constraint)"
         )
-    return found
+    return reasons
 
 
 def notes(devices: Sequence[DeviceFacts]) -> list[str]:
-    """What the user is told of devices that work together."""
-    if len({(one.name, one.memory) for one in devices}) == 1:
+    """Return notes for the user on devices that work together but differ."""
+    if len({(device.name, device.memory) for device in devices}) == 1:
         return []
     return [f"the GPUs differ, {_kinds(devices)}: the least memory is what counts, and the slowest sets the pace"]
 
 
 def _kinds(devices: Sequence[DeviceFacts]) -> str:
     ranks: dict[str, list[int]] = {}
-    for one in devices:
-        ranks.setdefault(one.words, []).append(one.rank)
-    shown = (f"{words} on rank {', '.join(map(str, of[:8]))}{', ...' * (len(of) > 8)}" for words, of in ranks.items())
+    for device in devices:
+        ranks.setdefault(device.words, []).append(device.rank)
+    shown = (
+        f"{words} on rank {', '.join(map(str, of[:8]))}{', ...' if len(of) > 8 else ''}" for words, of in ranks.items()
+    )
     return "; ".join(shown)
 
 
@@ -200,22 +203,24 @@ def agree(
     """Raises UserError, on every rank, with what any rank's `start` raises, or else with what `judge` finds in the
     devices of all, on rank 0. store: where the ranks of several meet."""
     if store is None:
-        found = "\n".join(judge([start()]))
+        refusal = "\n".join(judge([start()]))
     else:
         prefix = f"devices of attempt {place.attempt}"
-        store.set(f"{prefix}/{place.rank}", _told(start))
+        store.set(f"{prefix}/{place.rank}", _to_json(start))
         if place.rank == 0:
-            told = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(place.world_size)]
-            refused = dict.fromkeys(one for one in told if isinstance(one, str))
-            devices = [DeviceFacts(**one | {"capability": tuple(one["capability"])}) for one in told if not refused]
-            store.set(f"{prefix}/found", "\n".join(refused or judge(devices)))
-        found = store.get(f"{prefix}/found").decode()
-    if found:
-        raise UserError(found)
+            answers = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(place.world_size)]
+            refused = dict.fromkeys(answer for answer in answers if isinstance(answer, str))
+            devices = [
+                DeviceFacts(**answer | {"capability": tuple(answer["capability"])}) for answer in answers if not refused
+            ]
+            store.set(f"{prefix}/refusal", "\n".join(refused or judge(devices)))
+        refusal = store.get(f"{prefix}/refusal").decode()
+    if refusal:
+        raise UserError(refusal)
 
 
-def _told(start: Callable[[], DeviceFacts]) -> str:
-    """As JSON: a device, or why it does not start, a string."""
+def _to_json(start: Callable[[], DeviceFacts]) -> str:
+    """Return as JSON a device, or a string: why it does not start."""
     try:
         return json.dumps(asdict(start()))
     except UserError as error:

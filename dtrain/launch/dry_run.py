@@ -1,4 +1,4 @@
-"""What the processes of a run would refuse before its first step, found without one: `dtrain validate`.
+"""Dry run: all that the processes of a run would refuse before its first step, without one: `dtrain validate`.
 
 `preflight` is what needs no torch; `run` calls it too. The rest is here, by the functions that a rank calls: its
 device, the run's directory, the rows of the data, the model on meta with the headers of its weights, the optimizer and
@@ -59,18 +59,18 @@ T = TypeVar("T")
 
 @dataclass
 class DryRun:
-    """What was found: `problems` and `notes`, a line each, and where the data tell it the recipe with its sizes and its
-    steps."""
+    """Result of a dry run: `problems` and `notes`, a line each; where the data tell it, the recipe with its sizes, and
+    its steps."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sized: Recipe | None = None
     steps: int | None = None
 
-    def ask(self, act: Callable[..., T], *given: Any) -> T | None:
-        """What `act` gives; or None, and what it refuses is one of the problems."""
+    def ask(self, act: Callable[..., T], *arguments: Any) -> T | None:
+        """Return `act(*arguments)`; or None, and what it refuses is one of the problems."""
         try:
-            return act(*given)
+            return act(*arguments)
         except (OSError, UserError) as error:
             self.problems.append(in_words(error))
             return None
@@ -85,62 +85,62 @@ def dry_run(
     known: Sequence[str] = (),
     awaited: Collection[str] = (),
 ) -> DryRun:
-    """What a run of `recipe` in a world of `world_size` processes would refuse.
+    """Return the problems of a run of `recipe` in a world of `world_size` processes, and its notes and sizes.
 
     here: whether the run is to be on this machine, whose devices are then asked. known: what is known to be wrong;
     with that only what stands by itself is looked at. awaited: keys of what the run downloads first: weights that are
     not looked at, or data.
     """
-    found = DryRun()
-    device_type = (found.ask(_device, recipe, world_size, environ) if here else None) or "cpu"
-    found.problems += metrics.lacking(recipe.metrics)
+    result = DryRun()
+    device_type = (result.ask(_device, recipe, world_size, environ) if here else None) or "cpu"
+    result.problems += metrics.lacking(recipe.metrics)
     run = RunDirectory(recipe.run.directory)
-    found.ask(run.look)
+    result.ask(run.look)
     if recipe.checkpoint.export != "none" and run.path.is_dir():
-        found.ask(refuse_unwritable, run.export)
+        result.ask(refuse_unwritable, run.export)
     tokenizer = _quietly(Tokenizer.from_directory, recipe.model.directory) if recipe.model.path else None
     if tokenizer is None:
-        return found
-    before = len(found.problems)
-    columns, rows, trained_plain = _data(recipe, tokenizer, found, known, awaited)
-    is_read = bool(columns) and len(found.problems) == before
+        return result
+    before = len(result.problems)
+    columns, rows, trained_plain = _data(recipe, tokenizer, result, known, awaited)
+    is_read = bool(columns) and len(result.problems) == before
     if known:
-        return found
-    for one in eval_sets.sets(recipe):
-        if f"{one.key}.path" not in awaited:
-            room = import_module("dtrain.run.evaluations")
-            found.ask(room.read_set, recipe, one, tokenizer, trained_plain, found.notes.append)
+        return result
+    for eval_set in eval_sets.sets(recipe):
+        if f"{eval_set.key}.path" not in awaited:
+            evaluations = import_module("dtrain.run.evaluations")
+            result.ask(evaluations.read_set, recipe, eval_set, tokenizer, trained_plain, result.notes.append)
     precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
-    model = found.ask(partial(dry_run_model, recipe, precision, has_weights="model.path" not in awaited))
+    model = result.ask(partial(dry_run_model, recipe, precision, has_weights="model.path" not in awaited))
     for key, other in spec_of(recipe).other_models(recipe):
         if key not in awaited:
-            found.ask(partial(dry_run_other_model, Path(other), is_classifier=key == REWARD_MODEL))
-    sized = found.ask(resolve_batch_size, recipe, rows["train"], world_size) if rows else recipe
-    method = found.ask(METHODS[recipe.method], sized) if sized is not None else None
+            result.ask(partial(dry_run_other_model, Path(other), is_classifier=key == REWARD_MODEL))
+    sized = result.ask(resolve_batch_size, recipe, rows["train"], world_size) if rows else recipe
+    method = result.ask(METHODS[recipe.method], sized) if sized is not None else None
     if sized is None or method is None:
-        return found
+        return result
     if rows:
-        columns = {split: one.samples.column_names() for split, one in rows.items()}
-        found.sized, found.steps = sized, found.ask(_steps, sized, method, rows["train"])
-    steps = found.steps or sized.train.steps
-    found.notes += [] if steps is None else sizes.notes(sized, steps)
+        columns = {split: rows_of.samples.column_names() for split, rows_of in rows.items()}
+        result.sized, result.steps = sized, result.ask(_steps, sized, method, rows["train"])
+    steps = result.steps or sized.train.steps
+    result.notes += [] if steps is None else sizes.notes(sized, steps)
     if is_read:
-        found.ask(method.examine, columns, {split: len(one.samples) for split, one in rows.items()})
+        result.ask(method.examine, columns, {split: len(rows_of.samples) for split, rows_of in rows.items()})
     if here and (rows or recipe.data.packing != "auto"):
         device, longest = torch.device(device_type), method.spec.longest_row(sized)
-        model_config = found.ask(read_config, recipe.model.directory)
-        found.ask(choose_attention, sized, model_config, precision, device, longest)
-        found.ask(choose_delta, sized, model_config, precision, device)
-        found.ask(method.refuse_device, device)
+        model_config = result.ask(read_config, recipe.model.directory)
+        result.ask(choose_attention, sized, model_config, precision, device, longest)
+        result.ask(choose_delta, sized, model_config, precision, device)
+        result.ask(method.refuse_device, device)
     if model is not None:
-        _updates(sized, model, steps or 1000, world_size, precision, found)
-        found.ask(_start, recipe, run, tokenizer, method, model, rows, awaited)
-    return found
+        _updates(sized, model, steps or 1000, world_size, precision, result)
+        result.ask(_start, recipe, run, tokenizer, method, model, rows, awaited)
+    return result
 
 
-def _quietly(act: Callable[..., T], *given: Any) -> T | None:
+def _quietly(act: Callable[..., T], *arguments: Any) -> T | None:
     try:
-        return act(*given)
+        return act(*arguments)
     except (OSError, UserError):  # preflight tells
         return None
 
@@ -150,10 +150,10 @@ def _device(recipe: Recipe, count: int, environ: MutableMapping[str, str]) -> st
     device = choose_device(recipe.launch.device, place)
     if device.type == "cuda":
         places = [replace(place, rank=rank, local_rank=rank) for rank in range(count)]
-        devices = [start_device(torch.device("cuda", one.local_rank), one) for one in places]
-        found = problems(devices, recipe, torch.cuda.get_arch_list() if torch.version.cuda else ())
-        if found:
-            raise UserError("\n".join(found))
+        devices = [start_device(torch.device("cuda", each.local_rank), each) for each in places]
+        refusals = problems(devices, recipe, torch.cuda.get_arch_list() if torch.version.cuda else ())
+        if refusals:
+            raise UserError("\n".join(refusals))
     return device.type
 
 
@@ -161,8 +161,8 @@ def _splits(recipe: Recipe) -> list[str]:
     return ["train"] if recipe.data.val is None else ["train", "val"]
 
 
-def _given(recipe: Recipe) -> dict[str, Any]:
-    """What `open_rows` and `looks` are told of a recipe."""
+def _row_options(recipe: Recipe) -> dict[str, Any]:
+    """Return the arguments of `open_rows` and `looks` that follow from a recipe."""
     spec = spec_of(recipe)
     return {
         "kind": spec.kind,
@@ -173,40 +173,40 @@ def _given(recipe: Recipe) -> dict[str, Any]:
 
 
 def _data(
-    recipe: Recipe, tokenizer: Tokenizer, found: DryRun, known: Sequence[str], awaited: Collection[str]
+    recipe: Recipe, tokenizer: Tokenizer, result: DryRun, known: Sequence[str], awaited: Collection[str]
 ) -> tuple[dict[str, list[str]], dict[str, Rows], int]:
-    """Of each split the columns that its first rows have, and its rows where the files are small; and how many of the
+    """Return by split the columns that its first rows have, and its rows where the files are small; and how many of the
     training rows that were read have a plain string as their prompt. Each file's first mistake is one of the
     problems."""
     columns: dict[str, list[str]] = {}
     plain: dict[str, int] = {}
     of_rows = ("data.", "data=", "grpo.tools")
-    is_told = any(one.startswith(of_rows) for one in (*known, *awaited)) or to_copy(recipe)
-    told = None if is_told else found.ask(_given, recipe)
-    if told is None:
+    is_unread = any(line.startswith(of_rows) for line in (*known, *awaited)) or to_copy(recipe)
+    options = None if is_unread else result.ask(_row_options, recipe)
+    if options is None:
         return columns, {}, 0
-    before = len(found.problems)
+    before = len(result.problems)
     cache_dir = recipe.cache if has_urls(recipe) else None  # of copies; rows are kept nowhere
-    given = {**told, "tokenizer": tokenizer, "cache_dir": cache_dir}
+    options = {**options, "tokenizer": tokenizer, "cache_dir": cache_dir}
     files: list[tuple[str, Look]] = []
     for split in _splits(recipe):
-        opened = found.ask(partial(looks, recipe.data, split=split, **given)) or []
+        opened = result.ask(partial(looks, recipe.data, split=split, **options)) or []
         files += [(f"data.{split}", look) for look in opened]
-        chunks = [found.ask(look.first) for look in opened]
+        chunks = [result.ask(look.first) for look in opened]
         rows = [loads(text)["columns"] for chunk in chunks if chunk for text in chunk.columns if text]
         columns[split] = list(dict.fromkeys(name for row in rows for name in row))
         plain[split] = sum(chunk.plain_prompts for chunk in chunks if chunk)
     encoders = {key: look.encoder for key, look in files}
-    if len(found.problems) > before:
+    if len(result.problems) > before:
         return columns, {}, plain["train"]
     is_small = sum(_size(look.file) for _, look in files) <= SMALL_DATA
-    rows_of = (found.ask(_rows, recipe, tokenizer, cache_dir) if is_small and not known else None) or {}
+    rows_of = (result.ask(_rows, recipe, tokenizer, cache_dir) if is_small and not known else None) or {}
     plain |= {split: rows.samples.meta["plain_prompts"] for split, rows in rows_of.items()}
     for split, count in plain.items():
         encoder = encoders[f"data.{split}"]
-        found.notes += describe(f"{split} data", count, encoder.prompts_as, encoder.template, bool(rows_of))
+        result.notes += describe(f"{split} data", count, encoder.prompts_as, encoder.template, bool(rows_of))
     if not is_small:
-        _shapes(files, found)
+        _shapes(files, result)
     return columns, rows_of, plain["train"]
 
 
@@ -215,31 +215,31 @@ def _size(file: Path) -> int:
     return file.stat().st_size * (10 if file.suffix.lower() in (".gz", ".parquet") else 1)
 
 
-def _shapes(files: Sequence[tuple[str, Look]], found: DryRun) -> None:
+def _shapes(files: Sequence[tuple[str, Look]], result: DryRun) -> None:
     """The shape of the rows of large files, and in the time that is left what the template and the lengths refuse. Each
     file is given an equal part of the time."""
-    end, before = time.monotonic() + LOOK_SECONDS, len(found.problems)
+    end, before = time.monotonic() + LOOK_SECONDS, len(result.problems)
     files = list({look.file: (key, look) for key, look in reversed(files)}.values())  # a share of a file is one of both
     for whole, what in ((False, "not looked at"), (True, "looked at without the chat template and data.too_long")):
-        wanted = [one for one in files if not (whole and one[1].shape_is_all)]
+        wanted = [file for file in files if not (whole and file[1].shape_is_all)]
         unread = []
-        for index, (key, look) in enumerate(sorted(wanted, key=lambda one: _size(one[1].file))):
+        for index, (key, look) in enumerate(sorted(wanted, key=lambda file: _size(file[1].file))):
             now = time.monotonic()
-            line = found.ask(look.rest, now + max(0.0, end - now) / (len(wanted) - index), whole)
+            line = result.ask(look.rest, now + max(0.0, end - now) / (len(wanted) - index), whole)
             if line is not None:
                 unread.append(f"{key}: {look.file} from line {line} on")
         if unread:
             more = f", and of {len(unread) - 3} more files" if len(unread) > 3 else ""
             listed = "; ".join(unread[:3])
-            found.notes.append(f"note: {what}, for want of time: {listed}{more}. The run reads it all")
-        if unread or len(found.problems) > before:
+            result.notes.append(f"note: {what}, for want of time: {listed}{more}. The run reads it all")
+        if unread or len(result.problems) > before:
             return
 
 
 def _rows(recipe: Recipe, tokenizer: Tokenizer, cache_dir: Path | None) -> dict[str, Rows]:
-    given = {**_given(recipe), "tokenizer": tokenizer, "cache_dir": cache_dir, "epochs": recipe.train.epochs}
+    options = {**_row_options(recipe), "tokenizer": tokenizer, "cache_dir": cache_dir, "epochs": recipe.train.epochs}
     return {
-        split: open_rows(recipe.data, split=split, say=lambda line: None, progress=False, **given)
+        split: open_rows(recipe.data, split=split, say=lambda line: None, progress=False, **options)
         for split in _splits(recipe)
     }
 
@@ -250,13 +250,15 @@ def _steps(recipe: Recipe, method: Method, rows: Rows) -> int:
     return steps
 
 
-def _updates(recipe: Recipe, model: CausalLM, steps: int, world_size: int, precision: Precision, found: DryRun) -> None:
+def _updates(
+    recipe: Recipe, model: CausalLM, steps: int, world_size: int, precision: Precision, result: DryRun
+) -> None:
     """The optimizer and its schedule, where no stranger's code is needed for them."""
-    optimizer = found.ask(dry_run_optimizer, recipe, model, world_size, precision)
+    optimizer = result.ask(dry_run_optimizer, recipe, model, world_size, precision)
     stages = recipe.scheduler if isinstance(recipe.scheduler, list) else [recipe.scheduler]
     if all(stage.name in SCHEDULES for stage in stages):
         optimizer = optimizer or torch.optim.SGD([torch.zeros(())], lr=recipe.optimizer.lr)
-        found.ask(build_scheduler, recipe.scheduler, optimizer, steps)
+        result.ask(build_scheduler, recipe.scheduler, optimizer, steps)
 
 
 def _start(
@@ -268,14 +270,18 @@ def _start(
     rows: dict[str, Rows],
     awaited: Collection[str],
 ) -> None:
-    """Where the run would start, and whether what it was saved with allows that."""
+    """Check that the run could start where it would, by what it was saved with."""
     ranks = Ranks(alone=True)
     store = CheckpointStore(run.checkpoints, ranks)
     start = resume.find_start(recipe, run, store, method.needs_start is not None, ranks, lambda line: None, deep=False)
     known: dict[str, str] = {}
     directories = [Path(other) for _, other in spec_of(recipe).other_models(recipe)]
-    directories += [recipe.model.directory] * (recipe.model.init == "pretrained")
-    if not awaited and sum(file.stat().st_size for one in directories for file in weight_files(one)) <= SMALL_WEIGHTS:
+    if recipe.model.init == "pretrained":
+        directories.append(recipe.model.directory)
+    if (
+        not awaited
+        and sum(file.stat().st_size for directory in directories for file in weight_files(directory)) <= SMALL_WEIGHTS
+    ):
         known = resume.identities(recipe, tokenizer, ranks)
     if start.weights is not None:
         _weights(recipe, model, start, known)
@@ -291,11 +297,11 @@ def _start(
 
 
 def _weights(recipe: Recipe, model: CausalLM, start: resume.Start, known: dict[str, str]) -> None:
-    """Whether the weights of `checkpoint.init_from` are of this model."""
+    """Check that the weights of `checkpoint.init_from` are of this model."""
     assert start.weights is not None
     store, step = start.weights
     resume.refuse_other_adapter(recipe, model, start)
-    found = weights_of(model, store, step)
-    if not found.is_whole and known:
+    weights = weights_of(model, store, step)
+    if not weights.is_whole and known:
         resume.refuse_other_base(start, known)
-    store.refuse_misfit(step, found.wanted, found.cast)
+    store.refuse_misfit(step, weights.wanted, weights.cast)

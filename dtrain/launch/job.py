@@ -45,8 +45,8 @@ def sweep(folder: Path) -> None:
     system's present start, since a lock holds among the processes of one kernel, and that nobody holds."""
     for path in folder.glob(f"{PREFIX}*"):
         with suppress(OSError):  # another launcher is at it, or it is of another user
-            found = path.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 continue
             lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:

@@ -14,15 +14,15 @@ T = TypeVar("T")
 
 
 def newest_checkpoint(recipe: Recipe) -> str:
-    """Where the same command goes on, in words."""
+    """Return a sentence that says where the same command goes on."""
     checkpoints = recipe.run.directory / "checkpoints"
     saved = within(FILE_SECONDS, partial(_newest, checkpoints))
     return saved or f"{checkpoints} does not answer: the same command goes on at the last checkpoint there"
 
 
 def within(seconds: float, act: Callable[[], T]) -> T | None:
-    """What `act` gives or raises, or None where it takes longer; it then goes on in its thread, which does not hold the
-    process back."""
+    """Return what `act` gives or raise what it raises; None where it takes longer: it then goes on in its thread, which
+    does not hold the process back."""
     done: Future[T] = Future()
 
     def run() -> None:

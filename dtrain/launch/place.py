@@ -1,4 +1,4 @@
-"""Where a process is among those of its run, by what torchrun and SLURM say in its environment."""
+"""The place of a process among those of its run, by what torchrun and SLURM say in its environment."""
 
 import re
 from collections.abc import Mapping, MutableMapping
@@ -35,17 +35,18 @@ class RankPlace:
 
     @property
     def watches(self) -> bool:
-        """Whether the ranks watch over one another; those of a launcher are watched by it."""
+        """True if the ranks watch over one another; those of a launcher are watched by it."""
         return self.world_size > 1 and self.started_by is not None
 
     @property
     def is_inside(self) -> bool:
-        """Whether all ranks are known to be on this host: SLURM does not always say."""
+        """True if all ranks are known to be on this host: SLURM does not always say."""
         return self.world_size == 1 or (self.world_size == self.local_world_size and self.started_by != "slurm")
 
 
 def find_place(environ: MutableMapping[str, str], nproc: int) -> RankPlace | None:
-    """Where torchrun or SLURM put this process, or None where nobody started it as one of several ranks.
+    """Return the place that torchrun or SLURM gave this process, or None where nobody started it as one of several
+    ranks.
 
     Of SLURM's processes srun's tasks are ranks; a batch script and a shell of salloc are none, and neither is a step of
     one task that asks for processes of its own (`nproc` > 1). Raises UserError for an environment that contradicts
@@ -99,7 +100,7 @@ def number(environ: Mapping[str, str], name: str, otherwise: int | None = None) 
 
 
 def _is_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process. The shell that salloc opens is a step too, of a number beyond srun's."""
+    """Return whether srun started this process. salloc's shell is a step too, of a number beyond srun's."""
     step = environ.get("SLURM_STEP_ID", "")
     first_special = 0xFFFFFFF0
     return step.isdecimal() and int(step) < first_special

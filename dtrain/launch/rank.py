@@ -1,4 +1,4 @@
-"""One rank: its device, its process group, its signals, its log; and what running out of memory means."""
+"""A rank: its device, its process group, its signals, its log; and what running out of memory means."""
 
 import importlib
 import os
@@ -119,15 +119,15 @@ def _unfit_devices(recipe: Recipe, planned: PlannedPeak | None, devices: Sequenc
     """Why the run cannot go on with the GPUs of its ranks, their memory included; what is only told, on stderr."""
     import torch
 
-    found = problems(devices, recipe, torch.cuda.get_arch_list() if torch.version.cuda else ())
-    told = notes(devices)
+    reasons = problems(devices, recipe, torch.cuda.get_arch_list() if torch.version.cuda else ())
+    remarks = notes(devices)
     if planned is not None:
-        too_much = planned.too_much(min(one.memory for one in devices), PLAN_SECONDS)
+        too_much = planned.too_much(min(device.memory for device in devices), PLAN_SECONDS)
         if too_much is not None:
-            (found if too_much.is_certain else told).append(too_much.words)
-    for line in [] if found else told:
+            (reasons if too_much.is_certain else remarks).append(too_much.words)
+    for line in [] if reasons else remarks:
         print(f"note: {line}", file=sys.stderr)
-    return found
+    return reasons
 
 
 @contextmanager
@@ -136,12 +136,12 @@ def loopback_only(place: RankPlace, *, nccl: bool) -> Iterator[None]:
     unless the user has named another. For ranks that are all on this host: nobody outside has any business there."""
     name = loopback()
     named = {GLOO: name, **({NCCL: f"={name}"} if nccl else {})} if name else {}
-    given = {key: value for key, value in named.items() if key not in place.environ}
-    place.environ.update(given)
+    missing = {key: value for key, value in named.items() if key not in place.environ}
+    place.environ.update(missing)
     try:
         yield
     finally:  # a process may run another recipe, or start processes that reach other hosts
-        for key in given:
+        for key in missing:
             place.environ.pop(key, None)
 
 
@@ -156,7 +156,7 @@ def run_in_place(
     from dtrain.parallel.runtime import StopFlag
 
     terminal = None
-    with told_to_all(place):
+    with tell_all_ranks(place):
         choose_device(recipe.launch.device, place)
         if place.rank > 0:
             terminal = os.dup(2) if place.local_rank == 0 else None  # one rank of each host tells there
@@ -188,9 +188,9 @@ def _end_if_hung(recipe: Recipe, stop: "StopFlag", main: int, stalled: StallTime
 
 
 @contextmanager
-def told_to_all(place: RankPlace | None) -> Iterator[None]:
-    """Where the block finds that the run cannot begin (UserError) and `place` is one of several hosts, the other ranks
-    are told, rather than left to wait for this one. Raises UserError with what all have found, or SystemExit where
+def tell_all_ranks(place: RankPlace | None) -> Iterator[None]:
+    """Tell the other ranks where the block finds that the run cannot begin (UserError) and `place` is one of several
+    hosts: they are not left to wait for this one. Raises UserError with what all have found, or SystemExit where
     another process of this host tells of it.
     """
     try:
@@ -220,8 +220,8 @@ def memory_errors(recipe: Recipe, place: RankPlace, device: "torch.device") -> I
     except (MemoryError, RuntimeError) as error:
         first = (str(error).splitlines() or ["out of memory"])[0]
         # Of pinned memory CUDA says the last.
-        said = "can't allocate memory" in first or "CUDA error: out of memory" in first
-        if not (isinstance(error, torch.OutOfMemoryError | MemoryError) or said):
+        is_host_or_pinned = "can't allocate memory" in first or "CUDA error: out of memory" in first
+        if not (isinstance(error, torch.OutOfMemoryError | MemoryError) or is_host_or_pinned):
             raise
         raise OutOfMemory(_memory_advice(recipe, place, device, first)) from error
 
@@ -249,7 +249,7 @@ def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", fir
 
 
 def write_to_log(recipe: Recipe, rank: int) -> None:
-    """From here on what this process prints goes to its log in the run's directory; rank 0 keeps the terminal."""
+    """Send what this process prints from here on to its log in the run's directory; rank 0 keeps the terminal."""
     path = log_file(recipe, rank)
     try:
         path.parent.resolve().mkdir(parents=True, exist_ok=True)  # a link may lead where nothing is yet

@@ -26,7 +26,7 @@ def on_signals(
         yield
         return
     owner = os.getpid()
-    asked: list[float] = []
+    asked_at: list[float] = []
     last: list[int] = []
     ended = threading.Event()
 
@@ -35,16 +35,16 @@ def on_signals(
             if signum == signal.SIGTERM:
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
-        elif not asked:
-            asked.append(time.monotonic())
+        elif not asked_at:
+            asked_at.append(time.monotonic())
             ask(signum)
-        elif time.monotonic() - asked[0] > SAME_SECONDS:
+        elif time.monotonic() - asked_at[0] > SAME_SECONDS:
             last.append(signum)
             raise KeyboardInterrupt(signum)
 
     def insist() -> None:
         while not ended.wait(LOOK_SECONDS):
-            if asked and look is not None:
+            if asked_at and look is not None:
                 look()
             if last and not ended.wait(END_SECONDS):  # code of the user's may catch everything
                 kill(descendants(owner))

@@ -17,7 +17,7 @@ from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.import_paths import search_path
 from dtrain.launch import agent
 from dtrain.launch.place import RankPlace, find_place, number
-from dtrain.launch.rank import PlanBeside, Train, run_in_place, told_to_all
+from dtrain.launch.rank import PlanBeside, Train, run_in_place, tell_all_ranks
 from dtrain.recipe import Recipe, read, redact, redacted_errors, sizes
 from dtrain.run.check import notes
 from dtrain.run.preflight import named_code, not_here, preflight, to_copy, together, with_local_model, with_small_files
@@ -37,7 +37,7 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, pl
         place = find_place(os.environ, recipe.launch.nproc)
         recipe = _checked(recipe, place.world_size if place else recipe.launch.nproc)
     except UserError:
-        with told_to_all(place or find_place(os.environ, 1)):
+        with tell_all_ranks(place or find_place(os.environ, 1)):
             raise
     with redacted_errors(recipe):
         _start(recipe, place, train, plan)
@@ -45,24 +45,24 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, pl
 
 
 def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_size: int | None = None) -> list[str]:
-    """What is told of a recipe that `launch` would run to its first step, a line each; nothing is started.
+    """Return lines about a recipe that `launch` would run to its first step; nothing is started.
 
     world_size: of a world that may be elsewhere, so that this machine's devices play no part; None: `launch.nproc`
     processes here. Raises UserError as `read` does, RecipeError with every problem that is found.
     """
-    given, found = read(recipe, overrides)
+    parsed, problems = read(recipe, overrides)
     here = world_size is None
-    loaded, awaited, refused = with_small_files(with_local_model(given))
+    loaded, awaited, refused = with_small_files(with_local_model(parsed))
     size = loaded.launch.nproc if world_size is None else world_size
-    found = together([*found, *refused], preflight(loaded, size, awaited))
+    problems = together([*problems, *refused], preflight(loaded, size, awaited))
     dry_run = import_module("dtrain.launch.dry_run").dry_run  # with torch
-    heard = dry_run(loaded, max(size, 1), os.environ, here=here, known=found, awaited=awaited)
-    found = list(dict.fromkeys([*found, *(redact(problem, loaded) for problem in heard.problems)]))
-    if found:
-        raise RecipeError(found)
-    steps = f", {heard.steps} step{'s' * (heard.steps != 1)}" if heard.steps is not None else ""
-    told = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' * (size != 1)}{steps}"
-    lines = [told, str(sizes(heard.sized or loaded, size)), *notes(loaded), *heard.notes]
+    result = dry_run(loaded, max(size, 1), os.environ, here=here, known=problems, awaited=awaited)
+    problems = list(dict.fromkeys([*problems, *(redact(problem, loaded) for problem in result.problems)]))
+    if problems:
+        raise RecipeError(problems)
+    steps = f", {result.steps} step{'s' if result.steps != 1 else ''}" if result.steps is not None else ""
+    verdict = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' if size != 1 else ''}{steps}"
+    lines = [verdict, str(sizes(result.sized or loaded, size)), *notes(loaded), *result.notes]
     lines += [*awaited.values(), *to_copy(loaded)]
     return [redact(line, loaded) for line in lines]
 

@@ -43,8 +43,8 @@ class Heartbeat:
 
 
 def heartbeat(stop: "StopFlag", main: int) -> Heartbeat:
-    """That of this process, whose thread `main` ticks `stop`. A save's progress is what is written to files: what is
-    sent through a socket, as heartbeats are, does not count."""
+    """Return the heartbeat of this process, whose thread `main` ticks `stop`. A save's progress is what is
+    written to files: what is sent through a socket, as heartbeats are, does not count."""
     frame, progress = sys._current_frames().get(main), stop.progress
     if stop.is_saving:
         with suppress(OSError):
@@ -54,7 +54,7 @@ def heartbeat(stop: "StopFlag", main: int) -> Heartbeat:
 
 
 class StallTimer:
-    """How long heartbeats have shown no progress, by their reader's looks."""
+    """Time for which heartbeats have shown no progress, by their reader's looks."""
 
     def __init__(self, lost_after: float):
         self.lost_after = lost_after
@@ -67,7 +67,7 @@ class StallTimer:
 
     @property
     def is_over(self) -> bool:
-        """Whether a main thread that was asked to stop has had its time."""
+        """True if a main thread that was asked to stop has had its time."""
         return self.seconds >= (max(SAVE_SECONDS, self.lost_after) if self.last.is_saving else self.lost_after)
 
 
@@ -101,7 +101,7 @@ class RankProcess:
                 self._link.send(str(int(signum)).encode())
 
     def look(self) -> None:
-        """To be called every LOOK_SECONDS."""
+        """Read its heartbeats. To be called every LOOK_SECONDS."""
         self.silent += LOOK_SECONDS
         beat = self.stalled.last
         with suppress(OSError, ValueError, TypeError):  # nothing came, or a heartbeat that was cut
@@ -112,7 +112,7 @@ class RankProcess:
         self.stalled.look(beat)
 
     def lost(self, early: float = 0.0) -> str | None:
-        """How this process is lost, or will be within `early` seconds if it stays silent, in words."""
+        """Return a sentence on how this process is lost, or will be within `early` seconds if it stays silent."""
         still = self.stalled
         if self.status is not None or self.silent < still.lost_after - early:
             return None
@@ -124,7 +124,7 @@ class RankProcess:
 
     @property
     def stood(self) -> str | None:
-        """Where its main thread has hung for longer than a sign of life may take, in words."""
+        """Sentence that says where its main thread has hung for longer than a sign of life may take."""
         still = self.stalled
         if still.seconds < still.lost_after:
             return None

@@ -1,15 +1,15 @@
 """Methods: what a batch is, which loss, which metrics. One loop, small methods. README.md says how to add one.
 
-Names are imported when they are used: the facts are read where no torch is.
+Names are imported when they are used: the specs are read where no torch is.
 
+    spec                         the spec of a method, known beforehand: data, checks, second models
+    sft_section, dpo_section, kto_section, grpo_section    each method's spec and checks
+    distill_section, reward_section    the same
     registry                     the methods by name
-    spec                         what is known of a method beforehand: data, checks, second models
-    sft_section, dpo_section, kto_section, grpo_section, distill_section, reward_section
-                                 the same of each method, and what must hold in its section of the recipe
-    method, rollout_method       the base of all methods; of those that draw completions
+    method, rollout_method       the base of the methods; of those that train on rollouts
     sft, dpo, kto, grpo, distill, reward    how each differs
-    on_policy                    distill: the student's own samples, in rollouts as grpo's
     precompute                   dpo: the reference's sums, once
+    on_policy                    distill: the student's own samples, in rollouts as grpo's
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""What must hold in a recipe's `distill` section and around it, and what is known of it beforehand. No torch."""
+"""Checks of a recipe's `distill` section and of what surrounds it, and the method's spec. No torch."""
 
 from dataclasses import fields
 from operator import attrgetter
@@ -27,10 +27,10 @@ class DistillSpec(MethodSpec):
         return ["distill.teacher is missing: set it to the directory of a model with the student's vocabulary"]
 
     def problems(self, recipe: Recipe) -> list[str]:
-        """Keys that are read where the student draws."""
+        """Return keys that are read where the student draws."""
         section, default = recipe.distill, Distill()
         named = [key for key in ("student_share", "prompts_per_step") if getattr(section, key) != getattr(default, key)]
-        drawn = (f"sampling.{one.name}" for one in fields(Sampling))
+        drawn = (f"sampling.{field.name}" for field in fields(Sampling))
         named += [key for key in drawn if attrgetter(key)(section) != attrgetter(key)(default)]
         return [
             f"distill.{key} says how the student draws, and distill.samples=data trains on the data's own completions: "
@@ -39,7 +39,7 @@ class DistillSpec(MethodSpec):
         ] + self.unread(section)
 
     def unread(self, section: Distill) -> list[str]:
-        """Keys of the divergence that the recipe's divergence does not read."""
+        """Return keys of the divergence that the recipe's divergence does not read."""
         readers = {
             "jsd_beta": (section.kl == "jsd", "distill.kl=jsd"),
             "mixed_kl_weight": (section.kl == "mixed", "distill.kl=mixed"),
@@ -59,26 +59,26 @@ class DistillSpec(MethodSpec):
 
 
 class OnPolicySpec(DistillSpec):
-    """Of distillation where the student draws its samples."""
+    """Spec of distillation where the student draws its samples."""
 
     kind = "prompts"
 
     def problems(self, recipe: Recipe) -> list[str]:
-        section, found = recipe.distill, self.unread(recipe.distill)
+        section, errors = recipe.distill, self.unread(recipe.distill)
         rollout, batch, longest = section.prompts_per_step, recipe.train.global_batch, recipe.data.max_length
         if rollout is not None and isinstance(batch, int) and rollout >= 1 and batch >= 1 and rollout % batch:
-            found.append(
+            errors.append(
                 f"train.global_batch={batch} does not divide a rollout of distill.prompts_per_step={rollout} prompts: "
                 f"set distill.prompts_per_step={-(-rollout // batch) * batch}, or leave it out"
             )
         if longest >= 2 and section.sampling.max_new_tokens >= longest:
-            found.append(grpo_section.no_room("distill", section.sampling.max_new_tokens, longest))
+            errors.append(grpo_section.no_room("distill", section.sampling.max_new_tokens, longest))
         if section.student_share == 1 and recipe.data.loss_on != "assistant":
-            found.append(
+            errors.append(
                 f"data.loss_on={recipe.data.loss_on} plays no part where the student draws every sample: what it draws "
                 "is trained; leave it out, or lower distill.student_share"
             )
-        return found
+        return errors
 
     def refuses(self, recipe: Recipe, format: str) -> str | None:
         if format in ("preference", "text"):

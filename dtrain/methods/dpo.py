@@ -104,8 +104,8 @@ class Objective:
 
     def slopes(self, sums: PairSums) -> tuple[Tensor, Tensor]:
         """The losses [pairs], and their mean's derivative by the sums of chosen and rejected in turn, [2 · pairs]."""
-        found = preference_weights(self._names, *sums[:4], **self._named(sums))
-        return found.losses, torch.stack([found.chosen, found.rejected], 1).flatten()
+        weights = preference_weights(self._names, *sums[:4], **self._named(sums))
+        return weights.losses, torch.stack([weights.chosen, weights.rejected], 1).flatten()
 
     def _named(self, sums: PairSums) -> dict[str, Any]:
         lengths = {"chosen_lengths": sums.chosen_lengths, "rejected_lengths": sums.rejected_lengths}
@@ -168,7 +168,7 @@ class DpoMethod(MethodWithReference):
         return batch
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
-        """One forward of the reference, where there is one. Where a pair's loss depends on the other pairs of the
+        """Run one forward of the reference, where there is one. Where a pair's loss depends on the other pairs of the
         global batch, also one of the policy, so that each pair's part in the gradient is known before the backward.
         """
         batch = dict(batch)
@@ -195,8 +195,8 @@ class DpoMethod(MethodWithReference):
         chosen_tokens: Tensor | int = 1,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Scalars: the share of the loss, and the sums of `Objective.measure`."""
-        found = source.logprobs(log_p2=self.recipe.dpo.use_weighting)  # [B, S/cp]
-        sums = PairSums.of(source.by_document(PairSums.streams(batch, found.logprobs, found.log_p2)))
+        scores = source.logprobs(log_p2=self.recipe.dpo.use_weighting)  # [B, S/cp]
+        sums = PairSums.of(source.by_document(PairSums.streams(batch, scores.logprobs, scores.log_p2)))
         losses = self.objective.losses(sums)  # [pairs]
         total = losses.sum() * 2 / global_seqs
         if self.objective.sft_weight:
@@ -225,7 +225,8 @@ class DpoMethod(MethodWithReference):
             share = source.documents / global_seqs.to(total.dtype)  # the values are whole: each micro-batch says a part
             value = source.shared(total.to(share.device, non_blocking=True) * share)
             parts = {
-                name: source.shared(one.to(share.device, non_blocking=True) * share) for name, one in measured.items()
+                name: source.shared(value.to(share.device, non_blocking=True) * share)
+                for name, value in measured.items()
             }
             return value + (weighted - weighted.detach()), parts
 

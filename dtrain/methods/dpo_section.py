@@ -1,4 +1,4 @@
-"""What must hold in a recipe's `dpo` section and around it. No torch, no file is read."""
+"""Checks of a recipe's `dpo` section and of what surrounds it. No torch, no file is read."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -20,10 +20,10 @@ SECTION_RANGES = (
 
 
 def problems(recipe: Recipe) -> list[str]:
-    """What is wrong with a recipe of method dpo, beside its ranges, one line each."""
+    """Return what is wrong with a recipe of method dpo, beside its ranges, one line each."""
     section = recipe.dpo
     has_reference = section.reference not in (None, "none")
-    found = loss_problems(
+    errors = loss_problems(
         section.loss,
         section.loss_weights,
         has_reference=has_reference,
@@ -34,28 +34,28 @@ def problems(recipe: Recipe) -> list[str]:
     )
     names = [section.loss] if isinstance(section.loss, str) else list(section.loss)
     if section.use_weighting and (across := over_the_batch(names, section.kwargs)):
-        found.append(
+        errors.append(
             f"dpo.use_weighting=true weighs each pair, and dpo.loss={across[0]} compares pairs with one another: set "
             "dpo.use_weighting=false, or another loss"
         )
     if section.use_weighting and set(names) == {SFT}:
-        found.append("dpo.use_weighting=true weighs losses that compare two completions, and dpo.loss=sft does not")
+        errors.append("dpo.use_weighting=true weighs losses that compare two completions, and dpo.loss=sft does not")
     if section.sync_every is not None and section.precompute:
-        found.append(
+        errors.append(
             "dpo.sync_every moves the reference, so dpo.precompute cannot score with it once: set dpo.sync_every=null "
             "or dpo.precompute=false"
         )
-    found += base_problems(recipe, "dpo", section.reference)
+    errors += base_problems(recipe, "dpo", section.reference)
     if recipe.data.loss_on != "assistant":
-        found.append(no_loss_on(recipe))
+        errors.append(no_loss_on(recipe))
     for key, value in (("sync_every", section.sync_every), ("precompute", section.precompute or None)):
         if value is not None and not has_reference:
-            found.append(f"dpo.{key}={shown(value)} needs a reference, and dpo.reference is none: set it to start")
-    return found
+            errors.append(f"dpo.{key}={shown(value)} needs a reference, and dpo.reference is none: set it to start")
+    return errors
 
 
 def no_loss_on(recipe: Recipe) -> str:
-    """What is said to `data.loss_on` where it plays no part."""
+    """Return the error text for `data.loss_on` where it plays no part."""
     return (
         f"data.loss_on={recipe.data.loss_on} plays no part under method={recipe.method}: what follows the prompt is "
         "trained; leave it out"
@@ -69,7 +69,7 @@ def other_reference(method: str, reference: str | None) -> list[tuple[str, str]]
 
 
 def base_problems(recipe: Recipe, method: str, reference: str | None) -> list[str]:
-    """What is wrong with `reference: base`, the model without its adapter, in the section of a method."""
+    """Return what is wrong with `reference: base`, the model without its adapter, in the section of a method."""
     if reference != "base" or recipe.lora is not None:
         return []
     return [
@@ -88,7 +88,7 @@ def loss_problems(
     f_divergence: str = "reverse_kl",
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """What is wrong with the section's losses, one line each, keys as the recipe has them. `options`: its kwargs.
+    """Return what is wrong with the section's losses, one line each, by the recipe's keys. `options`: its kwargs.
 
     An option has to be read by one loss of the list at least; another divergence than reverse_kl by all of them.
     """
@@ -97,35 +97,37 @@ def loss_problems(
         return ["dpo.loss: no loss is named"]
     known = (*LOSSES, SFT)
     unknown = [name for name in names if name not in known]
-    found = [f"dpo.loss={name} is no preference loss{key_aliases.hint('dpo.loss', name, known)}" for name in unknown]
+    errors = [f"dpo.loss={name} is no preference loss{key_aliases.hint('dpo.loss', name, known)}" for name in unknown]
     if loss_weights is not None:
         if len(loss_weights) != len(names):
-            found.append(f"dpo.loss_weights has {len(loss_weights)} numbers for {len(names)} losses; it needs one each")
-        found.extend(f"dpo.loss_weights: {w} is not a finite number" for w in loss_weights if not is_number(w))
+            errors.append(
+                f"dpo.loss_weights has {len(loss_weights)} numbers for {len(names)} losses; it needs one each"
+            )
+        errors.extend(f"dpo.loss_weights: {w} is not a finite number" for w in loss_weights if not is_number(w))
     losses = {name: LOSSES[name] for name in names if name in LOSSES}
-    given = {"beta": beta, "label_smoothing": label_smoothing, "f_divergence": f_divergence, **options}
+    values = {"beta": beta, "label_smoothing": label_smoothing, "f_divergence": f_divergence, **options}
     read = frozenset({"beta"}).union(*(loss.options for loss in losses.values()))
-    for key, value in given.items():
+    for key, value in values.items():
         within = "kwargs." if key in options else ""
         is_off = key in OFF and value == OFF[key]
         good, sentence = RANGES.get(key, NUMBER)
         if (key in RANGES or key in read) and not good(value):
-            found.append(f"dpo.{within}{key}={value} must be {sentence}{sizes_for(value)}")
+            errors.append(f"dpo.{within}{key}={value} must be {sentence}{sizes_for(value)}")
         elif key not in read and not is_off and losses:
             near = nearest(key, read)
-            slip = f"; did you mean dpo.{'kwargs.' if near in KWARGS else ''}{near}?" if near else ""
-            found.append(f"dpo.{within}{key} is not read by {' + '.join(losses)}{slip}")
+            suggestion = f"; did you mean dpo.{'kwargs.' if near in KWARGS else ''}{near}?" if near else ""
+            errors.append(f"dpo.{within}{key} is not read by {' + '.join(losses)}{suggestion}")
     if f_divergence in DIVERGENCES and f_divergence != "reverse_kl":
         without = [name for name, loss in losses.items() if not loss.f_divergence]
         if without and "f_divergence" in read:
-            found.append(f"dpo.f_divergence={f_divergence} has no meaning for {without[0]}")
+            errors.append(f"dpo.f_divergence={f_divergence} has no meaning for {without[0]}")
         if not has_reference:
-            found.append(f"dpo.f_divergence={f_divergence} needs a reference to diverge from; dpo.reference is none")
+            errors.append(f"dpo.f_divergence={f_divergence} needs a reference to diverge from; dpo.reference is none")
     if "f_alpha_divergence_coef" in options and f_divergence != "alpha_divergence":
-        found.append("dpo.kwargs.f_alpha_divergence_coef is read only with dpo.f_divergence=alpha_divergence")
+        errors.append("dpo.kwargs.f_alpha_divergence_coef is read only with dpo.f_divergence=alpha_divergence")
     if "exo_pair" in names and label_smoothing == 0:
-        found.append("dpo.label_smoothing=0: exo_pair needs more than 0 and less than 0.5; its paper uses 1e-3")
-    return found
+        errors.append("dpo.label_smoothing=0: exo_pair needs more than 0 and less than 0.5; its paper uses 1e-3")
+    return errors
 
 
 class DpoSpec(MethodSpec):
@@ -148,7 +150,7 @@ class DpoSpec(MethodSpec):
         return other_reference("dpo", recipe.dpo.reference)
 
     def needs_reference(self, recipe: Recipe) -> bool:
-        """Not where every loss of the list goes without."""
+        """Return False also where every loss of the list goes without."""
         section = recipe.dpo
         names = [section.loss] if isinstance(section.loss, str) else section.loss
         reads = any(LOSSES[name].needs_reference for name in names if name in LOSSES)

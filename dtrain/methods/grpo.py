@@ -67,17 +67,17 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
             how = f"; micro-batches: {words[type(rows)].format(rows.tokens)}"
         return [
             f"a rollout: {section.prompts_per_step} prompts × {section.group_size} completions = {drawn}, for "
-            f"{self._steps(drawn)} optimizer step{'s' * (self._steps(drawn) > 1)}{how}"
+            f"{self._steps(drawn)} optimizer step{'s' if self._steps(drawn) > 1 else ''}{how}"
         ]
 
     def examine(self, columns: Mapping[str, Sequence[str]], samples: Mapping[str, int]) -> None:
         """The columns that the rewards take, and the file of the servers' key."""
         section = self.recipe.grpo
         sets = list(dict.fromkeys(tuple(names) for names in columns.values()))
-        asked = [(str(one.fn), one.options, names) for one in section.rewards for names in sets]
-        found = [problem for one in asked if (problem := lacking_columns(*one))]
-        if found:
-            raise UserError("\n".join(dict.fromkeys(found)))
+        needs = [(str(reward.fn), reward.options, names) for reward in section.rewards for names in sets]
+        problems = [problem for need in needs if (problem := lacking_columns(*need))]
+        if problems:
+            raise UserError("\n".join(dict.fromkeys(problems)))
         if section.engine == "http":
             import_module("dtrain.rl.remote.http").read_key(section.server.api_key_file)
 
@@ -115,8 +115,8 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
         if quantile < 1:  # the entropies of the whole minibatch decide, so they are computed beforehand
             entropies = policy.label_entropies(batch, self.micro_rows, self.sampling)
             gathered, _ = policy.gather_over_dp(entropies[batch["labels"] != IGNORE])
-            found = top_entropy_threshold(gathered, quantile)
-            threshold, high = (one.to(policy.device, non_blocking=True) for one in found)
+            result = top_entropy_threshold(gathered, quantile)
+            threshold, high = (value.to(policy.device, non_blocking=True) for value in result)
         return batch, partial(self.loss, entropy_threshold=threshold, high_entropy_tokens=high)
 
     def loss(
@@ -130,11 +130,11 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
         high_entropy_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Scalars: the share of the loss, and the sums of `policy_terms`."""
-        found = source.sampled_logprobs(self.sampling, entropy=True)
+        scores = source.sampled_logprobs(self.sampling, entropy=True)
         mask = batch["labels"] != IGNORE  # [B, S/cp]
         return policy_terms(
             self.loss_spec,
-            found.logprobs,
+            scores.logprobs,
             batch.get("old_logprobs"),
             batch["advantages"],
             mask,
@@ -142,15 +142,15 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
             Counts(global_tokens, global_seqs, self._longest, high_entropy_tokens),
             ref_logps=batch.get("reference_logprobs"),
             sampling_logps=batch["sampling_logprobs"],
-            entropies=found.entropy,
+            entropies=scores.entropy,
             entropy_threshold=entropy_threshold,
         )
 
     def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         """The step's own measures, and its rollout's; `rollout_time` in the first step of a rollout alone."""
-        found = means(sums)
-        found["clip_frac"] = found["clip_low"] + found["clip_high"]
-        named = {name: found[name] for name in FIELDS if name in found}
+        averages = means(sums)
+        averages["clip_frac"] = averages["clip_low"] + averages["clip_high"]
+        named = {name: averages[name] for name in FIELDS if name in averages}
         measured = dict(self._measured)
         if self._position.done > 1:
             measured.pop("rollout_time", None)
@@ -162,14 +162,14 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
         placements = rows.placements()
         size = self.recipe.grpo.prompts_per_step * self.recipe.grpo.group_size
         while taken := list(islice(placements, size)):
-            asked = self._collector.asked(rows, taken, first)
-            drawn, rewards = self._collector.judge_greedily(asked, self._position.step)
+            prompts = self._collector.asked(rows, taken, first)
+            drawn, rewards = self._collector.judge_greedily(prompts, self._position.step)
             first += len(taken)
             samples += drawn
             total += torch.where(rewards.isnan(), 0, rewards).sum().item()
             known += int((~rewards.isnan()).sum())
-        found = {"reward_mean": total / max(1, known)} | lengths_of(samples)
-        return {f"val_{name}": value for name, value in found.items()}
+        measured = {"reward_mean": total / max(1, known)} | lengths_of(samples)
+        return {f"val_{name}": value for name, value in measured.items()}
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"has_reference": bool(self._moving)}
@@ -191,7 +191,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
         return permute(torch.arange(total), total, drawn)
 
     def _settings(self) -> dict[str, Any]:
-        """By these the log-probabilities are measured, too."""
+        """Return also the settings by which the log-probabilities are measured."""
         section, drawn = self.recipe.grpo, self.recipe.grpo.sampling
         return super()._settings() | {
             "grpo.updates_per_rollout": section.updates_per_rollout,

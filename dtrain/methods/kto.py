@@ -55,8 +55,8 @@ class KtoMethod(MethodWithReference):
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         for split, rows in splits.items():
             some = range(0, len(rows.samples), -(-len(rows.samples) // LOOKED_AT))
-            if split == "train" and len(found := {is_wanted(rows.samples, index) for index in some}) == 1:
-                which = "is wanted" if True in found else "is one that is not wanted"
+            if split == "train" and len(kinds := {is_wanted(rows.samples, index) for index in some}) == 1:
+                which = "is wanted" if True in kinds else "is one that is not wanted"
                 run.metrics.say(f"note: each reply that was looked at {which}: KTO learns most where there are both")
         self._splits = splits
         self.keep_reference(policy)
@@ -69,7 +69,7 @@ class KtoMethod(MethodWithReference):
             places = pack([len(ids) for ids, _ in others], of_split.capacity)
             more = [row_of([others[place] for place in members]) for members in places]
         else:
-            more = [row_of([one]) for one in others]
+            more = [row_of([document]) for document in others]
         batch = collate([*rows.rows, *more])
         signs = [0.0, *(1.0 if is_wanted(of_split.samples, index) else -1.0 for index in rows.samples)]  # 0: padding
         signs += [0.0] * len(others)
@@ -99,8 +99,8 @@ class KtoMethod(MethodWithReference):
         return partial(self.loss, divergence=divergence.to(policy.device, non_blocking=True))
 
     def _ask_reference(self, policy: Policy, *, own: Batch | None = None, others: Batch | None = None) -> Tensor:
-        """In one visit of the reference: what it says of `own`, into its stream; and Σ log(p / p_ref) over this rank's
-        mismatched replies `others` with their number, [2], zeros where nothing is estimated."""
+        """Ask the reference once: write what it says of `own` into its stream, and return Σ log(p / p_ref) over this
+        rank's mismatched replies `others` with their number, [2], zeros where nothing is estimated."""
         total = torch.zeros(2, dtype=torch.float64)
         others = others if self._estimates else None
         logprobs = None if others is None else policy.label_logprobs(others, self.micro_rows).double()
@@ -150,7 +150,7 @@ class KtoMethod(MethodWithReference):
         return total, {name: source.shared(value.detach()) for name, value in measured.items()}
 
     def validation(self, policy: Policy, rows: Rows) -> Iterator[tuple[Batch, Loss]]:
-        """With one estimate of the divergence over all of `rows`: a pass of its own."""
+        """Yield batches with one estimate of the divergence over all of `rows`: a pass of its own."""
         log_ratio = torch.zeros(2, dtype=torch.float64)
         for batch in self.val_batches(policy, rows) if self._estimates else ():
             log_ratio += self._ask_reference(policy, others=_split(batch)[1])
@@ -163,17 +163,17 @@ class KtoMethod(MethodWithReference):
     def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         """`rewards_chosen` and `logps_chosen` are of replies that are wanted, `.._rejected` of the others, where the
         batch has such."""
-        found = {
+        result = {
             f"{what}_{which}": sums[f"{what}_{which}"] / sums[which]
             for what in ("rewards", "logps")
             for which in ("chosen", "rejected")
             if sums[which]
         }
         if sums["chosen"] and sums["rejected"]:
-            found["rewards_margin"] = found["rewards_chosen"] - found["rewards_rejected"]
+            result["rewards_margin"] = result["rewards_chosen"] - result["rewards_rejected"]
         if self._estimates:
-            found["kl"] = sums["kl"] / max(sums["chosen"] + sums["rejected"], 1)
-        return found
+            result["kl"] = sums["kl"] / max(sums["chosen"] + sums["rejected"], 1)
+        return result
 
     def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         val_loss = sums["loss"] / max(sums["chosen"] + sums["rejected"], 1)
@@ -181,7 +181,8 @@ class KtoMethod(MethodWithReference):
 
 
 def _reply(trained: Tensor) -> int:
-    """Where the reply of a document begins; trained [s]. A document's first token belongs to the prompt."""
+    """Return the index at which the reply of a document begins; trained [s]. A document's first token belongs to the
+    prompt."""
     return max(1, int(trained.int().argmax()))
 
 

@@ -1,4 +1,4 @@
-"""What must hold in a recipe's `kto` section and around it, and what is known of it beforehand. No torch."""
+"""Checks of a recipe's `kto` section and of what surrounds it, and the method's spec. No torch."""
 
 from types import MappingProxyType
 
@@ -21,14 +21,14 @@ class KtoSpec(MethodSpec):
     curves = MappingProxyType({**MethodSpec.curves, "rewards_margin": "margin of rewards"})
 
     def problems(self, recipe: Recipe) -> list[str]:
-        section, found = recipe.kto, dpo_section.base_problems(recipe, "kto", recipe.kto.reference)
+        section, errors = recipe.kto, dpo_section.base_problems(recipe, "kto", recipe.kto.reference)
         if section.reference in (None, "none"):
-            found.append("kto.reference=none: a reply's reward is measured against a reference; set it to start")
+            errors.append("kto.reference=none: a reply's reward is measured against a reference; set it to start")
         if section.desirable_weight == section.undesirable_weight == 0:
-            found.append("kto.desirable_weight and kto.undesirable_weight are both 0: nothing would be learned")
+            errors.append("kto.desirable_weight and kto.undesirable_weight are both 0: nothing would be learned")
         if recipe.data.loss_on != "assistant":
-            found.append(dpo_section.no_loss_on(recipe))
-        return found
+            errors.append(dpo_section.no_loss_on(recipe))
+        return errors
 
     def refuses(self, recipe: Recipe, format: str) -> str | None:
         if format in ("text", "question"):

@@ -1,4 +1,4 @@
-"""What every method can do; a method's own file says how it differs."""
+"""The base classes of the methods; a method's own file says how it differs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ class Method:
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
-        self.spec = spec_of(recipe)  # what is known of the method before anything is built
+        self.spec = spec_of(recipe)  # known before anything is built
         self.kind = self.spec.kind  # what a sample of the data is: examples, pairs, labelled or prompts
         self._rows_of_a_sample = self.spec.rows_of_a_sample(recipe)
 
@@ -50,7 +50,7 @@ class Method:
 
     @property
     def choices(self) -> list[str]:
-        """What the terminal is told of the method's sizes when a run starts."""
+        """Lines for the terminal on the method's sizes when a run starts."""
         rows = self.micro_rows
         if not isinstance(rows, DynamicShapes):
             return []
@@ -74,8 +74,8 @@ class Method:
         return -(-left // self.recipe.train.batch)
 
     def before_step(self, cursor: Cursor) -> None:
-        """What the next step's batch needs that is no data: a rollout. cursor: where the run began. Collective. May
-        raise Interrupted, on every rank, where the run is asked to stop, and Unavailable."""
+        """Prepare what the next step's batch needs that is no data: a rollout. cursor: where the run began. Collective.
+        May raise Interrupted, on every rank, where the run is asked to stop, and Unavailable."""
 
     def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
         """This dp rank's part of every step from `cursor` on, each with where the next one begins."""
@@ -96,7 +96,7 @@ class Method:
         return collate(rows.rows)
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
-        """What must be known before the backward: the batch with the streams that the loss reads, and the loss.
+        """Return what must be known before the backward: the batch with the streams that the loss reads, and the loss.
         Collective: a rank without rows takes part."""
         return batch, self.loss
 
@@ -141,7 +141,7 @@ class Method:
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, [...] each; see the class."""
+        """Return tensors by name, [...] each; see the class."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -42,9 +42,9 @@ class OnPolicyDistillMethod(RolloutMethod, DistillMethod):
         drawn, share = self.rollouts.prompts_per_step, self.recipe.distill.student_share
         steps = self._steps(drawn)
         theirs = "all" if share == 1 else f"{share:g} of them"
-        plural = "s" * (steps > 1)
-        said = f"a rollout: {drawn} prompts, {theirs} answered by the student, for {steps} optimizer step{plural}"
-        return [said, *super().choices]
+        plural = "s" if steps > 1 else ""
+        line = f"a rollout: {drawn} prompts, {theirs} answered by the student, for {steps} optimizer step{plural}"
+        return [line, *super().choices]
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Opens the teacher and the engine."""
@@ -79,9 +79,9 @@ class OnPolicyDistillMethod(RolloutMethod, DistillMethod):
     def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
         placements, first = rows.placements(), 0
         while taken := list(islice(placements, self.recipe.train.batch)):
-            asked = self._collector.asked(rows, taken, first)
+            prompts = self._collector.asked(rows, taken, first)
             first += len(taken)
-            buffer = _buffer(self._collector.answer_greedily(asked, self._position.step))
+            buffer = _buffer(self._collector.answer_greedily(prompts, self._position.step))
             yield buffer.batch(self._shares(buffer, range(len(buffer)))[policy.mesh.dp_rank])
 
 
@@ -97,48 +97,48 @@ class StudentCollector(Collector):
         taken = list(islice(self.rows.placements(cursor), self.section.prompts_per_step))
         if not taken:
             return None
-        asked = self.asked(self.rows, taken, self.rows.rows_before(cursor))
-        drawing = [one for one in asked if self.is_drawn(one.index)]
+        prompts = self.asked(self.rows, taken, self.rows.rows_before(cursor))
+        drawing = [prompt for prompt in prompts if self.is_drawn(prompt.index)]
         drawn = self._draw(drawing, self._requests(drawing), version, self.ask_stop) if drawing else []
         answers = iter(drawn)
         samples = [
-            next(answers) if self.is_drawn(one.index) else self._given(placement.samples[0])
-            for one, placement in zip(asked, taken, strict=True)
+            next(answers) if self.is_drawn(prompt.index) else self._of_data(placement.samples[0])
+            for prompt, placement in zip(prompts, taken, strict=True)
         ]
         measured = lengths_of(drawn) | {"rollout_time": time.perf_counter() - began}
-        lines = self._told(drawing, drawn) if self.ranks.is_first else []
+        lines = self._sample_lines(drawing, drawn) if self.ranks.is_first else []
         return Rollout(_buffer(samples), taken[-1].after, taken[-1].epochs, measured, lines)
 
     def is_drawn(self, index: int) -> bool:
-        """Whether the student answers the prompt at this place of the endless sequence. The places are spread evenly,
-        so that any so many prompts in a row have `share` of them, as whole numbers allow."""
+        """Return whether the student answers the prompt at this place of the endless sequence. The places are spread
+        evenly, so that any so many prompts in a row have `share` of them, as whole numbers allow."""
         return (index + 1) * self.share // 1 > index * self.share // 1
 
-    def answer_greedily(self, asked: Sequence[PromptRow], version: int) -> list[Sample]:
+    def answer_greedily(self, prompts: Sequence[PromptRow], version: int) -> list[Sample]:
         """A completion of the likeliest tokens for each prompt."""
-        return self._draw(asked, self._requests(asked, greedy=True), version)
+        return self._draw(prompts, self._requests(prompts, greedy=True), version)
 
-    def _given(self, sample: int) -> Sample:
-        """What the data has for a prompt: the row as it is trained with `distill.samples=data`."""
+    def _of_data(self, sample: int) -> Sample:
+        """Return what the data has for a prompt: the row as it is trained with `distill.samples=data`."""
         ids, trained = self.rows.samples[sample][1]
         return Sample([], ids.tolist(), trained.tolist(), [0.0] * len(ids), "data")
 
-    def _told(self, asked: Sequence[PromptRow], drawn: Sequence[Sample]) -> list[dict[str, Any]]:
-        """What samples.jsonl says of each completion that was drawn."""
+    def _sample_lines(self, prompts: Sequence[PromptRow], drawn: Sequence[Sample]) -> list[dict[str, Any]]:
+        """Return the rows of samples.jsonl, one for each completion that was drawn."""
         return [
             {
-                "group": one.index,
-                "prompt": one.row["prompt"],
+                "group": prompt.index,
+                "prompt": prompt.row["prompt"],
                 "completion": self.tokenizer.decode(list(sample.ids), skip_special_tokens=True),
                 "tokens": len(sample.ids),
                 "finish": sample.finish,
             }
-            for one, sample in zip(asked, drawn, strict=True)
+            for prompt, sample in zip(prompts, drawn, strict=True)
         ]
 
 
 def _buffer(samples: Sequence[Sample]) -> Buffer:
-    """All of them count, and train what was drawn or is marked."""
+    """Return a buffer of samples that all count, and train what was drawn or is marked."""
     all_of_them: Tensor = torch.ones(len(samples), dtype=torch.bool)
     return Buffer.of(samples, torch.zeros(len(samples)), all_of_them, all_of_them)
 

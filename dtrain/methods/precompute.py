@@ -69,8 +69,8 @@ def _kept(file: Path, size: int) -> bytearray | None:
     if not file.is_file() or file.stat().st_size != size + hashlib.sha256().digest_size:
         return None
     content = bytearray(file.read_bytes())
-    table, said = content[:size], content[size:]
-    return table if hashlib.sha256(table).digest() == said else None
+    table, checksum = content[:size], content[size:]
+    return table if hashlib.sha256(table).digest() == checksum else None
 
 
 def at_first_labels(batch: Batch, sums: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every method by the name that a recipe calls it by."""
+"""Registry of the methods, by the name that a recipe calls it by."""
 
 from collections.abc import Callable
 from importlib import import_module

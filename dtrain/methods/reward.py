@@ -43,16 +43,17 @@ class RewardMethod(Method):
             self._pad = padding_token(self.recipe.model.directory, config.eos_token_ids)
         if config.has_new_head and self.recipe.model.init == "pretrained":
             run.metrics.say(
-                f"score: a new head of {config.labels} output{'s' * (config.labels != 1)}, drawn by run.seed: "
+                f"score: a new head of {config.labels} output{'s' if config.labels != 1 else ''}, drawn by run.seed: "
                 f"{self.recipe.model.path} is a language model"
             )
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
-        """With `targets`: each row's number at the label of its document, a pair's at that of the chosen one."""
+        """Return the batch with `targets`: each row's number at the label of its document, a pair's at that of the
+        chosen one."""
         samples, column = self._rows[split].samples, self._label_column
         values = [samples.row(index)["columns"][column] for index in rows.samples]
         if self._task == "pairs":
-            values = [one for value in values for one in (value, 0.0)]
+            values = [target for value in values for target in (value, 0.0)]
         return at_the_ends(super().batch(rows), torch.tensor(values, dtype=torch.float64), self._pad)
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:

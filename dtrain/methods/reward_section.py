@@ -1,4 +1,4 @@
-"""What must hold in a recipe's `reward` section and around it, and what is known of it beforehand. No torch."""
+"""Checks of a recipe's `reward` section and of what surrounds it, and the method's spec. No torch."""
 
 from types import MappingProxyType
 
@@ -12,7 +12,7 @@ HEAD = "score"
 
 
 class RewardSpec(MethodSpec):
-    """Of a head that rates or classifies texts: of labelled ones."""
+    """Spec of a head that rates or classifies labelled texts."""
 
     ranges = (
         (
@@ -30,29 +30,29 @@ class RewardSpec(MethodSpec):
         return ["reward.num_labels is missing: set it to the number of classes, which are 0, 1, .. in the rows' label"]
 
     def problems(self, recipe: Recipe) -> list[str]:
-        section, found = recipe.reward, []
+        section, errors = recipe.reward, []
         if section.task == "classes" and section.num_labels == 1:
-            found.append("reward.num_labels=1: there is nothing to tell from one class; set it to 2 or more")
+            errors.append("reward.num_labels=1: there is nothing to tell from one class; set it to 2 or more")
         if section.task != "classes" and section.num_labels not in (None, 1):
-            found.append(
+            errors.append(
                 f"reward.num_labels={section.num_labels}: reward.task={section.task} has one output; leave it out, or "
                 "set reward.task=classes"
             )
         if section.task != "pairs" and section.center_rewards_coefficient is not None:
-            found.append("reward.center_rewards_coefficient is read with reward.task=pairs alone: leave it out")
+            errors.append("reward.center_rewards_coefficient is read with reward.task=pairs alone: leave it out")
         if recipe.lora is not None and recipe.lora.path is None and HEAD not in recipe.lora.modules_to_save:
             named = ", ".join([*recipe.lora.modules_to_save, HEAD])
-            found.append(
+            errors.append(
                 f"lora: the head of rewards is trained whole beside the adapter: set lora.modules_to_save=[{named}]"
             )
         if recipe.eval is not None:
-            found.append("eval draws answers, and a model with a head of rewards gives none: leave it out")
+            errors.append("eval draws answers, and a model with a head of rewards gives none: leave it out")
         if recipe.data.loss_on != "assistant":
-            found.append(
+            errors.append(
                 f"data.loss_on={recipe.data.loss_on} plays no part under method=reward, which reads a text at its last "
                 "token: leave it out"
             )
-        return found
+        return errors
 
     def refuses(self, recipe: Recipe, format: str) -> str | None:
         if format in ("preference", "question"):
@@ -67,7 +67,7 @@ class RewardSpec(MethodSpec):
 
 
 class RewardPairSpec(RewardSpec):
-    """Of pairs of a better and a worse answer."""
+    """Spec of a head that rates pairs of a better and a worse answer."""
 
     kind = "pairs"
 

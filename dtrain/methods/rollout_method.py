@@ -45,7 +45,7 @@ class RolloutMethod(Method):
 
     @property
     def rollouts(self) -> Grpo:
-        """What a rollout is."""
+        """The settings of a rollout."""
         return self.recipe.grpo
 
     def steps_left(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
@@ -80,7 +80,7 @@ class RolloutMethod(Method):
         super().after_step(policy, step)
 
     def state(self) -> dict[str, Any]:
-        """Where in a rollout the run is. A rollout whose updates are over is not kept."""
+        """Return the run's position within a rollout. A rollout whose updates are over is not kept."""
         place = asdict(self._position)
         place["cursor"] = list(self._position.cursor or (0, 0))
         if not self._is_begun():
@@ -92,7 +92,7 @@ class RolloutMethod(Method):
 
     def tensors(self) -> dict[str, Tensor]:
         """The buffer's [N], [T] and [T, ..], beside what else is kept."""
-        kept = {f"buffer.{name}": one for name, one in self._buffer.tensors().items()} if self._is_begun() else {}
+        kept = {f"buffer.{name}": tensor for name, tensor in self._buffer.tensors().items()} if self._is_begun() else {}
         return kept | super().tensors()
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -113,11 +113,11 @@ class RolloutMethod(Method):
             self._buffer = Buffer.empty(state["sequences"], state["tokens"], state["per_token"], state.get("routed"))
 
     def _settings(self) -> dict[str, Any]:
-        """What may not change within a rollout: its updates are counted."""
+        """Return what may not change within a rollout: its updates are counted."""
         return {"train.global_batch": self.recipe.train.batch}
 
     def _changed(self, state: Mapping[str, Any]) -> list[str]:
-        """What a state within a rollout and the recipe say differently."""
+        """Return what a state within a rollout and the recipe say differently."""
         saved, own = state["settings"], self._settings()
         return [f"{key}: {saved[key]} -> {own[key]}" for key in own if saved[key] != own[key]]
 
@@ -129,7 +129,7 @@ class RolloutMethod(Method):
         return -(-sequences // self.recipe.train.batch) * self.rollouts.updates_per_rollout
 
     def _shares(self, buffer: Buffer, chosen: Sequence[int]) -> list[list[int]]:
-        """These completions dealt out over the data-parallel ranks by the FLOPs of training on them."""
+        """Return these completions dealt out over the data-parallel ranks by the FLOPs of training on them."""
         model, ranks = self.policy.model, self.policy.mesh.dp_size
         lengths = buffer.lengths[list(chosen)].tolist()
         costs = [length * model.flops_per_token(length) for length in lengths]
@@ -146,7 +146,7 @@ class RolloutMethod(Method):
         return sorted(index for index in chosen if counted[index])
 
     def _order(self, total: int, pass_number: int) -> Tensor:
-        """In which order a pass takes its completions, [total]."""
+        """Return the order in which a pass takes its completions, [total]."""
         return torch.arange(total)
 
     def _adopt(self, rollout: "Rollout") -> None:

@@ -1,4 +1,4 @@
-"""What is known of a method before anything is built: what the recipe's check, the preview, a plan and the start of a
+"""Specs of the methods, known before anything is built: what the recipe's check, the preview, a plan and the start of a
 run must know of it. A class per method; nobody outside this package asks for a method's name. No torch.
 """
 
@@ -19,7 +19,7 @@ REWARD_MODEL = "grpo.reward_model.path"
 
 
 class MethodSpec:
-    """Of a method without a section, a second model or rows of its own.
+    """Spec of a method without a section, a second model or rows of its own.
 
     kind: what a sample of the data is: examples, pairs, labelled (replies that are wanted or not) or prompts. ranges:
     of its section's keys, as `run.check.RANGES`. best: what of `recipe.schema.BEST` it measures. adapter_rates: the
@@ -35,15 +35,15 @@ class MethodSpec:
     curves: Mapping[str, str] = MappingProxyType({"loss": "loss", "val_loss": "validation loss"})
 
     def missing(self, recipe: Recipe) -> list[str]:
-        """What the section must say and does not, one line each."""
+        """Return what the section must say and does not, one line each."""
         return []
 
     def problems(self, recipe: Recipe) -> list[str]:
-        """What is wrong in the section and around it, beside its ranges, one line each."""
+        """Return what is wrong in the section and around it, beside its ranges, one line each."""
         return []
 
     def refuses(self, recipe: Recipe, format: str) -> str | None:
-        """Why rows of a format (`data.*.format`) are not for this method; None: they are."""
+        """Return why rows of a format (`data.*.format`) are not for this method; None: they are."""
         if format == "question":
             return "a question has no answer to train on; method=grpo draws its own"
         return f"method={recipe.method} does not train on pairs; set method=dpo" if format == "preference" else None
@@ -57,8 +57,8 @@ class MethodSpec:
         return []
 
     def prompts(self, recipe: Recipe) -> "PromptOptions | None":
-        """How the data's prompts are made, where it is prompts. Raises UserError for tools whose source does not
-        tell."""
+        """Return how the data's prompts are made, where it is prompts. Raises UserError for tools whose source does
+        not tell."""
         return None
 
     def labels(self, recipe: Recipe) -> int | None:
@@ -74,11 +74,11 @@ class MethodSpec:
         return 2 if self.kind == "pairs" and not recipe.data.packing else 1
 
     def is_dynamic(self, recipe: Recipe) -> bool:
-        """Whether a number of tokens bounds a micro-batch, not one of rows."""
+        """Return whether a number of tokens bounds a micro-batch, not one of rows."""
         return recipe.train.dynamic_batch
 
     def automatic_batch(self, recipe: Recipe, rows: int) -> int:
-        """What `train.global_batch=auto` is, where the first pass over the data has so many rows."""
+        """Return what `train.global_batch=auto` is, where the first pass over the data has so many rows."""
         return automatic_batch(rows)
 
     def row_length(self, recipe: Recipe) -> int:
@@ -90,11 +90,11 @@ class MethodSpec:
         return self.row_length(recipe)
 
     def needs_reference(self, recipe: Recipe) -> bool:
-        """Whether the loss compares with a reference."""
+        """Return whether the loss compares with a reference."""
         return False
 
     def holds_reference(self, recipe: Recipe) -> bool:
-        """Whether the reference's weights stay on the devices beside the policy's."""
+        """Return whether the reference's weights stay on the devices beside the policy's."""
         return self.needs_reference(recipe)
 
     def teacher(self, recipe: Recipe) -> str | None:
@@ -106,7 +106,7 @@ class MethodSpec:
         return None
 
     def sends_weights(self, recipe: Recipe) -> bool:
-        """Whether updated weights leave the run over a process group that reaches beyond this host."""
+        """Return whether updated weights leave the run over a process group that reaches beyond this host."""
         return False
 
 
@@ -136,5 +136,5 @@ def spec_by_name(method: str, recipe: Recipe | None = None) -> MethodSpec:
 def section_ranges(recipe: Recipe) -> list[tuple]:
     """The ranges of the sections of methods that are the recipe's own, or say something all the same."""
     default = Recipe()
-    said = [name for name in SECTIONS if getattr(recipe, name, None) != getattr(default, name, None)]
-    return [one for name in dict.fromkeys([recipe.method, *said]) for one in spec_by_name(name, recipe).ranges]
+    named = [name for name in SECTIONS if getattr(recipe, name, None) != getattr(default, name, None)]
+    return [row for name in dict.fromkeys([recipe.method, *named]) for row in spec_by_name(name, recipe).ranges]

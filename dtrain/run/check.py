@@ -1,4 +1,4 @@
-"""What must hold between a recipe's keys, and in a world of so many processes; every problem at once.
+"""Checks across a recipe's keys, and of a world of so many processes; every problem at once.
 
 No torch and no file is read here: `run.preflight` adds what the model's directory and the data files tell. What a
 method asks of its section is its own: `dtrain.methods.spec`; of `lora`, `dtrain.run.lora_section`; of `eval`,
@@ -70,8 +70,8 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 def ranges(recipe: Recipe) -> list[tuple[str, Callable[[Any], bool], str]]:
     """`RANGES`, and those of the sections that are the method's own or say something."""
-    found = [*RANGES, *section_ranges(recipe)]
-    return found if recipe.lora is None else [*found, *_lora().SECTION_RANGES]
+    rows = [*RANGES, *section_ranges(recipe)]
+    return rows if recipe.lora is None else [*rows, *_lora().SECTION_RANGES]
 
 
 def _lora() -> Any:
@@ -80,19 +80,20 @@ def _lora() -> Any:
 
 
 def notes(recipe: Recipe) -> list[str]:
-    """What the user of `recipe` is told before a run, and is no mistake."""
+    """Return notes for the user of `recipe` before a run, which are no mistakes."""
     share = recipe.data.val if recipe.train.validate_every is None else None
     unused = f"note: data.val={share} keeps rows out of training; set train.validate_every to be told their loss"
-    found = saved.notes(recipe)
+    lines = saved.notes(recipe)
     if recipe.lora is not None:
-        found += _lora().notes(recipe)
+        lines += _lora().notes(recipe)
     if isinstance(share, float):
-        found.append(unused)
-    return found
+        lines.append(unused)
+    return lines
 
 
 def check(recipe: Recipe, world_size: int) -> list[str]:
-    """Every problem of `recipe` in a world of `world_size` processes, in the user's terms; empty if there is none."""
+    """Return every problem of `recipe` in a world of `world_size` processes, in the user's terms; empty if there is
+    none."""
     wrong = [(key, f"{key}={shown(value)} must be {sentence}") for key, value, sentence in _out_of_range(recipe)]
     problems = [text for _, text in wrong]
     problems += _required(recipe)
@@ -124,7 +125,7 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
 
 def _dynamic(recipe: Recipe) -> list[str]:
     is_wrong = recipe.train.dynamic_batch and recipe.data.packing
-    return ["train.dynamic_batch=true is for padded rows: set data.packing=false, or leave it out"] * bool(is_wrong)
+    return ["train.dynamic_batch=true is for padded rows: set data.packing=false, or leave it out"] if is_wrong else []
 
 
 def _of_cuda(recipe: Recipe) -> list[str]:
@@ -133,20 +134,24 @@ def _of_cuda(recipe: Recipe) -> list[str]:
         f"train.dtype={recipe.train.dtype}": recipe.train.dtype in ("float32", "float64"),
     }
     named = [key for key, is_so in unfit.items() if is_so]
-    asked = {"attention": "varlen", "linear_attention": "fla"}
+    kernels = {"attention": "varlen", "linear_attention": "fla"}
     return [
         f"model.{key}={value} is for CUDA and bfloat16 or float16, and {' and '.join(named)}: set "
         f"model.{key}=auto, which takes it where it can"
-        for key, value in asked.items()
+        for key, value in kernels.items()
         if named and getattr(recipe.model, key) == value
     ]
 
 
 def _few_bits(recipe: Recipe) -> list[str]:
-    """What weights and moments of fewer bits than float32, or moments on the host, do not go with."""
+    """Return conflicts of weights and moments of fewer bits than float32, or of moments on the host."""
     state, masters, dtype = recipe.optimizer.state, recipe.train.masters, recipe.train.dtype
-    fewer = [f"optimizer.state={state}"] * (state != "float32") + [f"train.masters={masters}"] * (masters != "float32")
-    fewer += ["parallel.optimizer_offload=true"] * recipe.parallel.optimizer_offload
+    settings = {
+        f"optimizer.state={state}": state != "float32",
+        f"train.masters={masters}": masters != "float32",
+        "parallel.optimizer_offload=true": recipe.parallel.optimizer_offload,
+    }
+    fewer = [setting for setting, is_set in settings.items() if is_set]
     if not fewer:
         return []
     problems, named = [], " and ".join(fewer)
@@ -188,7 +193,7 @@ _SIZE = (lambda v: is_finite(v) and v >= 0, "a finite number, at least 0")
 _ADAMS: dict[str, Range] = {
     "lr": _SIZE,
     "betas": (
-        lambda v: isinstance(v, list) and len(v) == 2 and all(is_finite(one) and 0 <= one < 1 for one in v),
+        lambda v: isinstance(v, list) and len(v) == 2 and all(is_finite(beta) and 0 <= beta < 1 for beta in v),
         "two numbers from 0 up to 1",
     ),
     "eps": _SIZE,
@@ -197,7 +202,8 @@ _ADAMS: dict[str, Range] = {
 
 
 def _kwargs(recipe: Recipe, holds: Mapping[str, Range], unknown: str) -> list[str]:
-    """What `optimizer.kwargs` holds that is none of `holds`, in the words of `unknown`, or not as these have it."""
+    """Return the entries of `optimizer.kwargs` that are none of `holds`, in the words of `unknown`, or break its
+    rule."""
     problems = []
     for key, value in recipe.optimizer.kwargs.items():
         if key not in holds:
@@ -220,12 +226,12 @@ def _rate(recipe: Recipe) -> list[str]:
 
 
 def _muon(recipe: Recipe) -> list[str]:
-    """What `optimizer.kwargs` says to muon, and `optimizer.adam_lr` to others."""
+    """Check `optimizer.kwargs` of muon, and `optimizer.adam_lr` of others."""
     name = recipe.optimizer.name
     if name != "muon":
-        told = recipe.optimizer.adam_lr is not None
+        is_set = recipe.optimizer.adam_lr is not None
         fix = f"optimizer.adam_lr is muon's, and optimizer.name={name}: set optimizer.lr, or optimizer.adam_lr=null"
-        return [fix] * told
+        return [fix] if is_set else []
     holds: dict[str, Range] = {
         "momentum": (lambda v: is_finite(v) and 0 <= v < 1, "a number from 0 up to 1"),
         "nesterov": (lambda v: isinstance(v, bool), "true or false"),

@@ -148,14 +148,14 @@ class RunDirectory:
 
     @property
     def left(self) -> str | None:
-        """What an earlier run has left here: metrics, checkpoints, or None."""
+        """Kind of files that an earlier run has left here: metrics, checkpoints, or None."""
         if self.metrics.is_file() and self.metrics.stat().st_size > 0:
             return "metrics"
         return "checkpoints" if self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*")) else None
 
     def refuse_used(self, resume: str | None, began: str | None = None) -> None:
-        """For a `checkpoint.resume` that starts anew here (null, or another run's checkpoint): UserError where an
-        earlier run has left metrics or checkpoints. began: the checkpoint that it began from."""
+        """Raise UserError where an earlier run has left metrics or checkpoints, for a `checkpoint.resume` that starts
+        anew here (null, or another run's checkpoint). began: the checkpoint that it began from."""
         if self.left is not None:
             which = f", which began from {began}" if began else ""
             raise UserError(
@@ -165,9 +165,9 @@ class RunDirectory:
 
 
 def _refuse_unwritable(directory: Path) -> None:
-    """UserError where the directory, or the nearest one above it that is there, cannot be written."""
+    """Raise UserError where the directory, or the nearest one above it that is there, cannot be written."""
     place = real(directory)
-    there = next(one for one in (place, *place.parents) if os.path.lexists(one))
+    there = next(path for path in (place, *place.parents) if os.path.lexists(path))
     if there == place and there.is_dir():
         if not os.access(there, os.W_OK | os.X_OK):
             raise UserError(f"run.dir: {directory}, which is {place}, cannot be written")
@@ -189,7 +189,8 @@ def _try(lock: int) -> bool:
 
 
 def guard(differences: Iterable[Difference], allow_changes: Sequence[str], known: Collection[str] = ()) -> list[str]:
-    """What to print of a resume with a changed recipe: one line per difference (key, saved value, new value).
+    """Return the lines to print of a resume with a changed recipe: one line per difference (key, saved value, new
+    value).
 
     Raises UserError for differences of what makes another run (`GUARDED`) that `allow_changes` does not name, by their
     key or a section above it, and for those of `KEPT_IN`. The digests of what files hold join `differences` under keys
@@ -233,7 +234,8 @@ def _short(value: Any) -> str:
 
 
 def is_held(directory: Path) -> bool | None:
-    """Whether a run writes in `directory` now; None where that cannot be told. Not for a process that holds it."""
+    """Return whether a run writes in `directory` now; None where that cannot be told. Not for a process that holds
+    it."""
     try:
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""What a run asks of its models and its optimizer before it reads its data, on meta: `dtrain validate` asks the same.
-Of weights the headers are read; nothing is allocated.
+"""Dry run of a run's models and optimizer on meta, before it reads its data; `dtrain validate` does the same. Of
+weights the headers are read; nothing is allocated.
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ def dry_run_model(recipe: Recipe, precision: Precision, *, has_weights: bool = T
 
 
 def dry_run_other_model(path: Path, *, is_classifier: bool) -> None:
-    """As `dry_run_model`, of a model beside the one that is trained: a reference, a teacher or a reward model."""
+    """Do as `dry_run_model`, of a model beside the one that is trained: a reference, a teacher or a reward model."""
     check_fit(models.build(models.read_config(path, 0 if is_classifier else None), device="meta"), WeightFiles(path))
 
 
@@ -52,7 +52,7 @@ def dry_run_optimizer(recipe: Recipe, model: CausalLM, world_size: int, precisio
 
 
 def dry_run(recipe: Recipe, device_type: str, world_size: int) -> None:
-    """What `dtrain validate` asks of the models and the optimizer, for a run to ask before it reads its data. Raises
+    """Check the models and the optimizer as `dtrain validate` does, for a run before it reads its data. Raises
     UserError. No collective."""
     precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
     model = dry_run_model(recipe, precision)

@@ -1,4 +1,4 @@
-"""What must hold in a recipe's `eval`. No torch.
+"""Checks of a recipe's `eval`. No torch.
 
 `problems` reads no file; `look` reads first rows, and asks judges whether they are there.
 """
@@ -28,33 +28,33 @@ DRAWN = ("text", "preference")  # formats of rows that ask nothing
 
 def problems(recipe: Recipe) -> list[str]:
     """Return what is wrong in `eval`, one line each."""
-    found: list[str] = []
-    for one in sets(recipe):
-        key, section = one.key, one.section
-        if not re.fullmatch(r"\w[\w-]*", one.name, re.ASCII):
-            found.append(
-                f"eval: the set's name {one.name!r} must be letters, digits, _ and - alone: its fields bear it"
+    errors: list[str] = []
+    for eval_set in sets(recipe):
+        key, section = eval_set.key, eval_set.section
+        if not re.fullmatch(r"\w[\w-]*", eval_set.name, re.ASCII):
+            errors.append(
+                f"eval: the set's name {eval_set.name!r} must be letters, digits, _ and - alone: its fields bear it"
             )
         if not section.path:
-            found.append(f"{key}.path is missing: set it to a file of prompts, a glob or a list of them")
+            errors.append(f"{key}.path is missing: set it to a file of prompts, a glob or a list of them")
         if section.format in DRAWN:
-            found.append(
+            errors.append(
                 f"{key}.format={section.format}: the model answers prompts; give it messages, question or "
                 "prompt_completion"
             )
-        found += _ranges(one)
-        found += columns.unknown(section.columns, "prompts", section.format, f"{key}.columns")
-        found += [one.in_its_keys(problem) for problem in reward_problems(section.rewards)]
+        errors += _ranges(eval_set)
+        errors += columns.unknown(section.columns, "prompts", section.format, f"{key}.columns")
+        errors += [eval_set.in_its_keys(problem) for problem in reward_problems(section.rewards)]
         if section.samples > 1 and section.sampling.temperature == 0:
-            found.append(
+            errors.append(
                 f"{key}.samples={section.samples} with {key}.sampling.temperature=0 draws one answer so many times: "
                 f"set {key}.sampling.temperature=1.0, or {key}.samples=1"
             )
-    return found
+    return errors
 
 
-def _ranges(one: EvalSet) -> list[str]:
-    section, drawn = one.section, one.section.sampling
+def _ranges(eval_set: EvalSet) -> list[str]:
+    section, drawn = eval_set.section, eval_set.section.sampling
     temperature = is_number(drawn.temperature) and drawn.temperature >= 0
     held = (
         ("every", section.every is None or section.every >= 1, "at least 1, or null"),
@@ -69,7 +69,9 @@ def _ranges(one: EvalSet) -> list[str]:
         ("sampling.max_new_tokens", drawn.max_new_tokens is None or drawn.max_new_tokens >= 1, "at least 1, or null"),
         ("sampling.stop", all(drawn.stop), "texts that are not empty"),
     )
-    return [f"{one.key}.{key}={shown(_at(section, key))} must be {words}" for key, holds, words in held if not holds]
+    return [
+        f"{eval_set.key}.{key}={shown(_at(section, key))} must be {words}" for key, holds, words in held if not holds
+    ]
 
 
 def _at(section: object, key: str) -> object:
@@ -78,64 +80,65 @@ def _at(section: object, key: str) -> object:
     return section
 
 
-def look(one: EvalSet, files: Sequence[Path], positions: int | None) -> list[str]:
-    """Of a set, whose `files` are those that are here: its rewards on the columns of each file's first row, judges that
-    do not answer, and room for a prompt among the model's `positions`. Raises UserError."""
-    section, found = one.section, _unjudged(one)
+def look(eval_set: EvalSet, files: Sequence[Path], positions: int | None) -> list[str]:
+    """Check a set, whose `files` are those that are here: its rewards on the columns of each file's first row, that its
+    judges answer, and room for a prompt among the model's `positions`. Raises UserError."""
+    section, errors = eval_set.section, _unjudged(eval_set)
     new = section.sampling.max_new_tokens
     if positions is not None and new is not None and new >= positions:
-        found.append(
-            f"{one.key}.sampling.max_new_tokens={new} leaves no room for a prompt within the model's {positions} "
+        errors.append(
+            f"{eval_set.key}.sampling.max_new_tokens={new} leaves no room for a prompt within the model's {positions} "
             "positions: set less"
         )
     if not files or section.format in DRAWN:
-        return found
-    formats = formats_of(files, section.format, "prompts", section.columns, f"{one.key}.columns")
-    rewards = rewards_of(one, files)
+        return errors
+    formats = formats_of(files, section.format, "prompts", section.columns, f"{eval_set.key}.columns")
+    rewards = rewards_of(eval_set, files)
     for file, name in zip(files, formats, strict=True):
         first = first_row(file)
         if name == "tokenized" and any(reward.fn == "judge" for reward in rewards):
-            found.append(f"{file}: its prompts are token ids, and a judge reads words: give it prompts as text")
+            errors.append(f"{file}: its prompts are token ids, and a judge reads words: give it prompts as text")
         if first is not None:
             line, row = first
             try:
-                asked = normalise_prompt(columns.renamed(row, section.columns), name).columns
+                names = normalise_prompt(columns.renamed(row, section.columns), name).columns
             except UserError as problem:
                 raise UserError(f"{file}:{line}: {problem}") from problem
-            known = [one for one in rewards if one.fn in BUILT_IN or is_path(str(one.fn))]  # of others check tells
-            told = [lacking_columns(str(reward.fn), reward.options, asked) for reward in known]
-            found += [f"{file}:{line}: {one.in_its_keys(problem)}" for problem in told if problem]
-    return list(dict.fromkeys(found))
+            # Of other rewards `check` tells.
+            known = [reward for reward in rewards if reward.fn in BUILT_IN or is_path(str(reward.fn))]
+            answers = [lacking_columns(str(reward.fn), reward.options, names) for reward in known]
+            errors += [f"{file}:{line}: {eval_set.in_its_keys(problem)}" for problem in answers if problem]
+    return list(dict.fromkeys(errors))
 
 
-def _unjudged(one: EvalSet) -> list[str]:
-    found = []
-    for index, reward in enumerate(one.section.rewards):
+def _unjudged(eval_set: EvalSet) -> list[str]:
+    errors = []
+    for index, reward in enumerate(eval_set.section.rewards):
         if reward.fn == "judge" and not reward_problems([reward]):
             try:
                 import_module("dtrain.rl.remote.judge").Judge(**reward.options).look()
             except UserError as error:
-                found.append(f"{one.key}.rewards[{index}]: {error}")
-    return found
+                errors.append(f"{eval_set.key}.rewards[{index}]: {error}")
+    return errors
 
 
-def rewards_of(one: EvalSet, files: Sequence[Path]) -> list[Reward]:
+def rewards_of(eval_set: EvalSet, files: Sequence[Path]) -> list[Reward]:
     """Return the rewards of a set, or the usual one of its data where it names none."""
-    return one.section.rewards or [Reward(usual_reward(files))]
+    return eval_set.section.rewards or [Reward(usual_reward(files))]
 
 
 def usual_reward(files: Sequence[Path]) -> str:
     """The reward of data where none is asked for, by its first answers: math_exact, or text_exact where fewer than half
     of them hold a number or a mark of an answer. Rows that are wrong are told later. Raises UserError for files that
     cannot be read."""
-    found: list[bool] = []
+    is_math: list[bool] = []
     for file in files:
         chunk = next(read_chunks(file), None)
         for line, row in chunk.rows if chunk else ():
             try:
-                given = parse(str(file), line, row)
-                answer = normalise_prompt(given, detect(given, "prompts") or "messages").columns.get("answer")
+                parsed = parse(str(file), line, row)
+                answer = normalise_prompt(parsed, detect(parsed, "prompts") or "messages").columns.get("answer")
             except UserError:
                 continue
-            found += [answer_in(str(answer)) is not None] if answer not in (None, "") else []
-    return "text_exact" if found and 2 * sum(found) < len(found) else "math_exact"
+            is_math += [answer_in(str(answer)) is not None] if answer not in (None, "") else []
+    return "text_exact" if is_math and 2 * sum(is_math) < len(is_math) else "math_exact"

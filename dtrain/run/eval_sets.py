@@ -19,7 +19,7 @@ LONGEST_ANSWER = 512
 
 @dataclass(frozen=True)
 class EvalSet:
-    """One of `eval`: its name, its key in the recipe, what its fields begin with."""
+    """A set of `eval`: its name, its key in the recipe, the prefix of its fields."""
 
     name: str
     key: str
@@ -27,14 +27,14 @@ class EvalSet:
     section: Eval
 
     def in_its_keys(self, text: str) -> str:
-        """What code that is shared with GRPO says of its keys."""
+        """Return a text of code shared with GRPO, with this set's keys."""
         named = re.sub(r"grpo\.(rewards|reward_timeout|sampling)", rf"{self.key}.\1", text)
         return named.replace("data.train.", f"{self.key}.")
 
     @property
     def code(self) -> list[tuple[str, str | None, str]]:
-        """As `methods.spec.MethodSpec.code`."""
-        return [(f"{self.key}.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(self.section.rewards)]
+        """The code that the set names, as `methods.spec.MethodSpec.code`."""
+        return [(f"{self.key}.rewards[{i}].fn", reward.fn, "reward") for i, reward in enumerate(self.section.rewards)]
 
     def is_due(self, step: int, is_last: bool) -> bool:
         every = self.section.every
@@ -42,10 +42,10 @@ class EvalSet:
 
 
 def sets(recipe: Recipe) -> list[EvalSet]:
-    """Those of a recipe, in its order."""
+    """Return the sets of a recipe, in its order."""
     if isinstance(recipe.eval, Eval):
         return [EvalSet("eval", "eval", "eval_", recipe.eval)]
-    return [EvalSet(name, f"eval.{name}", f"eval_{name}_", one) for name, one in recipe.evals.items()]
+    return [EvalSet(name, f"eval.{name}", f"eval_{name}_", section) for name, section in recipe.evals.items()]
 
 
 def longest_answer(positions: int) -> int:
@@ -53,23 +53,24 @@ def longest_answer(positions: int) -> int:
     return min(LONGEST_ANSWER, positions // 2)
 
 
-def fields(one: EvalSet) -> dict[str, Better]:
+def fields(eval_set: EvalSet) -> dict[str, Better]:
     """The fields of a set by which a save can be the best, and which of two values is. A reward of several is measured
     beside them as `reward/<its name>`."""
     from dtrain.rl.pass_at_k import passes
     from dtrain.rl.rewards.scoring import names_of
 
-    rising = ["reward_mean", *(f"pass@{k}" for k in passes(one.section.samples))]
+    rising = ["reward_mean", *(f"pass@{k}" for k in passes(eval_set.section.samples))]
     falling = ["completion_len", "truncated_frac"]
-    if len(one.section.rewards) > 1:
-        rising += [f"reward/{name}" for name in names_of(one.section.rewards)]
-    found: dict[str, Better] = {f"{one.prefix}{name}": max for name in rising}
-    return found | {f"{one.prefix}{name}": min for name in falling}
+    if len(eval_set.section.rewards) > 1:
+        rising += [f"reward/{name}" for name in names_of(eval_set.section.rewards)]
+    names: dict[str, Better] = {f"{eval_set.prefix}{name}": max for name in rising}
+    return names | {f"{eval_set.prefix}{name}": min for name in falling}
 
 
 def better(field: str, recipe: Recipe) -> Better:
-    """Which of two values of `checkpoint.keep_best` is the better one."""
-    return BEST.get(field) or {name: one for each in sets(recipe) for name, one in fields(each).items()}.get(field, min)
+    """Return the function (max, min) that chooses the better of two values of `checkpoint.keep_best`."""
+    measured = {name: choose for each in sets(recipe) for name, choose in fields(each).items()}
+    return BEST.get(field) or measured.get(field, min)
 
 
 def best_problems(recipe: Recipe) -> list[str]:
@@ -80,21 +81,21 @@ def best_problems(recipe: Recipe) -> list[str]:
     best, every, patience = recipe.checkpoint.keep_best, recipe.checkpoint.every, recipe.train.patience
     if best is None:
         asks = f"train.patience={patience} counts values of checkpoint.keep_best, which is null: name a field there"
-        return [asks] * (patience is not None)
-    found = {name: one for one in sets(recipe) for name in fields(one)}
-    measured = [*(name for name in BEST if name in spec_of(recipe).best), *found]
+        return [asks] if patience is not None else []
+    set_of = {name: each for each in sets(recipe) for name in fields(each)}
+    measured = [*(name for name in BEST if name in spec_of(recipe).best), *set_of]
     if best in BEST and best not in measured:
         return [f"checkpoint.keep_best={best} is not measured by method={recipe.method}; it has {', '.join(measured)}"]
     if best not in measured:
         near = nearest(best, measured)
-        known = ", ".join([*BEST, *found])
+        known = ", ".join([*BEST, *set_of])
         return [
             f"checkpoint.keep_best={best} is none of {known}, nor null" + (f"; did you mean {near}?" if near else "")
         ]
     if best == "loss":
         return []
-    key = f"{found[best].key}.every" if best in found else "train.validate_every"
-    often = found[best].section.every if best in found else recipe.train.validate_every
+    key = f"{set_of[best].key}.every" if best in set_of else "train.validate_every"
+    often = set_of[best].section.every if best in set_of else recipe.train.validate_every
     problems = []
     if every is not None and (often is None or every % often):
         problems.append(

@@ -44,11 +44,12 @@ WIDTH = 72
 
 
 def read_set(
-    recipe: Recipe, one: EvalSet, tokenizer: Tokenizer, trained_plain: int, say: Callable[[str], None]
+    recipe: Recipe, eval_set: EvalSet, tokenizer: Tokenizer, trained_plain: int, say: Callable[[str], None]
 ) -> tuple[Questions, list[Reward]]:
-    """What a set asks, and what judges its answers. trained_plain: rows of the training data whose prompt is a plain
-    string. say: is told how those of the set are read. Raises UserError for rows that are wrong, or too long."""
-    section, directory = one.section, recipe.model.directory
+    """Return the questions of a set, and the rewards that judge its answers. trained_plain: rows of the training data
+    whose prompt is a plain string. say: is told how those of the set are read. Raises UserError for rows that are
+    wrong, or too long."""
+    section, directory = eval_set.section, recipe.model.directory
     length = read_config(directory).max_position_embeddings
     drawn = section.sampling
     new = drawn.max_new_tokens or longest_answer(length)
@@ -58,17 +59,17 @@ def read_set(
     )
     prompts_as = evaluated_as(recipe.data.prompts_as, trained_plain, template)
     encoder = PromptEncoder(tokenizer, template, max_length=length, options=options, prompts_as=prompts_as)
-    files = resolve(section.path or [], f"{one.key}.path", section, recipe.cache)
-    columns = section.columns, f"{one.key}.columns"
-    asked = read_questions(files, encoder, section.limit, format=section.format, columns=columns[0], key=columns[1])
-    for line in plain_prompts_of(one.key, asked, encoder):
+    files = resolve(section.path or [], f"{eval_set.key}.path", section, recipe.cache)
+    columns = section.columns, f"{eval_set.key}.columns"
+    prompts = read_questions(files, encoder, section.limit, format=section.format, columns=columns[0], key=columns[1])
+    for line in plain_prompts_of(eval_set.key, prompts, encoder):
         say(line)
-    for prompt in asked:
+    for prompt in prompts:
         if len(prompt.ids) > options.room:
             raise UserError(
                 f"{prompt.place}: the prompt has {len(prompt.ids)} tokens, and beside the {new} of an answer the "
-                f"model's {length} positions have room for {options.room}: set {one.key}.sampling.max_new_tokens to "
-                "less, or leave the row out"
+                f"model's {length} positions have room for {options.room}: set {eval_set.key}.sampling.max_new_tokens "
+                "to less, or leave the row out"
             )
     sampling = SamplingParams(
         new,
@@ -78,9 +79,9 @@ def read_set(
         stop_ids=tuple(tokenizer.eos_ids),
         stop=tuple(drawn.stop),
     )
-    rewards = [_remembered(recipe, reward) for reward in rewards_of(one, files)]
-    asks = Questions(asked, section.samples, sampling, recipe.run.seed, options.room, section.pass_reward)
-    return asks, rewards
+    rewards = [_remembered(recipe, reward) for reward in rewards_of(eval_set, files)]
+    questions = Questions(prompts, section.samples, sampling, recipe.run.seed, options.room, section.pass_reward)
+    return questions, rewards
 
 
 def _remembered(recipe: Recipe, reward: Reward) -> Reward:
@@ -104,7 +105,7 @@ class _Open:
 
 
 class Evaluations:
-    """Those of a run. Every rank makes the same calls, and gets the same answers; all are collective.
+    """Evaluations of a run. Every rank makes the same calls, and gets the same answers; all are collective.
 
     Raises UserError for sets that cannot be asked, or do not fit into memory.
     """
@@ -113,77 +114,78 @@ class Evaluations:
         self._run, self._ranks, self._trained_plain = run, Ranks(), trained_plain
         self._decode = partial(tokenizer.decode, skip_special_tokens=True)
         self._engine = NativeEngine(policy.model, policy.mesh, policy.device, decode=self._decode)
-        self._sets = [self._open(recipe, one, tokenizer) for one in sets(recipe)]
+        self._sets = [self._open(recipe, each, tokenizer) for each in sets(recipe)]
 
-    def _open(self, recipe: Recipe, one: EvalSet, tokenizer: Tokenizer) -> _Open:
+    def _open(self, recipe: Recipe, eval_set: EvalSet, tokenizer: Tokenizer) -> _Open:
         opened: list[Rewards] = []
 
         def read() -> Questions:
-            asked, rewards = read_set(recipe, one, tokenizer, self._trained_plain, self._run.metrics.say)
+            questions, rewards = read_set(recipe, eval_set, tokenizer, self._trained_plain, self._run.metrics.say)
             judges, together = open_judges(
                 rewards,
-                one.section.reward_timeout,
-                lambda line: self._run.metrics.say(one.in_its_keys(line)),
-                f"{one.key}.reward_timeout",
+                eval_set.section.reward_timeout,
+                lambda line: self._run.metrics.say(eval_set.in_its_keys(line)),
+                f"{eval_set.key}.reward_timeout",
             )
             opened.append(self._run.stack.enter_context(judges))
-            if not one.section.at_start:
-                _try(one, asked, judges)
-            return replace(asked, together=together)
+            if not eval_set.section.at_start:
+                _try(eval_set, questions, judges)
+            return replace(questions, together=together)
 
-        asked = self._ranks.first(read)
+        questions = self._ranks.first(read)
         try:
-            self._engine.check(asked.requests())
+            self._engine.check(questions.requests())
         except UserError as error:
-            raise UserError(f"{one.key}, with {one.key}.sampling: {error}") from error
-        return _Open(one, asked, opened[0] if opened else None)
+            raise UserError(f"{eval_set.key}, with {eval_set.key}.sampling: {error}") from error
+        return _Open(eval_set, questions, opened[0] if opened else None)
 
     def resume_at(self, step: int) -> dict[str, float]:
-        """What was measured at `step`, where a run goes on, by the record. Answers of an evaluation that a stop has cut
-        short are dropped."""
+        """Return what was measured at `step`, where a run goes on, by the record. Answers of an evaluation that a stop
+        has cut short are dropped."""
         path = self._run.path / "metrics.jsonl"
         rows = self._ranks.first(
             lambda: [row for row in records.rows(path) if row.get("step") == step and "loss" not in row]
         )
-        for one in self._sets:
-            if any(map(one.is_its, rows)):
-                one.step = step
+        for each in self._sets:
+            if any(map(each.is_its, rows)):
+                each.step = step
             else:
-                self._run.metrics.drop_answers(step, one.set.name)
-        left_out = {"step", *(f"{one.set.prefix}time" for one in self._sets)}
+                self._run.metrics.drop_answers(step, each.set.name)
+        left_out = {"step", *(f"{each.set.prefix}time" for each in self._sets)}
         return {name: value for row in rows for name, value in row.items() if name not in left_out}
 
     def evaluate(self, step: int, is_last: bool) -> Iterator[dict[str, float]]:
         """The fields of each set that is due after `step` and was not evaluated there. Raises Interrupted, on every
         rank, where the run is asked to stop, and UserError for a reward that never worked."""
-        for one in self._sets:
-            if one.step != step and one.set.is_due(step, is_last):
-                fields = self._of(one, step)
-                one.step = step
+        for each in self._sets:
+            if each.step != step and each.set.is_due(step, is_last):
+                fields = self._of(each, step)
+                each.step = step
                 yield fields
 
-    def _of(self, one: _Open, step: int) -> dict[str, float]:
+    def _of(self, opened: _Open, step: int) -> dict[str, float]:
         began, metrics = time.perf_counter(), self._run.metrics
         shown: list[str] = []
 
         def keep(judged: list[Judged]) -> None:
-            metrics.answers(step, (_line(one, each) for each in judged))
-            first = [each for each in judged if each.sample == 0][: one.set.section.show]
-            shown.extend(["  reward  tokens  answer"] * bool(first) + [_shown(each) for each in first])
+            metrics.answers(step, (_line(opened, answer) for answer in judged))
+            first = [answer for answer in judged if answer.sample == 0][: opened.set.section.show]
+            if first:
+                shown.extend(["  reward  tokens  answer", *(_shown(answer) for answer in first)])
 
         report = evaluate(
-            one.questions,
+            opened.questions,
             lambda requests: self._engine.generate(requests, self._run.ask_stop),
             self._decode,
-            one.judges,
+            opened.judges,
             keep,
             ranks=self._ranks,
             ask_stop=self._run.ask_stop,
         )
-        fields = {f"{one.set.prefix}{name}": value for name, value in fields_of(report).items()}
+        fields = {f"{opened.set.prefix}{name}": value for name, value in fields_of(report).items()}
         seconds = time.perf_counter() - began
-        metrics.log(fields | {f"{one.set.prefix}time": seconds}, step)
-        for line in [_said(one.set.name, step, report, seconds), *shown]:
+        metrics.log(fields | {f"{opened.set.prefix}time": seconds}, step)
+        for line in [_summary(opened.set.name, step, report, seconds), *shown]:
             metrics.say(line)
         return fields
 
@@ -203,20 +205,20 @@ def fields_of(report: Report) -> dict[str, float]:
     return {name: value for name, value in fields.items() if value == value}
 
 
-def _try(one: EvalSet, asked: Questions, judges: Rewards) -> None:
-    """Whether rewards that have nothing to judge before training starts can do so at all: on an empty answer. Raises
-    UserError."""
-    if any(reward.fn == "judge" for reward in one.section.rewards):  # it is asked otherwise whether it is there
+def _try(eval_set: EvalSet, questions: Questions, judges: Rewards) -> None:
+    """Check that rewards that have nothing to judge before training starts can do so at all: on an empty answer.
+    Raises UserError."""
+    if any(reward.fn == "judge" for reward in eval_set.section.rewards):  # it is asked otherwise whether it is there
         return
-    prompt = asked.asked[0].prompt
+    prompt = questions.asked[0].prompt
     judges.score([prompt.content], [""], [[]], {name: [value] for name, value in prompt.columns.items()})
 
 
-def _line(one: _Open, judged: Judged) -> dict[str, Any]:
-    prompt = one.questions.asked[judged.index].prompt
+def _line(opened: _Open, judged: Judged) -> dict[str, Any]:
+    prompt = opened.questions.asked[judged.index].prompt
     answer = {"answer": prompt.columns["answer"]} if "answer" in prompt.columns else {}
     return {
-        "set": one.set.name,
+        "set": opened.set.name,
         "index": judged.index,
         "sample": judged.sample,
         "prompt": prompt.content,
@@ -229,7 +231,7 @@ def _line(one: _Open, judged: Judged) -> dict[str, Any]:
     }
 
 
-def _said(name: str, step: int, report: Report, seconds: float) -> str:
+def _summary(name: str, step: int, report: Report, seconds: float) -> str:
     error = "" if report.reward_stderr != report.reward_stderr else f" ± {report.reward_stderr:.3f}"
     by = f" by {next(iter(report.rewards))}" if len(report.rewards) == 1 else ""
     reward = "no reward known" if report.reward != report.reward else f"reward {report.reward:.3f}{error}{by}"

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything starts: the recipe, and what its model, tokenizer and data files say.
+"""Checks before anything starts: of the recipe, its model, tokenizer and data files.
 
 Imports no torch. Of a data file the first row is read, of weights the header. `dtrain validate` adds what a rank would
 refuse before its first step (`launch.validate`). A model or dataset of the hub that is not in the cache is no problem:
@@ -51,7 +51,7 @@ def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
     return local
 
 
-def together(refused: Sequence[str], found: Sequence[str]) -> list[str]:
+def together(refused: Sequence[str], problems: Sequence[str]) -> list[str]:
     """Problems of a recipe's text and of what is left of it, each once. What was `refused` is not missing too."""
     keys = [re.split(r"[=:]", problem)[0] for problem in refused]
 
@@ -59,11 +59,11 @@ def together(refused: Sequence[str], found: Sequence[str]) -> list[str]:
         missing = re.match(r"(\S+)(?: or (\S+))? is missing", problem)
         named = [key for key in missing.groups() if key] if missing else []
         emptied = re.match(r"([\w.]+)=\[\]", problem)
-        return any(f"{key}.".startswith(f"{one}.") for one in keys for key in named) or bool(
-            emptied and any(one.startswith(f"{emptied[1]}[") for one in keys)
+        return any(f"{name}.".startswith(f"{key}.") for key in keys for name in named) or bool(
+            emptied and any(key.startswith(f"{emptied[1]}[") for key in keys)
         )
 
-    left = [problem for problem in found if not follows(problem)]
+    left = [problem for problem in problems if not follows(problem)]
     return list(dict.fromkeys([*refused, *left]))
 
 
@@ -87,7 +87,7 @@ def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
 
 
 def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]:
-    """As `with_local_model` with fetch, but of models the small files alone, and of datasets none.
+    """Do as `with_local_model` with fetch, but of models the small files alone, and of datasets none.
 
     Also: key → what the run will download, and what the hub refuses, as it would refuse the run.
     """
@@ -110,8 +110,8 @@ def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]
             refused.append(str(error))
             continue
         awaited[key] = (
-            f"{key}={name}: the run downloads {len(files)} file{'s' * (len(files) != 1)} from the hub, whose rows are "
-            "looked at then"
+            f"{key}={name}: the run downloads {len(files)} file{'s' if len(files) != 1 else ''} from the hub, whose "
+            "rows are looked at then"
         )
     return recipe, awaited, refused
 
@@ -124,7 +124,7 @@ def _placed(section: Any, key: str, value: str) -> Any:
 
 @contextmanager
 def _named(key: str, name: str) -> Iterator[None]:
-    """Which key is meant, before what the hub says of the block."""
+    """Put the key that is meant before what the hub says of the block."""
     try:
         yield
     except UserError as error:
@@ -132,7 +132,7 @@ def _named(key: str, name: str) -> Iterator[None]:
 
 
 def not_here(recipe: Recipe) -> list[str]:
-    """What `with_local_model` would fetch, as what is wrong where nothing is fetched."""
+    """Return what `with_local_model` would fetch, as problems where nothing is fetched."""
     return [
         f"{key}={name} is no directory here, and as a model of the Hugging Face hub it is not in this machine's cache: "
         f"`dtrain download {name}` fetches it{beside(name)}"
@@ -148,15 +148,15 @@ def _ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
 
 
 def preflight(recipe: Recipe, world_size: int, awaited: Collection[str] = ()) -> list[str]:
-    """Every problem of `recipe` in a world of `world_size` processes that needs no training to be seen. What a run
-    fetches from the hub is none. awaited: keys of models whose weights are not looked at."""
+    """Return every problem of `recipe` in a world of `world_size` processes that needs no training to be seen. What a
+    run fetches from the hub is none. awaited: keys of models whose weights are not looked at."""
     splits = [("data.train", recipe.data.train), ("data.val", recipe.data.val)]
     looks: list[Callable[[], list[str]]] = [
         lambda: _of_other_methods(recipe) + check(recipe, world_size),
         lambda: _shapes(recipe),
         lambda: _files(recipe, awaited),
         *(partial(_data, recipe, split, key) for key, split in splits if isinstance(split, DataSource)),
-        *(partial(_eval, recipe, one) for one in eval_sets.sets(recipe)),
+        *(partial(_eval, recipe, each) for each in eval_sets.sets(recipe)),
         lambda: _checkpoint(recipe),
         lambda: _export(recipe),
         lambda: [text for text, is_problem in _code(recipe) if is_problem],
@@ -171,7 +171,8 @@ def preflight(recipe: Recipe, world_size: int, awaited: Collection[str] = ()) ->
 
 
 def named_code(recipe: Recipe) -> list[str]:
-    """What a run of `recipe` imports because the recipe names it, a line each: the key, its import path, its file."""
+    """Return what a run of `recipe` imports because the recipe names it, a line each: the key, its import path, its
+    file."""
     return [text for text, is_problem in _code(recipe) if not is_problem]
 
 
@@ -204,15 +205,15 @@ def _shapes(recipe: Recipe) -> list[str]:
         if key in absent:
             continue
         try:
-            found = _other(recipe, model, key, path)
+            errors = _other(recipe, model, key, path)
         except UserError as error:
-            found = [str(error)]
-        problems += [problem if key in problem else f"{key}={path}: {problem}" for problem in found]
+            errors = [str(error)]
+        problems += [problem if key in problem else f"{key}={path}: {problem}" for problem in errors]
     return problems
 
 
 def _of_other_methods(recipe: Recipe) -> list[str]:
-    """Keys that the recipe gives to another method."""
+    """Return keys that the recipe gives to another method."""
     named = [(key, key.split(".")[0]) for key in getattr(recipe, "unread", ())]
     return [
         f"{key} is read by method={method} alone, and this recipe has method={recipe.method}: leave it out, or set "
@@ -235,10 +236,14 @@ def _is_an_adapter(directory: Path) -> str:
 def _adapter(recipe: Recipe, model: ModelConfig) -> list[str]:
     """Return what weights in 4 bits and the section `lora` ask of `model`, one line each."""
     quantize = "none" if recipe.lora is None else recipe.lora.quantize
-    found = nf4_config.quantize_problems(model, quantize, max(recipe.parallel.tp, 1))
-    found = [f"model.path={recipe.model.path}: {one}" if one.startswith("its ") else one for one in found]
+    problems = nf4_config.quantize_problems(model, quantize, max(recipe.parallel.tp, 1))
+    problems = [
+        f"model.path={recipe.model.path}: {problem}" if problem.startswith("its ") else problem for problem in problems
+    ]
     return (
-        found if recipe.lora is None else found + import_module("dtrain.run.lora_section").lora_problems(recipe, model)
+        problems
+        if recipe.lora is None
+        else problems + import_module("dtrain.run.lora_section").lora_problems(recipe, model)
     )
 
 
@@ -279,8 +284,8 @@ def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:
 
 
 def _other(recipe: Recipe, ours: ModelConfig | None, key: str, path: str) -> list[str]:
-    """What is wrong with the model at `path`; ours: the one that is trained, where it could be read. Raises UserError
-    where this one cannot."""
+    """Return what is wrong with the model at `path`; ours: the one that is trained, where it could be read. Raises
+    UserError where this one cannot."""
     directory = Path(path)
     if not directory.is_dir():
         words = {
@@ -321,7 +326,8 @@ def _reference(ours: ModelConfig, theirs: ModelConfig, key: str, path: str) -> l
 
 
 def _beside(recipe: Recipe, model: ModelConfig) -> Recipe:
-    """As another model on the mesh reads it: one without experts lies over ep as over the rest of its ranks."""
+    """Return the recipe as another model on the mesh reads it: one without experts lies over ep as over the rest of its
+    ranks."""
     return replace(recipe, parallel=replace(recipe.parallel, ep=1)) if model.experts is None else recipe
 
 
@@ -367,7 +373,7 @@ def _files(recipe: Recipe, awaited: Collection[str]) -> list[str]:
 
 
 def _readable(directory: Path) -> list[str]:
-    """Of a model that reads text with a tokenizer of its own."""
+    """Check the tokenizer and template of a model that reads text with its own."""
     try:
         choose_template(directory, Tokenizer.from_directory(directory).special_tokens)
     except UserError as error:
@@ -417,7 +423,7 @@ def _differing_tokens(teacher: Path, student: Path) -> list[str]:
 
 
 def _weights(directory: Path, otherwise: str = "", key: str = "model.path") -> list[str]:
-    """What the headers of the files tell; `checkpoint.huggingface.check_fit` compares them with the model."""
+    """Check the headers of the files; `checkpoint.huggingface.check_fit` compares them with the model."""
     index, single = directory / INDEX, directory / SINGLE
     if not single.is_file() and not index.is_file():
         bins = " (pytorch_model.bin is a pickle, which dtrain does not open)" if any(directory.glob("*.bin")) else ""
@@ -446,17 +452,18 @@ def _weights(directory: Path, otherwise: str = "", key: str = "model.path") -> l
 
 
 def _code(recipe: Recipe) -> list[tuple[str, bool]]:
-    """For each import path of the recipe where it leads, or why it leads nowhere (True). Nothing of it is run."""
+    """Return for each import path of the recipe where it leads, or why it leads nowhere (True). Nothing of it is
+    run."""
     stages = recipe.scheduler if isinstance(recipe.scheduler, list) else []
     named: list[tuple[str, Any, str]] = [
         ("optimizer.name", recipe.optimizer.name, "optimizer"),
-        *((f"scheduler[{i}].name", one.name, "scheduler") for i, one in enumerate(stages)),
+        *((f"scheduler[{i}].name", stage.name, "scheduler") for i, stage in enumerate(stages)),
         ("scheduler.name", getattr(recipe.scheduler, "name", None), "scheduler"),
         ("parallel.custom_plan", recipe.parallel.custom_plan, "plan"),
         *spec_of(recipe).code(recipe),
-        *(code for one in eval_sets.sets(recipe) for code in one.code),
+        *(code for each in eval_sets.sets(recipe) for code in each.code),
     ]
-    found = []
+    lines = []
     by_command = ("server of tools", "environment of verifiers")
     named = [(key, path, what) for key, path, what in named if what in by_command or _is_import_path(path)]
     if not any(path for _, path, _ in named):
@@ -466,21 +473,21 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
 
     for key, path, what in named:
         if what == "server of tools":
-            found += _server(key, path)
+            lines += _server(key, path)
         elif what == "environment of verifiers" and path is not None:
             try:
-                found.append((f"{key}: {path}, from {find_verifiers(path)}", False))
+                lines.append((f"{key}: {path}, from {find_verifiers(path)}", False))
             except UserError as error:
-                found.append((f"{key}: {error}", True))
+                lines.append((f"{key}: {error}", True))
         elif path is not None:
             try:
                 origin = find_file(path, what)[2]
                 if what == "tool":
                     tool_schema(path)
-                found.append((f"{key}: {path}, from {origin}", False))
+                lines.append((f"{key}: {path}, from {origin}", False))
             except UserError as error:
-                found.append((f"{key}: {error}", True))
-    return found
+                lines.append((f"{key}: {error}", True))
+    return lines
 
 
 def _is_import_path(value: Any) -> bool:
@@ -488,7 +495,7 @@ def _is_import_path(value: Any) -> bool:
 
 
 def _server(key: str, command: str | None) -> list[tuple[str, bool]]:
-    """Where a command leads that a run starts, as `_code` has it."""
+    """Find the program of a command that a run starts, as `_code` has it."""
     if command is None:
         return []
     try:
@@ -501,8 +508,8 @@ def _server(key: str, command: str | None) -> list[tuple[str, bool]]:
 
 def _sources(recipe: Recipe) -> list[tuple[Source, str]]:
     splits = [("data.train", recipe.data.train), ("data.val", recipe.data.val)]
-    found = [one for key, split in splits if isinstance(split, DataSource) for one in entries(split, key)]
-    return [*found, *((one.section, one.key) for one in eval_sets.sets(recipe))]
+    sources = [entry for key, split in splits if isinstance(split, DataSource) for entry in entries(split, key)]
+    return [*sources, *((each.section, each.key) for each in eval_sets.sets(recipe))]
 
 
 def _paths(source: Source) -> list[str]:
@@ -511,22 +518,23 @@ def _paths(source: Source) -> list[str]:
 
 def _absent_data(recipe: Recipe) -> list[tuple[str, str, data_hub.Pick]]:
     """Key and id of every dataset of the hub that is not in the cache, and what of it is wanted."""
-    found = []
+    absent = []
     for source, key in _sources(recipe):
         pick = data_hub.Pick.of(source)
         for name in _paths(source):
             with suppress(UserError):  # a split that is not there: told where the files are looked at
                 if data_hub.is_data_id(name) and data_hub.cached(name, pick, key) is None:
-                    found.append((f"{key}.path", name, pick))
-    return found
+                    absent.append((f"{key}.path", name, pick))
+    return absent
 
 
 def _is_away(recipe: Recipe, path: str, key: str) -> bool:
-    """Whether a URL is still to be copied: its files are then there, and of a kind that is read. Raises UserError."""
-    found = urls.away(path, key, recipe.cache) if urls.is_url(path) else []
-    for remote in found:
+    """Return whether a URL is still to be copied: its files are then there, and of a kind that is read. Raises
+    UserError."""
+    remotes = urls.away(path, key, recipe.cache) if urls.is_url(path) else []
+    for remote in remotes:
         kind_of(remote.copy, key)
-    return bool(found)
+    return bool(remotes)
 
 
 def has_urls(recipe: Recipe) -> bool:
@@ -534,7 +542,7 @@ def has_urls(recipe: Recipe) -> bool:
 
 
 def to_copy(recipe: Recipe) -> list[str]:
-    """What a run of a sound recipe copies into its cache, a line each."""
+    """Return what a run of a sound recipe copies into its cache, a line each."""
     return [
         f"{key}.path={path}: the run copies {remote.url} into {recipe.cache}"
         + (f", {remote.size / 2**20:.1f} MiB" if remote.size is not None else "")
@@ -545,7 +553,7 @@ def to_copy(recipe: Recipe) -> list[str]:
 
 
 def _of_no_hub(source: Source, key: str) -> list[str]:
-    """Keys for datasets of the hub where no path is one."""
+    """Return keys for datasets of the hub where no path is one."""
     named = [f"{key}.{option.split(' ')[0]}" for option in data_hub.Pick.of(source).options().split(" --")[1:]]
     if not named or any(map(data_hub.is_data_id, _paths(source))):
         return []
@@ -573,14 +581,14 @@ def _here(recipe: Recipe, source: Source, key: str, problems: list[str]) -> list
     return resolve(named, f"{key}.path", source, recipe.cache) if named else []
 
 
-def _eval(recipe: Recipe, one: eval_sets.EvalSet) -> list[str]:
+def _eval(recipe: Recipe, eval_set: eval_sets.EvalSet) -> list[str]:
     problems: list[str] = []
     files: list[Path] = []
     directory = recipe.model.directory
     positions = read_config(directory, 0).max_position_embeddings if _is_model(directory) else None
     for act in (
-        lambda: files.extend(_here(recipe, one.section, one.key, problems)),
-        lambda: problems.extend(import_module("dtrain.run.eval_section").look(one, files, positions)),
+        lambda: files.extend(_here(recipe, eval_set.section, eval_set.key, problems)),
+        lambda: problems.extend(import_module("dtrain.run.eval_section").look(eval_set, files, positions)),
     ):
         try:
             act()
@@ -630,16 +638,16 @@ def _checkpoint(recipe: Recipe) -> list[str]:
 
 
 def _start(recipe: Recipe, path: Path) -> list[str]:
-    """What makes the model whose weights are taken another one than ours, by the files that its run keeps."""
+    """Return what makes the model whose weights are taken another one than ours, by the files that its run keeps."""
     above = [path, *path.absolute().parents][:3]  # a run's directory, its checkpoints, a step of them
     kept = next((place / "model" for place in above if (place / "model" / CONFIG).is_file()), None)
     ours = recipe.model.directory
     if kept is None or not _is_model(ours) or not _is_model(kept):
         return []
     key = "checkpoint.init_from"
-    found = _reference(read_config(ours), read_config(kept), key, str(path))
-    found += [f"{key}={path}: {problem}" for problem in _differing_tokens(kept, ours)]
-    return [f"{problem}, or name the change: checkpoint.allow_changes=[model.config]" for problem in found]
+    differences = _reference(read_config(ours), read_config(kept), key, str(path))
+    differences += [f"{key}={path}: {problem}" for problem in _differing_tokens(kept, ours)]
+    return [f"{problem}, or name the change: checkpoint.allow_changes=[model.config]" for problem in differences]
 
 
 def _export(recipe: Recipe) -> list[str]:

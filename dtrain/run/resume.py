@@ -53,7 +53,7 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts. A fresh one: step 0, the first row, no store and no state.
+    """Start of a run. A fresh one: step 0, the first row, no store and no state.
 
     verified: every file of the step has just been read against its checksum. began: what the run began from, RESUME or
     INIT → an `Origin` as JSON. weights: the step whose weights take the place of model.path's before anything else.
@@ -89,8 +89,8 @@ def find_start(
     *,
     deep: bool = True,
 ) -> Start:
-    """What `checkpoint.resume` picks: the run's newest whole checkpoint (auto), none (null), or the one at a path; and
-    what `checkpoint.init_from` means, where the run is fresh or its method `needs_start`.
+    """Find what `checkpoint.resume` picks: the run's newest whole checkpoint (auto), none (null), or the one at a path;
+    and what `checkpoint.init_from` means, where the run is fresh or its method `needs_start`.
 
     Collective. A run that began from a path, wherever it was ended, goes on as it began. auto reads every file of the
     newest checkpoint against its checksum, and takes the one before where one is damaged, which it says. Damaged steps
@@ -148,7 +148,7 @@ def _find_step(
         ranks.first(lambda: refuse_used(source is not store))
         ranks.first(lambda: _refuse_beyond(store, step))
         state = _read_state(source, step)
-        began = {key: one for key, one in state.get("began", {}).items() if key == INIT}
+        began = {key: origin for key, origin in state.get("began", {}).items() if key == INIT}
         began[RESUME] = asdict(Origin.of(source, step))
     if deep:
         ranks.first(lambda: _put_damaged_aside(store, step))
@@ -163,45 +163,45 @@ def identities(recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, 
     weights = weight_files(path) if recipe.model.init == "pretrained" else []
     others = digests(weights, wrong("model.path", path), ranks) if weights else []
     template = choose_template(path, tokenizer.special_tokens, section.chat_template, section.template_kwargs)
-    found = {
+    digest_of = {
         "model.config": digest(read_model_config(path)),  # however its text is laid out
         "model.tokenizer": tokenizer.fingerprint,
         "data.chat_template": template.fingerprint if template else "none",
     }
-    ranks.same(found["model.config"], wrong("model.path", path))
-    ranks.same(digest(found), f"model.path={path}: tokenizer or chat template is not the same on every host")
+    ranks.same(digest_of["model.config"], wrong("model.path", path))
+    ranks.same(digest(digest_of), f"model.path={path}: tokenizer or chat template is not the same on every host")
     if weights:
-        found["model.weights"] = digest(others)
+        digest_of["model.weights"] = digest(others)
     if recipe.lora is not None and recipe.lora.path is not None:
         adapter = Path(recipe.lora.path)
         others = digests([adapter / name for name in ADAPTER_FILES], wrong("lora.path", adapter), ranks)
-        found["lora.path"] = digest(others)
+        digest_of["lora.path"] = digest(others)
     for key, other in spec_of(recipe).other_models(recipe):
         others = digests(weight_files(Path(other)), wrong(key, other), ranks)
         kind = digest(read_model_config(Path(other)))
         ranks.same(kind, wrong(key, other))
-        found[key] = digest(others) if key.endswith(".reference") else digest(kind, others)
+        digest_of[key] = digest(others) if key.endswith(".reference") else digest(kind, others)
         if key == REWARD_MODEL:  # it reads text by these
             words = Tokenizer.from_directory(other)
             own = choose_template(words.directory, words.special_tokens)
-            found[key] = digest(found[key], words.fingerprint, own.fingerprint if own else "none")
-    return found
+            digest_of[key] = digest(digest_of[key], words.fingerprint, own.fingerprint if own else "none")
+    return digest_of
 
 
-def start_identity(recipe: Recipe, start: Start, found: Mapping[str, str], named: str) -> str:
-    """The digest of the weights that the run trains from, or with named="base" of these without an adapter; `found` is
-    what `identities` gave."""
-    own = found.get("model.weights") or digest(recipe.run.seed, found["model.config"])
+def start_identity(recipe: Recipe, start: Start, digest_of: Mapping[str, str], named: str) -> str:
+    """The digest of the weights that the run trains from, or with named="base" of these without an adapter; `digest_of`
+    is what `identities` gave."""
+    own = digest_of.get("model.weights") or digest(recipe.run.seed, digest_of["model.config"])
     if recipe.checkpoint.init_from is not None and INIT in start.began:
         own = start.began[INIT]["identity"]
     if recipe.lora is None:
         return own
-    return digest(own, None if named == "base" else found.get("lora.path"), recipe.lora.quantize, named)
+    return digest(own, None if named == "base" else digest_of.get("lora.path"), recipe.lora.quantize, named)
 
 
 def refuse_other_adapter(recipe: Recipe, model: CausalLM, start: Start) -> None:
-    """For weights of `checkpoint.init_from` whose run had an adapter. Raises UserError where these numbers mean another
-    model here: other scales, or the base in other bits."""
+    """Raise UserError where weights of `checkpoint.init_from`, whose run had an adapter, mean another model here: other
+    scales, or the base in other bits."""
     if start.weights is None or model.adapters is None:
         return
     store, step = start.weights
@@ -219,37 +219,39 @@ def refuse_other_adapter(recipe: Recipe, model: CausalLM, start: Start) -> None:
         )
 
 
-def refuse_other_base(start: Start, found: Mapping[str, str]) -> None:
-    """For weights of `checkpoint.init_from` that are those of an adapter, or of what was not frozen, alone. Raises
-    UserError where the run that trained them had other weights beside them."""
+def refuse_other_base(start: Start, digest_of: Mapping[str, str]) -> None:
+    """Raise UserError where the run that trained the weights of `checkpoint.init_from`, those of an adapter or of what
+    was not frozen alone, had other weights beside them."""
     if start.weights is None:
         return
     store, step = start.weights
     saved = store.read_state(step).get("identities", {}).get("model.weights")
-    if saved != found.get("model.weights"):
+    if saved != digest_of.get("model.weights"):
         raise UserError(
             f"{INIT}: {store.path(step)} holds what was trained alone, and the weights beside it were not those of "
             "model.path: set model.path to the model that its run began from"
         )
 
 
-def compare(recipe: Recipe, start: Start, found: Mapping[str, str], rows: Rows | None) -> list[str]:
-    """What differs between the run that was saved at `start` and this one, a line each: its recipe, and what it reads
-    (`found`). Raises UserError for differences that make another run of it, unless `checkpoint.allow_changes` names
-    them. Another place with the same content makes none, nor does `data.packing=auto` in place of what it comes to.
-    rows: of data.train; None: not read, and not compared.
+def compare(recipe: Recipe, start: Start, digest_of: Mapping[str, str], rows: Rows | None) -> list[str]:
+    """Return the differences between the run that was saved at `start` and this one, a line each: its recipe, and what
+    it reads (`digest_of`). Raises UserError for differences that make another run of it, unless
+    `checkpoint.allow_changes` names them. Another place with the same content makes none, nor does `data.packing=auto`
+    in place of what it comes to. rows: of data.train; None: not read, and not compared.
     """
     (_, state), lines = start.saved, []
     saved = state.get("identities")
     if saved is None:
         lines.append("an earlier dtrain saved it, without digests: model, tokenizer and reference were not compared")
         saved = {"data.fingerprint": state["data_fingerprint"]}
-        found = {} if rows is None else {"data.fingerprint": rows.fingerprint}
-    known = {key for key, of in PLACES.items() if of in saved and saved[of] == found.get(of) and "identities" in state}
+        digest_of = {} if rows is None else {"data.fingerprint": rows.fingerprint}
+    known = {
+        key for key, of in PLACES.items() if of in saved and saved[of] == digest_of.get(of) and "identities" in state
+    }
     differences = config.diff(state["recipe"], recipe)
     known |= {key for key, _, _ in differences if key.partition(".columns.")[0] + ".columns" in known}
     known -= {key for key, old, new in differences if key.endswith(".sources") and _but_path(old) != _but_path(new)}
-    differences += [(key, saved[key], new) for key, new in found.items() if saved.get(key, new) != new]
+    differences += [(key, saved[key], new) for key, new in digest_of.items() if saved.get(key, new) != new]
     of_data = {key: values for key, *values in differences if key.startswith("data.") and key not in known}
     if [*of_data] == ["data.packing"] and "auto" in of_data["data.packing"]:
         automatic = None if rows is None else packs_by_itself(rows, spec_of(recipe).kind)
@@ -283,7 +285,8 @@ def contents(
     known: Mapping[str, Any],
     measured: Mapping[str, float],
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """What a save after `step` holds: tensors, the state that is the same on every rank, and this rank's own.
+    """Return the contents of a save after `step`: tensors, the state that is the same on every rank, and this rank's
+    own.
 
     tensors: [any shape], those of the policy and of the method. cursor: the next row. known: the recipe, and what tells
     the run from others. measured: the step's metrics.

@@ -1,4 +1,4 @@
-"""What a run's data make of its sizes: `train.global_batch=auto`, and runs that would train nothing."""
+"""Sizes that a run's data decide: `train.global_batch=auto`, and runs that would train nothing."""
 
 from dataclasses import replace
 
@@ -49,21 +49,21 @@ def refuse_idle(recipe: Recipe, rows: Rows, steps: int) -> None:
     than 5 steps, or whose warm-up takes them all, where its steps follow from `train.epochs`:
     `train.steps` asks for it by name.
     """
-    warmup, asked = warmup_of(recipe.scheduler, steps), recipe.train.steps is not None
+    warmup, is_asked = warmup_of(recipe.scheduler, steps), recipe.train.steps is not None
     if steps == 1 <= warmup:
         raise UserError(
             f"the run has 1 step, and {_asked_for(recipe)} begins with a learning rate of 0: nothing would be trained; "
             "set scheduler.warmup_steps=0, or train longer"
         )
-    if warmup > steps and asked:
+    if warmup > steps and is_asked:
         raise UserError(_endless(recipe, steps, warmup))
-    if asked:
+    if is_asked:
         return
     epochs, per_pass = recipe.train.epochs, rows.rows_in_epoch(0)
-    of_pass = f"{per_pass} row{'s' * (per_pass != 1)} a pass"
+    of_pass = f"{per_pass} row{'s' if per_pass != 1 else ''} a pass"
     if steps < FEWEST_STEPS:
         raise UserError(
-            f"train.epochs={epochs} makes {steps} step{'s' * (steps != 1)} here ({of_pass}, "
+            f"train.epochs={epochs} makes {steps} step{'s' if steps != 1 else ''} here ({of_pass}, "
             f"train.global_batch={recipe.train.global_batch} of them a step), which trains next to nothing. Set "
             f"{_more_steps(recipe, rows)}; train.steps={steps} with train.epochs=null asks for so few"
         )
@@ -72,7 +72,7 @@ def refuse_idle(recipe: Recipe, rows: Rows, steps: int) -> None:
 
 
 def notes(recipe: Recipe, steps: int) -> list[str]:
-    """What the user is told of a run of `steps` steps that `refuse_idle` lets pass, since its steps were asked for."""
+    """Return notes on a run of `steps` steps that `refuse_idle` lets pass, since its steps were asked for."""
     warmup, lr = warmup_of(recipe.scheduler, steps), recipe.optimizer.lr
     if warmup < steps:
         return []
@@ -103,7 +103,7 @@ def warmup_of(schedule: Scheduler | list[Stage], steps: int) -> int:
 
 
 def _more_steps(recipe: Recipe, rows: Rows) -> str:
-    """What would make more steps, the best first."""
+    """Return what would make more steps, the best first."""
     ways, per_pass, batch, spec = [], rows.rows_in_epoch(0), recipe.train.batch, spec_of(recipe)
     automatic = spec.automatic_batch(recipe, per_pass)
     if spec.more_steps is not None:

@@ -1,4 +1,4 @@
-"""What the terminal is told of a run before its first step, and when it is done."""
+"""Lines for the terminal on a run before its first step, and when it is done."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -29,9 +29,9 @@ def labelled(label: str, text: str) -> str:
     return f"{label:<{LABEL}}{text}"
 
 
-def opening(trainer: "Trainer", asked: Recipe) -> Iterator[str]:
-    """The sizes of a run that is built: model, rows, mesh, batch, steps; then the choices that were made for it. asked:
-    the recipe before `train.global_batch=auto` had a number."""
+def opening(trainer: "Trainer", written: Recipe) -> Iterator[str]:
+    """The sizes of a run that is built: model, rows, mesh, batch, steps; then the choices that were made for it.
+    written: the recipe before `train.global_batch=auto` had a number."""
     recipe, sizes, policy, rows = trainer.recipe, trainer.sizes, trainer.policy, trainer.rows
     count, trained = _parameters(trainer)
     size, part = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in (count, trained))
@@ -39,13 +39,13 @@ def opening(trainer: "Trainer", asked: Recipe) -> Iterator[str]:
     yield labelled("model", f"{recipe.model.path}, {size} parameters{of_it}, init {recipe.model.init}")
     if policy.model.config.is_text_tower and recipe.model.init != "scratch":
         yield labelled("", "its other parts (a vision tower) are not trained: an export has them as the files do")
-    counted = asked.train.global_batch == "auto" or recipe.train.epochs is not None
+    counted = written.train.global_batch == "auto" or recipe.train.epochs is not None
     per_pass = f"{rows.rows_in_epoch(0):,} rows a pass, " if counted else ""
     packed = f"packed to {rows.capacity:,} tokens" if rows.packing else f"of up to {rows.capacity:,} tokens"
     yield labelled("data", f"{rows.samples.meta['samples']:,} {rows.samples.noun}, {per_pass}{packed}")
     world = f"{sizes.world_size} processes: {sizes.axes}" if sizes.world_size > 1 else "one process"
     yield labelled("mesh", f"{world}, {policy.device.type}")
-    auto = " (auto)" * (asked.train.global_batch == "auto")
+    auto = " (auto)" if written.train.global_batch == "auto" else ""
     yield labelled(
         "batch",
         f"global batch {sizes.global_batch}{auto} = micro batch {sizes.micro_batch} × accumulation "
@@ -88,20 +88,22 @@ def about(trainer: "Trainer", planned: int = 0) -> dict[str, Any]:
 
 
 def _parameters(trainer: "Trainer") -> tuple[int, int]:
-    """How many the model has, and how many of them are trained."""
+    """Count the model's parameters, and those of them that are trained."""
     parameters = list(trainer.policy.model.parameters())
-    return sum(map(weights_in, parameters)), sum(one.numel() for one in parameters if one.requires_grad)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return sum(map(weights_in, parameters)), trained
 
 
 def _steps(trainer: "Trainer") -> str:
     recipe, total = trainer.recipe, trainer.total_steps
     schedule, epochs = recipe.scheduler, recipe.train.epochs
-    passes = "" if epochs is None else f", {epochs} pass{'es' * (epochs != 1)} over the data"
+    passes = "" if epochs is None else f", {epochs} pass{'es' if epochs != 1 else ''} over the data"
     if isinstance(schedule, list):
         rate = f"learning rate {recipe.optimizer.lr:g} in {len(schedule)} stages"
     else:
         warmup = sizing.warmup_of(schedule, total)
-        rate = f"learning rate {recipe.optimizer.lr:g}, {schedule.name}" + f", {warmup} of warm-up" * (warmup > 0)
+        warm = f", {warmup} of warm-up" if warmup > 0 else ""
+        rate = f"learning rate {recipe.optimizer.lr:g}, {schedule.name}{warm}"
     return f"{total:,}{passes}; {rate}"
 
 
@@ -116,9 +118,9 @@ def _notes(trainer: "Trainer") -> Iterator[str]:
 
 
 def closing(recipe: Recipe, directory: Path, has_export: bool) -> Iterator[str]:
-    """What a run that is done has learned, by its metrics.jsonl, and what may be done with it."""
+    """Report what a run that is done has learned, by its metrics.jsonl, and what may be done with it."""
     evals = eval_sets.sets(recipe) if recipe.eval is not None else []
-    rewards = {f"{one.prefix}reward_mean": f"{one.name} reward" for one in evals}
+    rewards = {f"{each.prefix}reward_mean": f"{each.name} reward" for each in evals}
     names = {**spec_of(recipe).curves, **rewards}
     curves = _curves(directory / "metrics.jsonl", names)
     drawn = next((name for name, curve in curves.items() if len(curve) >= PLOTTED), "")
@@ -150,7 +152,7 @@ def _questions(recipe: Recipe) -> str:
 
 
 def _curves(path: Path, names: Iterable[str]) -> dict[str, list[records.Point]]:
-    """Each of the fields that the run measured, over its steps."""
+    """Return the curves of the fields that the run measured, over its steps."""
     rows = list(records.rows(path))
     return {name: curve for name in names if (curve := records.points(rows, name))}
 
@@ -162,10 +164,10 @@ def _answers(directory: Path) -> Iterator[str]:
         first = next(index.of_step(min(index.steps)), None) if len(index.steps) > 1 else None
         if first is None:
             continue
-        same = (one for one in index.of_step(max(index.steps)) if one.key == first.key)
+        same = (answer for answer in index.of_step(max(index.steps)) if answer.key == first.key)
         last = next(same, None) or next(index.of_step(max(index.steps)), first)
-        for label, one in (("answers", first), ("", last)):
-            reward = "" if one.reward is None else f" (reward {one.reward:.3g})"
-            asked = one_line(one.prompt, SHOWN)
-            yield labelled(label, f"step {one.step}{reward}: {asked} → {one_line(one.text, SHOWN)}")
+        for label, answer in (("answers", first), ("", last)):
+            reward = "" if answer.reward is None else f" (reward {answer.reward:.3g})"
+            prompt = one_line(answer.prompt, SHOWN)
+            yield labelled(label, f"step {answer.step}{reward}: {prompt} → {one_line(answer.text, SHOWN)}")
         return

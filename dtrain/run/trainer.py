@@ -94,7 +94,7 @@ def train_checked(recipe: Recipe, runtime: Runtime) -> None:
 
 
 class Trainer:
-    """One run on one rank: its data, its policy and its directory. `loop` is the run."""
+    """A run on one rank: its data, its policy and its directory. `loop` is the run."""
 
     def __init__(self, recipe: Recipe, runtime: Runtime, stack: ExitStack):
         self.recipe, self.runtime, self._stack = recipe, runtime, stack
@@ -171,10 +171,10 @@ class Trainer:
         self._validated = self.start.step  # the last step after which that was done, if it was due
         self.evaluations: Evaluations | None = None
         if recipe.eval is not None:
-            room = import_module("dtrain.run.evaluations")
+            module = import_module("dtrain.run.evaluations")
             plain = self.rows.samples.meta["plain_prompts"]
             run = self._as_the_method_sees_it()
-            self.evaluations = room.Evaluations(recipe, self.policy, self.tokenizer, run, plain)
+            self.evaluations = module.Evaluations(recipe, self.policy, self.tokenizer, run, plain)
         self._planned = runtime.planned  # asks the plan beside the run; None once its answer was shown
         if runtime.is_main:
             for line in opening(self, self._asked):
@@ -184,7 +184,7 @@ class Trainer:
         self.run.hold(tell=print)
 
     def resume(self) -> Start:
-        """Where the run starts: the checkpoint that `checkpoint.resume` picked, loaded, or the beginning.
+        """Load the checkpoint that `checkpoint.resume` picked, or begin, and return where the run starts.
 
         Prints the differences from the saved recipe; refused ones are a UserError. Raises Stopped where a signal comes
         while the method waits for what it needs.
@@ -233,10 +233,10 @@ class Trainer:
         clock = time.perf_counter()
         while True:
             self._before_step(step, saved)
-            asked = time.perf_counter()
+            fetch_began = time.perf_counter()
             if (batch := next(batches, None)) is None:
                 break
-            data_time = time.perf_counter() - asked
+            data_time = time.perf_counter() - fetch_began
             rows, loss = self.method.prepare(self.policy, self.method.batch(batch))
             result = self.policy.train(rows, loss, mbs=self.method.micro_rows)
             step += 1
@@ -348,7 +348,8 @@ class Trainer:
         self.metrics.say(f"exported to {self.run.export}")
 
     def lacks_export(self, start: Start) -> bool:
-        """Whether a run that is at its end was stopped between its last save and the export of it. Collective."""
+        """Return whether a run that is at its end was stopped between its last save and the export of it.
+        Collective."""
         is_due = self.ranks.first(lambda: held_by(self.run.export) != self._held)
         return self.recipe.checkpoint.export != "none" and is_due
 
@@ -434,10 +435,10 @@ class Trainer:
         Raises, on every rank, what a save in the background has failed with on any.
         """
         self.runtime.stop.tick()
-        told = torch.tensor([self.runtime.stop.signum, int(self.saver.failed)])
+        flags = torch.tensor([self.runtime.stop.signum, int(self.saver.failed)])
         if self.runtime.world_size > 1:
-            dist.all_reduce(told, dist.ReduceOp.MAX)
-        signum, failed = told.tolist()
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+        signum, failed = flags.tolist()
         if failed:
             self.saver.finish()
             raise UserError("the save in the background failed on another rank, which says why in its log")

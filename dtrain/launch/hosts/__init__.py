@@ -1,10 +1,10 @@
 """Several hosts: their ranks meet before anything starts, differences are told, and a lost rank is named.
 
-A room beside the core: `dtrain.launch` loads it by name where torchrun or srun started the ranks. One host that our own
+A part beside the core: `dtrain.launch` loads it by name where torchrun or srun started the ranks. One host that our own
 launcher watches needs none of it.
 
 watch        what `launch` calls: the watch around a run, and the end of a run that cannot begin
 rendezvous   the ranks of a start meet, in a store
 coordinator  heartbeats between hosts
-consistency  what hosts must have in common
+consistency  checks that the hosts of a run agree
 """

@@ -1,4 +1,4 @@
-"""What the hosts of a run must have in common: versions, the recipe, the run's directory. Models and data: the trainer.
+"""Checks that the hosts of a run agree: versions, the recipe, the run's directory. Models and data: the trainer.
 
 A command is typed, a file is copied and a directory is mounted on each host by itself. Where one of them is another,
 ranks would train different runs together, or save a checkpoint in parts that never come together.

@@ -36,8 +36,8 @@ OnLost = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CoordinatorAddress:
-    """Where the coordinator is: rank 0's host, addresses of it to try, in order, and a token that only this start's
-    ranks know; and the seconds of silence after which a rank is lost, which count for all."""
+    """The address of the coordinator: rank 0's host, addresses of it to try, in order, and a token that only this
+    start's ranks know; and the seconds of silence after which a rank is lost, which count for all."""
 
     host: str
     addresses: tuple[str, ...]
@@ -58,9 +58,9 @@ class JoinRequest:
 
 @dataclass(frozen=True)
 class JoinResponse:
-    """What all ranks know once they have come: the problems of all, in words; the attempt that this start is, by the
-    rank that has counted the most; and the address at which other hosts reached the coordinator's (a loopback address
-    where there is one host)."""
+    """The answer to all ranks once they have come: the problems of all, in words; the attempt that this start is, by
+    the rank that has counted the most; and the address at which other hosts reached the coordinator's (a loopback
+    address where there is one host)."""
 
     problem: str | None
     attempt: int
@@ -69,7 +69,7 @@ class JoinResponse:
 
 @dataclass(frozen=True)
 class LostRanks:
-    """Who was lost, and that in words."""
+    """The ranks that were lost, and a text that says so."""
 
     ranks: list[int]
     text: str
@@ -212,7 +212,7 @@ class Coordinator(threading.Thread):
         return bool(self._twice) or any(request.problem for request in list(self._requests.values()))
 
     def wait_no_longer(self) -> None:
-        """Those that have come are all that will."""
+        """Respond to the ranks that have come; no others will."""
         self._loop.call_soon_threadsafe(self._respond)
 
     async def _run(self) -> None:
@@ -231,8 +231,8 @@ class Coordinator(threading.Thread):
         peer, rank = _Peer(writer), None
         try:
             line = await asyncio.wait_for(reader.readline(), JOIN_SECONDS)
-            token, _, said = line.decode(errors="replace").partition(" ")
-            request = JoinRequest(*json.loads(said)) if token == self._token else None
+            token, _, payload = line.decode(errors="replace").partition(" ")
+            request = JoinRequest(*json.loads(payload)) if token == self._token else None
             if request is None or not self._admit(peer, request):
                 return
             rank = request.rank
@@ -266,7 +266,7 @@ class Coordinator(threading.Thread):
         return True
 
     def _respond(self) -> None:
-        """All have come: whoever connects now is a stranger."""
+        """Respond to the ranks that have come: whoever connects now is a stranger."""
         self._server.close()
         reached = [plain(peer.writer.get_extra_info("sockname")[0]) for rank, peer in self._peers.items() if rank]
         outside = [address for address in reached if not is_loopback(address)]
@@ -308,7 +308,7 @@ class Coordinator(threading.Thread):
 
 
 def _problems(requests: Mapping[int, JoinRequest]) -> list[str]:
-    """Each problem once, with the ranks that have it where others have not."""
+    """Return each problem once, with the ranks that have it where others have not."""
     hosts = {rank: request.host for rank, request in requests.items()}
     having = _grouped({rank: request.problem for rank, request in sorted(requests.items()) if request.problem})
     return [
@@ -321,11 +321,11 @@ def _lost_ranks(gone: Mapping[int, str], failed: Mapping[int, str], hosts: Mappi
     if not gone:
         rank, reason = next(iter(failed.items()))
         return LostRanks([rank], f"{_named([rank], hosts)} failed: {reason}")
-    said = [
+    sentences = [
         f"{_named(ranks, hosts)} {'is' if len(ranks) == 1 else 'are'} lost: {why}"
         for why, ranks in sorted(_grouped(gone).items())
     ]
-    return LostRanks(sorted(gone), "; ".join(said))
+    return LostRanks(sorted(gone), "; ".join(sentences))
 
 
 def _silence(lost_after: float) -> str:
@@ -335,13 +335,13 @@ def _silence(lost_after: float) -> str:
 def _named(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
     """`rank 3 on b`, `ranks 2, 3 on b and rank 5 on c`."""
     by_host = _grouped({rank: hosts[rank] for rank in sorted(ranks)})
-    named = [f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))} on {host}" for host, of in by_host.items()]
+    named = [f"rank{'s' if len(of) > 1 else ''} {', '.join(map(str, of))} on {host}" for host, of in by_host.items()]
     return " and ".join(named)
 
 
 def _grouped(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    """Each text with its ranks."""
-    found: dict[str, list[int]] = {}
+    """Group ranks by their text."""
+    groups: dict[str, list[int]] = {}
     for rank, text in texts.items():
-        found.setdefault(text, []).append(rank)
-    return found
+        groups.setdefault(text, []).append(rank)
+    return groups

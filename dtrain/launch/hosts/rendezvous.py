@@ -44,8 +44,8 @@ FILES = 65536
 
 @dataclass(frozen=True)
 class Callbacks:
-    """How a rank is heard. tell: what there is to say of ranks that are lost, told and returned; end: the last of this
-    process, with that; note: a line for its user; stop: set where this process is asked to end."""
+    """The ways in which a rank is heard. tell: what there is to say of ranks that are lost, told and returned; end: the
+    last of this process, with that; note: a line for its user; stop: set where this process is asked to end."""
 
     tell: Callable[[str], str]
     end: Callable[[str], None]
@@ -55,7 +55,7 @@ class Callbacks:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What the ranks of one start have once they have met: a store that no other start wrote to, and the attempt that
+    """The result of a meeting of the ranks of one start: a store that no other start wrote to, and the attempt that
     it is, by the rank that has counted the most."""
 
     store: "dist.Store"
@@ -154,7 +154,8 @@ def _coordinate(place: RankPlace, lost_after: float) -> tuple[Coordinator, Coord
 
 
 def addresses_towards(master: tuple[str, int]) -> tuple[str, ...]:
-    """How this host may be reached by those that reach `master`: its own address on the way there, and its name."""
+    """Return the addresses of this host for those that reach `master`: its own address on the way there, and its
+    name."""
     own = own_address(*master)
     return (*([own] if own else []), socket.gethostname())
 
@@ -187,7 +188,7 @@ def _wait_for_all(
             if store.check([f"here/{rank}"]):
                 store.set(f"answer/{store.get(f'here/{rank}').decode()}", json.dumps(astuple(address)))
         waited, size = time.monotonic() - begun, place.world_size
-        listed = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
+        listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         if coordinator.has_problem and waited > PROBLEM_SECONDS:
             coordinator.wait_no_longer()
             return
@@ -237,20 +238,21 @@ def open_store(place: RankPlace, callbacks: Callbacks) -> "dist.Store":
 
 
 def served(place: RankPlace, ask: Callable[[], T]) -> T:
-    """What `ask` gets from the store. torch waits without end for what listens there and does not answer."""
+    """Return the result of `ask`, a request to the store. torch waits without end for what listens there and does not
+    answer."""
     import torch.distributed as dist
 
     try:
-        got, why = within(SERVED_SECONDS, ask), f"no answer for {SERVED_SECONDS:g} s"
+        answer, why = within(SERVED_SECONDS, ask), f"no answer for {SERVED_SECONDS:g} s"
     except dist.DistError as error:
-        got, why = None, str(error).splitlines()[0]
-    if got is None:
+        answer, why = None, str(error).splitlines()[0]
+    if answer is None:
         host, port = place.master
         raise UserError(
             f"{host}:{port}, where the ranks meet, is gone, or something else listens there ({why}): is rank 0's host "
             "up, and are MASTER_ADDR and MASTER_PORT right?"
         )
-    return got
+    return answer
 
 
 def _reach(place: RankPlace, callbacks: Callbacks) -> None:
@@ -265,12 +267,14 @@ def _reach(place: RankPlace, callbacks: Callbacks) -> None:
         except OSError as error:
             longest = SERVED_SECONDS if place.agent_store else MEET_SECONDS
             longest = NAME_SECONDS if isinstance(error, socket.gaierror) else longest
-            said = f"rank {place.rank} on {socket.gethostname()} cannot reach rank 0's host at {host}:{port} ({error})"
+            sentence = (
+                f"rank {place.rank} on {socket.gethostname()} cannot reach rank 0's host at {host}:{port} ({error})"
+            )
         waited = time.monotonic() - begun
         if waited > longest:
-            raise UserError(f"{said} for {waited:.0f} s: is it up, and are MASTER_ADDR and MASTER_PORT right?")
+            raise UserError(f"{sentence} for {waited:.0f} s: is it up, and are MASTER_ADDR and MASTER_PORT right?")
         if waited > NOTE_SECONDS and not is_noted:
-            callbacks.note(f"note: {said} for {waited:.0f} s")
+            callbacks.note(f"note: {sentence} for {waited:.0f} s")
             is_noted = True
         check_stop(callbacks.stop)
         time.sleep(POLL_SECONDS * 5)

@@ -1,4 +1,4 @@
-"""What a run writes down. Rank 0 alone writes. No torch before it is asked of a device.
+"""Metrics of a run, and its record of them. Rank 0 alone writes. No torch before it is asked of a device.
 
 fields    the table of a row's fields: units, meanings, order
 metrics   the rows of a run
@@ -6,7 +6,6 @@ sinks     metrics.jsonl, TensorBoard, Weights & Biases
 progress  the terminal
 terminal  a stranger's words made harmless, small plots of curves
 records   what was written, read again
-hardware  peak FLOP/s, model FLOPs utilisation, peak memory
 """
 
 from dtrain.base.hardware import memory_gib, model_flops_utilisation, peak_flops

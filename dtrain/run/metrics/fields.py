@@ -254,7 +254,7 @@ _METHODS = (
     ),
 )
 FIELDS = (*_ROW, *_METHODS)
-ROW_ORDER = tuple(one.name for one in _ROW)
+ROW_ORDER = tuple(field.name for field in _ROW)
 """The order in which a row is written; a method's own fields follow in the order they came."""
 
 # Of a set of `eval`: after `eval_`, or `eval_<set>_`.
@@ -269,11 +269,11 @@ EVALUATION = (
     MetricField("time", "Time", "s", "Of the evaluation."),
 )
 
-_BY_NAME: Mapping[str, MetricField] = MappingProxyType({one.name: one for one in FIELDS})
+_BY_NAME: Mapping[str, MetricField] = MappingProxyType({field.name: field for field in FIELDS})
 
 
 def field_of(name: str) -> MetricField | None:
     """The table's entry of a field of a row, of a training or a validation row; None for one that it has not."""
-    found = _BY_NAME.get(name) or _BY_NAME.get(name.removeprefix("val_"))
+    entry = _BY_NAME.get(name) or _BY_NAME.get(name.removeprefix("val_"))
     family = name.partition("/")[0] + "/NAME"
-    return found or (_BY_NAME.get(family) if "/" in name else None)
+    return entry or (_BY_NAME.get(family) if "/" in name else None)

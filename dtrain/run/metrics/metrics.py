@@ -67,7 +67,7 @@ class Recorder:
         self.log(row, step)
 
     def log(self, row: Mapping[str, Number], step: int) -> None:
-        """One row to every sink, as it is."""
+        """Write a row to every sink, as it is."""
         row = {"step": step, **row}
         self._to_sinks(lambda sink: sink.write(row))
 
@@ -127,9 +127,9 @@ class Recorder:
 
 
 def _row(step: int, fields: Mapping[str, Number | None]) -> dict[str, Number]:
-    given = {"step": step, **{name: value for name, value in fields.items() if value is not None}}
-    known = {name: given[name] for name in ROW_ORDER if name in given}
-    return known | given
+    row = {"step": step, **{name: value for name, value in fields.items() if value is not None}}
+    known = {name: row[name] for name in ROW_ORDER if name in row}
+    return known | row
 
 
 def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextIO | None = None) -> Recorder:
@@ -164,12 +164,12 @@ def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextI
 
 
 def lacking(section) -> list[str]:
-    """What the recipe's `metrics` section asks for and no installed package gives, one line each."""
-    asked = {"tensorboard": section.tensorboard not in ("auto", False, None), "wandb": bool(section.wandb)}
+    """Return what the recipe's `metrics` section asks for and no installed package gives, one line each."""
+    wanted = {"tensorboard": section.tensorboard not in ("auto", False, None), "wandb": bool(section.wandb)}
     return [
         f"metrics.{name}={getattr(section, name)} needs a package that is not installed: "
         f"pip install 'dtrain[{name}]', or set metrics.{name}=null"
-        for name, is_asked in asked.items()
+        for name, is_asked in wanted.items()
         if is_asked and not _installed(name)
     ]
 

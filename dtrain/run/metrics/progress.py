@@ -120,9 +120,9 @@ def _coloured(line: str) -> str:
         return f"{_RED}{line}{_END}"
     if line.startswith("note:"):
         return f"{_YELLOW}{line}{_END}"
-    if found := re.match(r"step +\d+/\d+", line):
-        rest = re.sub(r"((?:loss|reward) \S+)", rf"{_BOLD}\1{_END}", line[found.end() :], count=1)
-        return f"{_DIM}{found[0]}{_END}{rest}"
+    if match := re.match(r"step +\d+/\d+", line):
+        rest = re.sub(r"((?:loss|reward) \S+)", rf"{_BOLD}\1{_END}", line[match.end() :], count=1)
+        return f"{_DIM}{match[0]}{_END}{rest}"
     return re.sub(r"^([a-z]+)( {2,}|: )", rf"{_BOLD}\1{_END}\2", line)
 
 
@@ -145,6 +145,6 @@ def _fields(row: Mapping[str, int | float]) -> dict[str, str]:
 
 
 def _short(row: Mapping[str, int | float]) -> str:
-    """What fits beside a bar in 80 columns."""
+    """Return the fields that fit beside a bar in 80 columns."""
     names = ("reward_mean" if "reward_mean" in row else "loss", "tokens_per_sec")
     return " ".join(_SHOWN[name](row[name]) for name in names if name in row).replace(" tokens/s", " tok/s")

@@ -1,4 +1,4 @@
-"""What a run wrote down, read again, also while it still goes: rows of JSON lines, its recipe, answers. No torch."""
+"""Reader of a run's record, also while the run still goes: rows of JSON lines, its recipe, answers. No torch."""
 
 import json
 import math
@@ -38,7 +38,7 @@ class Lines:
         self._end, self._mark = 0, b""
 
     def look(self) -> Iterator[tuple[int, bytes]]:
-        """Each new line that is whole, with the place where it begins. None where there is no file."""
+        """Yield each new line that is whole, with the place where it begins. None where there is no file."""
         try:
             with self.path.open("rb") as file:
                 file.seek(max(0, self._end - _MARK))
@@ -89,14 +89,14 @@ def number(value: Any) -> float | None:
 
 
 def is_sound(value: float) -> bool:
-    """Whether a value can be drawn and summed: neither NaN nor infinite, nor near that."""
+    """Return whether a value can be drawn and summed: neither NaN nor infinite, nor near that."""
     return abs(value) <= LARGEST
 
 
-def points(given: Iterable[Mapping[str, Any]], field: str) -> list[Point]:
+def points(rows: Iterable[Mapping[str, Any]], field: str) -> list[Point]:
     """(step, value) of the rows that have that field, as a sound number."""
-    found = ((number(row.get("step")), number(row.get(field))) for row in given)
-    return [(x, y) for x, y in found if x is not None and y is not None and is_sound(x) and is_sound(y)]
+    pairs = ((number(row.get("step")), number(row.get(field))) for row in rows)
+    return [(x, y) for x, y in pairs if x is not None and y is not None and is_sound(x) and is_sound(y)]
 
 
 def ends(field: str, values: Sequence[float]) -> tuple[float, float, int]:
@@ -138,12 +138,12 @@ class Answer:
 
     @property
     def key(self) -> tuple[str, int, int, str]:
-        """What answers to the same question have in common at all steps."""
+        """Key that answers to the same question share at all steps."""
         return self.set, self.index, self.sample, self.prompt
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "Answer | None":
-        """None for a row without a step and a text."""
+        """Return the answer of a row, None for a row without a step and a text."""
         step, text = number(row.get("step")), row.get("completion", row.get("text"))
         if step is None or not step.is_integer() or not isinstance(text, str):
             return None
@@ -154,7 +154,7 @@ class Answer:
             set=str(row.get("set", "")),
             index=_count(row.get("index", row.get("group"))) or 0,
             sample=_count(row.get("sample")) or 0,
-            prompt=said(row.get("prompt", "")),
+            prompt=prompt_text(row.get("prompt", "")),
             text=text,
             reward=_known(row.get("reward")),
             parts={str(name): known for name, value in named if (known := _known(value)) is not None},
@@ -177,8 +177,8 @@ class Answers:
         is_new = False
         for start, line in self._lines.look():
             is_new = self._renew() or True
-            found = _STEP.match(line)  # as dtrain writes a row
-            step = int(found[1]) if found else _count((row_of(line) or {}).get("step"))
+            match = _STEP.match(line)  # as dtrain writes a row
+            step = int(match[1]) if match else _count((row_of(line) or {}).get("step"))
             if step is None:
                 continue
             places, end = self.steps.setdefault(step, []), start + len(line)
@@ -201,16 +201,20 @@ class Answers:
             with suppress(OSError), self._lines.path.open("rb") as file:  # it may have gone since
                 file.seek(start)
                 while file.tell() < end and (line := file.readline(LONGEST)):
-                    if (row := row_of(line)) is not None and (one := Answer.of(row)) is not None and one.step == step:
-                        yield one
+                    if (
+                        (row := row_of(line)) is not None
+                        and (answer := Answer.of(row)) is not None
+                        and answer.step == step
+                    ):
+                        yield answer
 
 
-def said(prompt: Any) -> str:
+def prompt_text(prompt: Any) -> str:
     """A prompt as text: messages with their roles, other values as JSON."""
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, list) and prompt and all(isinstance(one, Mapping) and "role" in one for one in prompt):
-        texts = [(one["role"], one.get("content")) for one in prompt]
+    if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) and "role" in turn for turn in prompt):
+        texts = [(turn["role"], turn.get("content")) for turn in prompt]
         if len(texts) == 1 and isinstance(texts[0][1], str):
             return texts[0][1]
         return "\n".join(f"{role}: {text if isinstance(text, str) else json.dumps(text)}" for role, text in texts)
@@ -218,10 +222,10 @@ def said(prompt: Any) -> str:
 
 
 def _known(value: Any) -> float | None:
-    found = number(value)
-    return found if found is not None and is_sound(found) else None
+    known = number(value)
+    return known if known is not None and is_sound(known) else None
 
 
 def _count(value: Any) -> int | None:
-    found = _known(value)
-    return None if found is None or abs(found) > 2**53 else int(found)
+    known = _known(value)
+    return None if known is None or abs(known) > 2**53 else int(known)

@@ -1,4 +1,4 @@
-"""Where rows go: metrics.jsonl, which is the record, and TensorBoard and Weights & Biases, which are views of it.
+"""Sinks of rows: metrics.jsonl, which is the record, and TensorBoard and Weights & Biases, which are views of it.
 
 A sink opens its files at the first row, so that a run which fails before leaves none.
 """
@@ -34,8 +34,8 @@ class Sink(Protocol):
 
 
 class JsonlSink(Sink):
-    """One JSON object per line, floats unrounded, flushed at once. Non-finite numbers are NaN and Infinity. Text stays
-    as it is, in UTF-8."""
+    """File of one JSON object per line, floats unrounded, flushed at once. Non-finite numbers are NaN and Infinity.
+    Text stays as it is, in UTF-8."""
 
     is_view = False
     failures = (OSError,)

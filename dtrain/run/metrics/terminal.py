@@ -12,7 +12,7 @@ Point = tuple[float, float]
 def printable(text: str) -> str:
     """`text` whose control characters are written out, `\\x1b` say: a model's words must not steer a terminal. So are
     halves of surrogate pairs, which cannot be printed."""
-    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+    return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def one_line(text: str, most: int) -> str:
