@@ -132,7 +132,7 @@ def test_rows_left_out_are_listed(tmp_path, coder):
 BUILD = """
 import sys, time
 from pathlib import Path
-from dtrain.data import cache
+from dtrain.data.rows import cache
 from dtrain.data.formats.sample import Encoder
 from dtrain.data.text.tokenizer import Tokenizer
 model, file, root, wait = sys.argv[1:]
