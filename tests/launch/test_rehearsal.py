@@ -8,7 +8,7 @@ import pytest
 import dtrain
 from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
-from dtrain.launch import launch, validate
+from dtrain.launch.start import launch, validate
 from dtrain.recipe.saved import values_of
 from dtrain.run.directory import RunDirectory
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
