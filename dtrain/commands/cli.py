@@ -199,7 +199,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    from dtrain.launch.start import validate
+    from dtrain.launch import validate
 
     for line in validate(arguments.recipe, arguments.overrides, arguments.world_size):
         print(line)
