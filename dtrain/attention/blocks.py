@@ -81,7 +81,7 @@ class Products:
 
 
 def blocks_for(device: torch.device) -> Blocks:
-    """What computes blocks on `device`."""
+    """Return what computes blocks on `device`."""
     return CpuFlash() if device.type == "cpu" else Products()
 
 
@@ -95,7 +95,7 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
 
 
 class Way(Protocol):
-    """How a block of keys is attended to. What q, kv and the rest are shaped like, each way says."""
+    """Attention to a block of keys; each subclass says the shapes of q, kv and the rest."""
 
     def forward(self, q: Tensor, kv: Tensor, step: Any, so_far: Partial | None) -> Partial:
         """`so_far` with the keys of one block merged in; its tensors may be written over."""
@@ -181,7 +181,7 @@ class ByMasks:
             yield run, keys, hidden.bias(run, q.dtype, q.device)[..., keys]
 
     def by_head(self, out: Tensor) -> Tensor:
-        """As `Way.by_head`: [B, H, Q, hd] as it is."""
+        """Override `Way.by_head`: [B, H, Q, hd] as it is."""
         return out
 
 

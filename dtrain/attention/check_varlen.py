@@ -1,4 +1,4 @@
-"""What a device must show before `varlen.Flash` is used on it: a small case of all that will be asked of it, forward
+"""The check of a device before `varlen.Flash` is used on it: a small case of all that will be asked of it, forward
 and backward, against `SdpaKernel`'s numbers.
 
 The ranks of an exchange are played one after the other in this process.
@@ -98,7 +98,7 @@ def _whole(kernel: Kernel, case: Case) -> list[Tensor]:
 
 
 def gathered(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
-    """As `_whole`, the queries of each of `size` ranks over gathered keys."""
+    """Attend as `_whole` does, the queries of each of `size` ranks over gathered keys."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         outputs = []
@@ -113,7 +113,7 @@ def gathered(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
 
 @torch.no_grad()
 def in_ring(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
-    """As `_whole`, the queries of each of `size` ranks over one rank's keys after the other."""
+    """Attend as `_whole` does, the queries of each of `size` ranks over one rank's keys after the other."""
     way, rows = BySegments(flash, case.scale), len(case.q)
     q, k, v, grad = ([shard_sequence(part, rank, size).flatten(0, 1) for rank in range(size)] for part in case[:4])
     kv = [torch.stack(pair) for pair in zip(k, v, strict=True)]

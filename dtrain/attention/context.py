@@ -58,7 +58,7 @@ class GatherKernel(ContextKernel):
         return k, v
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
-        """As `Kernel.over`; q [B, S/cp, H, hd], k and v [B, S, kv, hd]"""
+        """Override `Kernel.over`; q [B, S/cp, H, hd], k and v [B, S, kv, hd]"""
         return self.inner(q, k, v, prepared, scale, sinks)
 
 
@@ -97,7 +97,7 @@ class VarlenGatherKernel(PackedContextKernel):
     def attend_over(
         self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """As `attend`, from what `gather` gave."""
+        """Attend as `attend` does, from what `gather` gave."""
         return over_keys(self.flash, q, k, v, steps[0], scale, sinks)
 
 

@@ -1,4 +1,4 @@
-"""What attention means, the kernels that compute it, what each can do, and the choice made when a model is built.
+"""The meaning of attention, the kernels that compute it, what each can do, and the choice made when a model is built.
 
 A query at position p of document d sees the key at position j of document e when
 
@@ -35,7 +35,7 @@ MASK_BYTES = 2**26  # of a mask that is held at once, on a GPU
 
 @dataclass(frozen=True)
 class Visibility:
-    """What the layers of one kind see in one forward.
+    """The keys that the layers of one kind see in one forward.
 
     Without positions, query i and key i are the same token (Q == K) and every row is one document.
     query_positions [B, Q], key_positions [B or 1, K], query_documents [B, Q], key_documents [B, K]: int64 or None;
@@ -103,7 +103,7 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a kernel computes; a model or recipe that needs more is refused before any work."""
+    """Abilities of a kernel; a model or recipe that needs more is refused before any work."""
 
     devices: frozenset[str] | None  # None: every device that torch has
     window: bool
@@ -168,7 +168,7 @@ class Span(NamedTuple):
 
     @property
     def bias_or_causal(self) -> Tensor | Visibility:
-        """What is hidden, of a span without `hidden`."""
+        """Return what is hidden, of a span without `hidden`."""
         length = self.queries.stop  # of one that is causal by index, which has all queries
         return Visibility(length, length) if self.bias is None else self.bias
 
@@ -263,7 +263,7 @@ class SdpaKernel(Kernel):
 
 
 def _has_flash(device: torch.device) -> bool:
-    """Whether torch's flash kernel runs on `device`, of type cuda; of one that is only planned, yes."""
+    """Return whether torch's flash kernel runs on `device`, of type cuda; of one that is only planned, yes."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 

@@ -1,4 +1,4 @@
-"""Where the documents of a micro-batch lie, known on the host, and what a variable-length kernel is to compute of them.
+"""Host-side cu_seqlens of a micro-batch, and the calls of a variable-length kernel that they make.
 
 Such a kernel takes segments of queries and segments of keys, behind one another: the nth of each are one document's.
 Queries are counted from a segment's end: the last query stands at the last key. A window (left, right) says how many
@@ -21,7 +21,7 @@ from dtrain.parallel.context.layout import chunks_of
 
 @dataclass
 class Call:
-    """One call of a kernel. queries, keys: slices of the flat tokens [B · tokens of a row], taken behind one another;
+    """A call of a kernel. queries, keys: slices of the flat tokens [B · tokens of a row], taken behind one another;
     the lengths are those of the segments in them."""
 
     window: tuple[int, int]
@@ -170,7 +170,7 @@ def _shifted(by: int, start: int, stop: int) -> slice:
 
 
 def _append(slices: list[slice], one: slice) -> None:
-    """One more slice; part of the last one where it goes on from there."""
+    """Append a slice; part of the last one where it goes on from there."""
     if slices and slices[-1].stop == one.start:
         one = slice(slices.pop().start, one.stop)
     slices.append(one)

@@ -37,8 +37,8 @@ class RingKernel(ContextKernel):
         self.blocks = blocks
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> "list[Hidden | None]":
-        """What this rank's queries see of the keys that each rank of the ring holds, its own first. None: nothing,
-        which is read on the host."""
+        """Return what this rank's queries see of the keys that each rank of the ring holds, its own first. None:
+        nothing, which is read on the host."""
         size, rank = self.group.size(), self.group.rank()
 
         def held(stream: Tensor | None, source: int) -> Tensor | None:

@@ -34,7 +34,7 @@ class Segments(NamedTuple):
 
 
 class Segmented:
-    """What a forward is to call, exchange by exchange. tokens: of a row of this rank; beyond them is padding of
+    """The calls of a forward, exchange by exchange. tokens: of a row of this rank; beyond them is padding of
     sequence parallel, which sees nothing and gets zeros."""
 
     def __init__(self, tokens: int, steps: list[list[Segments]]):
@@ -137,7 +137,7 @@ class BySegments:
                     into[at] += value
 
     def by_head(self, out: Tensor) -> Tensor:
-        """As `Way.by_head`: [T, H, hd] -> [H, T, hd], and back."""
+        """Override `Way.by_head`: [T, H, hd] -> [H, T, hd], and back."""
         return out.transpose(0, 1)
 
 
@@ -157,17 +157,17 @@ class PackedKernel(Kernel):
         self.flash, self.masked = flash, masked
 
     def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
-        """What is to be computed, of the keys of each exchange."""
+        """Return what is to be computed, of the keys of each exchange."""
         raise NotImplementedError
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """As a kernel; q, k and v are of the tokens that the packing has."""
+        """Attend as a kernel does; q, k and v are of the tokens that the packing has."""
         raise NotImplementedError
 
     def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As `gathered`, of the tokens that the packing has."""
+        """Gather as `gathered` does, of the tokens that the packing has."""
         return k, v
 
     def attend_over(
@@ -200,13 +200,13 @@ class PackedKernel(Kernel):
         return _padded(out, q.shape[1])
 
     def gathered(self, k: Tensor, v: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
-        """As `Kernel.gathered`; of a packing [B or B · S, .., kv, hd], of its tokens alone"""
+        """Override `Kernel.gathered`; of a packing [B or B · S, .., kv, hd], of its tokens alone"""
         if not isinstance(prepared, Segmented):
             return self.masked.gathered(k, v, prepared)
         return self.gather(k[:, : prepared.tokens], v[:, : prepared.tokens])
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
-        """As `Kernel.over`; q [B, S, H, hd]"""
+        """Override `Kernel.over`; q [B, S, H, hd]"""
         if not isinstance(prepared, Segmented):
             return self.masked.over(q, k, v, prepared, scale, sinks)
         return _padded(self.attend_over(q[:, : prepared.tokens], k, v, prepared.steps, scale, sinks), q.shape[1])
@@ -217,7 +217,7 @@ def _padded(out: Tensor, length: int) -> Tensor:
 
 
 class VarlenKernel(PackedKernel):
-    """Of whole rows: one call."""
+    """Variable-length attention of whole rows: one call."""
 
     name = "varlen"
     abilities = Abilities(

@@ -36,7 +36,7 @@ class Gemma3Layer(Layer):
         self.post_feedforward_layernorm = Gemma3RMSNorm(size, eps)
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
         del attended  # the MLP needs its memory
         return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))

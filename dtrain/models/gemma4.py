@@ -101,11 +101,11 @@ class Gemma4Router(Router):
         self.eps = config.rms_norm_eps
 
     def logits(self, x: Tensor) -> Tensor:
-        """As `Router.logits`: x [T, D] -> [T, E]"""
+        """Override `Router.logits`: x [T, D] -> [T, E]"""
         return cast(Tensor, self.proj(x))
 
     def routed(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Router.routed`: x [T, D] -> [T, k], [T, k], [T, E]"""
+        """Override `Router.routed`: x [T, D] -> [T, k], [T, k], [T, E]"""
         normed = rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), None, self.eps).to(x.dtype)
         chosen, weights, shares = super().routed(normed * self.local("scale") * x.shape[-1] ** -0.5, choose)
         return chosen, weights * self.local("per_expert_scale")[chosen], shares
@@ -121,11 +121,11 @@ class Gemma4Experts(SparseMLP):
         self.pre_feedforward_layernorm_2 = Gemma4RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def route(self, x: Tensor, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
-        """As `SparseMLP.route`: x [T, D] -> [T, k], [T, k], [T, E]"""
+        """Override `SparseMLP.route`: x [T, D] -> [T, k], [T, k], [T, E]"""
         return cast(tuple[Tensor, Tensor, Tensor], self.router(x, choose))
 
     def seen(self, x: Tensor) -> Tensor:
-        """As `SparseMLP.seen`, [T, D]"""
+        """Override `SparseMLP.seen`, [T, D]"""
         return cast(Tensor, self.pre_feedforward_layernorm_2(x))
 
 
@@ -159,7 +159,7 @@ class Gemma4Layer(Layer):
             self.post_per_layer_input_norm = Gemma4RMSNorm(size, eps)
 
     def after(self, hidden: Tensor, attended: Tensor, own: Tensor | None = None, real: Tensor | None = None) -> Tensor:
-        """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]; own: the layer's embeddings
+        """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]; own: the layer's embeddings
         [B, S, P]; real: as `SparseMLP` takes it"""
         hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
         del attended  # the MLP needs its memory
@@ -211,7 +211,7 @@ class Gemma4Decoder(Decoder):
             self.per_layer_projection_norm = Gemma4RMSNorm(config.per_layer.size, config.rms_norm_eps)
 
     def through(self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool) -> Tensor:
-        """As `Decoder.through`: [B, S, D] -> [B, S, D]"""
+        """Override `Decoder.through`: [B, S, D] -> [B, S, D]"""
         own, sources = self.per_layer(hidden, input_ids, bare), self.config.key_sources
         made: dict[int, Keys] = {}  # by the number of the layer that made them
         for index, layer in enumerate(self.layers):

@@ -31,7 +31,7 @@ class GptOssAttention(Attention):
         self.scores = Sinks(config.num_attention_heads)
 
     def sinks(self) -> Tensor:
-        """As `Attention.sinks`: [H]"""
+        """Override `Attention.sinks`: [H]"""
         return self.scores.local("sinks")
 
 

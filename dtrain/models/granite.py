@@ -19,7 +19,7 @@ class GraniteLayer(PreNormLayer):
         self.multiplier = config.residual_multiplier
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.self_attn.o_proj(attended) * self.multiplier
         del attended  # the MLP needs its memory
         return hidden + self.mlp(self.post_attention_layernorm(hidden)) * self.multiplier
@@ -30,7 +30,7 @@ class GraniteDecoder(Decoder):
     hidden states, then computes the logits as they are."""
 
     def states(self, *args, **kwargs) -> Tensor:
-        """As `Decoder.states`: [B, S, D]"""
+        """Override `Decoder.states`: [B, S, D]"""
         return super().states(*args, **kwargs) / self.config.logits_scaling
 
     def _embed(self, input_ids: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class GraniteMoeHybridLayer(GraniteLayer):
         self.shared_mlp = SharedMLP(config)
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.self_attn.o_proj(attended) * self.multiplier
         del attended  # the MLP needs its memory
         return hidden + self.shared_mlp(self.post_attention_layernorm(hidden)) * self.multiplier

@@ -18,7 +18,7 @@ class ScaledAttention(Attention):
     """Attention whose queries are multiplied by a number of each position."""
 
     def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
-        """As `Attention.project`; rotary: the tables, and the queries' scale [B or 1, S, 1, 1]"""
+        """Override `Attention.project`; rotary: the tables, and the queries' scale [B or 1, S, 1, 1]"""
         *turns, scale = rotary
         q, k, v = super().project(hidden, tuple(turns))
         return q * scale, k, v
@@ -30,7 +30,7 @@ class ScaledLayer(PreNormLayer):
         self.self_attn = ScaledAttention(config, index)
 
     def before(self, hidden: Tensor, cos: Tensor, sin: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-        """As `Layer.before`; more: the queries' scale [B or 1, S, 1, 1]"""
+        """Override `Layer.before`; more: the queries' scale [B or 1, S, 1, 1]"""
         return self.mixer.project(self.input_layernorm(hidden), (cos, sin, *more))
 
 
@@ -40,8 +40,8 @@ class ScaledDecoder(Decoder):
     def turns(
         self, rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Any, Tensor] | None
     ) -> Rotary:
-        """As `Decoder.turns`, and 1 + beta · ln(1 + floor(position / original length)), in max(float32, dtype) and
-        rounded: [B or 1, S, 1, 1]"""
+        """Override `Decoder.turns`, and 1 + beta · ln(1 + floor(position / original length)), in max(float32, dtype)
+        and rounded: [B or 1, S, 1, 1]"""
         wide = torch.promote_types(dtype, torch.float32)
         lengths = torch.floor(positions.to(wide) / rope.original_max_positions)
         scale = (1 + rope.query_beta * torch.log1p(lengths)).to(dtype)

@@ -39,7 +39,7 @@ class OlmoAttention(Attention):
         self.k_norm = OlmoRMSNorm(config.num_key_value_heads * config.head_dim, config.rms_norm_eps)
 
     def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
-        """As `Attention.project`; under tensor parallel one all-reduce [B, S, 2], forward and backward."""
+        """Override `Attention.project`; under tensor parallel one all-reduce [B, S, 2], forward and backward."""
         hidden, heads = self.enter(hidden), (-1, self.head_dim)
         q, k = self._normed(self.q_proj(hidden), self.k_proj(hidden))
         v = self.v_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
@@ -67,11 +67,11 @@ class OlmoLayer(Layer):
         self.post_feedforward_layernorm = OlmoRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """As `Layer.before`, without a norm: hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
+        """Override `Layer.before`, without a norm: hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
         return self.self_attn.project(hidden, (cos, sin))
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
         del attended  # the MLP needs its memory
         return hidden + self.post_feedforward_layernorm(self.mlp(hidden))

@@ -50,7 +50,7 @@ class GatedAttention(Attention):
     def forward(  # type: ignore[override]  # it takes what its own `project` gives
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, mask: Any, cache: Cached | None = None
     ) -> Tensor:
-        """As `Attention.forward`; gate [B, S, H, hd]."""
+        """Override `Attention.forward`; gate [B, S, H, hd]."""
         return super().forward(q, k, v, mask, cache) * gate.flatten(2).sigmoid()
 
 
@@ -63,7 +63,7 @@ class Channels(LocalParameters):
 
 
 class Decay(LocalParameters):
-    """Of what a token leaves of each head's state, the part that no token changes. Held, and computed, in float32 at
+    """The part of each head's decay that no token changes. Held, and computed, in float32 at
     least. The decoder calls it before its layers: under FSDP it is a unit, and what is checkpointed holds none.
     """
 
@@ -135,7 +135,7 @@ class GatedDeltaNet(Mixer):
         mask: LinearMask | None,
         cache: Cached | None = None,
     ) -> Tensor:
-        """What `project` gives -> [B, S, Hv · V], for `out_proj`"""
+        """Map what `project` gives to [B, S, Hv · V], for `out_proj`"""
         if cache is None:
             assert mask is not None
             out, _ = gated_delta(*self._heads(causal_conv(x, weight, mask)), g, beta, mask)
@@ -196,8 +196,8 @@ class Qwen3_5Decoder(Decoder):
     """A decoder some of whose layers are linear."""
 
     def through(self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool) -> Tensor:
-        """As `Decoder.through`: [B, S, D] -> [B, S, D]. Linear layers get their decays in the place of rotary tables,
-        from units of FSDP that are not theirs."""
+        """Override `Decoder.through`: [B, S, D] -> [B, S, D]. Linear layers get their decays in the place of rotary
+        tables, from units of FSDP that are not theirs."""
         for index, layer in enumerate(cast(list[Qwen3_5Layer], list(self.layers))):
             if layer.is_linear:
                 decay = layer.linear_attn.decay
@@ -207,7 +207,8 @@ class Qwen3_5Decoder(Decoder):
     def linear_mask(
         self, seq_ids: Tensor | None, tokens: int, cache: Cached | None, packing: Packing | None
     ) -> LinearMask | None:
-        """Of the rows' documents; with a cache of its prompts, None where each row goes on by a token."""
+        """Return the mask of the rows' documents; with a cache of its prompts, None where each row goes on by a
+        token."""
         width = self.config.linear.width if self.config.linear else 0
         if cache is not None:
             return cache.linear_mask(width)

@@ -41,7 +41,7 @@ _GGUF = "dtrain reads no GGUF, the files of llama.cpp: give the original model, 
 
 
 def _instead(directory: Path) -> str:
-    """What to add where `directory` holds something else."""
+    """Return what to add where `directory` holds something else."""
     if any(directory.glob("*.gguf")):
         return f"; {_GGUF}"
     if (directory / "export" / "config.json").is_file():
@@ -105,8 +105,8 @@ def parse_config(values: dict[str, Any], where: str = "config.json", labels: int
 
 
 def outputs_of(values: Mapping[str, Any]) -> int | None:
-    """How many outputs the head of a classifier has, by its config.json; None for another model. transformers writes
-    names for them where they are not two."""
+    """Return how many outputs the head of a classifier has, by its config.json; None for another model. transformers
+    writes names for them where they are not two."""
     written = values.get("architectures")
     named = written[0] if isinstance(written, list) and written else None
     if not isinstance(named, str) or named not in CLASSIFIERS:

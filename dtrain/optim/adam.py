@@ -23,7 +23,7 @@ MASTER = "master"  # among what visits the device, beside the keys of the moment
 
 @dataclass(frozen=True)
 class _Stepped:
-    """What a step knows of a parameter."""
+    """A parameter with its state, as a step takes it."""
 
     name: str
     place: Place
@@ -67,8 +67,8 @@ class LowBitAdam(Optimizer):
                 self._stepped[parameter] = _Stepped(name, place, (kind(place, "exp_avg"), kind(place, "exp_avg_sq")))
 
     def placed(self, parameter: Tensor, key: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Of the state `key` of `parameter` [..]: the size of the whole tensor, and where this rank's part begins; None
-        where it lies as the parameter does."""
+        """Return for the state `key` of `parameter` [..] the size of the whole tensor, and where this rank's part
+        begins; None where it lies as the parameter does."""
         for moment in self._stepped[parameter].moments:
             if isinstance(moment, Int8) and key == moment.scales:
                 return moment.scales_at
@@ -95,7 +95,7 @@ class LowBitAdam(Optimizer):
         return [part for group in groups for one in group["params"] for part in self._parts(one, group)]
 
     def _parts(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator["_Part"]:
-        """What is stepped at once of `parameter`, rows by rows; as many on all ranks that share a block."""
+        """Yield what is stepped at once of `parameter`, rows by rows; as many on all ranks that share a block."""
         if parameter.grad is None:
             return
         stepped, state = self._stepped[parameter], self.state[parameter]

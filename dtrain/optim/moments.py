@@ -1,4 +1,4 @@
-"""How a moment of a parameter is kept between two steps: as it is, rounded to bfloat16, or in int8 by blocks.
+"""Storage of a moment of a parameter between two steps: as it is, rounded to bfloat16, or in int8 by blocks.
 
 `read` gives some rows in float32, `write` takes them back; both see these rows of the state's tensors, wherever they
 lie. What is rounded is rounded up or down at random, in such
@@ -26,7 +26,7 @@ State = dict[str, Tensor]
 
 
 def kind_of(name: str, size: torch.Size, asked: str) -> str:
-    """How the moments of parameter `name`, of so large a whole, are kept where the recipe has asked for `asked`.
+    """Return how the moments of parameter `name`, of so large a whole, are kept where the recipe has asked for `asked`.
 
     Vectors, small tensors and embeddings (heads too that are tied to one) stay float32: they are few, and the gradients
     of an embedding's rows differ too much for one scale.
@@ -55,7 +55,7 @@ class Plain:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of its tensors in the state."""
+        """Keys of its tensors in the state."""
         return (self.key,)
 
     def read(self, rows: State) -> Tensor:
@@ -70,7 +70,7 @@ class Bfloat16(Plain):
     """A moment in bfloat16."""
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
-        """As `Plain.allocate`: [..] in bfloat16."""
+        """Override `Plain.allocate`: [..] in bfloat16."""
         return {self.key: torch.zeros_like(like, dtype=torch.bfloat16)}
 
     def read(self, rows: State) -> Tensor:
@@ -78,7 +78,7 @@ class Bfloat16(Plain):
         return rows[self.key].float()
 
     def write(self, rows: State, values: Tensor, bits: Tensor) -> None:
-        """As `Plain.write`: [rows, held_columns]."""
+        """Override `Plain.write`: [rows, held_columns]."""
         rows[self.key].copy_(round_bfloat16(values, bits))
 
 
@@ -102,7 +102,7 @@ class Int8(Plain):
         return (self.place.rows, -(-self.place.columns // BLOCK)), (self.place.first_row, self.first_block)
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
-        """As `Plain.allocate`: codes [..], and scales [held_rows, blocks]."""
+        """Override `Plain.allocate`: codes [..], and scales [held_rows, blocks]."""
         scales = torch.zeros(self.place.held_rows, self.blocks, device=like.device)
         codes = torch.zeros_like(like, dtype=torch.int8 if self.signed else torch.uint8)
         return {self.key: codes, self.scales: scales}
@@ -124,7 +124,7 @@ class Int8(Plain):
         return values.mul_(self._of_elements(rows[self.scales]))
 
     def write(self, rows: State, values: Tensor, bits: Tensor) -> None:
-        """As `Plain.write`: [rows, held_columns]. Where ranks share blocks, one all-reduce of the scales."""
+        """Override `Plain.write`: [rows, held_columns]. Where ranks share blocks, one all-reduce of the scales."""
         sizes = values.abs()
         scales = F.pad(sizes, (self.before, self.after)).view(len(values), self.blocks, BLOCK).amax(2)
         if self.shares_blocks:

@@ -110,7 +110,7 @@ class Muon(LowBitAdam):
             self._apply(parameter, whole, group)
 
     def _direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """What is orthogonalised: this rank's part [held_rows, held_columns]. Moves the momentum."""
+        """Return what is orthogonalised: this rank's part [held_rows, held_columns]. Moves the momentum."""
         place, state = self._stepped[parameter].place, self.state[parameter]
         if not state:
             local = local_tensor(parameter).detach()
@@ -165,12 +165,13 @@ class Muon(LowBitAdam):
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon steps `parameter` [..]: a matrix that is neither an embedding nor a head, nor experts' biases."""
+    """Return whether Muon steps `parameter` [..]: a matrix that is neither an embedding nor a head, nor experts'
+    biases."""
     return parameter.dim() == 2 and not any(part in name for part in ("embed", "lm_head", "score.", ".bias"))
 
 
 def scale(adjust_lr_fn: str, rows: int, columns: int) -> float:
-    """What the learning rate of a matrix is multiplied with."""
+    """Return the factor of a matrix's learning rate."""
     if adjust_lr_fn == "original":
         return math.sqrt(max(1.0, rows / columns))
     return 0.2 * math.sqrt(max(rows, columns))  # an update's elements are then as large as AdamW's
@@ -190,7 +191,7 @@ def orthogonalize(matrix: Tensor, steps: int, coefficients: tuple[float, float, 
 
 
 def _groups(parameter: Tensor) -> list[dist.ProcessGroup]:
-    """Those whose ranks share `parameter` [..], the largest first."""
+    """Return the groups whose ranks share `parameter` [..], the largest first."""
     cuts = [cut for dim in range(parameter.dim()) for cut in cut_by(parameter, dim)]
     groups = [mesh.get_group(dim) for mesh, dim in cuts if mesh.size(dim) > 1]
     return sorted(groups, key=lambda group: -group.size())

@@ -1,4 +1,5 @@
-"""What of a whole parameter this rank holds, as rows and columns of a matrix, and random bits for its elements.
+"""The part of a whole parameter that this rank holds, as rows and columns of a matrix, and random bits for its
+elements.
 
 The columns are the last dimension, the rows all others. A vector is a matrix of one column.
 """
@@ -52,8 +53,8 @@ class Place:
         )
 
     def of_local(self, tensor: Tensor) -> Tensor:
-        """What this rank holds of `tensor` [..], a parameter or its like, as [held_rows, held_columns]: a view, where
-        it is contiguous."""
+        """Return what this rank holds of `tensor` [..], a parameter or its like, as [held_rows, held_columns]: a view,
+        where it is contiguous."""
         return local_tensor(tensor).detach().reshape(self.held_rows, self.held_columns)
 
     def bits(self, rows: slice, name: int, device: torch.device) -> Tensor:

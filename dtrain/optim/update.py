@@ -107,7 +107,7 @@ def build_optimizer(
 
 
 def cannot_step_shards(name: str) -> str:
-    """Of `WHOLE_PARAMETERS_ONLY`, where parameters are sharded."""
+    """Return what is said of `WHOLE_PARAMETERS_ONLY`, where parameters are sharded."""
     return (
         f"optimizer.name={name} cannot step sharded parameters: torch's class changes them by operations that DTensor "
         "refuses. Take adamw, or one process (launch.nproc=1) with train.dtype=float32"
@@ -115,7 +115,7 @@ def cannot_step_shards(name: str) -> str:
 
 
 def is_torchs(name: str) -> bool:
-    """Whether `name` is the import path of one of torch's own optimizers, and no other code of torch's."""
+    """Return whether `name` is the import path of one of torch's own optimizers, and no other code of torch's."""
     cls = vars(torch.optim).get(name.removeprefix("torch.optim.")) if name.startswith("torch.optim.") else None
     return isinstance(cls, type) and issubclass(cls, Optimizer)
 
@@ -149,7 +149,7 @@ def _fused_fits(groups: list[dict[str, Any]]) -> bool:
 
 
 def _adam_like_arguments(cls: Callable) -> list[str]:
-    """Of betas and eps, those that `cls` takes and means as AdamW does: two numbers, one number."""
+    """Return those of betas and eps that `cls` takes and means as AdamW does: two numbers, one number."""
     arguments = inspect.signature(cls).parameters
     found = []
     if "betas" in arguments and len(arguments["betas"].default or ()) == 2:
@@ -187,7 +187,7 @@ WSD_DECAY_SHARE = 0.2
 def factor(
     name: str, step: int, *, total_steps: int, warmup_steps: int, min_lr_ratio: float, decay_steps: int
 ) -> float:
-    """What the schedule `name` multiplies the learning rate with at `step`, counted from 0.
+    """Return the factor of the learning rate by the schedule `name` at `step`, counted from 0.
 
     Warm-up is step ÷ warmup_steps; then a plateau, where decay_steps leaves room for one; the decay would reach
     min_lr_ratio at step = total_steps.

@@ -98,7 +98,7 @@ def take(batch: Mapping[str, Any], group: dist.ProcessGroup | None, vocab_size: 
 
 
 def _kinds(batch: Mapping[str, Any], vocab_size: int) -> dict[str, Kind]:
-    """Of every stream beside the rows' own. Raises ValueError."""
+    """Return the kind of every stream beside the rows' own. Raises ValueError."""
     ids, labels = batch["input_ids"], batch["labels"]
     for name, values in (("input_ids", ids), ("labels", labels[labels != IGNORE])):  # tensor parallel would take 0
         if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < vocab_size:
@@ -122,7 +122,7 @@ def _kinds(batch: Mapping[str, Any], vocab_size: int) -> dict[str, Kind]:
 
 
 def _resolve(everyone: list[tuple[str | None, int, dict[str, Kind]]]) -> tuple[str | None, dict[str, Kind]]:
-    """What is wrong, and the kinds that the streams have on all ranks; ranks without rows have no say."""
+    """Return what is wrong, and the kinds that the streams have on all ranks; ranks without rows have no say."""
     problems = [f"dp rank {rank}: {problem}" for rank, (problem, *_) in enumerate(everyone) if problem is not None]
     if problems:
         return "\n".join(problems), {}
@@ -231,7 +231,8 @@ def assemble(
 
 
 def scatter(values: Sequence[Tensor], batch: Batch, plan: Sequence[Sequence[int]], packs: bool) -> Tensor:
-    """What was computed of each micro-batch, [b, s, ..] each, in the batch's own places: [n, S, ..], 0 on padding."""
+    """Return what was computed of each micro-batch, [b, s, ..] each, in the batch's own places: [n, S, ..], 0 on
+    padding."""
     count, length = batch["input_ids"].shape
     out = values[0].new_zeros(count, length, *values[0].shape[2:])
     lengths = row_lengths(batch)

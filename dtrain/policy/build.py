@@ -133,7 +133,7 @@ def lay_out(
 
 
 def wants_varlen(recipe: Recipe, precision: Precision, device_type: str) -> bool:
-    """Whether `VarlenKernel` is to be taken, where it is sound."""
+    """Return whether `VarlenKernel` is to be taken, where it is sound."""
     if recipe.model.attention == "auto":
         return device_type == "cuda" and precision.compute in HALF
     return recipe.model.attention == "varlen"

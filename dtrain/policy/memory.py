@@ -1,4 +1,4 @@
-"""Where a policy's weights and optimizer state lie: on its device to train, in host memory while others use the device.
+"""Places of a policy's weights and optimizer state: on its device to train, in host memory while others use the device.
 
 On a CPU everything lies where it is, and these functions only switch between training and evaluation.
 """

@@ -24,7 +24,7 @@ from dtrain.policy.teacher import beside
 
 
 class RewardModel:
-    """What the classifier of one output at `path` gives for prompts and their completions. Collective.
+    """Scores that the classifier of one output at `path` gives for prompts and their completions. Collective.
 
     It reads text, with its own chat template and its own tokenizer, as `method: reward` trains it: another family than
     the policy's will do. Its weights lie on the mesh as a teacher's do. Raises UserError where it cannot be read.

@@ -1,4 +1,4 @@
-"""What a policy saves and reads: in checkpoints, and as a directory that others read.
+"""Saving and loading of a policy: in checkpoints, and as a directory that others read.
 
 A checkpoint holds what is trained and its optimizer's state. Frozen parameters are in the files at `model.path`, and a
 checkpoint holds them only where they came from elsewhere: drawn, or from `checkpoint.init_from`.
@@ -50,16 +50,16 @@ class Saved:
 
     @property
     def _updating(self) -> Updater:
-        """What updates the model; RuntimeError before there is an optimizer."""
+        """Return the updater of the model; RuntimeError before there is an optimizer."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model and of the optimizer's state, under its names: what is trained, and the
-        frozen parameters that no files hold. No collective."""
+        """Return what a checkpoint holds of the model and of the optimizer's state, under its names: what is trained,
+        and the frozen parameters that no files hold. No collective."""
         return training_tensors(self.model, self.optimizer, frozen=self._saves_frozen)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside `tensors`, as JSON: optimizer options, schedule, loss scale."""
+        """Return what a checkpoint keeps beside `tensors`, as JSON: optimizer options, schedule, loss scale."""
         return {
             "optimizer": optimizer_state(self.model, self._updating.optimizer),
             "scheduler": self._updating.scheduler.state_dict(),
@@ -94,7 +94,7 @@ class Saved:
 
     @property
     def holds_base(self) -> bool:
-        """Whether the frozen parameters are in no files but the run's checkpoints."""
+        """Return whether the frozen parameters are in no files but the run's checkpoints."""
         return self._saves_frozen
 
     def load_weights(self, store: CheckpointStore, step: int) -> bool:
@@ -147,7 +147,7 @@ class Saved:
             Ranks().first(lambda: copy_companions(self.recipe.model.directory, target))
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
-        """What `save_checkpoint` wrote, on whatever mesh. Collective. Raises UserError where it does not fit."""
+        """Load what `save_checkpoint` wrote, on whatever mesh. Collective. Raises UserError where it does not fit."""
         self.load_weights(CheckpointStore(weights_path), 0)
         if optimizer_path is None:
             return
@@ -188,7 +188,7 @@ class Saved:
 
     @property
     def beside(self) -> Beside | None:
-        """What writes the adapter, in PEFT's layout, into each checkpoint of a run that trains one."""
+        """The writer of the adapter, in PEFT's layout, into each checkpoint of a run that trains one."""
         adapters = self.model.adapters
         if adapters is None:
             return None
@@ -196,7 +196,7 @@ class Saved:
 
     @property
     def _base_name(self) -> str | None:
-        """What others find the adapter's base by; None where no files hold it."""
+        """Return the name by which others find the adapter's base; None where no files hold it."""
         directory = self.recipe.model.directory
         return None if self._saves_frozen else hub.id_of(directory) or str(directory.absolute())
 
@@ -216,7 +216,8 @@ class Saved:
 
 
 class Weights(NamedTuple):
-    """What a model takes of a checkpoint: `wanted`, of which those named in `cast` keep their dtype, [any shape]."""
+    """Tensors that a model takes of a checkpoint: `wanted`, of which those named in `cast` keep their dtype, [any
+    shape]."""
 
     wanted: dict[str, Tensor]
     cast: Collection[str]
@@ -226,7 +227,8 @@ class Weights(NamedTuple):
 
 
 def weights_of(model: CausalLM, store: CheckpointStore, step: int) -> Weights:
-    """What `load_weights` fills. UserError where the step is of a model with other parts trained. No collective."""
+    """Return the tensors that `load_weights` fills. UserError where the step is of a model with other parts trained. No
+    collective."""
     tensors = training_tensors(model)
     stored = store.tensors(step)
     adapters = {name for name in stored if is_adapter(name) and name.startswith("model.")}

@@ -1,5 +1,5 @@
-"""What a loss may ask of the model: log-probabilities of a micro-batch's labels, from inside the root's forward, token
-by token or summed by document."""
+"""The interface of losses to the model: log-probabilities of a micro-batch's labels, from inside the root's forward,
+token by token or summed by document."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,8 +37,8 @@ from dtrain.parallel.tensor import ScoreHead
 
 
 class Inputs(TypedDict):
-    """What a model is called with: this rank's tokens [B, S/cp], with positions and documents where it needs them, and
-    the packing of the whole rows where its decoder takes that."""
+    """Arguments of a model's forward: this rank's tokens [B, S/cp], with positions and documents where it needs them,
+    and the packing of the whole rows where its decoder takes that."""
 
     input_ids: Tensor
     position_ids: Tensor | None
@@ -71,12 +71,13 @@ class LogprobSource:
 
     @property
     def head_input(self) -> HeadInput:
-        """What the logits of this rank's positions are made of, [B · S/cp, D], for losses of a method's own."""
+        """Hidden states and weight behind the logits of this rank's positions, [B · S/cp, D], for losses of a method's
+        own."""
         return HeadInput(self._hidden.flatten(0, 1), self._head_weight, self._softcap)
 
     @property
     def shard(self) -> VocabShard | None:
-        """Which part of the vocabulary the head's weight is; None for all of it."""
+        """The part of the vocabulary that the head's weight is; None for all of it."""
         return self._shard
 
     def token_loss_sums(self, loss: TokenLossFn, *, label_smoothing: float = 0.0) -> TokenSums:
@@ -136,8 +137,8 @@ class LogprobSource:
         )
 
     def sampled_logprobs(self, sampling: TrainingSamplingParams, *, entropy: bool = False) -> HeadLogprobs:
-        """As `logprobs`, of the distribution that labels were drawn from: −inf where top-k or top-p leave a label out.
-        The entropy is that of all tokens."""
+        """Return `logprobs` of the distribution that labels were drawn from: −inf where top-k or top-p leave a label
+        out. The entropy is that of all tokens."""
         if not need_top_k_or_top_p_filtering(sampling):
             return self.logprobs(temperature=sampling.temperature, entropy=entropy)
         entropies = self.logprobs(temperature=sampling.temperature, entropy=True).entropy if entropy else None
@@ -190,7 +191,7 @@ class LogprobSource:
 
 @dataclass(frozen=True)
 class Head:
-    """What a source needs to know of the model and the mesh."""
+    """Settings of the head: the model and the mesh."""
 
     softcap: float | None
     shard: VocabShard | None
@@ -266,7 +267,8 @@ class Scorer:
             self._replays = True
 
     def _packing(self, batch: Batch, is_packed: bool) -> Packing | None:
-        """Of a host micro-batch's whole rows, padded as they are cut over cp; None for plain rows of one rank."""
+        """Return the packing of a host micro-batch's whole rows, padded as they are cut over cp; None for plain rows of
+        one rank."""
         cp = self.mesh.cp.size()
         if not is_packed and cp == 1:
             return None
@@ -284,7 +286,7 @@ class Scorer:
 
     @torch.no_grad()
     def entropies(self, batch: Batch, sampling: TrainingSamplingParams) -> Tensor:
-        """As `logprobs`: the entropy where there is a label, else 0, [B, S]."""
+        """Return, by position as `logprobs`, the entropy where there is a label, else 0, [B, S]."""
         return self._of_labels(batch, lambda source: source.sampled_logprobs(sampling, entropy=True).entropy)
 
     def _of_labels(self, batch: Batch, fn: Callable[[LogprobSource], Tensor | None]) -> Tensor:

@@ -1,4 +1,5 @@
-"""Which parameters are trained, by `train.train_only` and `train.freeze` or an adapter; and the dtype of the others."""
+"""The parameters that are trained, by `train.train_only` and `train.freeze` or an adapter; and the dtype of the
+others."""
 
 from collections.abc import Collection
 from dataclasses import asdict
@@ -50,8 +51,8 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _left_out(names: dict[nn.Parameter, list[str]], section: Train) -> set[nn.Parameter]:
-    """What the patterns of `section` leave out. A pattern names parameters as `named_parameters` does; `*` stands for
-    any part. A parameter of several names (a tied head) matches if one of its names does."""
+    """Return what the patterns of `section` leave out. A pattern names parameters as `named_parameters` does; `*`
+    stands for any part. A parameter of several names (a tied head) matches if one of its names does."""
     if problems := unmatched(section.parameter_patterns, [name for known in names.values() for name in known]):
         raise UserError(problems[0])
     only, frozen = section.train_only, section.freeze

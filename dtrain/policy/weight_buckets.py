@@ -23,7 +23,7 @@ MEETING = timedelta(minutes=5)
 
 
 class WeightSource(Protocol):
-    """Who has weights to give away; `Policy` is one. Every rank calls each function."""
+    """The interface of a source of weights; `Policy` is one. Every rank calls each function."""
 
     def prepare_refit_info(self, dtype: torch.dtype | None = None) -> Info: ...
 
@@ -82,7 +82,7 @@ def buckets(info: Mapping[str, tuple[torch.Size, torch.dtype]], most: int) -> li
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """One message, [bytes] uint8, of a bucket's tensors."""
+    """Return one message, [bytes] uint8, of a bucket's tensors."""
     return torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors])
 
 

@@ -1,4 +1,4 @@
-"""What flash-linear-attention must show on a device before `delta_flash` is used there: packed rows, plain rows and the
+"""The check of flash-linear-attention on a device before `delta_flash` is used there: packed rows, plain rows and the
 pieces of context parallel, forward and backward, against `delta_chunks` in float32.
 
 The ranks of an exchange are played one after the other in this process.
@@ -89,7 +89,7 @@ def prove(
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What is raised for what a torch, a Triton or a device does not have."""
+    """Return the errors that are raised for what a torch, a Triton or a device does not have."""
     triton = sys.modules.get("triton.errors")
     of_triton = () if triton is None else (triton.TritonError,)
     return RuntimeError, ValueError, TypeError, AttributeError, AssertionError, *of_triton
@@ -102,7 +102,7 @@ class _Chain:
         self._count = count
 
     def forward(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Exchange.forward`."""
+        """Override `Exchange.forward`."""
         size, pieces = maps.shape[-2], maps.unflatten(0, (self._count, -1))
         states = [torch.zeros_like(pieces[0, ..., size:])]
         for piece in pieces[:-1]:
@@ -110,7 +110,7 @@ class _Chain:
         return torch.cat(states), pieces[..., :size]
 
     def backward(self, grads: Tensor, kept: Tensor) -> Tensor:
-        """As `Exchange.backward`."""
+        """Override `Exchange.backward`."""
         pieces = grads.unflatten(0, (self._count, -1))
         states = [torch.zeros_like(pieces[0])]
         for piece in range(self._count - 1, 0, -1):

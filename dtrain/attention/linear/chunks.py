@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Exchange(Protocol):
-    """How the rows' first states are found, where a row is a piece of a longer one."""
+    """The way in which the rows' first states are found, where a row is a piece of a longer one."""
 
     def forward(self, maps: Tensor) -> tuple[Tensor, Tensor]:
         """maps [B, Hv, K, K + V]: a row's last state is M · first + U. The first states [B, Hv, K, V], and what
@@ -65,7 +65,7 @@ def chunked(
 
 
 class _Rows(NamedTuple):
-    """How rows are cut: `chunks` chunks of `size` tokens; masks of [N, B, 1, 1, C, ..] or without rows."""
+    """The cut of rows: `chunks` chunks of `size` tokens; masks of [N, B, 1, 1, C, ..] or without rows."""
 
     length: int
     chunks: int
@@ -119,7 +119,7 @@ class _Rows(NamedTuple):
 
 
 class _Inside(NamedTuple):
-    """What chunks are by themselves. q, k are normalised, q scaled; their inverse norms [.., C, 1] beside them."""
+    """Values within chunks. q, k are normalised, q scaled; their inverse norms [.., C, 1] beside them."""
 
     q: Tensor  # [N, B, Hk, 1, C, K]
     k: Tensor
@@ -193,7 +193,7 @@ def _by_documents(visible: Tensor, values: Tensor) -> Tensor:
 
 
 class _Chunk(NamedTuple):
-    """What carries a state through one chunk; X: rows and value heads together."""
+    """Matrices that carry a state through one chunk; X: rows and value heads together."""
 
     u: Tensor  # [X, C, V]
     w: Tensor  # [X, C, K]
@@ -212,8 +212,8 @@ def _one_by_one(x: Tensor) -> Sequence[Tensor]:
 
 
 def _in_place(x: Tensor) -> Sequence[Tensor]:
-    """As `_one_by_one`, where results go into memory that is there. On meta, which has no values to carry, all chunks
-    are one [N · X, ..], of the same sizes in a plan."""
+    """Compute what `_one_by_one` does, where results go into memory that is there. On meta, which has no values to
+    carry, all chunks are one [N · X, ..], of the same sizes in a plan."""
     if not x.is_meta:
         return _one_by_one(x)
     each = x.flatten(1, 3)  # a copy where it is one elsewhere
@@ -338,7 +338,8 @@ class _Chunked(torch.autograd.Function):
 
 
 def _twice(chunks: Callable[[], Iterable[T]], v: Tensor) -> tuple[Callable[[], Iterable[T]], Callable[[], Iterable[T]]]:
-    """What is gone through before an exchange and after it: held between, or computed again where it is large."""
+    """Return the chunks for both passes, before an exchange and after it: held between, or computed again where it is
+    large."""
     if v.numel() > MOST:
         return chunks, chunks
     held = list(chunks())
@@ -354,8 +355,8 @@ def _first(states: Tensor | None, values: slice, inside: _Inside) -> Tensor:
 
 
 class _Reversed(NamedTuple):
-    """What the way back needs of some heads: the chunks, the gradient of the outputs, what the way forth gave, and
-    what the outputs alone give to what is written and to the states before each chunk."""
+    """Values that the backward needs of some heads: the chunks, the gradient of the outputs, what the way forth gave,
+    and what the outputs alone give to what is written and to the states before each chunk."""
 
     inside: _Inside
     grad: Tensor

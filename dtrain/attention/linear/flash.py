@@ -17,7 +17,7 @@ from dtrain.attention.linear.chunks import Exchange, head_groups
 
 
 class Borders(NamedTuple):
-    """Where the documents of rows lie, the rows behind one another. ends int64 [n + 1], on the device and on the host:
+    """Borders of the documents of rows, the rows behind one another. ends int64 [n + 1], on the device and on the host:
     where each of n documents begins and the last one ends. first, last int64 [R]: which are a row's first and last one.
     goes_on bool [R, 1, 1, 1]: whether the first one began before the row."""
 

@@ -27,8 +27,8 @@ MOST = 2**26  # the same elsewhere
 
 @dataclass(frozen=True)
 class LinearMask:
-    """What linear layers must know of a forward's rows. R: rows of L tokens that lie in one run each: the B rows, or
-    under context parallel the two pieces of each.
+    """The documents and padding of a forward's rows, for linear layers. R: rows of L tokens that lie in one run each:
+    the B rows, or under context parallel the two pieces of each.
 
     segments [R, L] int64: how many documents began at or before a token, 0 where the state before the row goes on.
     real [R, L] bool: what is no padding. near [W - 1, R, L, 1] bool: whether the token 1, 2 .. before is of the same
@@ -86,7 +86,7 @@ class LinearMask:
 
 
 def _in_pieces(packing: Packing, pieces: Pieces | None) -> list[list[int]]:
-    """Where documents begin in each of R rows."""
+    """Return where documents begin in each of R rows."""
     if pieces is None:
         return [list(row) for row in packing.begins]
     size = pieces.tokens // 2
@@ -225,7 +225,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _blocks(x: Tensor) -> list[tuple[int, int]]:
-    """Where blocks of tokens begin and end."""
+    """Return where blocks of tokens begin and end."""
     length = x.shape[1]
     size = max(64, (BLOCK if x.device.type == "cpu" else MOST) // max(1, x.shape[0] * x.shape[2]))
     return [(start, min(start + size, length)) for start in range(0, length, size)]

@@ -61,7 +61,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has failed by now, on this rank. `finish` then raises. No collective."""
+        """Return whether the save in flight has failed by now, on this rank. `finish` then raises. No collective."""
         return self._flying is not None and self._flying.done() and self._flying.exception() is not None
 
     def save(
@@ -106,7 +106,7 @@ class Saver:
         self.store.ranks.first(lambda: self.store.prune(self.retention))
 
     def _copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-        """What this rank holds of `tensors`, copied to the host; the copies are complete when this returns."""
+        """Return what this rank holds of `tensors`, copied to the host; the copies are complete when this returns."""
         copies = {}
         for name, tensor in tensors.items():
             piece = Piece.of(tensor)

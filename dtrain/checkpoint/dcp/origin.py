@@ -1,4 +1,4 @@
-"""What a run began from: a step of another run, chosen once and known by what it holds.
+"""The origin of a run: a step of another run, chosen once and known by what it holds.
 
 `began.json` in the run's directory, and the state of each of its saves, keep one record for `checkpoint.resume` and one
 for `checkpoint.init_from`. A path may mean another step later, when the run there has trained on; the record may not.
@@ -27,7 +27,7 @@ class Origin:
 
     @classmethod
     def read(cls, record: Any, file: Path) -> "Origin":
-        """As JSON has it in `file`. Raises UserError."""
+        """Read what JSON has in `file`. Raises UserError."""
         kinds = {"path": str, "step": int, "identity": str, "save": str | None}
         if not isinstance(record, dict) or record.keys() != kinds.keys():
             record = {}
@@ -53,8 +53,8 @@ class Origin:
         return store if same else None
 
     def lay_at(self, path: str | Path, ranks: Ranks) -> bool:
-        """Whether this step is gone from `path` as steps go: the run there has trained on, or nothing is left there.
-        Collective."""
+        """Return whether this step is gone from `path` as steps go: the run there has trained on, or nothing is left
+        there. Collective."""
         place = Path(path).absolute()
         try:
             store, newest = locate(path, ranks)

@@ -69,7 +69,8 @@ class Piece(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Piece":
-        """What this rank holds, [its sizes], of `tensor` (plain, DTensor or already a Piece). No collective, no copy.
+        """Return what this rank holds, [its sizes], of `tensor` (plain, DTensor or already a Piece). No collective, no
+        copy.
 
         Ranks that hold the same piece (replicas, plain tensors) write it once.
         """
@@ -162,7 +163,7 @@ class PieceReader(FileSystemReader):
 
 @dataclass(frozen=True)
 class StoredPlace:
-    """Where a chunk lies, in the words of torch's reader: bytes of a file, not transformed."""
+    """The place of a chunk, in the words of torch's reader: bytes of a file, not transformed."""
 
     relative_path: str
     offset: int
@@ -172,7 +173,7 @@ class StoredPlace:
 
 @dataclass(frozen=True)
 class Table:
-    """What a checkpoint holds, by name, and where its chunks lie."""
+    """The tensors of a checkpoint by name, and where their chunks lie."""
 
     tensors: dict[str, TensorStorageMetadata]
     places: dict[MetadataIndex, StoredPlace]

@@ -1,4 +1,4 @@
-"""Which saves of a run stay, and which make room; when a run has not got better for too long. Knows no tensor and
+"""Retention of a run's saves, and patience: when a run has not got better for too long. Knows no tensor and
 imports no torch."""
 
 import math
@@ -44,7 +44,8 @@ class Retention:
 
 @dataclass
 class Patience:
-    """How long a run goes on without a better value of a field of its metrics. None, for `name` or `most`: for ever.
+    """Patience of a run: how long it goes on without a better value of a field of its metrics. None, for `name` or
+    `most`: for ever.
 
     most: measures in a row that are not better than the best before them. values: those so far, in order.
     """
@@ -55,7 +56,7 @@ class Patience:
     values: list[float] = field(default_factory=list)
 
     def see(self, measured: Mapping[str, float]) -> None:
-        """What was measured after a step; only what was measured anew."""
+        """Take what was measured after a step; only what was measured anew."""
         value = measured.get(self.name or "")
         if value is not None and math.isfinite(value):
             self.values.append(value)

@@ -101,7 +101,7 @@ class CheckpointStore:
         return [step for step in self.published() if not self.faults(step)]
 
     def faults(self, step: int) -> list[str]:
-        """What a look at the manifest and the file sizes finds wrong with a step, without reading the data.
+        """Return what a look at the manifest and the file sizes finds wrong with a step, without reading the data.
 
         UserError for a manifest that is of another version of dtrain, or that the system does not let us read.
         """
@@ -112,8 +112,8 @@ class CheckpointStore:
         return [fault for name, record in manifest["files"].items() if (fault := self._misfit(step, name, record))]
 
     def damage(self, step: int) -> list[str]:
-        """What reading every file against its checksum finds wrong with a step; the files are shared out over the
-        ranks, which all get the whole list. Collective."""
+        """Return what reading every file against its checksum finds wrong with a step; the files are shared out over
+        the ranks, which all get the whole list. Collective."""
 
         def found() -> list[str]:
             faults = self.faults(step)
@@ -433,7 +433,7 @@ _FILE_ERRORS = (OSError, UserError, EOFError, pickle.UnpicklingError)
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name in a manifest is that of a file of the step, or of one of its folders."""
+    """Return whether a name in a manifest is that of a file of the step, or of one of its folders."""
     folder = next((folder for folder in _FOLDERS if name.startswith(folder)), "")
     file = name.removeprefix(folder)
     return Path(file).name == file and file != ".."

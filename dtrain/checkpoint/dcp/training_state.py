@@ -71,7 +71,7 @@ def training_tensors(model: nn.Module, optimizer: Optimizer | None = None, *, fr
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """What a checkpoint keeps of `optimizer` as JSON. No collective.
+    """Return what a checkpoint keeps of `optimizer` as JSON. No collective.
 
     {"groups": [{"params": [names], "values": {option: value}}],
      "state": {name: {"tensors": [keys], "values": {key: value}}}}

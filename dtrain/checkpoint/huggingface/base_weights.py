@@ -34,7 +34,7 @@ _RECIPE_PARTS = 100_000  # entries, with what aliases repeat
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run's config.yaml says of its model. path: model.path, or of an id the directory in the hub's cache;
+    """Facts of a run's model from its config.yaml. path: model.path, or of an id the directory in the hub's cache;
     freezes: whether some of its weights are not trained."""
 
     file: Path
@@ -85,7 +85,7 @@ class RunFacts:
         return self.path
 
     def trained_in(self, state: dict[str, Any]) -> torch.dtype | None:
-        """What the run computed in, where that is known."""
+        """Return the dtype that the run computed in, where that is known."""
         return BY_NAME.get(state.get("dtype", "")) or self.dtype
 
 
@@ -97,8 +97,8 @@ def step_around(adapter: Path) -> Path | None:
 
 
 def trained_beside(adapter: Path) -> tuple[bool, torch.dtype | None]:
-    """What the adapter in the directory `adapter`, the export of a run around it, was trained beside: whether in 4
-    bits, and in which dtype the run computed. (False, None) of one that lies elsewhere: its base as it is."""
+    """Return what the adapter in the directory `adapter`, the export of a run around it, was trained beside: whether in
+    4 bits, and in which dtype the run computed. (False, None) of one that lies elsewhere: its base as it is."""
     run = adapter.absolute().parent
     if adapter.absolute().name != "export" or not (run / "config.yaml").is_file():
         return False, None
@@ -108,7 +108,8 @@ def trained_beside(adapter: Path) -> tuple[bool, torch.dtype | None]:
 
 
 def _model_directory(path: str) -> Path:
-    """Where the weights of `model.path` lie: the directory, or that of the id that it has, or had, in the cache."""
+    """Return where the weights of `model.path` lie: the directory, or that of the id that it has, or had, in the
+    cache."""
     if (Path(path) / CONFIG).is_file():
         return Path(path)
     name = path if hub.is_id(path) else hub.id_of(Path(path))
@@ -142,11 +143,11 @@ class BaseWeights:
         self._sources = {quantized.file_name(name): source for name, source in check_fit(model, files).items()}
 
     def __contains__(self, name: str) -> bool:
-        """Whether the files have it: a language model's have no head of rewards or classes."""
+        """Return whether the files have it: a language model's have no head of rewards or classes."""
         return name in self._sources
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """That of the files; of weights that they have in 4 bits what these were computed in."""
+        """Return the dtype of the files; of weights that they have in 4 bits what these were computed in."""
         return self.files.stored[self._sources[name].name].dtype or self._coded[name].weight_dtype
 
     def read(self, name: str) -> Tensor:

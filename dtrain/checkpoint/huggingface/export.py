@@ -215,5 +215,5 @@ def _run_layout(run: Path, facts: RunFacts, held: dict[str, Any]) -> Layout:
 
 
 def _unquantized(config: dict[str, Any]) -> dict[str, Any]:
-    """What is written is no longer in 4 bits."""
+    """Return the config without its quantization: what is written is no longer in 4 bits."""
     return {key: value for key, value in config.items() if key != "quantization_config"}

@@ -1,4 +1,4 @@
-"""Where a model's tensors lie in files: each as a tensor of its own, as rows of one that joins several, or in several.
+"""Places of a model's tensors in files: each as a tensor of its own, as rows of one that joins several, or in several.
 
 Files may join what a model holds apart: Phi-3's `qkv_proj.weight` is q_proj, k_proj and v_proj, one below the other. So
 every placement of the parts is that of plain matrices; only reading and writing know of the whole. What joins what is
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FileRows:
-    """What one tensor of a model is in files: the tensor `name`, or `count` of its rows from `start` on, each `step`-th
-    of them along `dim`; or, where others are given, these one after another, each a matrix of the model's stack.
-    transposed: whether the file's matrices are the model's transposed; dim and slices are the model's."""
+    """The rows of a file that one tensor of a model is: the tensor `name`, or `count` of its rows from `start` on, each
+    `step`-th of them along `dim`; or, where others are given, these one after another, each a matrix of the model's
+    stack. transposed: whether the file's matrices are the model's transposed; dim and slices are the model's."""
 
     name: str
     start: int = 0
@@ -42,8 +42,8 @@ class FileRows:
         return self.stacked or (self.name,)
 
     def slices(self, held: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Where the part `held` of the model's tensor, a slice for each dimension, lies in the file's, what stands
-        between its rows included."""
+        """Return where the part `held` of the model's tensor, a slice for each dimension, lies in the file's, what
+        stands between its rows included."""
         if self.count is not None:
             rows = held[self.dim]
             start, stop = rows.start * self.step + self.start, (rows.stop - 1) * self.step + self.start + 1
@@ -83,17 +83,17 @@ class FileRows:
 
 @dataclass(frozen=True)
 class LowRows(FileRows):
-    """Of the adapters of `experts` experts A [E, r, in] or B [E, out, r], in a file [E · r, in] or [out, r · E]: A has
-    rows expert by expert, B columns number by number of the rank."""
+    """Rows of the adapters of `experts` experts: A [E, r, in] or B [E, out, r], in a file [E · r, in] or [out, r · E]:
+    A has rows expert by expert, B columns number by number of the rank."""
 
     experts: int = 1
 
     def fill(self, files: "WeightFiles", local: "Tensor", held: tuple[slice, ...]) -> None:
-        """As `FileRows.fill`."""
+        """Override `FileRows.fill`."""
         local.copy_(self._part(files, held))
 
     def read(self, files: "WeightFiles") -> "Tensor":
-        """As `FileRows.read`."""
+        """Override `FileRows.read`."""
         rows, columns = files.stored[self.name].shape
         if ".lora_A" in self.name:
             return self._part(files, _whole(self.experts, rows // self.experts, columns))
@@ -118,7 +118,7 @@ def as_in_files(name: str, tensor: "Tensor") -> "Tensor":
 
 
 def shape_in_files(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """That of `as_in_files`."""
+    """Return the shape of `as_in_files`."""
     if len(shape) != 3 or not is_adapter(name):
         return shape
     experts, rows, columns = shape
@@ -143,7 +143,7 @@ class Joint:
     transposed: bool = False
 
     def shape(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Of the whole, from those of the parts."""
+        """Return the shape of the whole, from those of the parts."""
         sizes = list(shapes[0])
         if len(shapes) > 1:
             sizes[self.dim] = sum(one[self.dim] for one in shapes)
@@ -237,7 +237,7 @@ def add_places(found: dict[str, FileRows], more: Mapping[str, FileRows]) -> None
 
 
 class Stack:
-    """What reads a stack [E, ..] of experts, one matrix at a time: the whole is read at the first, and let go of when
+    """Reader of a stack [E, ..] of experts, one matrix at a time: the whole is read at the first, and let go of when
     each was asked for once."""
 
     def __init__(self, count: int):

@@ -51,7 +51,8 @@ _OF_IMAGES = re.compile(r"(vision|image|video|audio)_.*")  # the fields of other
 
 
 def has_untrained_parts(config: dict[str, Any]) -> bool:
-    """Whether a model of this config.json has weights that dtrain reads past: a vision tower and its projector."""
+    """Return whether a model of this config.json has weights that dtrain reads past: a vision tower and its
+    projector."""
     return _text_tower(config) is not None
 
 

@@ -42,7 +42,8 @@ def companions(files: WeightFiles, weight: str) -> list[str]:
 
 
 def stored_misfits(files: WeightFiles, weight: str, shape: tuple[int, int]) -> list[str]:
-    """What keeps bitsandbytes' `weight`, uint8 in `files`, from being the codes of a weight of `shape` [out, in]."""
+    """Return what keeps bitsandbytes' `weight`, uint8 in `files`, from being the codes of a weight of `shape` [out,
+    in]."""
     state = _state(files, weight)
     if state is None:
         return [f"dtype: {weight} is {files.stored[weight].kind}, and {weight}.{_STATE} does not say how to read it"]

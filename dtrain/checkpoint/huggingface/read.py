@@ -90,7 +90,7 @@ def base_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _misfits(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes: bool, has_beside: bool) -> list[str]:
-    """What keeps tensor `name` of `files` from being one of this shape, or from giving its codes."""
+    """Return what keeps tensor `name` of `files` from being one of this shape, or from giving its codes."""
     stored = files.stored[name]
     if is_codes:
         shape = (shape[0], 2 * shape[1])
@@ -107,7 +107,7 @@ def _misfits(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes: bo
 
 
 def _differ(files: WeightFiles, one: str, other: str) -> bool:
-    """Whether two tensors of `files` have other values; what is read is in memory a part at a time."""
+    """Return whether two tensors of `files` have other values; what is read is in memory a part at a time."""
     first, second = files.stored[one], files.stored[other]
     if first.shape != second.shape:
         return True
@@ -130,13 +130,13 @@ def candidate_names(model: nn.Module, names: list[str]) -> list[str]:
 
 
 def passed_over(model: nn.Module, name: str) -> bool:
-    """Whether a tensor of the files is known to be none of the model's."""
+    """Return whether a tensor of the files is known to be none of the model's."""
     patterns = cast(tuple[str, ...], model.ignored_checkpoint_names)
     return carried(model, name) or any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def carried(model: nn.Module, name: str) -> bool:
-    """Whether a tensor of the files is of a part that dtrain does not train, and that an export has as it is."""
+    """Return whether a tensor of the files is of a part that dtrain does not train, and that an export has as it is."""
     patterns: tuple[str, ...] = getattr(model, "carried_checkpoint_names", ())
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 

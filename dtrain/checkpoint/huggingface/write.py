@@ -97,7 +97,7 @@ def write_directory(
 
 @dataclass(frozen=True)
 class Layout:
-    """How a directory like `source` is written: its config.json, the names its files use, what is copied from it.
+    """The layout of a directory like `source`: its config.json, the names its files use, what is copied from it.
 
     chat_template, held: as `write_directory` takes them. companions: a directory whose tokenizer and template take the
     place of the source's.
@@ -112,7 +112,7 @@ class Layout:
 
     @property
     def text_tower_alone(self) -> bool:
-        """Whether the model has parts of which there are no weights."""
+        """Return whether the model has parts of which there are no weights."""
         return has_untrained_parts(self.config) and self.files is None
 
     def name(self, model: nn.Module, names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Whether the base that an adapter names is the model that it is given: by place, by id, or by content. Imports no
+"""Comparison of the base that an adapter names with the model at hand: by place, by id, or by content. Imports no
 torch."""
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _COMPARED = 4096  # bytes of a tensor; training changes some of them
 
 
 def base_problems(directory: Path, model: Path) -> list[str]:
-    """What is wrong where the adapter in `directory` is of another base than `model`, a model's directory."""
+    """Return what is wrong where the adapter in `directory` is of another base than `model`, a model's directory."""
     if _is_base(directory, model) is not False:
         return []
     base = base_of(directory)
@@ -26,7 +26,7 @@ def base_problems(directory: Path, model: Path) -> list[str]:
 
 
 def base_notes(directory: Path, model: Path) -> list[str]:
-    """What its user is told where it cannot be known that the adapter in `directory` is of `model`."""
+    """Return what the user is told where it cannot be known that the adapter in `directory` is of `model`."""
     try:
         if not is_adapter_directory(directory) or _is_base(directory, model) is not None:
             return []

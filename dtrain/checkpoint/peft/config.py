@@ -57,7 +57,7 @@ _STARTS = (True, False, "gaussian", "orthogonal", "eva")  # of A and B alone
 
 
 def is_adapter_directory(path: str | Path) -> bool:
-    """Whether a directory holds an adapter in PEFT's layout, and no model of its own."""
+    """Return whether a directory holds an adapter in PEFT's layout, and no model of its own."""
     directory = Path(path)
     holds_model = (directory / SINGLE).is_file() or (directory / INDEX).is_file()
     return (directory / ADAPTER_CONFIG).is_file() and not holds_model
@@ -79,13 +79,13 @@ def adapter_of(section: Mapping[str, Any]) -> AdapterConfig:
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
-    """What `directory`/adapter_config.json says. Raises UserError that lists what of it cannot be used."""
+    """Read `directory`/adapter_config.json. Raises UserError that lists what of it cannot be used."""
     return adapter_of({"path": directory})
 
 
 def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """What is wrong with the adapter at `path` of a recipe's section `lora`, for a model of this kind: fields that
-    cannot be used, keys that say otherwise, tensors that do not fit. Reads their names and shapes alone."""
+    """Return what is wrong with the adapter at `path` of a recipe's section `lora`, for a model of this kind: fields
+    that cannot be used, keys that say otherwise, tensors that do not fit. Reads their names and shapes alone."""
     directory = Path(section["path"])
     try:
         config = adapter_of(section)
@@ -195,7 +195,7 @@ def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str,
 
 
 def _whole(number: float) -> float:
-    """As an integer where it is one, which is what PEFT declares."""
+    """Return an integer where the number is one, which is what PEFT declares."""
     return int(number) if number == int(number) else number
 
 
@@ -208,14 +208,15 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def outputs_in(directory: Path) -> int | None:
-    """How many outputs the head of rewards or classes has that an adapter's file holds; None where it holds none.
-    Raises UserError."""
+    """Return how many outputs the head of rewards or classes has that an adapter's file holds; None where it holds
+    none. Raises UserError."""
     shape = stored_shapes(directory).get(f"{_PREFIX}score.weight")
     return shape[0] if shape else None
 
 
 def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Of a safetensors file each tensor's dtype, shape and data_offsets, and where its data begin. Raises UserError."""
+    """Return of a safetensors file each tensor's dtype, shape and data_offsets, and where its data begin. Raises
+    UserError."""
     try:
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
@@ -245,8 +246,8 @@ def misfits(
     *,
     is_tied: bool = False,
 ) -> list[str]:
-    """What of an adapter's tensors, by PEFT's names, does not fit a model that wants others; nothing where all do.
-    free: names of tensors that are no mistake beside these. is_tied: the model's head is its embedding."""
+    """Return what of an adapter's tensors, by PEFT's names, does not fit a model that wants others; nothing where all
+    do. free: names of tensors that are no mistake beside these. is_tied: the model's head is its embedding."""
     missing = [
         f"missing: {name}{_TIED if is_tied and 'lm_head' in name else ''}" for name in wanted if name not in stored
     ]
@@ -297,7 +298,7 @@ def adapter_shapes(
 
 
 def _is_saved(name: str, config: AdapterConfig) -> bool:
-    """Whether a tensor may be of a module other than embedding and head that is trained whole."""
+    """Return whether a tensor may be of a module other than embedding and head that is trained whole."""
     module = out_of_tower(name.removeprefix(_PREFIX)).rpartition(".")[0]
     return module not in ENDS and bool(config.saved([module]))
 
@@ -345,7 +346,7 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
 
 
 def _is_of_tower(directory: Path) -> bool:
-    """Whether an adapter's tensors are those of a multimodal model's text tower."""
+    """Return whether an adapter's tensors are those of a multimodal model's text tower."""
     try:
         names = [name.removeprefix(_PREFIX) for name in stored_shapes(directory)]
     except UserError:  # told by whoever reads them
@@ -460,7 +461,8 @@ def _is_table(value: Any, holds: Callable[[Any], bool]) -> bool:
 
 
 def _means_layers(value: Any) -> bool:
-    """Whether layers_pattern, PEFT's regular expression for the name of the list of layers, means the decoder's."""
+    """Return whether layers_pattern, PEFT's regular expression for the name of the list of layers, means the
+    decoder's."""
     patterns = [value] if isinstance(value, str) else value
     if not patterns:
         return True

@@ -69,7 +69,7 @@ class StoredAdapter:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the model's own parameters and of its adapters', by name."""
+        """Shapes of the model's own parameters and of its adapters', by name."""
         found = dict(self.parameters)
         for name, low in self.adapted.items():
             for part in self.model.config.parts(name):
@@ -85,11 +85,11 @@ class StoredAdapter:
         return rows.get(name, rows[joint.parts[0]]).read(self.files)
 
     def saves(self, name: str) -> bool:
-        """Whether the model's parameter of this name is trained whole."""
+        """Return whether the model's parameter of this name is trained whole."""
         return bool(self._outer(name))
 
     def merged(self, name: str, base: Weight, dtype: torch.dtype) -> Weight:
-        """What reads the model's parameter `name`, [its shape], in `dtype`, from what reads the base's."""
+        """Return the reader of the model's parameter `name`, [its shape], in `dtype`, from what reads the base's."""
         module, _, parameter = name.rpartition(".")
         if self.saves(name):
             return lambda: self.read(name).to(dtype)

@@ -106,15 +106,15 @@ def _refuse_differing(files: WeightFiles, first: str, second: str) -> None:
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """How an adapter of a model of this kind, which lies at `base`, is written."""
+    """Writer of the adapter of a model of this kind, which lies at `base`."""
 
     config: AdapterConfig
     model: ModelConfig
     base: str | None
 
     def entries(self, sizes: Sizes, read: Read, dtype: torch.dtype | None = None) -> list[Entry]:
-        """What is written of tensors with these shapes and dtypes, by parameter name; other names are passed over. A
-        tied embedding under both of PEFT's names. dtype: None for theirs."""
+        """Return what is written of tensors with these shapes and dtypes, by parameter name; other names are passed
+        over. A tied embedding under both of PEFT's names. dtype: None for theirs."""
         own = [name for name in sizes if peft_names(name, self.config, self.model)]
 
         def entry(name: str) -> Entry:

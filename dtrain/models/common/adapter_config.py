@@ -1,4 +1,5 @@
-"""What an adapter is, and which layers of a model get one: LoRA, rsLoRA and DoRA in PEFT's terms. Imports no torch.
+"""The configuration of an adapter, and the layers of a model that get one: LoRA, rsLoRA and DoRA in PEFT's terms.
+Imports no torch.
 
 Names match as PEFT matches them (https://huggingface.co/docs/peft/package_reference/lora): a list entry is a module's
 name or the end of it, a text is a regular expression for the whole name, `all-linear` every linear layer but the head.
@@ -65,19 +66,19 @@ class AdapterConfig:
         return cls(**known)
 
     def adapted(self, names: Iterable[str]) -> dict[str, Low]:
-        """Of a model's `adaptable` names those that get an adapter, with its rank and scale, in order."""
+        """Return those of a model's `adaptable` names that get an adapter, with its rank and scale, in order."""
         return {name: self._low(name) for name in names if self._is_target(name)}
 
     def adapted_parameters(self, names: Iterable[str]) -> list[str]:
-        """Of `names` the stacks of experts and the routers that get an adapter."""
+        """Return those of `names` that are stacks of experts or routers and that get an adapter."""
         return [name for name in names if is_parameter(name) and self._is_target(name)]
 
     def saved(self, modules: Iterable[str]) -> list[str]:
-        """Of the names of modules with parameters those that are trained whole."""
+        """Return the modules with parameters that are trained whole."""
         return [name for name in modules if any(self.called(name).endswith(end) for end in self.modules_to_save)]
 
     def targets(self, name: str) -> bool:
-        """Whether `target` and `exclude` mean the module of this name."""
+        """Return whether `target` and `exclude` mean the module of this name."""
         called = self.called(name)
         is_wanted = self.target == ALL_LINEAR or matches(called, self.target)
         return is_wanted and not (self.exclude and matches(called, self.exclude))
@@ -108,55 +109,56 @@ class AdapterConfig:
 
 
 def is_stack(name: str) -> bool:
-    """Whether a module of the files of this name is a stack of experts."""
+    """Return whether a module of the files of this name is a stack of experts."""
     return name.rpartition(".")[0].endswith(".experts")
 
 
 def is_parameter(name: str) -> bool:
-    """Whether a module of the files of this name is no linear layer in transformers: a stack of experts or a router."""
+    """Return whether a module of the files of this name is no linear layer in transformers: a stack of experts or a
+    router."""
     return is_stack(name) or name.endswith(_ROUTER)
 
 
 def parameter_name(name: str) -> str:
-    """What PEFT's target_parameters call the module `name`, or its name."""
+    """Return what PEFT's target_parameters call the module `name`, or its name."""
     return f"{name}.weight" if name.endswith(_ROUTER) else name
 
 
 def _is_of_experts(entry: str) -> bool:
-    """Whether an entry of a recipe's target means stacks of experts, `experts` or one of theirs, or routers."""
+    """Return whether an entry of a recipe's target means stacks of experts, `experts` or one of theirs, or routers."""
     last = entry.split(".")[-2:]
     return "experts" in last or last == ["gate", "weight"]
 
 
 def in_tower(name: str) -> str:
-    """What a multimodal model calls the part of its text tower that is `name` in a text model."""
+    """Return what a multimodal model calls the part of its text tower that is `name` in a text model."""
     return re.sub(r"^model\.", _TOWER, name)
 
 
 def out_of_tower(name: str) -> str:
-    """What a text model calls the part of a multimodal model's text tower that is `name` there."""
+    """Return what a text model calls the part of a multimodal model's text tower that is `name` there."""
     return "model." + name.removeprefix(_TOWER) if name.startswith(_TOWER) else name
 
 
 def matches(name: str, wanted: Names) -> bool:
-    """Whether a module of this name is meant by `wanted`."""
+    """Return whether a module of this name is meant by `wanted`."""
     if isinstance(wanted, str):
         return fullmatch(wanted, name)
     return any(name == one or name.endswith(f".{one}") for one in wanted)
 
 
 def by_end(pattern: str, name: str) -> bool:
-    """Whether a key of `rank_pattern` or `alpha_pattern` means the module of this name."""
+    """Return whether a key of `rank_pattern` or `alpha_pattern` means the module of this name."""
     return endmatch(pattern, name)
 
 
 def by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    """What `patterns` say of the module of this name: the first that means it counts."""
+    """Return what `patterns` say of the module of this name: the first that means it counts."""
     return next((value for pattern, value in patterns.items() if by_end(pattern, name)), otherwise)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether the parameter of this name is part of an adapter."""
+    """Return whether the parameter of this name is part of an adapter."""
     return name.rpartition(".")[2] in PARAMETERS
 
 

@@ -28,8 +28,8 @@ NORM_ROWS = 1024  # of a weight, whose products with A are in memory at once
 
 @dataclass
 class AdapterState:
-    """What all adapters of a model share. config: what they were made by. on: whether they take part. dropout: the
-    share of inputs that they do not see in training; seed, step: what it is drawn from beside the tokens. tokens:
+    """State that all adapters of a model share. config: what they were made by. on: whether they take part. dropout:
+    the share of inputs that they do not see in training; seed, step: what it is drawn from beside the tokens. tokens:
     [B, S] int64, a number for each token of this forward, None where nothing is dropped."""
 
     config: AdapterConfig = field(default_factory=AdapterConfig)
@@ -51,7 +51,7 @@ class AdapterState:
 
 @dataclass
 class Adapter:
-    """What one linear layer's adapter computes. number: the layer's, in the sequences of dropout."""
+    """The adapter of a linear layer. number: the layer's, in the sequences of dropout."""
 
     scale: float
     dora: bool
@@ -112,7 +112,7 @@ class Adapter:
 
 @dataclass
 class ParameterAdapter:
-    """What the adapters of one matrix of every expert add, or that of a router: LoRA's, without dropout."""
+    """The adapters of one matrix of every expert, or that of a router: LoRA's, without dropout."""
 
     scale: float
     shared: AdapterState = field(repr=False)

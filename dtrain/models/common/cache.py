@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Cached(Protocol):
-    """What a model's forward reads and writes in place of its own kernel and masks.
+    """The interface that a model's forward reads and writes in place of its own kernel and masks.
 
     positions: [B or 1, S], where the tokens stand in their sequences. last: [B], which of the S is each row's last one
     that counts; None where S is 1. turns: the rotary frequencies on the device, by what they are made from; the model
@@ -40,9 +40,9 @@ class Cached(Protocol):
         ...
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
-        """What `keep` was last given of each row in this layer of linear attention, [B, ..] each."""
+        """Return what `keep` was last given of each row in this layer of linear attention, [B, ..] each."""
         ...
 
     def keep(self, layer: int, *states: Tensor) -> None:
-        """What each row goes on from, [B, ..] each."""
+        """Keep what each row goes on from, [B, ..] each."""
         ...

@@ -62,7 +62,7 @@ class Experts:
 
     @property
     def share(self) -> float:
-        """Of a layer's experts those that a token goes to."""
+        """The share of a layer's experts that a token goes to."""
         return self.top / self.count
 
 
@@ -167,45 +167,45 @@ class ModelConfig:
         return None if self.linear is None else self.linear.key_heads
 
     def heads_of(self, kind: str) -> KeyHeads:
-        """Of layers of type `kind`."""
+        """Return the key heads of layers of type `kind`."""
         return self.key_heads.get(kind) or KeyHeads(self.num_key_value_heads, self.head_dim)
 
     @property
     def kv_heads(self) -> dict[str, int]:
-        """How many heads of keys there are, by the type of layers with attention."""
+        """Numbers of key heads by the type of layers with attention."""
         kinds = dict.fromkeys(kind for kind in self.layer_types if kind != LINEAR)
         return {kind: self.heads_of(kind).count for kind in kinds}
 
     @property
     def key_sources(self) -> tuple[int, ...]:
-        """Of each layer the one whose keys and values it reads: itself, or the last one of its type that has some."""
+        """The layer whose keys and values each layer reads: itself, or the last one of its type that has some."""
         own = self.num_hidden_layers - self.shared_layers
         last = {kind: index for index, kind in enumerate(self.layer_types[:own])}
         return tuple(index if index < own else last[kind] for index, kind in enumerate(self.layer_types))
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the MLP of a layer, by its number, is a mixture of experts."""
+        """Return whether the MLP of a layer, by its number, is a mixture of experts."""
         return self.experts is not None and layer in self.experts.layers
 
     def has_mlp(self, layer: int) -> bool:
-        """Whether a layer, by its number, has an MLP that all tokens go through."""
+        """Return whether a layer, by its number, has an MLP that all tokens go through."""
         return self.experts is None or self.experts.beside or layer not in self.experts.layers
 
     @property
     def inner_sizes(self) -> set[int]:
-        """Of the MLPs that there are, experts among them."""
+        """Inner sizes of the MLPs that there are, experts among them."""
         dense = {self.inner_size(one) for one in range(self.num_hidden_layers) if self.has_mlp(one)}
         sparse = () if self.experts is None else (self.experts.inner, self.experts.shared)
         return dense | {one for one in sparse if one}
 
     def inner_size(self, layer: int) -> int:
-        """Of the MLP of a layer, by its number."""
+        """Return the inner size of the MLP of a layer, by its number."""
         own = self.num_hidden_layers - self.shared_layers
         return self.intermediate_size * (self.shared_width if layer >= own else 1)
 
     @property
     def parameters(self) -> int:
-        """How many there are in the matrices; norms and biases are left out."""
+        """Number of parameters in the matrices; norms and biases are left out."""
         hidden, widths = self.hidden_size, 0
         for index, (kind, source) in enumerate(zip(self.layer_types, self.key_sources, strict=True)):
             if self.experts is not None and self.is_sparse(index):

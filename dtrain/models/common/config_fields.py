@@ -89,7 +89,7 @@ class Fields:
         return value
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
-        """As `integer`; None where there is neither a field nor a default."""
+        """Return what `integer` does; None where there is neither a field nor a default."""
         return None if self.get(key) is None and default is None else self.integer(key, default)
 
     def number(
@@ -107,7 +107,7 @@ class Fields:
         return float(value)
 
     def optional_number(self, key: str, *, zero: bool = False) -> float | None:
-        """As `number`; None where there is no field."""
+        """Return what `number` does; None where there is no field."""
         return None if self.get(key) is None else self.number(key, zero=zero)
 
     def flag(self, key: str, default: bool) -> bool:

@@ -1,4 +1,5 @@
-"""What the config.json of all families has alike: sizes, types of layers, windows, a text tower. Imports no torch."""
+"""Fields that the config.json of all families has alike: sizes, types of layers, windows, a text tower. Imports no
+torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,8 @@ def common_fields(
     pad: int | None = None,
     tie: bool = False,
 ) -> dict[str, Any]:
-    """What every family reads in the same way; the keywords are its own defaults (activation: the key, its default)."""
+    """Read what every family reads in the same way; the keywords are its own defaults (activation: the key, its
+    default)."""
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     # A missing key takes the family's default, null means one for each query head.
     kv_heads = fields.integer("num_key_value_heads", heads if "num_key_value_heads" in fields else kv_heads or heads)
@@ -117,7 +119,8 @@ def read_experts(
     top_key: str = "num_experts_per_tok",
     **more: Any,
 ) -> Experts | None:
-    """Of the sparse `layers`; count, top: the family's own defaults; None: there are no experts, or no such layer."""
+    """Read the experts of the sparse `layers`; count, top: the family's own defaults; None: there are no experts, or no
+    such layer."""
     named = [fields.integer(key, count, minimum=0) for key in ("num_local_experts", "num_experts") if key in fields]
     if len({*named}) > 1:
         fields.problem(f"num_local_experts {named[0]} and num_experts {named[1]} are two names of one number")
@@ -143,7 +146,7 @@ def used_window(fields: Fields, layer_types: tuple[str, ...], window: int | None
 
 
 def read_text_tower(architecture: str, fields: Fields, read: Callable[..., ModelConfig], tie: bool) -> ModelConfig:
-    """What `read` makes of `text_config`; tie: the family's default of tie_word_embeddings."""
+    """Return what `read` makes of `text_config`; tie: the family's default of tie_word_embeddings."""
     text = fields.get("text_config") or {}
     if not isinstance(text, dict):
         fields.problem(f"text_config {shown(text)} is no object")

@@ -66,7 +66,7 @@ DECODER_PLAN = {
 
 
 def plan_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """What of `plan` names modules of this model; of a classifier its head, too."""
+    """Return the part of `plan` that names modules of this model; of a classifier its head, too."""
     names = [name for name, _ in model.named_modules()]
     styles = {**plan, "score": "score_head"}
     return {pattern: style for pattern, style in styles.items() if any(fnmatchcase(name, pattern) for name in names)}
@@ -145,14 +145,14 @@ class RMSNorm(LocalParameters):
 
 
 class Mixer(Block):
-    """What a layer mixes tokens with: `project` before, `forward` between tokens, `output` after."""
+    """Base of the modules by which a layer mixes tokens: `project` before, `forward` between tokens, `output` after."""
 
     def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """hidden [B, S, D], normed -> what `forward` takes before the mask"""
         raise NotImplementedError
 
     def output(self, mixed: Tensor) -> Tensor:
-        """What `forward` gives -> [B, S, D]"""
+        """Map what `forward` gives to [B, S, D]"""
         raise NotImplementedError
 
 
@@ -191,7 +191,7 @@ class Attention(Mixer):
         return (self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)),)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cache: Cached | None = None) -> Tensor:
-        """What `project` gives -> [B, S, H · hd], for `o_proj`; mask: the kernel's form of it."""
+        """Map what `project` gives to [B, S, H · hd], for `o_proj`; mask: the kernel's form of it."""
         if cache is not None:
             return cache.attend(self.index, q, k, v, self.scale, sinks=self.sinks()).flatten(2)
         return self.kernel(q, k, v, mask, self.scale, self.sinks()).flatten(2)
@@ -278,7 +278,7 @@ class PreNormLayer(Layer):
         self.mlp: Block = GatedMLP(config)
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.mixer.output(attended)
         del attended  # the MLP needs its memory
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -368,7 +368,7 @@ class Decoder(Stack):
 
     @property
     def takes_packing(self) -> bool:
-        """Whether what it attends with computes from a `Packing`, where there is one."""
+        """Return whether what it attends with computes from a `Packing`, where there is one."""
         return self.kernel.takes_packing or self.flash_delta is not None
 
     def turns(
@@ -378,8 +378,8 @@ class Decoder(Stack):
         return tables(rope, head_dim, positions, dtype, held)
 
     def linear_mask(self, seq_ids: Tensor | None, tokens: int, cache: Cached | None, packing: "Packing | None") -> Any:
-        """What layers of linear attention need of a forward, of a family that has some; seq_ids [B, S], tokens and
-        packing as `states` takes them."""
+        """Return what layers of linear attention need of a forward, of a family that has some; seq_ids [B, S], tokens
+        and packing as `states` takes them."""
         raise NotImplementedError
 
     def _embed(self, input_ids: Tensor) -> Tensor:
@@ -388,7 +388,7 @@ class Decoder(Stack):
 
 
 def rounded(scale: float, dtype: torch.dtype) -> float:
-    """What embeddings in `dtype` are multiplied by. Rounded first, as the checkpoints were trained: 50.6 is 50.5 in
+    """Return the factor of embeddings in `dtype`. Rounded first, as the checkpoints were trained: 50.6 is 50.5 in
     bfloat16."""
     return torch.tensor(scale, dtype=dtype, device="cpu").item()
 
@@ -421,12 +421,12 @@ class CausalLM(ParallelModel):
 
     @property
     def head(self) -> VocabHead | ScoreHead:
-        """Of a classifier, `config.labels`, its scores; else the vocabulary's."""
+        """The head: of a classifier its `config.labels` scores; else the vocabulary's."""
         return self.lm_head if self.config.labels is None else self.score
 
     def tie_weights(self) -> None:
-        """One parameter for embedding and head where the config says so, and one A for the adapters of layers that the
-        files join; again after anything that replaced them."""
+        """Share one parameter between embedding and head where the config says so, and one A for the adapters of layers
+        that the files join; again after anything that replaced them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         if self.adapters is not None:
@@ -435,7 +435,7 @@ class CausalLM(ParallelModel):
                 layer.lora_A = layers[self.config.parts(self.config.whole(name))[0]].lora_A
 
     def use_kernel(self, kernel: Kernel) -> None:
-        """One kernel for all layers, able to do what this model needs (`attention.kernels.choose_kernel`)."""
+        """Set one kernel for all layers, able to do what this model needs (`attention.kernels.choose_kernel`)."""
         self.model.kernel = kernel
         for module in self.model.modules():
             if isinstance(module, Attention):
@@ -548,6 +548,6 @@ class CausalLM(ParallelModel):
 
 
 def weights_in(parameter: Tensor) -> int:
-    """How many weights of a model the parameter, [any shape], is: two for a byte of codes, none for scales
+    """Return how many weights of a model the parameter, [any shape], is: two for a byte of codes, none for scales
     (`models.nf4`)."""
     return parameter.numel() * {torch.uint8: 2, torch.int32: 0}.get(parameter.dtype, 1)

@@ -1,4 +1,4 @@
-"""What layers compute: norms and gated activations that keep little for the backward, and rotary position embedding.
+"""Functions of layers: norms and gated activations that keep little for the backward, and rotary position embedding.
 
 On a CPU torch has no fused RMSNorm, and its composite keeps two tensors of the input's size and takes three times as
 long; the gate recomputes its activation instead of keeping it. Both are elementwise plus reductions over the last

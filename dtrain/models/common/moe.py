@@ -44,7 +44,7 @@ SPARSE_PLAN = {
 
 
 class Router(LocalParameters):
-    """Which experts a token goes to, and how much each counts: softmax over all, the k largest. adapter: as of
+    """The router: the experts of each token and their weights: softmax over all, the k largest. adapter: as of
     `ExpertLinear`."""
 
     adapter: "ParameterAdapter | None" = None
@@ -69,7 +69,7 @@ class Router(LocalParameters):
         return chosen, weights.to(x.dtype), shares
 
     def routed(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """As `forward`, the weights [T, k] not yet rounded"""
+        """Return what `forward` does, the weights [T, k] not yet rounded"""
         shares = self.logits(x).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
         chosen = shares.detach().sort(stable=True, dim=-1, descending=True).indices[:, : self.top].sort(-1).values
         chosen = chosen if choose is None else choose(chosen)
@@ -80,7 +80,7 @@ class Router(LocalParameters):
 
 
 class ExpertLinear(LocalParameters):
-    """One matrix of every expert, and its bias, where it has one. adapter: what it adds (`models.adapters`)."""
+    """A matrix of every expert, and its bias, where it has one. adapter: what it adds (`models.adapters`)."""
 
     adapter: "ParameterAdapter | None" = None
     lora_A: nn.Parameter
@@ -154,11 +154,11 @@ class SparseMLP(Block):
         return mixed if self.tp is None else self.tp.leave(mixed)
 
     def route(self, x: Tensor, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
-        """What the router gives of x [T, D]: [T, k], [T, k], [T, E]; choose: as `Router` takes it."""
+        """Return what the router gives of x [T, D]: [T, k], [T, k], [T, E]; choose: as `Router` takes it."""
         return cast(tuple[Tensor, Tensor, Tensor], self.gate(x, choose))
 
     def seen(self, x: Tensor) -> Tensor:
-        """What experts see of x, [T, D]; a family may norm it."""
+        """Return what experts see of x, [T, D]; a family may norm it."""
         return x
 
 
@@ -193,7 +193,7 @@ class SparseLayer(PreNormLayer):
         self.mlp = SparseMLP(config, config.experts)
 
     def after(self, hidden: Tensor, attended: Tensor, real: Tensor | None = None) -> Tensor:
-        """As `Layer.after`; real: as `SparseMLP` takes it"""
+        """Override `Layer.after`; real: as `SparseMLP` takes it"""
         hidden = hidden + self.mixer.output(attended)
         del attended  # the MLP needs its memory
         return hidden + self.mlp(self.post_attention_layernorm(hidden), real)
@@ -201,7 +201,7 @@ class SparseLayer(PreNormLayer):
     def forward(
         self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None, real: Tensor | None = None
     ) -> Tensor:
-        """As `Layer.forward`; real: as `SparseMLP` takes it"""
+        """Override `Layer.forward`; real: as `SparseMLP` takes it"""
         return self.after(hidden, self.mixer(*self.before(hidden, *rotary), mask, cache), real)
 
 
@@ -263,7 +263,8 @@ def _ends(counts: Tensor) -> Tensor:
 
 
 def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[int, tuple[Tensor, ...]]]:
-    """Of each expert that has rows its number and its rows of each tensor [m, ..]. The host waits for the counts."""
+    """Yield for each expert that has rows its number and its rows of each tensor [m, ..]. The host waits for the
+    counts."""
     sizes = on_host(counts, len(tensors[0]))
     parts = zip(*(one.split(sizes) for one in tensors), strict=True)
     return [(index, rows) for index, (size, rows) in enumerate(zip(sizes, parts, strict=True)) if size]

@@ -1,4 +1,4 @@
-"""What a model must be for `lora.quantize=nf4`. Imports no torch.
+"""Conditions on a model for `lora.quantize=nf4`. Imports no torch.
 
 Blocks of 64 weights of a row share a scale. A tensor-parallel rank of a layer that is cut by its inputs holds whole
 blocks, so that the ranks' weights are those of one process.
@@ -12,7 +12,7 @@ _CUT_BY_INPUTS = ("o_proj", "out_proj", "down_proj", "output_linear")  # of the 
 
 
 def quantize_problems(config: ModelConfig, quantize: str, tp: int) -> list[str]:
-    """What keeps a model from `lora.quantize` on `tp` tensor-parallel ranks, one line each."""
+    """Return what keeps a model from `lora.quantize` on `tp` tensor-parallel ranks, one line each."""
     if quantize != "nf4" and config.unquantized is not None:
         return [
             "its config.json has a quantization_config of bitsandbytes: set lora.quantize=nf4 to train an adapter "

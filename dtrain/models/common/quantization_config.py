@@ -16,7 +16,7 @@ _SIBLING = (
 
 
 def _instead(values: dict[str, Any]) -> str:
-    """What to say of weights in a format that is known."""
+    """Return what to say of weights in a format that is known."""
     method = values.get("quant_method")
     if method == "bitsandbytes" and values.get("load_in_8bit", values.get("_load_in_8bit")):
         return f"{_ORIGINAL}; bitsandbytes weights in 8 bits are not trained: {_SIBLING}"
@@ -46,7 +46,7 @@ def unquantized(section: Any, problems: list[str]) -> tuple[str, ...]:
 
 
 def skips(patterns: Iterable[str], name: str) -> bool:
-    """Whether the module of this name is left as it was, as transformers matches names: a pattern is the name's
+    """Return whether the module of this name is left as it was, as transformers matches names: a pattern is the name's
     beginning up to a dot, as it stands or as a regular expression, or its end."""
     return any(fullmatch(_from_start(one), name) or name.endswith(one) for one in patterns)
 

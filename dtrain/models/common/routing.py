@@ -1,4 +1,4 @@
-"""What the sparse layers of a model have in common: which experts they take, what they saw of a micro-batch, and the
+"""State that the sparse layers of a model share: the experts they take, what they saw of a micro-batch, and the
 loss that balances them.
 
 A layer takes its router's k likeliest experts, or where a batch has `routed_experts` those that an engine's router took
@@ -64,7 +64,7 @@ class Routing:
         return torch.where(is_given, given.sort(-1).values, own)
 
     def told(self, rows: int) -> Tensor:
-        """Where the tokens of the last forward, of so many rows, went: `noted` as [rows, S, layers, k] int16."""
+        """Return where the tokens of the last forward, of so many rows, went: `noted` as [rows, S, layers, k] int16."""
         assert self.noted is not None
         return torch.stack([self.noted[layer] for layer in range(self.layers)], 1).unflatten(0, (rows, -1))
 
@@ -92,13 +92,13 @@ class Routing:
         return loss
 
     def seen(self) -> Tensor:
-        """What the step saw on this rank, to be summed over the ranks that have other tokens: [n] float64."""
+        """Return what the step saw on this rank, to be summed over the ranks that have other tokens: [n] float64."""
         assert self.counts is not None
         return torch.cat([self.counts.flatten(), *([] if self.differing is None else [self.differing])])
 
     def measures(self, seen: Tensor) -> dict[str, Tensor]:
-        """Of `seen` over all ranks, a column for each step, [n, steps]: `loads`, and the share of the replayed choices
-        that the router would have made otherwise, [steps] each."""
+        """Return the measures of `seen` over all ranks, a column for each step, [n, steps]: `loads`, and the share of
+        the replayed choices that the router would have made otherwise, [steps] each."""
         counts, differing = seen[: self.layers * self.experts], seen[self.layers * self.experts :]
         found = loads(counts.unflatten(0, (self.layers, self.experts)))
         return found | ({"router_replay_differs": differing[0] / differing[1].clamp(min=1)} if len(differing) else {})
@@ -138,7 +138,7 @@ class _Beside(torch.autograd.Function):
 
 
 def loads(counts: Tensor) -> dict[str, Tensor]:
-    """Of counts [layers, E, ..] of a step, over all ranks: the fullest expert's share of the mean, and the share of
-    experts without a token, each the mean over the layers, [..]."""
+    """Return the loads of counts [layers, E, ..] of a step, over all ranks: the fullest expert's share of the mean, and
+    the share of experts without a token, each the mean over the layers, [..]."""
     mean = counts.mean(1).clamp(min=1e-9)
     return {"moe_load": (counts.amax(1) / mean).mean(0), "moe_idle": (counts == 0).double().mean((0, 1))}

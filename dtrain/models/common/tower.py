@@ -15,7 +15,7 @@ class TextTower(CausalLM):
     carried: tuple[str, ...]
 
     def text_name(self, name: str) -> str:
-        """What the files of the text model alone call parameter `name`."""
+        """Return what the files of the text model alone call parameter `name`."""
         return name
 
     def checkpoint_names(self, name: str) -> list[str]:
