@@ -1,21 +1,14 @@
 """Models in plain PyTorch under Hugging Face's names: configuration, families, initialisation.
 
-`config` is torch-free; what needs torch is imported when it is first asked for.
+`read_config` imports no torch; names that need torch are imported on first use.
 
-    config, fields, rope_config  config.json to a `ModelConfig`; its fields, its rotary scaling
-    config_families, config_gemma, config_gpt_oss, config_parts
-                                 the families' fields; Gemma's; gpt-oss's; what all have alike
-    quantization_config          its section about a checkpoint in 4 bits
-    registry                     from a `ModelConfig` to a model
-    llama, qwen, qwen3_5, gemma3, gemma4, phi, olmo, smollm, granite, mistral, qwen_vl, gpt_oss
-                                 the families
-    tower                        what is one part of a multimodal checkpoint
-    layers, functions            what they are made of; norms, activations, rotary embedding
-    moe, routing                 a mixture of experts in a layer; what its layers share, and the loss that balances them
-    regions                      parts of a layer that are compiled
-    init                         starting values
-    adapter_config, adapters     which layers have an adapter, and of what rank; what it computes
-    nf4, nf4_config              weights in 4 bits; what they ask of a model
+read_config                  config.json to a `ModelConfig`
+config_families, config_gemma, config_gpt_oss
+                             the families' fields; Gemma's; gpt-oss's
+registry                     from a `ModelConfig` to a model
+llama, qwen, qwen3_5, gemma3, gemma4, phi, olmo, smollm, granite, mistral, qwen_vl, gpt_oss
+                             the families
+common                       parts that the families share
 """
 
 from typing import Any

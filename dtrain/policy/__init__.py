@@ -8,7 +8,8 @@ score                 what a loss may ask of the model
 reference, teacher    frozen weights of the same model; another model
 reward_model          another model with a head of one output, which rates texts
 saved                 what it saves and reads
-memory, weights       weights moved away and back; given to whoever generates
+memory                weights and optimizer state moved to host memory and back
+weights, weight_buckets  full tensors for an engine; the buckets in which they travel
 worker                the policy under NeMo-RL's name and keywords, which training never loads
 """
 

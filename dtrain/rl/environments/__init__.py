@@ -15,5 +15,5 @@ All on one rank only.
     tools, mcp                      the environment of `grpo.tools`: calls are done, and answered; servers of tools
     verifiers                       those of `grpo.verifiers`, of the library of that name
     stepping                        `Environments` asks them, in a process of their own
-    calls, crew                     there: what is asked of them; threads, which are given up where they hang
+    calls, timeout_pool             there: the calls; threads, each given up where it hangs
 """

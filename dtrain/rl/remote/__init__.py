@@ -1,8 +1,9 @@
 """Completions from servers (vLLM, SGLang, `dtrain serve`), new weights to them, and a model that judges.
 
 training                servers as the engine of a training run
-http, dialects, wire    many requests to many servers; how each kind is asked; one call
-ahead                   the next rollout while training goes on
+http, dialects          many requests to many servers; how each kind is asked
+http_client             one HTTP call
+prefetch                the next rollout while training goes on
 publish                 new weights, by broadcast or through a directory
 adapter                 an adapter alone, through a directory
 judge                   a reward: another model's points
