@@ -37,7 +37,7 @@ def assert_equal(recipe, source, section, directory, rows):
     run(recipe)
     found = trajectory(recipe)
     assert len(found) == STEPS
-    for (loss, norm, *_), (want, want_norm) in zip(found, expected, strict=True):
+    for (loss, norm, *_), (want, want_norm, *_) in zip(found, expected, strict=True):
         assert distance(loss, want) <= 1e-5
         assert distance(norm, want_norm) <= 1e-4
 
