@@ -397,6 +397,11 @@ UNFIT = [
     ("TRL", "load_in_8bit: true", "not carried over: load_in_8bit"),
     ("axolotl", "adapter: lora", "axolotl has no rank of its own"),
     ("LLaMA-Factory", "stage: ppo", "which needs no critic"),
+    ("LLaMA-Factory", "finetuning_type: freeze", "freeze trains the last 2 layers"),
+    ("LLaMA-Factory", "group_by_length: true", "orders an epoch by length there"),
+    ("LLaMA-Factory", "pure_bf16: true\nfinetuning_type: full", "rounds weights in bfloat16 to the nearest"),
+    ("axolotl", "rl_beta: 0.1", "not carried over: rl_beta"),
+    ("torchtune", "loss: {_component_: torchtune.rlhf.loss.PPOLoss}", "loss._component_: torchtune.rlhf.loss.PPOLoss"),
     ("LLaMA-Factory", "packing: true", "lets samples see one another"),
     ("Automodel", "lr_scheduler: {lr_decay_style: cosine}", "lr_scheduler is not carried over"),
 ]
@@ -416,6 +421,58 @@ def test_values_with_more_than_one_key_bring_all_of_them():
     assert (recipe.optimizer.name, recipe.optimizer.state, recipe.optimizer.betas) == ("adamw", "int8", [0.9, 0.95])
     recipe = recipe_of(f"{BARE['axolotl']}\nrl: ipo")
     assert (recipe.method, recipe.dpo.loss, recipe.optimizer.lr) == ("dpo", "ipo", 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("lines", "method", "loss", "beta"),
+    [
+        ("rl_beta: 0.2\nrl: dpo", "dpo", "sigmoid", 0.2),
+        ("rl: orpo\norpo_alpha: 0.3", "dpo", "orpo", 0.3),
+        ("rl: kto\nrl_beta: 0.2", "kto", "kto", 0.2),
+    ],
+)
+def test_axolotls_rl_says_whose_beta_it_is_wherever_it_stands(lines, method, loss, beta):
+    recipe = recipe_of(f"{BARE['axolotl']}\n{lines}")
+    section = getattr(recipe, recipe.method)
+    assert (recipe.method, section.loss, section.beta) == (method, loss, beta)
+
+
+@pytest.mark.parametrize(
+    ("component", "loss", "beta"), [("DPOLoss\n  beta: 0.2", "sigmoid", 0.2), ("RSOLoss\n  gamma: 0.3", "hinge", 0.3)]
+)
+def test_torchtunes_loss_of_pairs_makes_its_file_dpo(component, loss, beta):
+    """torchtune 0.6.1, rlhf/loss/dpo.py: RSOLoss is relu(1 - gamma·m)."""
+    recipe = recipe_of(f"{BARE['torchtune']}\nloss:\n  _component_: torchtune.rlhf.loss.{component}")
+    assert (recipe.method, recipe.dpo.loss, recipe.dpo.beta) == ("dpo", loss, beta)
+
+
+def test_a_method_that_is_not_here_is_no_other_method_in_the_recipe():
+    made = translated(f"{BARE['axolotl']}\nrl: gdpo\nrl_beta: 0.1")
+    assert made.values["method"] == "gdpo" and made.lost == ["rl_beta"]
+    with pytest.raises(config.RecipeError, match="method=gdpo is none of"):
+        config.load(yaml.safe_load(made.text()))
+
+
+def test_files_behind_a_reader_of_load_dataset_are_the_path():
+    axolotl = """
+base_model: m
+learning_rate: 1.0e-4
+datasets: [{path: json, ds_type: json, data_files: [a.jsonl, b.jsonl], type: alpaca}]
+test_datasets: [{path: c.jsonl, ds_type: json, type: alpaca}]
+"""
+    recipe = recipe_of(axolotl)
+    assert (recipe.data.train.path, recipe.data.val.path) == (["a.jsonl", "b.jsonl"], "c.jsonl")
+    torchtune = BARE["torchtune"].replace("data_files", "source: json, data_files")
+    assert recipe_of(torchtune).data.train.path == "d.jsonl"
+    recipe = recipe_of(torchtune.replace("chat_dataset", "text_completion_dataset"))
+    assert (recipe.data.train.format, recipe.data.loss_on) == ("text", "all")
+    made = translated(torchtune.replace("chat_dataset", "samsum_dataset"))
+    assert "dataset._component_: torchtune.datasets.samsum_dataset" in made.lost
+
+
+def test_a_list_of_all_linear_is_all_linear():
+    recipe = recipe_of(f"{BARE['TRL']}\nuse_peft: true\nlora_target_modules: [all-linear]")
+    assert recipe.lora.target == "all-linear"
 
 
 def test_the_method_that_is_typed_counts_and_a_recipe_of_ours_is_no_file_of_another_tool():
