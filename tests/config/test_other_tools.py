@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 
 from dtrain import config
 from dtrain.config import other_tools, words
+from dtrain.errors import RecipeError
 from dtrain.optim import build_optimizer, build_scheduler
 from tools import coming_from
 
@@ -449,7 +450,7 @@ def test_torchtunes_loss_of_pairs_makes_its_file_dpo(component, loss, beta):
 def test_a_method_that_is_not_here_is_no_other_method_in_the_recipe():
     made = translated(f"{BARE['axolotl']}\nrl: gdpo\nrl_beta: 0.1")
     assert made.values["method"] == "gdpo" and made.lost == ["rl_beta"]
-    with pytest.raises(config.RecipeError, match="method=gdpo is none of"):
+    with pytest.raises(RecipeError, match="method=gdpo is none of"):
         config.load(yaml.safe_load(made.text()))
 
 
