@@ -92,7 +92,7 @@ class Translation:
             self._join(self.tool)
 
     def answer(self) -> str:
-        """Return the message for the user: the name of the tool, and `text`."""
+        """What its user is told: which tool it is, and `text`."""
         if self.tool is None:
             head = "it is written for another tool, whose defaults are not known here; what has a key here, to copy"
         else:
@@ -119,7 +119,8 @@ class Translation:
         leaf, ours = key.rpartition(".")[2], self._key(key)
         if ours == "" or value == -1 or (leaf == "top_k" and value == 0):
             return
-        if self.tool and leaf in self.tool.nulls and not value:
+        is_off = value == 0 and leaf == "max_grad_norm"  # also where null is the default
+        if self.tool and (is_off or (leaf in self.tool.nulls and not value)):
             self._put(key, ours or (words.moved(key, 1.0) or ("", 0))[0], None)
             return
         if value is None or (value == "auto" and ours is None):
@@ -150,8 +151,8 @@ class Translation:
         parts = key.split(".")
         prefixes = [f"{'.'.join(parts[:end])}." for end in range(len(parts), 0, -1)]
         names = [key, *prefixes, ".".join(parts[-2:]), parts[-1]]
-        ours = next((self.tool.keys[name] for name in names if name in self.tool.keys), None)
-        return ours and ours.format(method=self.method)
+        said = next((self.tool.keys[name] for name in names if name in self.tool.keys), None)
+        return said and said.format(method=self.method)
 
     def _put(self, theirs: str, key: str, value: Any) -> None:
         """A value of theirs under our key, if it fits; what is wrong is a note."""
@@ -195,11 +196,11 @@ class Translation:
 
     def _leaf(self, *names: str) -> Any:
         """The value of the first of their keys that has one of these names, and holds a value."""
-        values = (self.theirs[key] for name in names for key in self.theirs if key.rpartition(".")[2] == name)
-        return next((value for value in values if value is not None), None)
+        found = (self.theirs[key] for name in names for key in self.theirs if key.rpartition(".")[2] == name)
+        return next((value for value in found if value is not None), None)
 
     def _join(self, tool: Tool) -> None:
-        """Set the values that take more than one key, and the tool's defaults."""
+        """What takes more than one key; and the tool's defaults."""
         for place, value in self.theirs.items():
             matches = [brought for pattern, brought in tool.components.items() if re.fullmatch(pattern, str(value))]
             for key, one in (pair for brought in matches for pair in flat(brought).items()):
@@ -225,7 +226,7 @@ class Translation:
         self.notes += [note for layer, notes in tool.notes.items() if self._has(layer, has_adapter) for note in notes]
 
     def _has(self, layer: str, has_adapter: bool) -> bool:
-        """Return whether the notes of a layer are for this recipe."""
+        """Whether the notes of a layer are for this recipe."""
         if layer.startswith("no "):
             return has_adapter >= layer.startswith("no lora.") and layer.removeprefix("no ") not in self.values
         key, _, value = layer.partition("=")
@@ -246,7 +247,7 @@ class Translation:
                 self.origins[key] = f"{tool.name} {tool.version}'s default"
 
     def _adapter(self, tool: Tool) -> bool:
-        """Return whether the file trains an adapter. Without one the tool does not read its keys of adapters."""
+        """Whether the file trains an adapter. Without one its keys of adapters are not read there."""
         if tool.adapter is None:
             return False
         key, usual, wanted = tool.adapter

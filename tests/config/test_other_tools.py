@@ -359,6 +359,11 @@ def test_clipping_is_off_where_transformers_has_it_off_and_its_default_where_axo
     assert recipe_of(f"{BARE['axolotl']}\nmax_grad_norm: null").train.max_grad_norm == 1.0
 
 
+def test_axolotls_zero_is_no_clipping_and_its_own_template_is_the_models():
+    recipe = recipe_of(f"{BARE['axolotl']}\nmax_grad_norm: 0.0\nchat_template: tokenizer_default")
+    assert (recipe.train.max_grad_norm, recipe.data.chat_template) == (None, None)
+
+
 def test_bf16_that_is_off_is_float32_and_its_default_is_not():
     for tool in ("TRL", "axolotl"):
         assert recipe_of(f"{BARE[tool]}\nbf16: false").train.dtype == "float32"
@@ -401,6 +406,7 @@ UNFIT = [
     ("LLaMA-Factory", "finetuning_type: freeze", "freeze trains the last 2 layers"),
     ("LLaMA-Factory", "group_by_length: true", "orders an epoch by length there"),
     ("LLaMA-Factory", "pure_bf16: true\nfinetuning_type: full", "rounds weights in bfloat16 to the nearest"),
+    ("TRL", "beta: 0.1", "write method=kto behind FILE"),
     ("axolotl", "rl_beta: 0.1", "not carried over: rl_beta"),
     ("torchtune", "loss: {_component_: torchtune.rlhf.loss.PPOLoss}", "loss._component_: torchtune.rlhf.loss.PPOLoss"),
     ("LLaMA-Factory", "packing: true", "lets samples see one another"),
@@ -469,6 +475,20 @@ test_datasets: [{path: c.jsonl, ds_type: json, type: alpaca}]
     assert (recipe.data.train.format, recipe.data.loss_on) == ("text", "all")
     made = translated(torchtune.replace("chat_dataset", "samsum_dataset"))
     assert "dataset._component_: torchtune.datasets.samsum_dataset" in made.lost
+
+
+def test_torchtunes_distillation_names_its_teacher():
+    more = """
+kd_loss: {_component_: torchtune.modules.loss.ForwardKLWithChunkedOutputLoss}
+kd_ratio: 0.5
+"""
+    first = "teacher_checkpointer: {checkpoint_dir: t, model_type: QWEN2}\n"
+    made = translated(f"{first}{BARE['torchtune']}{more}")
+    recipe = config.load(yaml.safe_load(made.text()))
+    assert (recipe.method, recipe.model.path, recipe.distill.teacher, recipe.distill.kl) == (
+        "distill", "m", "t", "forward",
+    )  # fmt: skip
+    assert made.lost == ["kd_ratio"]
 
 
 def test_a_list_of_all_linear_is_all_linear():
