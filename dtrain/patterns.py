@@ -171,21 +171,21 @@ class _Builder:
 
 
 class _Match:
-    """A text, and the ends of each lookaround at each place, each computed once."""
+    """A text and what has been found of it: the ends of each lookaround at each place."""
 
     def __init__(self, states: list[_State], text: str):
         self.states, self.text = states, text
         self._ends: dict[tuple[int, int], set[int]] = {}
 
     def ends(self, entry: int, start: int) -> set[int]:
-        """Return the places where a match that begins at `start` in the state `entry` may end."""
+        """Where a match that begins at `start` in the state `entry` may end."""
         if (entry, start) not in self._ends:
-            self._ends[entry, start] = ends = set()
+            self._ends[entry, start] = found = set()
             active: Iterable[int] = (entry,)
             for at in range(start, len(self.text) + 1):
                 reached = self._reached(active, at)
                 if _END in reached:
-                    ends.add(at)
+                    found.add(at)
                 if at == len(self.text):
                     break
                 character = self.text[at]
@@ -207,7 +207,7 @@ class _Match:
         return reached
 
     def is_word(self, at: int) -> bool:
-        """Return whether the character at `at` is one of a word."""
+        """Whether a character of a word stands at `at`."""
         return 0 <= at < len(self.text) and _CATEGORIES[_constants.CATEGORY_WORD](self.text[at])
 
 

@@ -33,7 +33,7 @@ def seal(directory: Path, key: str, meta: dict[str, Any]) -> None:
 
 
 def is_whole(place: Path) -> bool:
-    """Return whether the cache is there, by its meta.json and the sizes of its files; their content is not read."""
+    """Whether the cache is there, by its meta.json and the sizes of its files; their content is not read."""
     try:
         _read_meta(place)
     except UserError:
@@ -57,10 +57,10 @@ def drop_damaged(place: Path, ranks: Ranks) -> list[str]:
             return None
         try:
             with lock(place):
-                damage_now = _damage(place, Ranks(alone=True))  # again, for another run may have made it anew
-                if damage_now is not None:
+                found = _damage(place, Ranks(alone=True))  # again, for another run may have made it anew
+                if found is not None:
                     shutil.rmtree(place) if place.is_dir() and not place.is_symlink() else place.unlink()
-                return None if damage_now is None else f"the cache {place} is damaged ({damage_now})"
+                return None if found is None else f"the cache {place} is damaged ({found})"
         except OSError as problem:
             raise UserError(
                 f"the cache {place} is damaged ({damage}), and cannot be deleted ({problem.strerror}): delete it, or "
@@ -83,8 +83,8 @@ def _damage(place: Path, ranks: Ranks) -> str | None:
         contents = digests([place / name for name in written], ranks=ranks)
     except UserError as error:  # raised on every rank: a disk may fail to read what it has
         return damage or str(error)
-    for (name, content), content_now in zip(written.items(), contents, strict=True):
-        if content != content_now:
+    for (name, content), found in zip(written.items(), contents, strict=True):
+        if content != found:
             damage = damage or f"{place / name}: its content is not what was written"
     return damage
 
@@ -101,8 +101,8 @@ def _read_meta(place: Path) -> dict[str, Any]:
         path = place / name
         if not path.is_file():
             raise UserError(f"{path}: there is no such file")
-        if (size_now := path.stat().st_size) != size:
-            raise UserError(f"{path}: it has {size_now} bytes instead of {size}")
+        if (found := path.stat().st_size) != size:
+            raise UserError(f"{path}: it has {found} bytes instead of {size}")
     return meta
 
 
