@@ -456,7 +456,11 @@ VALUES: dict[str, dict[str, str]] = {
     "metrics.wandb": {"write the project's name, such as metrics.wandb=my-project": "true", "write null": "false"},
     "run.name": {"write a name, such as run.name=first": "true", "leave it out, or write null": "false"},
     "checkpoint.init_from": {"write a run's directory, such as runs/first": "true", "write null": "false"},
-    "data.chat_template": {"write a file's path; null takes the model's own": "true", "write null": "false"},
+    "data.chat_template": {
+        "null": "tokenizer_default",
+        "write a file's path; null takes the model's own": "true",
+        "write null": "false",
+    },
     "distill.kl": {"mixed": "both", "jsd": "js gkd", "forward": "fkl fwd", "reverse": "rkl rev"},
     "dpo.reference": {"none": "false no"},
 }

@@ -482,6 +482,8 @@ def _near(word: str, prefix: str, siblings: list[str]) -> str:
         same = [key for key in everywhere if key.rpartition(".")[2] == leaf]
     if near or same:
         return f"; did you mean {prefix + near if near else ' or '.join(same)}?"
+    if not prefix and (theirs := nearest(word, key_aliases.OURS)):
+        return f"; did you mean {theirs}? dtrain's word for it is {key_aliases.OURS[theirs]}"
     return f"; the keys of {prefix.rstrip('.') or 'a recipe'} are {', '.join(siblings)}"
 
 

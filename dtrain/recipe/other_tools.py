@@ -26,6 +26,7 @@ Fit = Callable[[str, Any], tuple[Any, list[str]]]
 
 _LISTED = ("data.train.path", "data.val.path", "lora.target", "lora.modules_to_save")  # "a,b" is two entries
 _NAMES = {"optimizer.name": OPTIMIZERS, "scheduler.name": SCHEDULES}
+_FILE_READERS = ("json", "csv", "parquet", "arrow", "text")  # names for load_dataset; the files are in data_files
 _LORA_LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]
 
@@ -84,10 +85,11 @@ class Translation:
         self.lost: list[str] = []
         self._refused: set[str] = set()  # our keys whose value did not fit: their tool's default is not what is meant
         self.method = method or self._method()
-        for key, value in self.theirs.items():
-            self._carry(key, value)
+        methods_first = sorted(self.theirs, key=lambda key: (key_aliases.moved(key, "") or ("",))[0] != "method")
+        for key in methods_first:
+            self._carry(key, self.theirs[key])
+            self.method = str(self.values.get("method", self.method))
         if self.tool:
-            self.values["method"] = self.method = str(self.values.get("method", self.method))
             self._join(self.tool)
 
     def answer(self) -> str:
@@ -118,13 +120,17 @@ class Translation:
         leaf, ours = key.rpartition(".")[2], self._key(key)
         if ours == "" or value == -1 or (leaf == "top_k" and value == 0):
             return
-        if self.tool and leaf in self.tool.nulls and not value:
+        is_off = value == 0 and leaf == "max_grad_norm"  # also where null is the default
+        if self.tool and (is_off or (leaf in self.tool.nulls and not value)):
             self._put(key, ours or (key_aliases.moved(key, 1.0) or ("", 0))[0], None)
             return
         if value is None or (value == "auto" and ours is None):
             return
         if isinstance(value, str) and "${" in value:
             self.lost.append(key)
+            return
+        if ours and ours.startswith(f"{self.method}.") and ".kwargs" not in ours and ours not in self.known:
+            self.lost.append(key)  # of another method than the file's
             return
         if ours is None:
             ours = key if key in self.known else None
@@ -166,8 +172,10 @@ class Translation:
                 self.notes.append(f"{theirs}={self.theirs[theirs]}: {key}={value}, {remark}")
         if isinstance(value, str) and key in _LISTED and "," in value:
             value = [part.strip() for part in value.split(",")]
-        if isinstance(value, list) and len(value) == 1 and key.endswith(".path"):
+        if isinstance(value, list) and len(value) == 1 and (key.endswith(".path") or value == ["all-linear"]):
             value = value[0]
+        if key == "data.train.path" and value in _FILE_READERS:
+            return
         section, is_option, option = key.partition(".kwargs.")
         if is_option:
             key = f"{section}.kwargs"
@@ -181,8 +189,13 @@ class Translation:
         if isinstance(value, str) and key in _NAMES and value not in _NAMES[key] and "." not in value:
             problems = [f"{key}={value} is none of {', '.join(_NAMES[key])}"]
         if problems:
-            self.notes.append(f"{theirs}={self.theirs.get(theirs)} is not carried over: {problems[0]}")
             self._refused.add(key)
+            if key == "method":
+                self.values[key] = value  # the recipe is refused too, and trains by no other method
+            if isinstance(original := self.theirs.get(theirs), list | Mapping):
+                self.lost.append(theirs)
+            else:
+                self.notes.append(f"{theirs}={original} is not carried over: {problems[0]}")
         else:
             self.values[key] = fitted
 
@@ -193,13 +206,14 @@ class Translation:
 
     def _join(self, tool: Tool) -> None:
         """Put what takes more than one key, and the tool's defaults."""
-        for value in map(str, self.theirs.values()):
-            for pattern, brought in tool.components.items():
-                if re.fullmatch(pattern, value):
-                    for key, setting in flat(brought).items():
-                        self.values.setdefault(key, setting)
-                        self.origins.setdefault(key, f"{value.rpartition('.')[2]} of {tool.name} {tool.version}")
-        self.method = self.values["method"] = str(self.values["method"])
+        for place, value in self.theirs.items():
+            matches = [brought for pattern, brought in tool.components.items() if re.fullmatch(pattern, str(value))]
+            for key, setting in (pair for brought in matches for pair in flat(brought).items()):
+                self.values.setdefault(key, setting)
+                self.origins.setdefault(key, f"{value.rpartition('.')[2]} of {tool.name} {tool.version}")
+            if not matches and place in ("dataset._component_", "loss._component_"):
+                self.lost.append(f"{place}: {value}")
+        self.method = self.values["method"] = str(self.values.get("method", self.method))
         has_adapter = self._adapter(tool)
         defaults = tool.defaults.get("all", {})
         for layer in (self.method, *(["lora"] if has_adapter else [])):
@@ -272,14 +286,18 @@ class Translation:
     def _data(self, tool: Tool) -> None:
         entries = self._leaf("datasets")
         if isinstance(entries, list) and all(isinstance(entry, Mapping) and "path" in entry for entry in entries):
-            self._put("datasets", "data.train.path", [entry["path"] for entry in entries])
+            self._put("datasets", "data.train.path", _paths(entries))
             kinds = {entry.get("type") for entry in entries}
-            if len(kinds) == 1 and isinstance(kind := kinds.pop(), str):
+            if self.method != "sft":  # there a type is a reader of pairs, prompts or marks; here columns are found
+                self.lost += [f"datasets.type: {kind}" for kind in sorted(map(str, kinds - {None}))]
+            elif len(kinds) == 1 and isinstance(kind := kinds.pop(), str):
                 self._put("datasets", "data.train.format", kind.partition(".")[0])
-            more = sorted({key for entry in entries for key in entry} - {"path", "type"})
+            more = sorted({key for entry in entries for key in entry} - {"path", "type", "data_files", "ds_type"})
             self.lost += [f"datasets.{key}" for key in more]
         elif entries:
             self.lost.append("datasets")
+        if tests := self._leaf("test_datasets"):
+            self._put("test_datasets", "data.val.path", _paths(tests))
         if (column := self._leaf("dataset_text_field")) not in (None, "text"):
             self.values["data.train.columns"] = {"text": column}
         if self._leaf("stage") in ("pt", "pretrain"):
@@ -422,6 +440,15 @@ class Translation:
         self.values["scheduler"] = stages if warmup else stages[1:]
         self.origins["scheduler"] = "Automodel warms up from a tenth of the rate and falls to a hundredth"
         self.theirs = {key: value for key, value in self.theirs.items() if key != "lr_scheduler.min_lr"}
+
+
+def _paths(entries: list[Mapping[str, Any]]) -> list[str]:
+    """Return the files or hub ids of the entries of `datasets`."""
+    paths: list[str] = []
+    for entry in entries:
+        files = entry.get("data_files") or entry["path"]
+        paths += files if isinstance(files, list) else [files]
+    return paths
 
 
 def _lines(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:

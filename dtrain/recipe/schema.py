@@ -642,8 +642,8 @@ class Grpo:
     advantage: Literal["group", "leave_one_out", "batch", "none"] = "group"
     """What is subtracted from a reward: the mean of its group, of its group's others, of the rollout, or nothing."""
     scale: Literal["group", "leave_one_out", "batch", "none"] = "group"
-    """What the difference is divided by: the standard deviation of its group, of its group's others, of the rollout, or
-    nothing. leave_one_out in both keys is NeMo-RL's default; a spread of 0 divides nothing there."""
+    """Divisor of the difference: the standard deviation of its group, of its group's others, of the rollout, or none.
+    leave_one_out in both keys is NeMo-RL's default; a spread of 0 divides nothing there."""
     rewards: list[Reward] = field(default_factory=lambda: [Reward(fn="math_exact")])
     """A completion earns the weighted sum of these. They run in a process that sees no CUDA device, unless the code
     names one in CUDA_VISIBLE_DEVICES before it loads torch."""

@@ -10,6 +10,7 @@ import yaml
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 
 from dtrain import recipe as config
+from dtrain.base.errors import RecipeError
 from dtrain.optim.update import build_optimizer, build_scheduler
 from dtrain.recipe import key_aliases, other_tools
 from tools import coming_from
@@ -358,6 +359,11 @@ def test_clipping_is_off_where_transformers_has_it_off_and_its_default_where_axo
     assert recipe_of(f"{BARE['axolotl']}\nmax_grad_norm: null").train.max_grad_norm == 1.0
 
 
+def test_axolotls_zero_is_no_clipping_and_its_own_template_is_the_models():
+    recipe = recipe_of(f"{BARE['axolotl']}\nmax_grad_norm: 0.0\nchat_template: tokenizer_default")
+    assert (recipe.train.max_grad_norm, recipe.data.chat_template) == (None, None)
+
+
 def test_bf16_that_is_off_is_float32_and_its_default_is_not():
     for tool in ("TRL", "axolotl"):
         assert recipe_of(f"{BARE[tool]}\nbf16: false").train.dtype == "float32"
@@ -396,6 +402,12 @@ UNFIT = [
     ("TRL", "load_in_8bit: true", "not carried over: load_in_8bit"),
     ("axolotl", "adapter: lora", "axolotl has no rank of its own"),
     ("LLaMA-Factory", "stage: ppo", "which needs no critic"),
+    ("LLaMA-Factory", "finetuning_type: freeze", "freeze trains the last 2 layers"),
+    ("LLaMA-Factory", "group_by_length: true", "orders an epoch by length there"),
+    ("LLaMA-Factory", "pure_bf16: true\nfinetuning_type: full", "rounds weights in bfloat16 to the nearest"),
+    ("TRL", "beta: 0.1", "write method=kto behind FILE"),
+    ("axolotl", "rl_beta: 0.1", "not carried over: rl_beta"),
+    ("torchtune", "loss: {_component_: torchtune.rlhf.loss.PPOLoss}", "loss._component_: torchtune.rlhf.loss.PPOLoss"),
     ("LLaMA-Factory", "packing: true", "lets samples see one another"),
     ("Automodel", "lr_scheduler: {lr_decay_style: cosine}", "lr_scheduler is not carried over"),
 ]
@@ -415,6 +427,72 @@ def test_values_with_more_than_one_key_bring_all_of_them():
     assert (recipe.optimizer.name, recipe.optimizer.state, recipe.optimizer.betas) == ("adamw", "int8", [0.9, 0.95])
     recipe = recipe_of(f"{BARE['axolotl']}\nrl: ipo")
     assert (recipe.method, recipe.dpo.loss, recipe.optimizer.lr) == ("dpo", "ipo", 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("lines", "method", "loss", "beta"),
+    [
+        ("rl_beta: 0.2\nrl: dpo", "dpo", "sigmoid", 0.2),
+        ("rl: orpo\norpo_alpha: 0.3", "dpo", "orpo", 0.3),
+        ("rl: kto\nrl_beta: 0.2", "kto", "kto", 0.2),
+    ],
+)
+def test_axolotls_rl_says_whose_beta_it_is_wherever_it_stands(lines, method, loss, beta):
+    recipe = recipe_of(f"{BARE['axolotl']}\n{lines}")
+    section = getattr(recipe, recipe.method)
+    assert (recipe.method, section.loss, section.beta) == (method, loss, beta)
+
+
+@pytest.mark.parametrize(
+    ("component", "loss", "beta"), [("DPOLoss\n  beta: 0.2", "sigmoid", 0.2), ("RSOLoss\n  gamma: 0.3", "hinge", 0.3)]
+)
+def test_torchtunes_loss_of_pairs_makes_its_file_dpo(component, loss, beta):
+    """torchtune 0.6.1, rlhf/loss/dpo.py: RSOLoss is relu(1 - gamma·m)."""
+    recipe = recipe_of(f"{BARE['torchtune']}\nloss:\n  _component_: torchtune.rlhf.loss.{component}")
+    assert (recipe.method, recipe.dpo.loss, recipe.dpo.beta) == ("dpo", loss, beta)
+
+
+def test_a_method_that_is_not_here_is_no_other_method_in_the_recipe():
+    made = translated(f"{BARE['axolotl']}\nrl: gdpo\nrl_beta: 0.1")
+    assert made.values["method"] == "gdpo" and made.lost == ["rl_beta"]
+    with pytest.raises(RecipeError, match="method=gdpo is none of"):
+        config.load(yaml.safe_load(made.text()))
+
+
+def test_files_behind_a_reader_of_load_dataset_are_the_path():
+    axolotl = """
+base_model: m
+learning_rate: 1.0e-4
+datasets: [{path: json, ds_type: json, data_files: [a.jsonl, b.jsonl], type: alpaca}]
+test_datasets: [{path: c.jsonl, ds_type: json, type: alpaca}]
+"""
+    recipe = recipe_of(axolotl)
+    assert (recipe.data.train.path, recipe.data.val.path) == (["a.jsonl", "b.jsonl"], "c.jsonl")
+    torchtune = BARE["torchtune"].replace("data_files", "source: json, data_files")
+    assert recipe_of(torchtune).data.train.path == "d.jsonl"
+    recipe = recipe_of(torchtune.replace("chat_dataset", "text_completion_dataset"))
+    assert (recipe.data.train.format, recipe.data.loss_on) == ("text", "all")
+    made = translated(torchtune.replace("chat_dataset", "samsum_dataset"))
+    assert "dataset._component_: torchtune.datasets.samsum_dataset" in made.lost
+
+
+def test_torchtunes_distillation_names_its_teacher():
+    more = """
+kd_loss: {_component_: torchtune.modules.loss.ForwardKLWithChunkedOutputLoss}
+kd_ratio: 0.5
+"""
+    first = "teacher_checkpointer: {checkpoint_dir: t, model_type: QWEN2}\n"
+    made = translated(f"{first}{BARE['torchtune']}{more}")
+    recipe = config.load(yaml.safe_load(made.text()))
+    assert (recipe.method, recipe.model.path, recipe.distill.teacher, recipe.distill.kl) == (
+        "distill", "m", "t", "forward",
+    )  # fmt: skip
+    assert made.lost == ["kd_ratio"]
+
+
+def test_a_list_of_all_linear_is_all_linear():
+    recipe = recipe_of(f"{BARE['TRL']}\nuse_peft: true\nlora_target_modules: [all-linear]")
+    assert recipe.lora.target == "all-linear"
 
 
 def test_the_method_that_is_typed_counts_and_a_recipe_of_ours_is_no_file_of_another_tool():

@@ -168,7 +168,7 @@ def parse(file: str, line: int, row: Any) -> dict[str, Any]:
         except UnicodeDecodeError as problem:
             raise UserError(f"{file}:{line}: {_no_text(row, problem)}") from problem
         except ValueError as problem:  # a number of thousands of digits, lists in lists in lists, a name twice
-            raise UserError(f"{file}:{line}: Python cannot read this line: {problem}; mend it") from problem
+            raise UserError(f"{file}:{line}: this line cannot be read: {problem}") from problem
     if not isinstance(row, dict):
         raise UserError(f"{file}:{line}: a row must be a JSON object with named fields, not {json_files.kind_of(row)}")
     return row
@@ -312,7 +312,7 @@ def _json_array(file: Path, stream: Stream) -> Iterator[tuple[int, Any, int]]:
                     after = " (a comma before the ] is one too many)" if character == "]" else ""
                     raise UserError(f"{file}:{at}: this is not JSON: {problem.msg}{after}") from problem
             except (ValueError, RecursionError) as problem:
-                raise UserError(f"{file}:{line}: Python cannot read this row: {problem}; mend it") from problem
+                raise UserError(f"{file}:{line}: this row cannot be read: {problem}") from problem
         yield line, row, end - position
         line += buffer.count("\n", position, end)
         position = end

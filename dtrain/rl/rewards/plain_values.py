@@ -141,13 +141,13 @@ class Codec:
         return (_MAKE[kind] if kind in _MAKE else _type_named(kind))(*items)
 
     def encode_contents(self, container: Any, shared: Shared) -> list[Any]:
-        """What a mutable container holds; of a mapping pairs."""
+        """Return the encoded entries of a mutable container; of a mapping, pairs."""
         if isinstance(container, dict):
             return [[self.encode(key, shared), self.encode(value, shared)] for key, value in dict.items(container)]
         return self._encode_all(container, shared)
 
     def decode_contents(self, container: Any, items: list[Any], shared: Shared) -> list[Any]:
-        """What `refill` gives to `container`."""
+        """Return the decoded entries, for `refill` to put into `container`."""
         if isinstance(container, dict):
             return [(self.decode(key, shared), self.decode(value, shared)) for key, value in items]
         return self._decode_all(items, shared)
