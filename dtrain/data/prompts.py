@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dtrain.data.encoder import LONG, Document, RowEncoder
+from dtrain.data.encoder import LONG, NONE, Document, RowEncoder
 from dtrain.data.formats import read_instruction, read_integers, read_messages, read_string, read_tools, require_keys
 from dtrain.data.sample import Encoder
 from dtrain.data.template import ChatTemplate
@@ -146,6 +146,13 @@ class PromptEncoder(RowEncoder):
             self._examples = Encoder(tokenizer, template, loss_on=options.loss_on, **limits)
             self.decides[0].append(options.loss_on)
             self.documents = 2
+
+    def row_of(self, given: Mapping[str, Any], name: str, columns: Mapping[str, str] = NONE) -> Mapping[str, Any]:
+        """As of every encoder, but a completion that is not trained on is a column, and stays as the file has it."""
+        row = super().row_of(given, name, columns)
+        if self._examples is not None or "completion" not in row:
+            return row
+        return {**row, "completion": given[columns.get("completion", "completion")]}
 
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
         prompt = normalise_prompt(row, name)

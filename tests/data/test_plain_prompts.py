@@ -88,6 +88,15 @@ def test_as_user_the_ids_are_those_of_transformers(directory):
     assert whole == oracle.apply_chat_template(conversation, return_dict=False)
 
 
+def test_rewards_read_the_columns_of_the_file(directory):
+    """As user too, where the completion is no part of what is trained."""
+    for how in ("text", "user"):
+        encoder = coder(PromptEncoder, directory, prompts_as=how, options=PromptOptions(4096))
+        row = encoder.row_of({"p": ASK, "c": SAY}, "prompt_completion", {"prompt": "p", "completion": "c"})
+        (document,) = encoder.documents_of(row, "prompt_completion")
+        assert json.loads(document.columns)["columns"] == {"completion": SAY, "answer": SAY}
+
+
 def test_a_pair_of_texts_without_a_prompt_is_refused(directory):
     encoder = coder(PairEncoder, directory, prompts_as="user")
     with pytest.raises(UserError, match="data.prompts_as=user: the row has chosen and rejected alone"):
