@@ -143,7 +143,8 @@ class _KernelWatch:
                 f"{type(self.model).__name__} ran inside a context-parallel context, and none of dtrain's "
                 f"context-parallel kernels over these {self.cp_mesh.size()} ranks: each rank attended to its own part "
                 "of the rows alone, so what it computed is wrong. Use a model of dtrain's with such a kernel (Policy "
-                "builds one; or model.use_kernel(GatherKernel(KERNELS['sdpa'], cp_mesh))), or call this one on whole rows"
+                "builds one; or model.use_kernel(GatherKernel(KERNELS['sdpa'], cp_mesh))), or call this one on whole "
+                "rows"
             )
 
     def _holds_kernel(self, model: nn.Module) -> bool:
