@@ -49,7 +49,7 @@ from dtrain.errors import UserError
 from dtrain.json_files import digest
 from dtrain.parallel.ranks import Ranks
 
-VERSION = 5
+VERSION = 6
 SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
 NAMED = 20  # rows left out that messages name; left_out.txt has all
 ARRAYS = {
