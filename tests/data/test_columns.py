@@ -188,7 +188,7 @@ def test_a_column_that_the_file_lacks(tmp_path, model, rows, columns, words):
     ("settings", "answer"),
     [
         (["data.train.columns={mesages: a}"], "mesages: no column of this name is read; did you mean messages?"),
-        (["data.train.columns={answers: a}"], "Columns that a format reads: input_ids, labels, messages, tools, conv"),
+        (["data.train.columns={answers: a}"], "Columns that a format reads: input_ids, labels, messages, tools, syst"),
         (["data.train.columns={text: a}", "data.train.format=alpaca"], "Columns that format alpaca reads: instruction, "
          "output, input, system, history, tools"),
         (["data.train.columns={chosen: a}"], "data.train.columns.chosen: no column"),

@@ -6,6 +6,7 @@ import pytest
 
 from dtrain.base.errors import UserError
 from dtrain.data.formats.formats import Conversation, PromptCompletion, Text, TokenizedRow, detect, normalise
+from dtrain.data.formats.prompts import normalise_prompt
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
 
@@ -77,6 +78,25 @@ def test_sharegpt_speakers_and_calls():
         ],
         [None, None, None, None, False],
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("messages", {"messages": [USER, REPLY]}),
+        ("prompt_completion", {"prompt": [USER], "completion": [REPLY]}),
+    ],
+)
+def test_a_system_column_is_the_system_message_in_every_method(name, row):
+    """As prompts and pairs have it, so that a model is asked as it was trained."""
+    asked = normalise_prompt({**row, "system": "be brief"}, name).content
+    sample = normalise({**row, "system": "be brief"}, name)
+    assert sample.messages == [*asked, REPLY] and asked == [{"role": "system", "content": "be brief"}, USER]
+    assert sample.train == [None] * 3 and sample.prompt == (2 if name == "prompt_completion" else 0)
+    own = {"role": "system", "content": "own"}
+    for key in {"messages", "prompt"} & {*row}:
+        row = {**row, key: [own, *row[key]], "system": "be brief"}
+    assert normalise(row, name).messages == [own, USER, REPLY]
 
 
 def test_alpaca():

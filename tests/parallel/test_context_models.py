@@ -19,7 +19,7 @@ from dtrain.parallel.context.layout import shard_sequence
 from tests.tiny import VOCAB, save_weights, write_model
 from tests.world import run_world
 
-WITHOUT = r"LlamaForCausalLM ran .* none of dtrain's context-parallel kernels over 2 ranks"
+WITHOUT = r"LlamaForCausalLM ran .* none of dtrain's context-parallel kernels over these 2 ranks"
 KERNELS_OF_CP = {"gather": GatherKernel, "ring": RingKernel}
 
 
@@ -99,6 +99,24 @@ def beside_a_model(rank):
 
 def test_an_exception_inside_is_not_hidden_and_other_models_are_left_alone():
     run_world(beside_a_model, 2)
+
+
+def a_kernel_of_another_dimension(rank, directory):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    model = models.from_pretrained(directory, dtype=torch.float64)
+    ctx, batch = make_cp_batch_and_ctx(mesh, a_batch())
+    model.use_kernel(GatherKernel(KERNELS["sdpa"], mesh["tp"]))
+    with pytest.raises(RuntimeError, match="none of dtrain's context-parallel kernels over these 2 ranks"), ctx():
+        model(batch["input_ids"], batch["position_ids"])
+    # Another mesh of the same ranks has a group of its own.
+    model.use_kernel(GatherKernel(KERNELS["sdpa"], init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["a"]))
+    ctx, batch = make_cp_batch_and_ctx(mesh, a_batch())
+    with ctx():
+        model(batch["input_ids"], batch["position_ids"])
+
+
+def test_a_kernel_over_other_ranks_of_the_same_number_is_an_error(tmp_path):
+    run_world(a_kernel_of_another_dimension, 4, save_weights(write_model(tmp_path / "model")))
 
 
 def a_model_of_ours(rank, directory, name, variant):

@@ -221,11 +221,17 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _chat(row: Mapping[str, Any], key: str) -> Conversation:
-    messages, train = read_messages(row[key], key)
-    system = row.get("system")
-    if system and key == "conversations" and messages[0]["role"] != "system":
-        messages, train = [{"role": "system", "content": read_string(system, "system")}, *messages], [None, *train]
+    messages, train = _with_system(row, *read_messages(row[key], key))
     return Conversation(messages, train, read_tools(row))
+
+
+def _with_system(
+    row: Mapping[str, Any], messages: list[dict[str, Any]], train: list[bool | None]
+) -> tuple[list[dict[str, Any]], list[bool | None]]:
+    """Return the messages and their marks, the row's column `system` in front where no system message is."""
+    if not row.get("system") or messages[0]["role"] in ("system", "developer"):
+        return messages, train
+    return [{"role": "system", "content": read_string(row["system"], "system")}, *messages], [None, *train]
 
 
 def read_messages(value: Any, key: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
@@ -390,7 +396,7 @@ def _prompt_completion(row: Mapping[str, Any]) -> Conversation | PromptCompletio
         return PromptCompletion(prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise UserError("prompt and completion must both be strings or both be lists of messages")
-    before, before_train = read_messages(prompt, "prompt")
+    before, before_train = _with_system(row, *read_messages(prompt, "prompt"))
     after, after_train = read_messages(completion, "completion")
     return Conversation(before + after, before_train + after_train, read_tools(row), prompt=len(before))
 

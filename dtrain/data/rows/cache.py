@@ -49,7 +49,7 @@ from dtrain.data.rows.order import Share
 from dtrain.data.rows.pool import Job, Pool
 from dtrain.data.sources.files import read_chunks
 
-VERSION = 5
+VERSION = 6
 SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
 NAMED = 20  # rows left out that messages name; left_out.txt has all
 ARRAYS = {

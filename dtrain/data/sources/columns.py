@@ -14,10 +14,10 @@ from dtrain.data.formats.formats import KINDS, LABELS, detect
 _ALSO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "examples": {
         "tokenized": ("labels",),
-        "messages": ("tools",),
+        "messages": ("tools", "system"),
         "sharegpt": ("system", "tools"),
         "alpaca": ("input", "system", "history", "tools"),
-        "prompt_completion": ("tools",),
+        "prompt_completion": ("tools", "system"),
     },
     "pairs": {
         "preference": ("prompt", "system", "tools", "question", "conversations", "instruction", "input", "history")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -60,7 +61,7 @@ def create_context_parallel_ctx(
     cp_rotate_method: how keys travel, None | allgather | alltoall (ring and NeMo-RL's addtoall are other names of it);
     the model's kernel decides that when it is built, the name is checked here.
 
-    A model that is called inside must attend with a `ContextKernel` over as many ranks; any other attends to this
+    A model that is called inside must attend with a `ContextKernel` over the same ranks; any other attends to this
     rank's part alone. The kernel is known as an attribute of the called module or of one in it, which dtrain's models
     have. A context in which this thread calls no module (one that only reads its buffers) is left alone, and so is a
     mesh of one rank. An exception from inside is passed on as it is.
@@ -80,19 +81,19 @@ def create_context_parallel_ctx(
     wholes = [buffer.detach() for buffer in cp_buffers]
     parts = [shard_sequence(whole, rank, size, dim) for whole, dim in zip(wholes, cp_seq_dims, strict=True)]
     kept = {id(buffer) for buffer in cp_no_restore_buffers}
-    return _exchanged([*zip(cp_buffers, parts, wholes, strict=True)], kept, size)
+    return _exchanged([*zip(cp_buffers, parts, wholes, strict=True)], kept, cp_mesh)
 
 
 @contextlib.contextmanager
-def _exchanged(buffers: list[tuple[Tensor, Tensor, Tensor]], kept: set[int], ranks: int) -> Iterator[None]:
-    """Each (buffer, part, whole) holds its part inside, and its whole again after, unless its id is in `kept`. ranks:
-    that the kernel of a model inside exchanges keys with."""
+def _exchanged(buffers: list[tuple[Tensor, Tensor, Tensor]], kept: set[int], cp_mesh: DeviceMesh) -> Iterator[None]:
+    """Each (buffer, part, whole) holds its part inside, and its whole again after, unless its id is in `kept`. cp_mesh:
+    of the ranks that the kernel of a model inside exchanges keys with."""
     with torch.no_grad():
         for buffer, part, _ in buffers:
             buffer.set_(part)  # type: ignore[call-overload]  # torch's stubs know storages alone
-    watch = _KernelWatch(ranks)
+    watch = _KernelWatch(cp_mesh)
     try:
-        if ranks > 1:
+        if cp_mesh.size() > 1:
             watch.start()
         yield
     finally:
@@ -106,10 +107,10 @@ def _exchanged(buffers: list[tuple[Tensor, Tensor, Tensor]], kept: set[int], ran
 
 class _KernelWatch:
     """Hook before every module's forward: it remembers the first module that this thread calls, and is gone once one
-    with a context-parallel kernel over `ranks` ranks is called, before any compiled layer of it."""
+    with a context-parallel kernel over the ranks of `cp_mesh` is called, before any compiled layer of it."""
 
-    def __init__(self, ranks: int):
-        self.ranks = ranks
+    def __init__(self, cp_mesh: DeviceMesh):
+        self.cp_mesh = cp_mesh
         self.model: nn.Module | None = None
         self.is_called = self.has_kernel = False
         self._handle: RemovableHandle | None = None
@@ -137,14 +138,21 @@ class _KernelWatch:
         if self.model is not None and not self.has_kernel and not self._holds_kernel(self.model):
             raise RuntimeError(
                 f"{type(self.model).__name__} ran inside a context-parallel context, and none of dtrain's "
-                f"context-parallel kernels over {self.ranks} ranks: each rank attended to its own part of the rows "
-                "alone, so what it computed is wrong. Use a model of dtrain's with such a kernel (Policy builds one; "
-                "or model.use_kernel(GatherKernel(KERNELS['sdpa'], cp_mesh))), or call this one on whole rows"
+                f"context-parallel kernels over these {self.cp_mesh.size()} ranks: each rank attended to its own part "
+                "of the rows alone, so what it computed is wrong. Use a model of dtrain's with such a kernel (Policy "
+                "builds one; or model.use_kernel(GatherKernel(KERNELS['sdpa'], cp_mesh))), or call this one on whole "
+                "rows"
             )
 
     def _holds_kernel(self, model: nn.Module) -> bool:
         values = (value for module in model.modules() for value in vars(module).values())
-        return any(_exchanges_keys(value) and value.group.size() == self.ranks for value in values)
+        return any(_exchanges_keys(value) and self._is_over_these_ranks(value) for value in values)
+
+    def _is_over_these_ranks(self, kernel: Any) -> bool:
+        """Return whether `kernel` exchanges keys with the ranks of the mesh; another mesh of them has its own group."""
+        group = self.cp_mesh.get_group()
+        is_as_large = kernel.group.size() == group.size()
+        return is_as_large and get_process_group_ranks(kernel.group) == get_process_group_ranks(group)
 
 
 def _exchanges_keys(value: Any) -> bool:
