@@ -5,7 +5,7 @@ gpt-oss): one more block, of a single key whose value is zero. It is merged as a
 told of the whole, is right without knowing of it.
 
 Two ways to compute it: torch's CPU kernel, and plain matrix products for every device. The products hold all scores of
-a call, so `ByMasks` hands them a run of queries at a time. q is [B, H, Q, hd], k and v are [B, kv, K, hd] with H a
+a call, so `MaskedBlocks` hands them a run of queries at a time. q is [B, H, Q, hd], k and v are [B, kv, K, hd] with H a
 multiple of kv, bias is [B or 1, 1, Q, K], 0 or -inf. The softmax is computed in max(float32, the dtype).
 """
 
@@ -94,7 +94,7 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
     return out * shares[0] + block_out * shares[1], total
 
 
-class Way(Protocol):
+class BlockAttention(Protocol):
     """Attention to a block of keys; each subclass says the shapes of q, kv and the rest."""
 
     def forward(self, q: Tensor, kv: Tensor, step: Any, so_far: Partial | None) -> Partial:
@@ -112,7 +112,7 @@ class Way(Protocol):
         ...
 
 
-def with_sinks(way: Way, whole: Partial, sinks: Tensor | None) -> Partial:
+def with_sinks(way: BlockAttention, whole: Partial, sinks: Tensor | None) -> Partial:
     """`whole` merged with the sinks [H] of its heads; they may be None."""
     if sinks is None:
         return whole
@@ -121,7 +121,7 @@ def with_sinks(way: Way, whole: Partial, sinks: Tensor | None) -> Partial:
     return way.by_head(way.by_head(out) * (lse - total).exp()[..., None]), total
 
 
-def sinks_grad(way: Way, grad: Tensor, whole: Partial, sinks: Tensor | None) -> Tensor | None:
+def sinks_grad(way: BlockAttention, grad: Tensor, whole: Partial, sinks: Tensor | None) -> Tensor | None:
     """The gradient of sinks [H], in their dtype; `whole` has them merged in."""
     if sinks is None:
         return None
@@ -132,7 +132,7 @@ def sinks_grad(way: Way, grad: Tensor, whole: Partial, sinks: Tensor | None) -> 
 
 
 @dataclass(frozen=True)
-class ByMasks:
+class MaskedBlocks:
     """Blocks of keys, kv [2, B, kv, K, hd], under what is hidden of them: a bias, or, where that would be large, what
     it is made of; a run of queries at a time, whose scores take `most` bytes. The log-sum-exp is [B, H, Q]."""
 
@@ -181,7 +181,7 @@ class ByMasks:
             yield run, keys, hidden.bias(run, q.dtype, q.device)[..., keys]
 
     def by_head(self, out: Tensor) -> Tensor:
-        """Override `Way.by_head`: [B, H, Q, hd] as it is."""
+        """Override `BlockAttention.by_head`: [B, H, Q, hd] as it is."""
         return out
 
 

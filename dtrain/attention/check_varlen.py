@@ -14,7 +14,7 @@ from dtrain.attention.blocks import Partial, sinks_grad, with_sinks
 from dtrain.attention.context import over_keys
 from dtrain.attention.kernels import Kernel, SdpaKernel, Visibility
 from dtrain.attention.packing import Packing
-from dtrain.attention.varlen import BySegments, Flash, VarlenKernel, put
+from dtrain.attention.varlen import Flash, VarlenBlocks, VarlenKernel, put
 from dtrain.parallel.context.layout import join_sequence, shard_sequence
 
 _LENGTHS = ((1, 61, 66, 128), (62, 138, 56))  # documents of two rows of 256, the last of them padding
@@ -114,7 +114,7 @@ def gathered(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
 @torch.no_grad()
 def in_ring(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
     """Attend as `_whole` does, the queries of each of `size` ranks over one rank's keys after the other."""
-    way, rows = BySegments(flash, case.scale), len(case.q)
+    way, rows = VarlenBlocks(flash, case.scale), len(case.q)
     q, k, v, grad = ([shard_sequence(part, rank, size).flatten(0, 1) for rank in range(size)] for part in case[:4])
     kv = [torch.stack(pair) for pair in zip(k, v, strict=True)]
     q_grads, kv_grads = (

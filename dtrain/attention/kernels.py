@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from dtrain.attention.blocks import ByMasks, OneBlock, blocks_for
+from dtrain.attention.blocks import MaskedBlocks, OneBlock, blocks_for
 from dtrain.base.errors import UserError
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ class SdpaKernel(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | Visibility, scale: float, sinks: Tensor | None
     ) -> Tensor:
         """[B, heads, length, hd] -> [B, Q, H, hd]"""
-        way = ByMasks(blocks_for(q.device), scale)
+        way = MaskedBlocks(blocks_for(q.device), scale)
         return OneBlock.apply(q, torch.stack([k, v]), hidden, way, sinks).transpose(1, 2)
 
     def _outputs(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float) -> Iterator[Tensor]:

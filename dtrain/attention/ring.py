@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.attention.blocks import Blocks, ByMasks, blocks_for, sinks_grad, with_sinks
+from dtrain.attention.blocks import Blocks, MaskedBlocks, blocks_for, sinks_grad, with_sinks
 from dtrain.attention.context import ContextKernel, PackedContextKernel
 from dtrain.attention.kernels import Kernel, Visibility, additive
 from dtrain.attention.packing import Call, Packing
-from dtrain.attention.varlen import BySegments, Segments, VarlenKernel
+from dtrain.attention.varlen import Segments, VarlenBlocks, VarlenKernel
 from dtrain.parallel.context.layout import shard_sequence
 
 
@@ -61,7 +61,7 @@ class RingKernel(ContextKernel):
         scale: float,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        way = ByMasks(self.blocks or blocks_for(q.device), scale)
+        way = MaskedBlocks(self.blocks or blocks_for(q.device), scale)
         kv = torch.stack([k.transpose(1, 2), v.transpose(1, 2)])  # [2, B, kv, S/cp, hd]
         return _Ring.apply(q.transpose(1, 2).contiguous(), kv, prepared, self.group, way, sinks).transpose(1, 2)
 
@@ -83,7 +83,7 @@ class VarlenRingKernel(PackedContextKernel):
     ) -> Tensor:
         shape = q.shape[:2]
         q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S/cp, heads, hd]
-        way = BySegments(self.flash, scale)
+        way = VarlenBlocks(self.flash, scale)
         out = _Ring.apply(q.contiguous(), torch.stack([k, v]), steps, self.group, way, sinks)
         return out.unflatten(0, shape)
 

@@ -52,7 +52,7 @@ class Flash:
         if sinks is None:
             return self._forward(q, k, v, segments, scale, None)
         whole = segments._replace(queries=(slice(0, len(q)),), keys=(slice(0, len(k)),))
-        return OneBlock.apply(q, torch.stack([k, v]), [whole], BySegments(self, scale), sinks)
+        return OneBlock.apply(q, torch.stack([k, v]), [whole], VarlenBlocks(self, scale), sinks)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """[T, H, hd], and the log-sum-exp; not differentiable."""
@@ -97,7 +97,7 @@ class Flash:
 
 
 @dataclass(frozen=True)
-class BySegments:
+class VarlenBlocks:
     """q [T, H, hd], kv [2, K, kv, hd], the log-sum-exp [H, T]; a step is calls, the first one of all has every query
     in order."""
 
@@ -137,7 +137,7 @@ class BySegments:
                     into[at] += value
 
     def by_head(self, out: Tensor) -> Tensor:
-        """Override `Way.by_head`: [T, H, hd] -> [H, T, hd], and back."""
+        """Override `BlockAttention.by_head`: [T, H, hd] -> [H, T, hd], and back."""
         return out.transpose(0, 1)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.budget import choose_budget
-from dtrain.inference.kv_cache import Decode, KeyValues, Place, Prefill, slot_size
+from dtrain.inference.kv_cache import Decode, KeyValues, KVSlot, Prefill, slot_size
 from dtrain.inference.request import Completion, Request, check_request
 from dtrain.inference.sampling import Sampler, random_key
 from dtrain.inference.stopping import StopTexts
@@ -504,7 +504,7 @@ class _Prompt:
     """A prompt in the cache: its place, the logits [V] after it, where its tokens went, [P, layers, k], where that is
     noted, and how many rows use it."""
 
-    place: Place
+    place: KVSlot
     logits: Tensor
     routed: Tensor | None
     users: int = 0

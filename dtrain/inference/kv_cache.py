@@ -45,16 +45,16 @@ def rounded(count: int) -> int:
 
 
 @dataclass(eq=False)
-class Place:
+class KVSlot:
     """Where one sequence lies: `length` positions of it are in slot `slot` of `shelf`. owner: whoever asked for it."""
 
-    shelf: "Shelf"
+    shelf: "KVSlotPool"
     slot: int
     length: int = 0
     owner: Any = None
 
 
-class Shelf:
+class KVSlotPool:
     """Slots of one capacity: per layer keys and values [slots, kv, n, hd], n the capacity or what the layer keeps.
 
     kept: the most positions that each layer keeps, None for all. Memory comes with the first write to a layer, in the
@@ -63,14 +63,14 @@ class Shelf:
 
     def __init__(self, capacity: int, kept: Sequence[int | None]):
         self.capacity = capacity
-        self.places: list[Place] = []  # by slot
+        self.places: list[KVSlot] = []  # by slot
         self.least = 0  # slots that there is room for, used or not
         self._sizes = [capacity if most is None else min(capacity, most) for most in kept]
         self._linear: set[int] = set()  # layers that keep states
         self._layers: list[tuple[Tensor, ...] | None] = [None] * len(kept)
 
-    def take(self) -> Place:
-        place = Place(self, len(self.places))
+    def take(self) -> KVSlot:
+        place = KVSlot(self, len(self.places))
         self.places.append(place)
         return place
 
@@ -109,7 +109,7 @@ class Shelf:
             raise ValueError(f"layer {index} has kept nothing yet")
         return self.states(index, held)
 
-    def begin(self, slots: Sequence[int], source: "Shelf", sources: Sequence[int]) -> None:
+    def begin(self, slots: Sequence[int], source: "KVSlotPool", sources: Sequence[int]) -> None:
         """Let the sequences in `slots` go on from the states of those in the slots `sources` of a shelf."""
         for layer in source._linear:
             held = source._layers[layer]
@@ -122,7 +122,7 @@ class Shelf:
         """Where its memory lies."""
         return [tensor.data_ptr() for held in self._layers if held is not None for tensor in held]
 
-    def release(self, gone: Sequence[Place]) -> None:
+    def release(self, gone: Sequence[KVSlot]) -> None:
         """Empty the slots of `gone`; the last ones in use move into the holes. Free slots are zeros, as new ones."""
         leaving = {place.slot for place in gone}
         left = len(self.places) - len(leaving)
@@ -136,7 +136,7 @@ class Shelf:
         for tensor in (tensor for held in self._layers if held is not None for tensor in held):
             tensor[left : left + len(leaving)] = 0
 
-    def receive(self, places: Sequence[Place]) -> None:
+    def receive(self, places: Sequence[KVSlot]) -> None:
         """Take over sequences from smaller slots of one other shelf, which keeps none of them."""
         source = places[0].shelf
         first = len(self.places)
@@ -148,11 +148,11 @@ class Shelf:
             elif held is not None:
                 self.layer(layer, held[0][:, :, 0])
         source._copy(self, slots, list(range(first, len(self.places))))
-        source.release([Place(source, slot) for slot in slots])
+        source.release([KVSlot(source, slot) for slot in slots])
         for slot, place in enumerate(places, first):
             place.shelf, place.slot = self, slot
 
-    def _copy(self, target: "Shelf", sources: list[int], targets: list[int]) -> None:
+    def _copy(self, target: "KVSlotPool", sources: list[int], targets: list[int]) -> None:
         if not sources:
             return
         for held, into in zip(self._layers, target._layers, strict=True):
@@ -169,17 +169,17 @@ class KeyValues:
 
     def __init__(self, windows: Sequence[int | None]):
         self.windows = tuple(windows)
-        self.prompts: dict[int, Shelf] = {}  # by capacity
-        self.rows: dict[int, Shelf] = {}
+        self.prompts: dict[int, KVSlotPool] = {}  # by capacity
+        self.rows: dict[int, KVSlotPool] = {}
         # The first token after a prompt sees window - 1 of it; one slot stays, so that no tensor is empty.
         self._prompt_keeps = [None if window is None else max(window - 1, 1) for window in windows]
 
-    def new_prompt(self, length: int) -> Place:
+    def new_prompt(self, length: int) -> KVSlot:
         place = _shelf(self.prompts, slot_size(length), self._prompt_keeps).take()
         place.length = length
         return place
 
-    def new_row(self, owner: Any = None, capacity: int = SMALLEST_SLOT) -> Place:
+    def new_row(self, owner: Any = None, capacity: int = SMALLEST_SLOT) -> KVSlot:
         place = _shelf(self.rows, capacity, self.windows).take()
         place.owner = owner
         return place
@@ -193,17 +193,17 @@ class KeyValues:
                 moved = True
         return moved
 
-    def release(self, places: Sequence[Place]) -> None:
+    def release(self, places: Sequence[KVSlot]) -> None:
         for shelf in {place.shelf: None for place in places}:
             shelf.release([place for place in places if place.shelf is shelf])
 
-    def rows_in_order(self) -> list[Place]:
+    def rows_in_order(self) -> list[KVSlot]:
         """Every row, shelf by shelf and slot by slot: the order in which `Decode` wants them."""
         return [place for _, shelf in sorted(self.rows.items()) for place in shelf.places]
 
 
-def _shelf(shelves: dict[int, Shelf], capacity: int, kept: Sequence[int | None]) -> Shelf:
-    return shelves.setdefault(capacity, Shelf(capacity, kept))
+def _shelf(shelves: dict[int, KVSlotPool], capacity: int, kept: Sequence[int | None]) -> KVSlotPool:
+    return shelves.setdefault(capacity, KVSlotPool(capacity, kept))
 
 
 class Part(NamedTuple):
@@ -223,7 +223,7 @@ class Prefill:
 
     bare = False
 
-    def __init__(self, store: KeyValues, places: Sequence[Place], device: torch.device):
+    def __init__(self, store: KeyValues, places: Sequence[KVSlot], device: torch.device):
         self._windows = store.windows
         self._shelf = places[0].shelf
         self._slots = slice(places[0].slot, places[0].slot + len(places))
@@ -288,7 +288,7 @@ class Decode:
 
     last: Tensor | None = None
 
-    def __init__(self, store: KeyValues, prompts: Sequence[Place], device: torch.device, *, fixed: bool = False):
+    def __init__(self, store: KeyValues, prompts: Sequence[KVSlot], device: torch.device, *, fixed: bool = False):
         self.bare = fixed
         self.turns: dict[Any, Tensor] = {}
         self._windows = store.windows
@@ -324,9 +324,9 @@ class Decode:
             step[row] = 1
         self._step: Tensor | int = torch.tensor(step, device=device) if fixed else 1
 
-    def _lay_prompts(self, store: KeyValues, prompts: Sequence[Place], live: list[int], fixed: bool) -> None:
+    def _lay_prompts(self, store: KeyValues, prompts: Sequence[KVSlot], live: list[int], fixed: bool) -> None:
         """Which rows go on from each prompt, and where each row finds what its prompt gave."""
-        members: dict[Place, list[int]] = {place: [] for shelf in store.prompts.values() for place in shelf.places}
+        members: dict[KVSlot, list[int]] = {place: [] for shelf in store.prompts.values() for place in shelf.places}
         for row, prompt in zip(live, prompts, strict=True):
             members[prompt].append(row)
         self._shared: list[_Shared] = []
@@ -356,9 +356,9 @@ class Decode:
         self._is_sorted = is_one and groups_of == list(range(self.rows))
         self._back = self._index([groups_of, index_of] if len(self._shared) == 1 else offset_of)
 
-    def _begin_rows(self, prompts: Sequence[Place]) -> None:
+    def _begin_rows(self, prompts: Sequence[KVSlot]) -> None:
         """Rows without a token of their own yet go on from their prompts' states."""
-        fresh: dict[tuple[Shelf, Shelf], list[tuple[int, int]]] = {}
+        fresh: dict[tuple[KVSlotPool, KVSlotPool], list[tuple[int, int]]] = {}
         for place, prompt in zip(self._places, prompts, strict=True):
             if place.length == 0:
                 fresh.setdefault((place.shelf, prompt.shelf), []).append((place.slot, prompt.slot))
@@ -525,7 +525,7 @@ class _Own:
     """The rows of one shelf: consecutive ones, in its first slots. reach: the keys that a step looks at, where that is
     not as many as there are."""
 
-    shelf: Shelf
+    shelf: KVSlotPool
     rows: slice
     slots: Tensor
     reach: int | None
@@ -536,7 +536,7 @@ class _Own:
 class _Shared:
     """The prompts of one shelf, and the rows [G, n] that go on from each."""
 
-    shelf: Shelf
+    shelf: KVSlotPool
     table: Tensor
     lengths: Tensor  # [G]
     longest: int

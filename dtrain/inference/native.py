@@ -24,7 +24,7 @@ from dtrain.inference.engine import Engine, Peers
 from dtrain.inference.kv_cache import KeyValues, Prefill
 from dtrain.inference.request import AskStop, Completion, Request
 from dtrain.models.common.decoder import CausalLM
-from dtrain.parallel.fsdp import give_weights_back, weights_gathered
+from dtrain.parallel.fsdp import reshard_model, unsharded
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import whole_sequences
 
@@ -88,9 +88,9 @@ class NativeEngine:
         with ExitStack() as stack:
             stack.enter_context(whole_sequences(self.model))
             if gathers_once:
-                stack.enter_context(weights_gathered(self.model))
+                stack.enter_context(unsharded(self.model))
             else:
-                stack.callback(give_weights_back, self.model)
+                stack.callback(reshard_model, self.model)
             in_step = self.mesh.ep is not None or (self._is_sharded and places > 1 and not gathers_once)
             peers = _MeshPeers(self.mesh, in_step=in_step, ask_stop=ask_stop)
             engine = self._one(requests, peers)

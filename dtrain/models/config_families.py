@@ -313,10 +313,10 @@ def _smollm3(architecture: str, fields: Fields) -> ModelConfig:
     if not isinstance(turned, list) or any(one not in (0, 1) for one in turned) or len(turned) < count:
         fields.problem(f"no_rope_layers {shown(written)}: must be a list of 0 and 1, one a layer")
         turned = [1] * count
-    unturned = tuple(index for index in range(count) if not turned[index])
+    no_rope_layers = tuple(index for index in range(count) if not turned[index])
     window = fields.optional_integer("sliding_window")
     window = window if fields.flag("use_sliding_window", False) else None
-    default = [SLIDING if window is not None and index in unturned else FULL for index in range(count)]
+    default = [SLIDING if window is not None and index in no_rope_layers else FULL for index in range(count)]
     types = read_layer_types(fields, count, default)
     return with_one_rope(
         fields,
@@ -324,7 +324,7 @@ def _smollm3(architecture: str, fields: Fields) -> ModelConfig:
         **common,
         layer_types=types,
         sliding_window=used_window(fields, types, window),
-        unturned=unturned,
+        no_rope_layers=no_rope_layers,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=fields.flag("mlp_bias", False),

@@ -7,7 +7,7 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import Attention, CausalLM, Decoder, PreNormLayer, Rotary
 
 
-class UnturnedAttention(Attention):
+class NoRopeAttention(Attention):
     """Attention that knows of positions by the mask alone."""
 
     def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
@@ -19,7 +19,7 @@ class UnturnedAttention(Attention):
 class SmolLM3Layer(PreNormLayer):
     def add_mixer(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None) -> None:
         """Give the layer its attention, with or without rotary positions."""
-        kind = UnturnedAttention if index in config.unturned else Attention
+        kind = NoRopeAttention if index in config.no_rope_layers else Attention
         self.self_attn = kind(config, index)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtrain.optim.moments import BLOCK, KINDS, Int8, Plain, State, kind_of, round_bfloat16
-from dtrain.optim.offload import RING, Visits, largest
+from dtrain.optim.offload import RING, StateOffloader, largest
 from dtrain.optim.places import Place, stream
 from dtrain.parallel.masters import Master
 from dtrain.parallel.placement import local_tensor
@@ -58,7 +58,7 @@ class LowBitAdam(Optimizer):
     ):
         super().__init__(groups, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         self.seed, self.decoupled = seed, decoupled
-        self._visits = Visits(offload) if offload is not None and offload.type == "cuda" else None
+        self._visits = StateOffloader(offload) if offload is not None and offload.type == "cuda" else None
         self._stepped = {}
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -25,7 +25,7 @@ class _Buffer:
     left: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
-class Visits:
+class StateOffloader:
     """Brings tensors of pinned host memory to `device`, of type cuda, and back."""
 
     def __init__(self, device: torch.device):

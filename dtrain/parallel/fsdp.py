@@ -140,7 +140,7 @@ def _own_unit(
 
 
 @contextmanager
-def weights_gathered(model: nn.Module) -> Iterator[None]:
+def unsharded(model: nn.Module) -> Iterator[None]:
     """Inside, every unit of `model` keeps its weights gathered, all at once, through any number of forwards, which then
     send nothing for them; after, it holds shards and gathers as it was built to, whatever happens.
 
@@ -155,10 +155,10 @@ def weights_gathered(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.set_reshard_after_forward(unit.reshards_after_forward, recurse=False)
-        give_weights_back(model)
+        reshard_model(model)
 
 
-def give_weights_back(model: nn.Module) -> None:
+def reshard_model(model: nn.Module) -> None:
     """Let go of every gathered weight, those too that stay for a backward, where none follows. No collective.
 
     Until then `model.parameters()` are the gathered copies: what is written to them is lost, and saving sees no shards.

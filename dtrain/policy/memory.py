@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dtrain.models.common.decoder import CausalLM
-from dtrain.parallel.fsdp import give_weights_back
+from dtrain.parallel.fsdp import reshard_model
 from dtrain.parallel.placement import local_tensor
 
 
@@ -63,7 +63,7 @@ class Memory:
     def move_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
         """`model`, its parameters and buffers on `device`; gathered weights are given back before. A model whose
         masters lie on the host stays where it is, but for its buffers."""
-        give_weights_back(model)
+        reshard_model(model)
         holds_masters = any(hasattr(local_tensor(one), "rounded") for one in model.parameters())
         return self.move_buffer_to_device(model if holds_masters else model.to(device), device)
 
@@ -145,4 +145,4 @@ def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
             unit.unshard()
         yield
     finally:
-        give_weights_back(model)
+        reshard_model(model)

@@ -21,7 +21,7 @@ from dtrain.losses import TrainingSamplingParams
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import LossScale, Updater, build_optimizer, build_scheduler
-from dtrain.parallel.fsdp import give_weights_back, sync_gradients
+from dtrain.parallel.fsdp import reshard_model, sync_gradients
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.batching import Batching, Fixed, MicroBatch, Taken, assemble, row_lengths, scatter, take
@@ -259,7 +259,7 @@ class Policy(Saved, Memory, WeightsOut):
         batches, plan = self._micro_batches(batch, batching, most_rows)
         self.model.eval()
         found = [[one.cpu() for one in score(rows)] for rows in batches]
-        give_weights_back(self.model)
+        reshard_model(self.model)
         return [scatter(parts, batch, plan, batching.packs) for parts in zip(*found, strict=True)]
 
     def _take(self, batch: Mapping[str, Any]) -> Taken:
@@ -318,7 +318,7 @@ class Policy(Saved, Memory, WeightsOut):
         self, batches: Sequence[Batch], loss_fn: Loss, divisors: Sequence[Tensor]
     ) -> tuple[Tensor, list[dict[str, Tensor]]]:
         results = [self.scorer.at_head(batch, loss_fn, *divisors) for batch in batches]
-        give_weights_back(self.model)
+        reshard_model(self.model)
         return torch.stack([loss for loss, _ in results]).sum(), [measured for _, measured in results]
 
     def sum_over_dp(self, values: Tensor) -> Tensor:

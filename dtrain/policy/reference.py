@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dtrain.checkpoint.dcp.training_state import frozen_names, model_tensors
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.adapters import adapters_off
-from dtrain.parallel.fsdp import give_weights_back, weights_changed
+from dtrain.parallel.fsdp import reshard_model, weights_changed
 from dtrain.parallel.placement import local_tensor, on_its_device
 
 
@@ -23,7 +23,7 @@ class Reference:
 
     def __init__(self, model: nn.Module, *, whole: bool, adapters: bool = True):
         self._model, self._adapters = model, adapters
-        give_weights_back(model)
+        reshard_model(model)
         left_out = set() if whole else frozen_names(model)
         self.tensors: dict[str, Tensor] = {
             name: on_its_device(tensor).clone()
@@ -50,13 +50,13 @@ class Reference:
     @torch.no_grad()
     def follow(self, mix: float) -> None:
         """reference ← mix · policy + (1 − mix) · reference (TR-DPO, arXiv:2404.09656, eq. 8)."""
-        give_weights_back(self._model)
+        reshard_model(self._model)
         for own, tensor in self._pairs():
             own.lerp_(tensor.to(own.device), mix)  # a master may lie on the host
 
     @torch.no_grad()
     def _trade(self) -> None:
-        give_weights_back(self._model)  # what is gathered is of the other weights
+        reshard_model(self._model)  # what is gathered is of the other weights
         for own, tensor in self._pairs():
             kept = tensor.clone()
             tensor.copy_(own)

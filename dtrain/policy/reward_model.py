@@ -15,7 +15,7 @@ from dtrain.data.formats.pairs import PairEncoder
 from dtrain.data.text.template import choose_template
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.read_config import read_config
-from dtrain.parallel.fsdp import give_weights_back
+from dtrain.parallel.fsdp import reshard_model
 from dtrain.policy.batching import DynamicShapes, assemble
 from dtrain.policy.build import build_model
 from dtrain.policy.policy import Policy
@@ -58,7 +58,7 @@ class RewardModel:
                 scores = self._scorer.at_head(scored, lambda source, _: source.scores())
                 if place < len(plan):
                     found[plan[place]] = scores[:, 0].double().cpu()
-        give_weights_back(self.model)
+        reshard_model(self.model)
         everyone, _ = policy.gather_over_dp(found)
         places = [one for rank in range(policy.mesh.dp_size) for one in range(rank, len(prompts), policy.mesh.dp_size)]
         scores = torch.empty_like(everyone).index_copy(0, torch.tensor(places, dtype=torch.int64), everyone)

@@ -30,7 +30,7 @@ from dtrain.checkpoint.peft.files import AdapterFiles, read_adapter, write_adapt
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import LossScale, Updater
-from dtrain.parallel.fsdp import give_weights_back, weights_changed
+from dtrain.parallel.fsdp import reshard_model, weights_changed
 from dtrain.parallel.placement import on_its_device
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
@@ -159,7 +159,7 @@ class Saved:
 
     def return_state_dict(self) -> dict[str, Any]:
         """The model's state dict, DTensors where it is sharded. No collective."""
-        give_weights_back(self.model)
+        reshard_model(self.model)
         return {name: on_its_device(one) for name, one in self.model.state_dict(keep_vars=True).items()}
 
     def export(self, out: Path, source: Path, held: Mapping[str, Any] | None = None) -> None:

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from dtrain.checkpoint.huggingface.merged import whole_weights, wider
 from dtrain.models.common.decoder import CausalLM
-from dtrain.parallel.fsdp import give_weights_back
+from dtrain.parallel.fsdp import reshard_model
 from dtrain.policy.precision import Precision
 from dtrain.policy.weight_buckets import BUCKET_BYTES, Info, WeightReceiver, buckets, flatten, weight_group
 
@@ -40,7 +40,7 @@ class WeightsOut:
     def full_tensors(self, dtype: torch.dtype | None = None, names: Sequence[str] | None = None) -> Iterator:
         """(name, full tensor) of each weight, one in memory at a time, on this rank's device; in order of
         `prepare_refit_info`, or of `names`. An all-gather per sharded weight, and of an adapter's parts."""
-        give_weights_back(self.model)
+        reshard_model(self.model)
         dtype = dtype or self.precision.compute
         weights = whole_weights(self.model)
         for name in weights if names is None else names:

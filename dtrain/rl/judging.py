@@ -27,7 +27,7 @@ JUDGED_TOGETHER = 512  # completions of one call of the rewards, whose timeout i
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """A prompt of a file: where it stands, and its token ids, not yet cut. is_plain: whether the file has it as a plain
     string."""
 
@@ -42,7 +42,7 @@ class Questions:
     """What is asked: each of `asked` so many times. room: tokens of the longest prompt; a longer one loses its
     beginning. pass_reward: from which a completion passes. together: completions of one call of the rewards."""
 
-    asked: Sequence[Asked]
+    asked: Sequence[Question]
     samples: int
     sampling: SamplingParams
     seed: int
@@ -60,7 +60,7 @@ class Questions:
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoredAnswer:
     """One completion: prompt `index`, sample `sample`, its text and what it earned; NaN where that is not known."""
 
     index: int
@@ -91,7 +91,7 @@ class Report:
     seconds: float
 
     @classmethod
-    def of(cls, judged: Sequence[Judged], asked: Questions, seconds: float) -> "Report":
+    def of(cls, judged: Sequence[ScoredAnswer], asked: Questions, seconds: float) -> "Report":
         samples = asked.samples
         groups = [judged[start : start + samples] for start in range(0, len(judged), samples)]
         means = [_mean([one.reward for one in group]) for group in groups]
@@ -120,7 +120,7 @@ def evaluate(
     answer: Callable[[Sequence[Request]], Sequence[Completion]],
     decode: Callable[[Sequence[int]], str],
     judges: Rewards | None,
-    keep: Callable[[list[Judged]], None],
+    keep: Callable[[list[ScoredAnswer]], None],
     *,
     ranks: Ranks,
     ask_stop: AskStop = lambda: False,
@@ -136,7 +136,7 @@ def evaluate(
 
     def judge() -> Report | None:
         assert judges is not None, "the first rank has them"
-        judged: list[Judged] = []
+        judged: list[ScoredAnswer] = []
         for part in _judged(asked, completions, decode, judges):
             if ask_stop():
                 return None
@@ -152,7 +152,7 @@ def evaluate(
 
 def _judged(
     asked: Questions, completions: Sequence[Completion], decode: Callable[[Sequence[int]], str], judges: Rewards
-) -> Iterator[list[Judged]]:
+) -> Iterator[list[ScoredAnswer]]:
     names = dict.fromkeys(name for one in asked.asked for name in one.prompt.columns)
     for start in range(0, len(completions), asked.together):
         part = completions[start : start + asked.together]
@@ -162,7 +162,7 @@ def _judged(
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
         scores = judges.score([one.content for one in prompts], texts, [one.ids for one in part], columns)
         yield [
-            Judged(
+            ScoredAnswer(
                 index,
                 sample,
                 texts[offset],
@@ -196,11 +196,11 @@ def read_questions(
     format: str = "auto",
     columns: Mapping[str, str] | None = None,
     key: str = "data.train.columns",
-) -> list[Asked]:
+) -> list[Question]:
     """Return the first `limit` prompts of `files` (data/formats/prompts.py says what a row may be). `key` is that of
     `columns`. Raises UserError, with file and line."""
     columns = columns or {}
-    found: list[Asked] = []
+    found: list[Question] = []
     names = formats_of(files, format, "prompts", columns, key)
     for file, name in zip(files, names, strict=True):
         for chunk in read_chunks(file):
@@ -211,13 +211,13 @@ def read_questions(
                 try:
                     row = renamed(given, columns)
                     prompt = normalise_prompt(encoder.in_messages(row, name), name, encoder.options.system)
-                    found.append(Asked(place, prompt, encoder.encode(prompt), encoder.has_plain_prompt(row, name)))
+                    found.append(Question(place, prompt, encoder.encode(prompt), encoder.has_plain_prompt(row, name)))
                 except UserError as error:
                     raise UserError(f"{place}: {error}{lacking(given, columns)}") from error
     return found
 
 
-def plain_prompts_of(label: str, asked: Sequence[Asked], encoder: PromptEncoder) -> list[str]:
+def plain_prompts_of(label: str, asked: Sequence[Question], encoder: PromptEncoder) -> list[str]:
     """Return the line that tells how `encoder` read the plain strings among the prompts, if there are any."""
     return describe(label, sum(one.is_plain for one in asked), encoder.prompts_as, encoder.template)
 

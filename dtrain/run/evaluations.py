@@ -26,9 +26,9 @@ from dtrain.models.read_config import read_config
 from dtrain.policy import Policy
 from dtrain.recipe.schema import Recipe, Reward
 from dtrain.rl.judging import (
-    Judged,
     Questions,
     Report,
+    ScoredAnswer,
     evaluate,
     known,
     open_judges,
@@ -167,7 +167,7 @@ class Evaluations:
         began, metrics = time.perf_counter(), self._run.metrics
         shown: list[str] = []
 
-        def keep(judged: list[Judged]) -> None:
+        def keep(judged: list[ScoredAnswer]) -> None:
             metrics.answers(step, (_line(opened, answer) for answer in judged))
             first = [answer for answer in judged if answer.sample == 0][: opened.set.section.show]
             if first:
@@ -214,7 +214,7 @@ def _try(eval_set: EvalSet, questions: Questions, judges: Rewards) -> None:
     judges.score([prompt.content], [""], [[]], {name: [value] for name, value in prompt.columns.items()})
 
 
-def _line(opened: _Open, judged: Judged) -> dict[str, Any]:
+def _line(opened: _Open, judged: ScoredAnswer) -> dict[str, Any]:
     prompt = opened.questions.asked[judged.index].prompt
     answer = {"answer": prompt.columns["answer"]} if "answer" in prompt.columns else {}
     return {
@@ -243,7 +243,7 @@ def _summary(name: str, step: int, report: Report, seconds: float) -> str:
     )
 
 
-def _shown(judged: Judged) -> str:
+def _shown(judged: ScoredAnswer) -> str:
     reward = "-" if judged.reward != judged.reward else f"{judged.reward:.3g}"
     text = textwrap.shorten(judged.text, WIDTH, placeholder="...")
     return f"  {reward:>6}  {len(judged.completion.ids):>6}  {text}"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtrain.attention.blocks import ByMasks, Products
+from dtrain.attention.blocks import MaskedBlocks, Products
 from dtrain.attention.kernels import KERNELS, Abilities, SdpaKernel, Span, Visibility, choose_kernel
 from dtrain.base.errors import UserError
 
@@ -153,7 +153,7 @@ def test_parts_of_a_mask_are_the_whole(name):
     out = SdpaKernel()(q, k, v, [span], 0.3)
     found = (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
     with torch.no_grad():
-        way = ByMasks(Products(), 0.3, most=40 * 3 * 4 * 150 * 8)
+        way = MaskedBlocks(Products(), 0.3, most=40 * 3 * 4 * 150 * 8)
         q, k, v, grad = (one.transpose(1, 2) for one in (q, k, v, grad))
         kv = torch.stack([k, v])
         assert len(list(way._parts(q, kv, visibility))) == 4

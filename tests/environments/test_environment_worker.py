@@ -17,7 +17,7 @@ from dtrain.base.errors import UserError
 from dtrain.rl.environments.episodes import Turn, environment_seed, run_episodes, turn_seed
 from dtrain.rl.environments.observations import Observations
 from dtrain.rl.environments.stepping import Environments
-from dtrain.rl.environments.timeout_pool import MOST_LATE, Crew, Missed
+from dtrain.rl.environments.timeout_pool import MOST_LATE, Missed, TimeoutPool
 from tests.environments.test_environment import Scripted, family, requests_for
 from tests.rollout.test_rewards import alive, gone_within
 
@@ -231,7 +231,7 @@ def test_as_many_side_by_side_as_are_asked_for(mine):
 
 def test_threads_that_hang_leave_their_places_to_others():
     """Without a process: outcomes as they come, each place once, and no more tries where all hang."""
-    crew, held, go = Crew(2, 0.3), [], threading.Event()
+    crew, held, go = TimeoutPool(2, 0.3), [], threading.Event()
     free = [lambda place=place: place for place in range(5)]
     assert sorted(one for part in crew.do(free) for one in part) == [(place, place) for place in range(5)]
 
@@ -246,7 +246,7 @@ def test_threads_that_hang_leave_their_places_to_others():
     begun = [found[place] for place in range(9)].index(Missed.UNTRIED)
     assert MOST_LATE <= begun <= MOST_LATE + 1 and len(held) == 1 + begun  # the other thread had one under way
     assert [found[place] for place in range(9)] == [Missed.LATE] * begun + [Missed.UNTRIED] * (9 - begun)
-    some = [one for part in Crew(1, 0.1).do([hang, free[0]] * (MOST_LATE + 1)) for one in part]  # not in a row
+    some = [one for part in TimeoutPool(1, 0.1).do([hang, free[0]] * (MOST_LATE + 1)) for one in part]  # not in a row
     assert [outcome for _, outcome in sorted(some)] == [Missed.LATE, 0] * (MOST_LATE + 1)
     go.set()
     for thread in held:

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from dtrain.parallel.fsdp import give_weights_back, shard_model, sync_gradients
+from dtrain.parallel.fsdp import reshard_model, shard_model, sync_gradients
 from dtrain.parallel.placement import local_tensor
 from tests.parallel.dense import assert_gradients, config_of, dense_gradients, dense_loss, random_batch, random_model
 from tests.world import run_world
@@ -29,7 +29,7 @@ def steps_between_evaluations(rank, config, reshard):
             with torch.no_grad():
                 loss = dense_loss(model, batches[rank])
                 assert abs(loss - dense_loss(oracle, batches[rank])) <= 1e-12 * abs(loss)
-            give_weights_back(model)
+            reshard_model(model)
         for index, batch in enumerate(batches[2 * rank : 2 * rank + 2]):
             sync_gradients(model, index == 1)
             dense_loss(model, batch).backward()
@@ -55,14 +55,14 @@ def written_in_place(rank, config):
     with torch.no_grad():
         dense_loss(model, batch)
         assert not all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        give_weights_back(model)
+        reshard_model(model)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         for parameter in [*model.parameters(), *oracle.parameters()]:
             local_tensor(parameter).mul_(0.5)
         for _ in range(2):
             found, expected = dense_loss(model, batch), dense_loss(oracle, batch)
             assert abs(found - expected) <= 1e-12 * abs(expected)
-            give_weights_back(model)
+            reshard_model(model)
 
 
 def test_weights_written_in_place_after_an_evaluation_are_seen(tmp_path):
@@ -71,7 +71,7 @@ def test_weights_written_in_place_after_an_evaluation_are_seen(tmp_path):
 
 def without_fsdp(model, batch):
     sync_gradients(model, False)
-    give_weights_back(model)
+    reshard_model(model)
     return dense_loss(model, batch)
 
 

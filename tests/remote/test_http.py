@@ -11,7 +11,7 @@ from dtrain.inference.request import Request, SamplingParams
 from dtrain.rl.remote import http_client
 from dtrain.rl.remote.dialects import derived_seed
 from dtrain.rl.remote.http import HttpEngine, group
-from dtrain.rl.remote.prefetch import Ahead
+from dtrain.rl.remote.prefetch import RolloutPrefetcher
 from tests.remote import fakes
 from tests.remote.fakes import FakeSglang, FakeVllm, drawn
 
@@ -99,7 +99,7 @@ def test_calls_under_way_are_given_up_when_asked(vllm):
     assert time.monotonic() - began < 30 and next(asked, "asked twice") == "asked twice"
     vllm.faults = []
     assert engine.generate(requests) == expected
-    ahead = Ahead(engine, 1)
+    ahead = RolloutPrefetcher(engine, 1)
     vllm.faults = [fakes.slow(60.0)] * 2
     ahead.begin(requests, 0)
     with pytest.raises(Interrupted):

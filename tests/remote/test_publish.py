@@ -17,7 +17,7 @@ from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.methods.sft import SftMethod
 from dtrain.policy.weight_buckets import WeightReceiver, flatten, weight_group
 from dtrain.rl.remote.http import HttpEngine
-from dtrain.rl.remote.prefetch import Ahead
+from dtrain.rl.remote.prefetch import RolloutPrefetcher
 from dtrain.rl.remote.publish import DirectoryPublisher, StreamPublisher
 from dtrain.rl.remote.shared_directory import MARKER, mark, newest, prune, step_directory
 from tests.policy.test_policy import rows
@@ -281,7 +281,7 @@ REQUESTS = [Request([5], SamplingParams(max_new_tokens=1), prompt_index=index) f
 
 def test_what_is_too_old_is_drawn_again():
     engine = answering([4, 2, 3], [5])
-    ahead = Ahead(engine, 2)
+    ahead = RolloutPrefetcher(engine, 2)
     ahead.begin(REQUESTS, 4)
     assert ahead.is_under_way
     completions = ahead.take(5)
@@ -291,13 +291,13 @@ def test_what_is_too_old_is_drawn_again():
 
 
 def test_versions_that_no_server_tells_are_those_of_the_start():
-    ahead = Ahead(answering([None, None, 7]), 0)
+    ahead = RolloutPrefetcher(answering([None, None, 7]), 0)
     ahead.begin(REQUESTS, 7)
     assert [completion.version for completion in ahead.take(7)] == [7, 7, 7]
 
 
 def test_servers_that_stay_behind_are_an_error():
-    ahead = Ahead(answering([1, 1, 1], [1, 1, 1]), 1)
+    ahead = RolloutPrefetcher(answering([1, 1, 1], [1, 1, 1]), 1)
     ahead.begin(REQUESTS, 1)
     with pytest.raises(UserError, match="version 1 of the weights and the trainer has 3"):
         ahead.take(3)
@@ -307,7 +307,7 @@ def test_an_error_in_the_thread_is_raised_where_it_is_taken():
     def generate(requests, ask_stop=None):
         raise UserError("no server gave completions")
 
-    ahead = Ahead(SimpleNamespace(generate=generate), 1)
+    ahead = RolloutPrefetcher(SimpleNamespace(generate=generate), 1)
     ahead.begin(REQUESTS, 0)
     with pytest.raises(UserError, match="no server gave"):
         ahead.take(0)
@@ -325,7 +325,7 @@ def test_it_draws_while_the_trainer_trains():
         assert go_on.wait(10)
         return [Completion([1], [0.0], "stop", 0) for _ in requests]
 
-    ahead = Ahead(SimpleNamespace(generate=generate), 1)
+    ahead = RolloutPrefetcher(SimpleNamespace(generate=generate), 1)
     ahead.begin(REQUESTS, 0)
     assert begun.wait(10)  # and this thread is free
     go_on.set()

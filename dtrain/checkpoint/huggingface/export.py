@@ -15,7 +15,7 @@ from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore, locate
 from dtrain.checkpoint.dcp.training_state import SCORE, aliases, model_tensors
 from dtrain.checkpoint.huggingface.base_weights import BaseWeights, RunFacts, step_around, trained_beside
-from dtrain.checkpoint.huggingface.file_rows import Stack, joints
+from dtrain.checkpoint.huggingface.file_rows import ExpertStack, joints
 from dtrain.checkpoint.huggingface.merged import exact_names, wider
 from dtrain.checkpoint.huggingface.model_files import has_untrained_parts, read_model_config
 from dtrain.checkpoint.huggingface.read import check_fit
@@ -180,14 +180,14 @@ def _entries(
         act: Callable[[], Tensor] = weight if adapter is None else adapter.merged(name, weight, dtype or own)
         return Entry(name, tuple(tensors[name].shape), dtype or own, act)
 
-    stacks: dict[str, Stack] = {}
+    stacks: dict[str, ExpertStack] = {}
     for joint in joints(model, [*saved, *(one for one in tensors if one not in saved)]):
         parts = [entry(part) for part in joint.parts]
         name = layout.name(model, known.get(joint.name, [joint.name]))
         if joint.expert is None:
             yield joined(name, joint, parts)
         else:
-            stack = stacks.setdefault(joint.parts[0], Stack(parts[0].shape[0]))
+            stack = stacks.setdefault(joint.parts[0], ExpertStack(parts[0].shape[0]))
             yield matrix_of(parts[0], name, joint.expert, stack)
 
 

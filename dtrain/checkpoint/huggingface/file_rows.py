@@ -130,7 +130,7 @@ def _whole(*sizes: int) -> tuple[slice, ...]:
 
 
 @dataclass(frozen=True)
-class Joint:
+class FusedWeight:
     """The tensor that files call `name`, and the model's tensors that it joins along `dim`, in order; or of a stack the
     matrix of this number. in_turn: whether it has a row of each part, then the next of each. transposed: whether its
     matrices are."""
@@ -171,42 +171,42 @@ class Joint:
         return whole.split([one.shape[self.dim] for one in parts], self.dim)
 
 
-def joints(model: Any, names: Iterable[str], stored: Iterable[str] = ()) -> list[Joint]:
+def joints(model: Any, names: Iterable[str], stored: Iterable[str] = ()) -> list[FusedWeight]:
     """The tensors of files that the parameters `names` of `model`, or of one of this ModelConfig, are, in order, each
     once. An adapter's A is one parameter of all that the files join, and known by the first one's name. stored: what
     files have, which may be the experts of a family of stacks one by one; without it joints are those written."""
     config = model if isinstance(model, ModelConfig) else getattr(model, "config", None)
     if not isinstance(config, ModelConfig):
-        return [Joint(name, (name,)) for name in names]
+        return [FusedWeight(name, (name,)) for name in names]
     stacked = config.experts is not None and config.experts.stacked
     if config.experts is not None and not config.experts.turned:
         stacked = stacked and not any(one.endswith(".experts.0.down_proj.weight") for one in stored)
     return list(dict.fromkeys(joint for name in names for joint in _joints(config, name, stacked)))
 
 
-def _joints(config: ModelConfig, name: str, stacked: bool) -> list[Joint]:
+def _joints(config: ModelConfig, name: str, stacked: bool) -> list[FusedWeight]:
     module, _, parameter = name.rpartition(".")
     parent, _, last = module.rpartition(".")
     if last in config.unnamed:
-        return [Joint(f"{parent}.{parameter}", (name,))]
+        return [FusedWeight(f"{parent}.{parameter}", (name,))]
     of_experts = config.experts is not None and parent.endswith(".experts") and not is_adapter(name)
     if stacked and of_experts:
         turned, end = config.experts is not None and config.experts.turned, "" if parameter == "weight" else "_bias"
         way = {"in_turn": turned, "transposed": turned and not end}
         if last == "down_proj":
-            return [Joint(f"{module}{end}", (name,), **way)]
+            return [FusedWeight(f"{module}{end}", (name,), **way)]
         pair = tuple(f"{parent}.{one}_proj.{parameter}" for one in ("gate", "up"))
-        return [Joint(f"{parent}.gate_up_proj{end}", pair, dim=1, **way)]
+        return [FusedWeight(f"{parent}.gate_up_proj{end}", pair, dim=1, **way)]
     if config.experts is not None and of_experts:
-        return [Joint(f"{parent}.{one}.{last}.{parameter}", (name,), one) for one in range(config.experts.count)]
+        return [FusedWeight(f"{parent}.{one}.{last}.{parameter}", (name,), one) for one in range(config.experts.count)]
     if (whole := config.whole(module)) == module:
-        return [Joint(name, (name,))]
+        return [FusedWeight(name, (name,))]
     parts = tuple(f"{part}.{parameter}" for part in config.parts(whole))
-    return [Joint(f"{whole}.{parameter}", parts[:1] if parameter == "lora_A" else parts)]
+    return [FusedWeight(f"{whole}.{parameter}", parts[:1] if parameter == "lora_A" else parts)]
 
 
 def places(
-    joint: Joint, name: str, shapes: Mapping[str, tuple[int, ...]]
+    joint: FusedWeight, name: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[tuple[int, ...], dict[str, FileRows]]:
     """The shape of the tensor that files call `name`, and where the parts of it lie, whose shapes are given."""
     first = joint.parts[0]
@@ -236,7 +236,7 @@ def add_places(found: dict[str, FileRows], more: Mapping[str, FileRows]) -> None
         found[part] = rows if before is None else replace(before, stacked=before.stacked + rows.stacked)
 
 
-class Stack:
+class ExpertStack:
     """Reader of a stack [E, ..] of experts, one matrix at a time: the whole is read at the first, and let go of when
     each was asked for once."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
-from dtrain.checkpoint.huggingface.file_rows import Joint, Stack, joints
+from dtrain.checkpoint.huggingface.file_rows import ExpertStack, FusedWeight, joints
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.adapters import Adapted, adapted_layers, remove_adapters
 from dtrain.models.common.decoder import CausalLM, Linear
@@ -56,14 +56,14 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
             found[name] = _of_layer(layer, name)
         else:
             found[name] = replace(_as_it_is(tensors[name], names), exact=name in exact)
-    stacks: dict[str, Stack] = {}
+    stacks: dict[str, ExpertStack] = {}
     whole: dict[str, WholeWeight] = {}
     for joint in joints(model, found):
         if joint.expert is None:
             whole[joint.name] = _joined(joint, [found[part] for part in joint.parts])
         else:
             one = found[joint.parts[0]]
-            stack = stacks.setdefault(joint.parts[0], Stack(one.shape[0]))
+            stack = stacks.setdefault(joint.parts[0], ExpertStack(one.shape[0]))
             whole[joint.name] = _matrix(joint.name, one, joint.expert, stack)
     return whole
 
@@ -130,7 +130,7 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def _joined(joint: Joint, parts: list[WholeWeight]) -> WholeWeight:
+def _joined(joint: FusedWeight, parts: list[WholeWeight]) -> WholeWeight:
     """Every rank joins them, those too that do not keep the whole."""
     name = joint.name
     if len(parts) == 1 and not joint.transposed:
@@ -145,7 +145,7 @@ def _joined(joint: Joint, parts: list[WholeWeight]) -> WholeWeight:
     return WholeWeight([name], shape, dtype, read, is_collective, is_exact)
 
 
-def _matrix(name: str, whole: WholeWeight, number: int, stack: Stack) -> WholeWeight:
+def _matrix(name: str, whole: WholeWeight, number: int, stack: ExpertStack) -> WholeWeight:
     """The matrix of this number in a stack."""
 
     def read(dtype: torch.dtype) -> Tensor:

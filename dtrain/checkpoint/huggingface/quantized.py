@@ -56,7 +56,7 @@ def stored_misfits(files: WeightFiles, weight: str, shape: tuple[int, int]) -> l
         wanted[f"{weight}.nested_quant_map"] = ((256,), "F32")
     asked = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape)}
     asked |= {"nested_blocksize": _NESTED} if is_nested else {}
-    misfits = [
+    mismatches = [
         f"shape: {weight} was quantized with {key} {state.get(key)}, dtrain reads {value}"
         for key, value in asked.items()
         if state.get(key) != value
@@ -64,12 +64,12 @@ def stored_misfits(files: WeightFiles, weight: str, shape: tuple[int, int]) -> l
     for name, (size, kind) in wanted.items():
         found = files.stored.get(name)
         if found is None:
-            misfits.append(f"missing: {name}")
+            mismatches.append(f"missing: {name}")
         elif (found.shape, found.kind) != (size, kind):
-            misfits.append(f"shape: {name} is {found.kind} {list(found.shape)}, its layer needs {kind} {list(size)}")
-    if not misfits and not torch.equal(files.read(f"{weight}.quant_map"), torch.tensor(LEVELS)):
-        misfits.append(f"shape: {weight}.quant_map holds other levels than NF4's")
-    return misfits
+            mismatches.append(f"shape: {name} is {found.kind} {list(found.shape)}, its layer needs {kind} {list(size)}")
+    if not mismatches and not torch.equal(files.read(f"{weight}.quant_map"), torch.tensor(LEVELS)):
+        mismatches.append(f"shape: {weight}.quant_map holds other levels than NF4's")
+    return mismatches
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
     names, tensors = aliases(model), base_tensors(model)
     sources: dict[str, FileRows] = {}
     used: set[str] = set()
-    missing, misfits = [], []
+    missing, mismatches = [], []
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     config = getattr(model, "config", None)  # any module may be read into
     new = {"score.weight"} if isinstance(config, ModelConfig) and config.has_new_head else set()
@@ -73,12 +73,12 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
         add_places(sources, rows)
         beside = quantized.companions(files, found[0])
         used.update(beside)
-        misfits += _misfits(files, found[0], shape, name.endswith(quantized.CODES), bool(beside))
-        misfits += [_untied(found[0], one) for one in found[1:] if _differ(files, found[0], one)]
+        mismatches += _mismatches(files, found[0], shape, name.endswith(quantized.CODES), bool(beside))
+        mismatches += [_untied(found[0], one) for one in found[1:] if _differ(files, found[0], one)]
     left = sorted(files.stored.keys() - used)
     unexpected = [f"unexpected: {name}" for name in left if not passed_over(model, name)]
-    if missing or misfits or unexpected:
-        raise UserError(_report(files.directory, missing, misfits, unexpected))
+    if missing or mismatches or unexpected:
+        raise UserError(_report(files.directory, missing, mismatches, unexpected))
     return sources
 
 
@@ -89,7 +89,7 @@ def base_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensors[name] for name in tensors if not is_adapter(name) and not name.endswith(quantized.SCALES)}
 
 
-def _misfits(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes: bool, has_beside: bool) -> list[str]:
+def _mismatches(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes: bool, has_beside: bool) -> list[str]:
     """Return what keeps tensor `name` of `files` from being one of this shape, or from giving its codes."""
     stored = files.stored[name]
     if is_codes:
@@ -98,12 +98,12 @@ def _misfits(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes: bo
             return quantized.stored_misfits(files, name, shape)
     elif has_beside:
         return [f"dtype: {name} is {stored.kind}, in 4 bits; lora.quantize=nf4 reads such layers and trains none whole"]
-    misfits = []
+    mismatches = []
     if stored.shape != shape:
-        misfits.append(f"shape: {name} is {list(stored.shape)}, the model has {list(shape)}")
+        mismatches.append(f"shape: {name} is {list(stored.shape)}, the model has {list(shape)}")
     if stored.dtype is None:
-        misfits.append(f"dtype: {name} is {stored.kind}; quantized weights are not read")
-    return misfits
+        mismatches.append(f"dtype: {name} is {stored.kind}; quantized weights are not read")
+    return mismatches
 
 
 def _differ(files: WeightFiles, one: str, other: str) -> bool:

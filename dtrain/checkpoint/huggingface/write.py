@@ -23,7 +23,7 @@ from dtrain.base.errors import UserError, in_words
 from dtrain.base.files import publish, real, refuse_unwritable, set_aside, staged, write_new
 from dtrain.base.model_directory import CHAT_TEMPLATE, HELD
 from dtrain.base.ranks import Ranks
-from dtrain.checkpoint.huggingface.file_rows import Joint, Stack
+from dtrain.checkpoint.huggingface.file_rows import ExpertStack, FusedWeight
 from dtrain.checkpoint.huggingface.merged import WholeWeight, whole_weights
 from dtrain.checkpoint.huggingface.model_files import (
     copy_companions,
@@ -157,7 +157,7 @@ def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> E
     return Entry(name, tuple(weight.shape), written, lambda: weight.read(written), collective=weight.collective)
 
 
-def joined(name: str, joint: Joint, parts: Sequence[Entry]) -> Entry:
+def joined(name: str, joint: FusedWeight, parts: Sequence[Entry]) -> Entry:
     """The tensor `name` that is the joint of `parts`, in a dtype that holds all: of a frozen part it may be less than
     of a trained one."""
     if len(parts) == 1 and not joint.transposed:
@@ -167,7 +167,7 @@ def joined(name: str, joint: Joint, parts: Sequence[Entry]) -> Entry:
     return Entry(name, shape, dtype, lambda: joint.join([part.read().to(dtype) for part in parts]))
 
 
-def matrix_of(whole: Entry, name: str, number: int, stack: Stack) -> Entry:
+def matrix_of(whole: Entry, name: str, number: int, stack: ExpertStack) -> Entry:
     """The tensor `name` that is the matrix of this number in a stack, which `whole` reads."""
     read = partial(stack.matrix, number, whole.read)
     return dataclasses.replace(whole, name=name, shape=whole.shape[1:], read=read)

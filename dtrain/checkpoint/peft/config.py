@@ -95,7 +95,7 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str
     ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in ENDS}
     wanted = adapter_shapes(config, model, ends)
     free, is_tied = partial(_is_saved, config=config), model.tie_word_embeddings
-    return misfits(directory, stored, wanted, free, is_tied=is_tied)
+    return mismatches(directory, stored, wanted, free, is_tied=is_tied)
 
 
 def base_of(directory: Path) -> Path:
@@ -238,7 +238,7 @@ def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
         raise UserError(f"{path}: cut short or damaged ({error}); download it again") from error
 
 
-def misfits(
+def mismatches(
     directory: Path,
     stored: Mapping[str, tuple[int, ...]],
     wanted: Mapping[str, tuple[int, ...]],

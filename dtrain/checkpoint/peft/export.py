@@ -28,7 +28,7 @@ from dtrain.checkpoint.peft.config import (
     read_adapter_config,
 )
 from dtrain.checkpoint.peft.files import AdapterFiles, adapter_weights
-from dtrain.models.common.adapter_config import AdapterConfig, Low, adaptable, linears
+from dtrain.models.common.adapter_config import AdapterConfig, LoraLayer, adaptable, linears
 from dtrain.models.common.decoder import CausalLM
 
 Weight = Callable[[], Tensor]
@@ -54,7 +54,7 @@ class StoredAdapter:
         return adapter_weights(self.directory, wanted, is_tied=self.model.config.tie_word_embeddings)
 
     @cached_property
-    def adapted(self) -> dict[str, Low]:
+    def adapted(self) -> dict[str, LoraLayer]:
         return self.config.adapted(adaptable(self.model.config))
 
     @cached_property

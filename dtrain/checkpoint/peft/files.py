@@ -26,7 +26,7 @@ from dtrain.checkpoint.huggingface.write import Entry, SafetensorsFile, joined, 
 from dtrain.checkpoint.peft.config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    misfits,
+    mismatches,
     peft_config,
     peft_names,
     read_adapter_config,
@@ -76,7 +76,7 @@ def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]], *, i
     """The tensors of an adapter, which are those `wanted`: PEFT's names and shapes. Raises UserError that lists what
     does not fit. is_tied: the model's head is its embedding."""
     files = WeightFiles(directory, ADAPTER_WEIGHTS)
-    problems = misfits(directory, {name: one.shape for name, one in files.stored.items()}, wanted, is_tied=is_tied)
+    problems = mismatches(directory, {name: one.shape for name, one in files.stored.items()}, wanted, is_tied=is_tied)
     problems += [
         f"{one.file}: dtype: {name} is {one.kind}; quantized adapters are not read"
         for name, one in files.stored.items()

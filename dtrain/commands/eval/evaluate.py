@@ -24,9 +24,9 @@ from dtrain.inference.generate import choose_device, choose_dtype, load
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.recipe.schema import Reward
 from dtrain.rl.judging import (
-    Judged,
     Questions,
     Report,
+    ScoredAnswer,
     known,
     open_judges,
     plain_prompts_of,
@@ -161,7 +161,7 @@ def _drawn(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
     return [completions[ticket] for ticket in tickets]
 
 
-def _write(out: Path | None, questions: Questions, judged: Sequence[Judged]) -> None:
+def _write(out: Path | None, questions: Questions, judged: Sequence[ScoredAnswer]) -> None:
     if out is None:
         return
     try:

@@ -18,7 +18,7 @@ from dtrain.commands.plan.children import side_by_side
 from dtrain.commands.plan.collectives import Collective
 from dtrain.commands.plan.memory import Phase
 from dtrain.commands.plan.trace import TRACED, Trace, trace_step
-from dtrain.models.common.adapter_config import Low, adaptable, modules
+from dtrain.models.common.adapter_config import LoraLayer, adaptable, modules
 from dtrain.models.common.config import ModelConfig
 from dtrain.recipe import Sizes
 from dtrain.recipe.schema import Recipe
@@ -82,7 +82,7 @@ def _alike(recipe: Recipe, config: ModelConfig) -> bool:
         patterns = "".join([*recipe.train.train_only, *recipe.train.freeze])
         return not any(sign in patterns for sign in "0123456789?[")  # without these, a pattern means every layer
     adapter = adapter_of(asdict(recipe.lora))
-    layers: list[dict[str, Low | None]] = [{} for _ in config.layer_types]
+    layers: list[dict[str, LoraLayer | None]] = [{} for _ in config.layer_types]
     whole = dict.fromkeys(adapter.saved(modules(config)))
     for name, low in {**whole, **adapter.adapted(adaptable(config))}.items():
         if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name):

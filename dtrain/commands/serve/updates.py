@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
-from dtrain.checkpoint.huggingface.file_rows import Joint, joints
+from dtrain.checkpoint.huggingface.file_rows import FusedWeight, joints
 from dtrain.checkpoint.huggingface.merged import merge_in_place
 from dtrain.checkpoint.huggingface.read import check_fit, read_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
@@ -207,7 +207,7 @@ class _Parts:
     """Tensor of the model, or the tensors that a name joins."""
 
     parts: list[Tensor]
-    joint: Joint
+    joint: FusedWeight
 
     @property
     def shape(self) -> list[int]:

@@ -25,7 +25,7 @@ Names = str | tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Low:
+class LoraLayer:
     """The adapter of one layer: its rank r, and the scale s of B·A."""
 
     rank: int
@@ -65,7 +65,7 @@ class AdapterConfig:
             known["target"] = ALL_LINEAR if ALL_LINEAR in others else others
         return cls(**known)
 
-    def adapted(self, names: Iterable[str]) -> dict[str, Low]:
+    def adapted(self, names: Iterable[str]) -> dict[str, LoraLayer]:
         """Return those of a model's `adaptable` names that get an adapter, with its rank and scale, in order."""
         return {name: self._low(name) for name in names if self._is_target(name)}
 
@@ -101,11 +101,11 @@ class AdapterConfig:
                 return False
         return not self.saved([name])
 
-    def _low(self, name: str) -> Low:
+    def _low(self, name: str) -> LoraLayer:
         called = parameter_name(self.called(name))
         rank = by_pattern(self.rank_pattern, called, self.rank)
         alpha = by_pattern(self.alpha_pattern, called, self.alpha)
-        return Low(rank, alpha / math.sqrt(rank) if self.rslora else alpha / rank)
+        return LoraLayer(rank, alpha / math.sqrt(rank) if self.rslora else alpha / rank)
 
 
 def is_stack(name: str) -> bool:

@@ -117,7 +117,7 @@ class ModelConfig:
     has_sinks: bool = False  # whether each query head has a score that takes part in its softmax (`attention.blocks`)
     mlp_bias: bool = False
     final_logit_softcapping: float | None = None
-    unturned: tuple[int, ...] = ()  # the layers without rotary positions
+    no_rope_layers: tuple[int, ...] = ()  # the layers without rotary positions
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0  # what logits are divided by

@@ -12,7 +12,7 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import is_number
 from dtrain.rl.child import Outcome, attempt, reward_of, shown
-from dtrain.rl.environments.timeout_pool import Crew, Missed
+from dtrain.rl.environments.timeout_pool import Missed, TimeoutPool
 
 
 class EnvironmentCalls:
@@ -23,7 +23,7 @@ class EnvironmentCalls:
     ) -> list[Outcome]:
         """options: what the function gives the maker of environments for; None: it is the maker."""
         self.environments: dict[int, Any] = {}
-        self.crew: Crew[Outcome] = Crew(threads, timeout)
+        self.crew: TimeoutPool[Outcome] = TimeoutPool(threads, timeout)
         return [attempt(self._load, module, function, options)]
 
     def make(self, given: Sequence[tuple[Mapping[str, Any], int]]) -> Iterator[tuple[int, Outcome]]:

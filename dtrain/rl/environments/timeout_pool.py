@@ -20,7 +20,7 @@ class Missed(Enum):
     UNTRIED = "untried"
 
 
-class Crew(Generic[T]):
+class TimeoutPool(Generic[T]):
     """`threads` threads, which live from call to call. timeout: seconds that a task may take.
 
     One thread does tasks one after another in their order, all calls' tasks, until it is given up and another takes its

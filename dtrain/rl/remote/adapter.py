@@ -18,7 +18,7 @@ from dtrain.checkpoint.peft.files import write_adapter
 from dtrain.models.common.adapter_config import AdapterConfig, is_adapter
 from dtrain.models.common.adapters import adapted_layers
 from dtrain.models.common.decoder import CausalLM
-from dtrain.parallel.fsdp import give_weights_back
+from dtrain.parallel.fsdp import reshard_model
 from dtrain.rl.remote.dialects import AdapterVersion
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.publish import Publisher
@@ -81,7 +81,7 @@ def served(model: CausalLM, config: AdapterConfig) -> tuple[AdapterConfig, Mappi
     Where ranks or scales differ between layers, or the scale is rsLoRA's: every A and B filled up with zeros to one
     rank, the scale in B, all of them whole. Collective: one all-gather then per sharded tensor.
     """
-    give_weights_back(model)
+    reshard_model(model)
     tensors = {name: tensor for name, tensor in model_tensors(model).items() if is_adapter(name)}
     is_plain = not (config.rslora or config.rank_pattern or config.alpha_pattern)
     if is_plain or config.dora:

@@ -19,7 +19,7 @@ A dialect's `body` asks for samples of one prompt: requests that differ in their
 there. `names_versions`: whether each version of an adapter has a name of its own, by which a completion's version is
 known; `dora`: whether it takes DoRA. `routed_asked`: what a body has beside that asks for experts; `routed`: of each
 completion in `read`'s order what the answer says of them, for `rollout.routed`; `routed_start`: how a server is started
-that tells them. `load_adapter` gives the name to ask for. `read` raises Unanswered for an answer
+that tells them. `load_adapter` gives the name to ask for. `read` raises RetryableError for an answer
 that may be better next time, and UserError, with the fix, for one that a setting of the server explains.
 """
 
@@ -32,7 +32,7 @@ from typing import Any, Protocol
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
 from dtrain.inference.request import Completion, Request, SamplingParams
-from dtrain.rl.remote.http_client import Refused, Unanswered, Wire
+from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError
 
 Post = tuple[str, dict[str, Any]]  # path and body
 TOKEN = "token_id:"
@@ -42,7 +42,7 @@ ADAPTER = "trained"  # an adapter's name where all versions share one
 
 class Call(Protocol):
     """A POST, or without a body a GET; the answer, without `is_json` in any form. tries: at most, None for the engine's
-    number. Raises Refused, and UserError where no try is answered."""
+    number. Raises ClientError, and UserError where no try is answered."""
 
     def __call__(
         self, path: str, body: dict[str, Any] | None, *, is_json: bool = True, tries: int | None = None
@@ -87,7 +87,7 @@ class Vllm:
     def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list):
-            raise Unanswered(f"an answer without choices: {str(answer)[:200]}")
+            raise RetryableError(f"an answer without choices: {str(answer)[:200]}")
         if len(choices) != len(requests):
             raise UserError(f"asked for n={len(requests)} completions, it gave {len(choices)}")
         return [self._completion(choice) for choice in sorted(choices, key=_index)]
@@ -127,7 +127,7 @@ class Vllm:
         """Why it takes no adapter, by how it was started."""
         try:
             call("/v1/load_lora_adapter", {"lora_name": "", "lora_path": ""})  # refused, where the route is there
-        except Refused as error:
+        except ClientError as error:
             return "it has no /v1/load_lora_adapter" if error.status in (404, 405) else None
         return None
 
@@ -135,7 +135,7 @@ class Vllm:
         fields = {"lora_name": adapter.name, "lora_path": str(adapter.directory)}
         try:
             call("/v1/load_lora_adapter", fields, is_json=False)
-        except (Refused, UserError) as error:
+        except (ClientError, UserError) as error:
             raise UserError(f"{error}; to take this adapter, {self.start_with(adapter.rank)}") from error
         return adapter.name
 
@@ -152,7 +152,7 @@ class Vllm:
         """Whether the server has `path`: releases differ in the routes beside the one that loads."""
         try:
             call(path, body)
-        except Refused as error:
+        except ClientError as error:
             if error.status not in (404, 405):
                 raise
             return False
@@ -181,7 +181,7 @@ class Dtrain(Vllm):
     def lacks_adapters(self, call: Call) -> str | None:
         try:
             call("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": "", "load_inplace": True})
-        except Refused as error:
+        except ClientError as error:
             return str(error) if error.status in (404, 405, 409) else None  # 409: it has no room for one
         return None
 
@@ -234,7 +234,7 @@ class Sglang:
     def _completion(self, answer: Any) -> Completion:
         meta = answer.get("meta_info") if isinstance(answer, dict) else None
         if not isinstance(meta, dict):
-            raise Unanswered(f"an answer without meta_info: {str(answer)[:200]}")
+            raise RetryableError(f"an answer without meta_info: {str(answer)[:200]}")
         drawn = meta.get("output_token_logprobs")
         if drawn is None:
             raise UserError(
@@ -259,7 +259,7 @@ class Sglang:
     def lacks_adapters(self, call: Call) -> str | None:
         try:
             information = call("/get_server_info", None)
-        except Refused:
+        except ClientError:
             return None  # a release that does not say
         has = information.get("enable_lora", True) if isinstance(information, dict) else True
         return None if has else "it was started without --enable-lora"
@@ -269,7 +269,7 @@ class Sglang:
             answer = call("/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.directory)})
             if not answer.get("success"):
                 raise UserError(f"it could not load {adapter.directory}: {answer.get('error_message')}")
-        except (Refused, UserError) as error:
+        except (ClientError, UserError) as error:
             raise UserError(f"{error}; to take this adapter, {self.start_with(adapter.rank)}") from error
         return adapter.name
 
@@ -284,16 +284,16 @@ Dialect = Vllm | Sglang
 DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang(), "dtrain": Dtrain()}
 
 
-def recognise(wire: Wire, kind: str, seconds: float) -> tuple[Dialect, list[str]]:
-    """A server of `kind`, auto: that of its models' owner; and its models' names. Raises Unanswered, Refused and
-    UserError."""
+def recognise(wire: HttpClient, kind: str, seconds: float) -> tuple[Dialect, list[str]]:
+    """A server of `kind`, auto: that of its models' owner; and its models' names. Raises RetryableError, ClientError
+    and UserError."""
     answer = wire.ask("/v1/models", None, seconds)
     models = answer.get("data") if isinstance(answer, dict) else None
     names = [str(model.get("id")) for model in models or []]
     if kind != "auto":
         return DIALECTS[kind], names or ["default"]
     if not models:
-        raise Unanswered("no model at /v1/models")
+        raise RetryableError("no model at /v1/models")
     owner = str(models[0].get("owned_by"))
     if owner not in DIALECTS:
         raise UserError(f"{wire.url}: its models are {owner}'s, neither of {', '.join(DIALECTS)}; say which it is like")
@@ -320,7 +320,7 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 def _completion(ids: list[int], logprobs: list[float], finish: Any, version: int | None) -> Completion:
     if finish not in ("stop", "length"):
-        raise Unanswered(f"a completion that ended by {finish!r}, not by stop or length")
+        raise RetryableError(f"a completion that ended by {finish!r}, not by stop or length")
     if len(ids) != len(logprobs):
         raise UserError(f"a completion of {len(ids)} tokens has {len(logprobs)} logprobs")
     if not all(type(one) is int and 0 <= one < 2**31 for one in ids):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
 from dtrain.rl.remote.dialects import DIALECTS, AdapterVersion, Call, Dialect, recognise
-from dtrain.rl.remote.http_client import Refused, Unanswered, Wire
+from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError
 
 if TYPE_CHECKING:
     from dtrain.rl.routed import RoutedReader
@@ -39,7 +39,7 @@ class ServerClient:
     nothing until it does. is_held: calls wait for an adapter's next version. loaded: adapters' names there, and how
     many calls are under way with each."""
 
-    wire: Wire
+    wire: HttpClient
     dialect: Dialect
     model: str
     adapter: str | None = None
@@ -146,7 +146,7 @@ class HttpEngine:
         key = read_key(api_key_file)
         until = time.monotonic() + start_timeout
         self._start_timeout = start_timeout
-        self._wires = [Wire(url, key) for url in urls]
+        self._wires = [HttpClient(url, key) for url in urls]
         self.servers: list[ServerClient] = self._all(
             self._wires, lambda wire, stop: self._meet(wire, kind, model, _Tries(until, stop)), ask_stop
         )
@@ -182,7 +182,7 @@ class HttpEngine:
                     del server.loaded[name]
             for name in idle:
                 # A server that has dropped it by itself refuses.
-                with suppress(UserError, Refused):
+                with suppress(UserError, ClientError):
                     server.dialect.unload_adapter(call, name)
             return server.dialect.load_adapter(call, adapter)
 
@@ -208,15 +208,15 @@ class HttpEngine:
         with self._changed:
             self._changed.notify_all()
 
-    def _meet(self, wire: Wire, kind: str, model: str | None, tries: _Tries) -> ServerClient:
+    def _meet(self, wire: HttpClient, kind: str, model: str | None, tries: _Tries) -> ServerClient:
         said = 0.0
         while True:
             try:
                 dialect, models = recognise(wire, kind, tries.seconds)
                 break
-            except Refused as error:
+            except ClientError as error:
                 raise UserError(f"{wire.url}: {error}") from error
-            except Unanswered as error:
+            except RetryableError as error:
                 tries.note(wire.url, error)
                 waits = f"of {self._start_timeout:g} s, grpo.server.start_timeout"
                 if tries.count(wire.url) == 1 or time.monotonic() - said >= TOLD_EVERY:
@@ -243,20 +243,20 @@ class HttpEngine:
             try:
                 answer = server.wire.ask(path, body | server.dialect.routed_asked, min(TRY_SECONDS, self.timeout))
                 completions = self._read(server, answer, requests)
-            except Unanswered:
+            except RetryableError:
                 return
             self._with_routed(server, answer, requests, completions)
-        except (Refused, Unanswered, UserError) as error:
+        except (ClientError, RetryableError, UserError) as error:
             what = "grpo.router_replay=true needs servers that say which experts tokens go to"
             raise UserError(f"{server.wire.url}: {error}; {what}") from error
 
     def _read(self, server: ServerClient, answer: Any, requests: Sequence[Request]) -> list[Completion]:
-        """Raises Unanswered and UserError."""
+        """Raises RetryableError and UserError."""
         try:
             completions = server.dialect.read(answer, requests)
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             shape = f"{type(error).__name__}: {error}"
-            raise Unanswered(f"an answer in another form than {server.dialect.name}'s ({shape})") from error
+            raise RetryableError(f"an answer in another form than {server.dialect.name}'s ({shape})") from error
         beyond = [one for completion in completions for one in completion.ids if one >= self._vocab_size]
         if beyond:
             raise UserError(
@@ -267,7 +267,7 @@ class HttpEngine:
     def _with_routed(
         self, server: ServerClient, answer: Any, requests: Sequence[Request], completions: list[Completion]
     ) -> list[Completion]:
-        """`completions` with what is said of experts. Raises UserError, and Unanswered where that is nothing."""
+        """`completions` with what is said of experts. Raises UserError, and RetryableError where that is nothing."""
         if (reader := self._routed) is None:
             return completions
         found = []
@@ -275,7 +275,7 @@ class HttpEngine:
         for one, request, text in zip(completions, requests, told, strict=True):
             count = len(request.prompt) + len(one.ids)
             if text is None and one.ids:
-                raise Unanswered(f"its answer has no routed experts; {server.dialect.routed_start}")
+                raise RetryableError(f"its answer has no routed experts; {server.dialect.routed_start}")
             found.append(replace(one, routed=reader.read(text, count) if one.ids else reader.nothing(count)))
         return found
 
@@ -287,7 +287,7 @@ class HttpEngine:
             problem = adapter = None
             try:
                 adapter = give(server, partial(self._call, server, stop))
-            except (UserError, Refused) as error:
+            except (UserError, ClientError) as error:
                 problem = str(error)
                 self.say(f"{server.wire.url} did not take version {version} of the weights: {problem}")
             with self._changed:
@@ -309,12 +309,13 @@ class HttpEngine:
         is_json: bool = True,
         tries: int | None = None,
     ) -> Any:
-        """The answer to one call, tried `tries` times, 1 + self.retries unless said. Raises Refused and UserError."""
+        """The answer to one call, tried `tries` times, 1 + self.retries unless said. Raises ClientError and
+        UserError."""
         met, url = _Tries(time.monotonic() + self.timeout, stop), server.wire.url
         while True:
             try:
                 return server.wire.ask(path, body, met.seconds, is_json=is_json)
-            except Unanswered as error:
+            except RetryableError as error:
                 met.note(url, error)
                 if self._closed or not met.wait(url, most=1 + self.retries if tries is None else tries):
                     raise UserError(f"{path}: {met.told()}") from error
@@ -330,10 +331,10 @@ class HttpEngine:
                 completions = self._ask(place, requests, seconds)
                 for completion, request in zip(completions, requests, strict=True):
                     _check(completion, request.sampling.max_new_tokens, told)
-            except Unanswered as error:
+            except RetryableError as error:
                 self._failed(server, tries, error)
                 continue
-            except (Refused, UserError) as error:
+            except (ClientError, UserError) as error:
                 raise UserError(f"{server.wire.url}: {error}") from error
             finally:
                 with self._changed:
@@ -352,10 +353,10 @@ class HttpEngine:
             body = body | server.dialect.routed_asked
         try:
             answer = server.wire.ask(path, body, seconds)
-        except Refused as error:
+        except ClientError as error:
             if adapter is None or error.status != 404:
                 raise
-            raise Unanswered(f"{error} (it had the adapter {adapter}): was it restarted?") from error
+            raise RetryableError(f"{error} (it had the adapter {adapter}): was it restarted?") from error
         completions = self._with_routed(server, answer, requests, self._read(server, answer, requests))
         if adapter is None or not server.dialect.names_versions:
             return completions
@@ -386,7 +387,7 @@ class HttpEngine:
         told = "; ".join([tries.told(), *behind])
         return f"no server gave completions within {self.timeout:.0f} s ({told}); start them again and resume the run"
 
-    def _failed(self, server: ServerClient, tries: _Tries, seen: Unanswered) -> None:
+    def _failed(self, server: ServerClient, tries: _Tries, seen: RetryableError) -> None:
         tries.note(server.wire.url, seen)
         with self._changed:
             server.failures += 1
@@ -416,7 +417,8 @@ class HttpEngine:
 
 
 def _check(completion: Completion, most: int, version: int | None) -> None:
-    """Raises UserError for a completion that `most` tokens do not explain, and Unanswered for one of older weights."""
+    """Raises UserError for a completion that `most` tokens do not explain, and RetryableError for one of older
+    weights."""
     count = len(completion.ids)
     if count > most or (not count and most) or (completion.finish == "length" and count != most):
         raise UserError(
@@ -425,7 +427,7 @@ def _check(completion: Completion, most: int, version: int | None) -> None:
             "(--max-model-len, --context-length, --max-length)?"
         )
     if version is not None and completion.version is not None and completion.version < version:
-        raise Unanswered(f"it has version {completion.version} of the weights, not {version}: was it restarted?")
+        raise RetryableError(f"it has version {completion.version} of the weights, not {version}: was it restarted?")
 
 
 def wait_for(futures: Sequence[Future], ask_stop: AskStop | None = None) -> None:

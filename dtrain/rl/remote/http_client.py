@@ -19,11 +19,11 @@ AT_ONCE = 1 << 20  # bytes that are read at once
 PASSING = {408, 425, 429, 500, 502, 503, 504}
 
 
-class Unanswered(Exception):
+class RetryableError(Exception):
     """A call that got no answer, or one that may be better next time; the message says what was seen."""
 
 
-class Refused(Exception):
+class ClientError(Exception):
     """A call that the server refuses with `status`, and would refuse again; the message is the server's."""
 
     def __init__(self, status: int, message: str):
@@ -31,7 +31,7 @@ class Refused(Exception):
         super().__init__(message)
 
 
-class Wire:
+class HttpClient:
     """Calls to the server at `url` (http or https, with a path before the routes or without). For several threads."""
 
     def __init__(self, url: str, key: str | None = None):
@@ -55,7 +55,7 @@ class Wire:
 
     def ask(self, path: str, body: dict[str, Any] | None, seconds: float, *, is_json: bool = True) -> Any:
         """The JSON that the server answers with 200, to a POST of `body`, else to a GET; without `is_json` an answer
-        in another form is its text. Raises Unanswered and Refused."""
+        in another form is its text. Raises RetryableError and ClientError."""
         method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         connection = self._kind(self.host, self._port, timeout=min(CONNECT_SECONDS, seconds))
         until = time.monotonic() + seconds
@@ -69,14 +69,14 @@ class Wire:
                 raw = _body(response)
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, TimeoutError) or time.monotonic() >= until:
-                raise Unanswered(f"no answer within {seconds:.0f} s") from error
-            raise Unanswered(_in_words(error)) from error
+                raise RetryableError(f"no answer within {seconds:.0f} s") from error
+            raise RetryableError(_in_words(error)) from error
         finally:
             connection.close()
         return _read(response.status, raw, is_json)
 
     def hang_up(self) -> None:
-        """End every call under way; they raise Unanswered."""
+        """End every call under way; they raise RetryableError."""
         with self._lock:
             for sock in self._live:
                 _shut_down(sock)
@@ -105,12 +105,12 @@ def _shut_down(sock: socket.socket) -> None:
 
 
 def _body(response: http.client.HTTPResponse) -> bytearray:
-    """Raises Unanswered for more than LARGEST bytes, and as `HTTPResponse.read`."""
+    """Raises RetryableError for more than LARGEST bytes, and as `HTTPResponse.read`."""
     raw = bytearray()
     while part := response.read(AT_ONCE):
         raw += part
         if len(raw) > LARGEST:
-            raise Unanswered(f"an answer of more than {LARGEST >> 20} MiB")
+            raise RetryableError(f"an answer of more than {LARGEST >> 20} MiB")
     if response.length:  # of what it said that it would send
         raise http.client.IncompleteRead(bytes(raw), response.length)
     return raw
@@ -122,11 +122,11 @@ def _read(status: int, raw: bytes | bytearray, is_json: bool) -> Any:
     except ValueError as error:
         answer = raw.decode(errors="replace")[:500]
         if status == 200 and is_json:
-            raise Unanswered(f"an answer that is no JSON, which begins {answer[:80]!r}") from error
+            raise RetryableError(f"an answer that is no JSON, which begins {answer[:80]!r}") from error
     if status == 200:
         return answer
     message = f"{status}: {_message(answer)}"
-    raise Unanswered(message) if status in PASSING else Refused(status, message)
+    raise RetryableError(message) if status in PASSING else ClientError(status, message)
 
 
 def _message(answer: Any) -> str:

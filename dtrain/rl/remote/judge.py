@@ -19,7 +19,7 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
 from dtrain.rl.remote.http import read_key
-from dtrain.rl.remote.http_client import Refused, Unanswered, Wire
+from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError
 
 LOOK_SECONDS = 10.0  # for a server to say that it is there
 IN_A_ROW = 3  # answers that a judge fails to judge before the rest of a call is not asked: it is down
@@ -55,7 +55,7 @@ class Judge:
         api_key_file: str | None = None,
         cache: str | None = None,
     ):
-        self._wire, self._model, self._rubric = Wire(url, read_key(api_key_file)), model, rubric
+        self._wire, self._model, self._rubric = HttpClient(url, read_key(api_key_file)), model, rubric
         self._concurrency, self._timeout = concurrency, timeout
         self._cache, self._lock = Path(cache) if cache else None, Lock()
         self._known = _read(self._cache) if self._cache else {}
@@ -83,9 +83,9 @@ class Judge:
         """Raises UserError where no server answers, or it names its models and has none of this name."""
         try:
             told = self._wire.ask("/v1/models", None, LOOK_SECONDS)
-        except Refused:  # a server need not tell what it has
+        except ClientError:  # a server need not tell what it has
             return
-        except Unanswered as error:
+        except RetryableError as error:
             raise UserError(f"{self._wire.url} does not answer: {error}; start it, or name another") from error
         listed = told.get("data") if isinstance(told, dict) else None
         names = [str(one.get("id")) for one in listed or [] if isinstance(one, dict)]
@@ -113,9 +113,9 @@ class Judge:
                 found = _points(self._wire.ask("/v1/chat/completions", body, left))
                 self._failed = 0
                 return found
-            except Unanswered as error:
+            except RetryableError as error:
                 seen = str(error)
-            except Refused as error:
+            except ClientError as error:
                 seen = str(error)
                 break
         with self._lock:
@@ -143,7 +143,7 @@ def seconds_for(options: Mapping[str, Any], count: int) -> float:
 
 
 def _points(answer: Any) -> float:
-    """The reward in a chat completion. Raises Unanswered where there is none.
+    """The reward in a chat completion. Raises RetryableError where there is none.
 
     >>> _points({"choices": [{"message": {"content": 'Short and right: {"score": 7}'}}]})
     0.7
@@ -151,10 +151,10 @@ def _points(answer: Any) -> float:
     try:
         text = str(answer["choices"][0]["message"]["content"])
     except (KeyError, IndexError, TypeError):
-        raise Unanswered("an answer that is no chat completion") from None
+        raise RetryableError("an answer that is no chat completion") from None
     found = _SCORE.findall(text)
     if not found or not 0 <= float(found[-1]) <= POINTS:
-        raise Unanswered(f"it gave no score from 0 to {POINTS}, but {text[-80:]!r}")
+        raise RetryableError(f"it gave no score from 0 to {POINTS}, but {text[-80:]!r}")
     return float(found[-1]) / POINTS
 
 

@@ -17,7 +17,7 @@ class CompletionSource(Protocol):
     def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]: ...
 
 
-class Ahead:
+class RolloutPrefetcher:
     """One rollout under way at a time, on one rank.
 
     engine: an `HttpEngine`, say. max_off_policy_steps: the staleness that `take` lets pass; 0 draws everything that

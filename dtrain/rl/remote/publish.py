@@ -22,7 +22,7 @@ from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.policy.weight_buckets import BUCKET_BYTES, MEETING, Info, WeightSource, buckets, flatten, weight_group
 from dtrain.rl.remote.dialects import Dialect, Post
 from dtrain.rl.remote.http import HttpEngine, ServerClient
-from dtrain.rl.remote.http_client import Refused, Unanswered
+from dtrain.rl.remote.http_client import ClientError, RetryableError
 from dtrain.rl.remote.shared_directory import mark, prune, step_directory
 
 QUICK_SECONDS = 10.0  # for a question that costs a server nothing
@@ -212,7 +212,7 @@ class StreamPublisher(Publisher):
         """One call without a second try: a broadcast has none either. Raises UserError."""
         try:
             answer = server.wire.ask(path, body, QUICK_SECONDS if body is None else self.engine.timeout)
-        except (Unanswered, Refused) as error:
+        except (RetryableError, ClientError) as error:
             raise UserError(f"{server.wire.url}{path}: {error}") from error
         if isinstance(answer, dict) and answer.get("success") is False:
             raise UserError(f"{server.wire.url}{path}: {answer.get('message')}")
@@ -221,7 +221,7 @@ class StreamPublisher(Publisher):
     def _is_alive(self, server: ServerClient) -> bool:
         try:
             server.wire.ask("/v1/models", None, QUICK_SECONDS)
-        except (Unanswered, Refused) as error:
+        except (RetryableError, ClientError) as error:
             self.engine.say(f"{server.wire.url} takes no part in this update: {error}")
             return False
         return True

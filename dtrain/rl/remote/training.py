@@ -14,7 +14,7 @@ from dtrain.policy import Policy
 from dtrain.recipe.schema import Recipe
 from dtrain.rl.remote.adapter import MERGED, AdapterPublisher, refusal
 from dtrain.rl.remote.http import HttpEngine
-from dtrain.rl.remote.prefetch import Ahead
+from dtrain.rl.remote.prefetch import RolloutPrefetcher
 from dtrain.rl.remote.publish import DirectoryPublisher, StreamPublisher
 from dtrain.rl.routed import RoutedReader
 
@@ -29,7 +29,7 @@ class OverHttp:
     def __init__(self, recipe: Recipe, policy: Policy, run: RunContext):
         section = recipe.grpo.server
         self.policy, self.offload, self.ranks = policy, recipe.grpo.offload, Ranks()
-        self._ahead: Ahead | None = None
+        self._ahead: RolloutPrefetcher | None = None
         self._published: int | None = None
         self._publisher: AdapterPublisher | DirectoryPublisher | StreamPublisher
 
@@ -56,7 +56,7 @@ class OverHttp:
             except Interrupted:
                 return False
             if recipe.grpo.max_off_policy_steps:
-                self._ahead = Ahead(engine, recipe.grpo.max_off_policy_steps, run.metrics.say)
+                self._ahead = RolloutPrefetcher(engine, recipe.grpo.max_off_policy_steps, run.metrics.say)
                 run.stack.callback(self._ahead.close)
             run.stack.callback(engine.close)  # runs first, and ends what is under way
             return True
