@@ -45,6 +45,7 @@ CLUSTERS = ("slurm.sh", "kubernetes.yaml")
 """Files beside the shipped recipes that start them on a cluster. `find` knows these by their whole name."""
 
 RECIPE_BYTES = 1 << 20
+DEPTH = 32  # levels of a recipe or a value; what reads them recurses, at most about ten frames a level
 _NO_RECIPE = "{} is not a recipe: its top level must be a mapping such as `train: {{steps: 100}}`"
 FOREIGN = 5  # keys of another tool that make a recipe one of its own
 _PATHS = ("model.path", "lora.path", "run.dir", "data.cache_dir", "data.chat_template", "checkpoint.resume")
@@ -191,6 +192,8 @@ def _keys(cls: type, prefix: str) -> list[str]:
 def _read(path: Path) -> dict:
     text = read_text(path, RECIPE_BYTES)
     try:
+        if _is_too_deep(text):
+            raise UserError(f"{path} is not a recipe: it is nested too deep")
         check_shape(typed := yaml.load(text, Loader=yaml.BaseLoader), PARTS)
         if typed and not isinstance(typed, dict):
             raise UserError(_NO_RECIPE.format(path))
@@ -201,13 +204,27 @@ def _read(path: Path) -> dict:
         near = text.splitlines()[max(0, mark.line - 1) : mark.line + 1] if mark else []
         hint = error_hints.pasted(" ".join(near)) or error_hints.of_yaml(error.problem)
         raise UserError(f"{path}{line} is not YAML: {error.problem or error.context}{hint}") from error
-    except RecursionError:
+    except RecursionError:  # called from deep in another program
         raise UserError(f"{path} is not a recipe: it is nested too deep") from None
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
         raise UserError(f"{path} is not YAML: {error_hints.first_line(error)}{error_hints.of_yaml(error)}") from error
     if not isinstance(config, DictConfig):
         raise UserError(_NO_RECIPE.format(path))
     return _as_typed(Recipe, _tree(config), typed)
+
+
+def _is_too_deep(text: str) -> bool:
+    """Return whether `text` nests mappings and lists deeper than `DEPTH` levels. YAML's events are read without
+    recursion, so the answer does not depend on how full the stack is. Raises YAMLError."""
+    level = 0
+    for event in yaml.parse(text, Loader=yaml.BaseLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            level += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            level -= 1
+        if level > DEPTH:
+            return True
+    return False
 
 
 def _as_typed(hint: Any, value: Any, typed: Any) -> Any:
@@ -242,6 +259,9 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
         return
     shown = f"{key}={secrets.HIDDEN}" if any(map(secrets.is_secret_name, key.split("."))) else override
     try:
+        if _is_too_deep(text):
+            problems.append(f"{key}: the value is nested too deep")
+            return
         value = _tree(OmegaConf.from_dotlist([f"value={text}"]))["value"]
         value = _as_typed(_hint_of(key), value, yaml.load(text, Loader=yaml.BaseLoader))
         old = OmegaConf.select(config, key, throw_on_resolution_failure=False)
@@ -254,7 +274,7 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
         problems.append(f"{shown}: the value is not YAML ({problem}){quoted}")
     except (OmegaConfBaseException, IndexError, TypeError) as error:
         problems.append(f"{shown}: {error_hints.first_line(error)}")
-    except RecursionError:
+    except RecursionError:  # called from deep in another program
         problems.append(f"{key}: the value is nested too deep")
     except ValueError:  # a name where OmegaConf takes the number of an entry
         section, _, name = key.rpartition(".")

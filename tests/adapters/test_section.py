@@ -59,6 +59,7 @@ def test_how_it_is_written(overrides, expected):
     [
         ("lora=true", "lora=true: lora is a mapping with the keys rank, alpha"),
         ("lora=1", "write lora={} for their defaults, or null for none"),
+        (f"lora.target={'[' * 33}{']' * 33}", "lora.target: the value is nested too deep"),
         (f"lora.target={'[' * 5000}{']' * 5000}", "lora.target: the value is nested too deep"),
         ("lora=qlora", "write lora={} for their defaults, or null for none"),
         ("lora.rank=1.5", "lora.rank=1.5 must be a whole number"),
