@@ -1,50 +1,16 @@
-"""Hardware limits and use: peak FLOP/s by device name, model FLOPs utilisation, peak memory."""
+"""Use of the hardware: model FLOPs utilisation, peak and free memory."""
 
 import os
 import resource
 import sys
 from typing import TYPE_CHECKING
 
+from dtrain.base.gpus import peak_flops
+
 if TYPE_CHECKING:
     import torch
 
 OF_FREE = 0.8  # of a GPU's free memory
-
-# Dense bfloat16 FLOP/s without sparsity, from the vendors' data sheets. The first name found in the device's wins.
-_PEAK_TFLOPS = (
-    ("GB300", 2500),
-    ("GB200", 2500),
-    ("B300", 2250),
-    ("B200", 2250),
-    ("H200 NVL", 835),
-    ("H200", 989),
-    ("GH200", 989),
-    ("H100 NVL", 835),
-    ("H100 PCIe", 756),
-    ("H100", 989),
-    ("H800", 989),
-    ("A100", 312),
-    ("A800", 312),
-    ("L40S", 362),
-    ("L4", 121),
-    ("A40", 150),
-    ("A30", 165),
-    ("A10G", 70),
-    ("A10", 125),
-    ("MI300X", 1307),
-    ("MI325X", 1307),
-    ("MI355X", 2500),
-)
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of one device by the name CUDA gives it; None where it is unknown."""
-    words = device_name.replace("-", " ").split()
-    for name, tflops in _PEAK_TFLOPS:
-        parts = name.split()
-        if any(words[start : start + len(parts)] == parts for start in range(len(words))):
-            return tflops * 1e12
-    return None
 
 
 def model_flops_utilisation(
@@ -53,13 +19,13 @@ def model_flops_utilisation(
     """Return the share of the devices' peak that the model's own arithmetic takes (PaLM, arXiv:2204.02311, appendix B).
 
     flops_per_token: training FLOPs, recomputation not counted; tokens_per_sec: over all ranks. None where no peak is
-    known: off CUDA, for a device that is not in the table, for dtypes other than bfloat16 and float16.
+    known: off CUDA, for a device that is not in the table (base/gpus.py), for dtypes other than bfloat16 and float16.
     """
     import torch
 
     if device.type != "cuda" or compute_dtype not in (torch.bfloat16, torch.float16):
         return None
-    peak = peak_flops(torch.cuda.get_device_name(device))
+    peak = peak_flops(torch.cuda.get_device_name(device), str(compute_dtype).removeprefix("torch."))
     return None if peak is None else flops_per_token * tokens_per_sec / (peak * world_size)
 
 

@@ -295,7 +295,11 @@ def test_nonfinite_numbers_are_readable_again(tmp_path):
         ("NVIDIA L40S", 362),
         ("NVIDIA A10G", 70),
         ("Tesla V100-SXM2-16GB", None),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("Tesla T4", None),
     ],
 )
 def test_peaks_by_device_name(name, tflops):

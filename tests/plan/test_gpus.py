@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from dtrain.base.errors import RecipeError
+from dtrain.base.gpus import peak_flops
 from dtrain.commands.cli import main
-from dtrain.commands.plan.command import GPUS as NAMED
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan
 from tests.tiny import tiny_recipe
 
 
-def test_the_command_names_every_gpu_and_none_has_more_memory_than_is_sold():
-    assert NAMED == tuple(GPUS)
+def test_no_gpu_has_more_memory_than_is_sold():
     for gpu in GPUS.values():
         sold = int(gpu.name.split()[-2])  # "RTX 4090 24 GB"
         assert 0.9 * sold < gpu.memory_gib <= sold
@@ -36,3 +35,25 @@ def test_a_gpu_without_bfloat16_is_told_so_and_has_no_flash_attention(tmp_path):
     old, new = make_plan(half, 1, GPUS["t4"]), make_plan(half, 1, GPUS["l4"])
     assert old.step.flops[torch.float16] > new.step.flops[torch.float16]  # a mask hides pairs that are computed
     assert make_plan(tiny_recipe(tmp_path, "launch.device=cpu", "train.dtype=bfloat16"), 1, GPUS["t4"]).device == "cpu"
+
+
+def test_a_gpu_with_a_plan_has_a_peak_for_mfu():
+    """Names as CUDA gives them; the T4 has no bfloat16."""
+    names = {
+        "a100": "NVIDIA A100-SXM4-80GB",
+        "h100": "NVIDIA H100 80GB HBM3",
+        "h200": "NVIDIA H200",
+        "b200": "NVIDIA B200",
+        "3090": "NVIDIA GeForce RTX 3090",
+        "4090": "NVIDIA GeForce RTX 4090",
+        "5090": "NVIDIA GeForce RTX 5090",
+        "l40s": "NVIDIA L40S",
+        "a10": "NVIDIA A10",
+        "l4": "NVIDIA L4",
+        "t4": "Tesla T4",
+        "mi300x": "AMD Instinct MI300X",
+    }
+    assert names.keys() == GPUS.keys()
+    for key, name in names.items():
+        for dtype in (torch.bfloat16, torch.float16):
+            assert peak_flops(name, str(dtype).removeprefix("torch.")) == GPUS[key].arithmetic.get(dtype)

@@ -2,16 +2,14 @@
 
 import argparse
 
+from dtrain.base.gpus import BOARDS
 from dtrain.commands.arguments import PROCESSES, add_recipe, at_least, positive
-
-GPUS = ("a100", "h100", "h200", "b200", "3090", "4090", "5090", "l40s", "a10", "l4", "t4", "mi300x")
-"""The names of hardware.py, which loads torch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument("--world-size", type=at_least(1), metavar="N", help=PROCESSES)
-    parser.add_argument("--gpu", type=_plain, choices=GPUS, default="h100", help="default: h100")
+    parser.add_argument("--gpu", type=_plain, choices=BOARDS, default="h100", help="default: h100")
     parser.add_argument("--search", action="store_true", help="list the ten best meshes and micro-batches for N ranks")
     budgeted = "for tensors on a GPU (default: 92%% of its memory)"
     parser.add_argument("--memory", type=positive, metavar="GIB", help=budgeted)

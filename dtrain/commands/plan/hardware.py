@@ -1,4 +1,4 @@
-"""Devices by their makers' data sheets, and the estimate of a step's time by these numbers alone.
+"""Devices of base/gpus.py in torch's units, and the estimate of a step's time by these numbers alone.
 
 Dense arithmetic without sparsity, in FLOP/s; memory in GiB as the driver reports it; links in bytes per second and
 direction: `inside` of one device to the others of its node (NVLink), `between` of one device's network card.
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dtrain.base.gpus import BOARDS
 from dtrain.commands.plan.step import Step
 from dtrain.recipe import Sizes
 
@@ -47,40 +48,17 @@ class Hardware:
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Name, GiB, TFLOP/s by dtype (float32 as torch computes it by default, without TF32), TB/s of the memory, GB/s inside
-# and between nodes, reach. GiB are what torch reports as the device's total, less than the memory that is sold.
-#
-# SXM boards: NVIDIA's data sheets. Their reach is held to torchtitan's runs, b200's is h100's.
-# GeForce: NVIDIA's white papers of GA102, AD102 and GB202, with float32 accumulation. They reach one another through
-# the host's memory alone: half of PCIe 4.0 x16, of the 5090 PCIe 5.0 x16.
-# L40S, A10, L4, T4: NVIDIA's data sheets, PCIe 4.0 x16, of the T4 3.0. A T4 has no bfloat16.
-# MI300X: AMD's data sheet, matrix cores, seven Infinity Fabric links of 64 GB/s. It is said to reach 45% in practice.
-# For a PCIe card 10 Gb/s of Ethernet are assumed between nodes. No run is known that confirms the reach of these.
-_BOARDS = {
-    "a100": ("A100 80 GB", 79.1, (312, 312, 19.5, 19.5), 2.04, 300, 25, 0.7),
-    "h100": ("H100 80 GB", 79.1, (989, 989, 67, 67), 3.35, 450, 50, 0.6),
-    "h200": ("H200 141 GB", 139.8, (989, 989, 67, 67), 4.8, 450, 50, 0.6),
-    "b200": ("B200 180 GB", 178.4, (2250, 2250, 75, 37), 7.7, 900, 50, 0.6),
-    "3090": ("RTX 3090 24 GB", 23.6, (71, 71, 35.6, 0.56), 0.936, 16, 1.25, 0.7),
-    "4090": ("RTX 4090 24 GB", 23.6, (165, 165, 82.6, 1.3), 1.008, 16, 1.25, 0.7),
-    "5090": ("RTX 5090 32 GB", 31.3, (209, 209, 104.8, 1.6), 1.792, 32, 1.25, 0.7),
-    "l40s": ("L40S 48 GB", 44.4, (362, 362, 91.6, 1.4), 0.864, 32, 1.25, 0.6),
-    "a10": ("A10 24 GB", 22.0, (125, 125, 31.2, 0.49), 0.6, 32, 1.25, 0.5),
-    "l4": ("L4 24 GB", 22.0, (121, 121, 30.3, 0.47), 0.3, 32, 1.25, 0.5),
-    "t4": ("T4 16 GB", 14.5, (None, 65, 8.1, 0.25), 0.3, 16, 1.25, 0.5),
-    "mi300x": ("MI300X 192 GB", 191.9, (1307, 1307, 163, 163), 5.3, 448, 50, 0.45),
-}
 GPUS = {
     key: Hardware(
-        name,
-        memory,
-        {dtype: rate * 1e12 for dtype, rate in zip(_DTYPES, rates, strict=True) if rate is not None},
-        bandwidth * 1e12,
-        inside * 1e9,
-        between * 1e9,
-        reach,
+        board.title,
+        board.gib,
+        {dtype: rate * 1e12 for dtype, rate in zip(_DTYPES, board.tflops, strict=True) if rate is not None},
+        board.terabytes * 1e12,
+        board.inside * 1e9,
+        board.between * 1e9,
+        board.reach,
     )
-    for key, (name, memory, rates, bandwidth, inside, between, reach) in _BOARDS.items()
+    for key, board in BOARDS.items()
 }
 
 

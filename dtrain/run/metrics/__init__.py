@@ -8,7 +8,8 @@ terminal  a stranger's words made harmless, small plots of curves
 records   what was written, read again
 """
 
-from dtrain.base.hardware import memory_gib, model_flops_utilisation, peak_flops
+from dtrain.base.gpus import peak_flops
+from dtrain.base.hardware import memory_gib, model_flops_utilisation
 from dtrain.run.metrics.metrics import Recorder, build, lacking
 
 __all__ = ["Recorder", "build", "lacking", "memory_gib", "model_flops_utilisation", "peak_flops"]
