@@ -127,7 +127,7 @@ def reduces(recipe, runtime):
 
 
 def told_its_plan(recipe, runtime):
-    _mark(recipe, runtime, runtime.planned(60.0).words if runtime.planned else "not asked")
+    _mark(recipe, runtime, runtime.planned(200.0).words if runtime.planned else "not asked")
 
 
 def starves(recipe, runtime):
