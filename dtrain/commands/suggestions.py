@@ -12,7 +12,7 @@ from pathlib import Path
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
 from dtrain.recipe import find, key_aliases, keys
-from dtrain.recipe.unsupported_keys import by_word
+from dtrain.recipe.key_aliases import by_word
 
 TOOLS = "tune llamafactory-cli lmf axolotl trl unsloth accelerate deepspeed torchrun python dtrain -m launch".split()
 """They start others' commands; the word after them counts."""

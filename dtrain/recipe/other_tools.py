@@ -19,7 +19,6 @@ from omegaconf import OmegaConf
 from dtrain.recipe import key_aliases
 from dtrain.recipe.saved import flat, merge
 from dtrain.recipe.schema import OPTIMIZERS, SCHEDULES, Lora, Recipe
-from dtrain.recipe.unsupported_keys import NEEDLESS
 
 Fit = Callable[[str, Any], tuple[Any, list[str]]]
 """(key, value) → the value in the key's own type, and what is wrong with it."""
@@ -141,7 +140,7 @@ class Translation:
             ours = same[0] if len(same) == 1 else None
         if ours is None:
             if (
-                leaf not in NEEDLESS
+                leaf not in key_aliases.NEEDLESS
                 and value is not False
                 and not (key_aliases.answer(key) or "").startswith("dtrain needs")
             ):
