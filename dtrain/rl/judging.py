@@ -213,8 +213,8 @@ def read_questions(
                 try:
                     row = renamed(parsed, columns)
                     prompt = normalise_prompt(encoder.in_messages(row, name), name, encoder.options.system)
-                    is_plain = encoder.has_plain_prompt(row, name)
-                    questions.append(Question(place, prompt, encoder.encode(prompt), is_plain))
+                    ids = encoder.encode(prompt)
+                    questions.append(Question(place, prompt, ids, encoder.has_plain_prompt(row, name)))
                 except UserError as error:
                     raise UserError(f"{place}: {error}{lacking(parsed, columns)}") from error
     return questions
