@@ -24,7 +24,7 @@ WEEK = 7 * 86400.0  # a socket takes no timeout of a month; what is allowed long
 
 
 class Lost(Exception):
-    """The process is of no use any more, and has been killed; the message says why."""
+    """Raised where the process is of no use any more, and has been killed; the message says why."""
 
 
 class Worker:
