@@ -162,7 +162,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
         placements = rows.placements()
         size = self.recipe.grpo.prompts_per_step * self.recipe.grpo.group_size
         while taken := list(islice(placements, size)):
-            prompts = self._collector.asked(rows, taken, first)
+            prompts = self._collector.prompts_at(rows, taken, first)
             drawn, rewards = self._collector.judge_greedily(prompts, self._position.step)
             first += len(taken)
             samples += drawn

@@ -79,7 +79,7 @@ class OnPolicyDistillMethod(RolloutMethod, DistillMethod):
     def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
         placements, first = rows.placements(), 0
         while taken := list(islice(placements, self.recipe.train.batch)):
-            prompts = self._collector.asked(rows, taken, first)
+            prompts = self._collector.prompts_at(rows, taken, first)
             first += len(taken)
             buffer = _buffer(self._collector.answer_greedily(prompts, self._position.step))
             yield buffer.batch(self._shares(buffer, range(len(buffer)))[policy.mesh.dp_rank])
@@ -97,7 +97,7 @@ class StudentCollector(Collector):
         taken = list(islice(self.rows.placements(cursor), self.section.prompts_per_step))
         if not taken:
             return None
-        prompts = self.asked(self.rows, taken, self.rows.rows_before(cursor))
+        prompts = self.prompts_at(self.rows, taken, self.rows.rows_before(cursor))
         drawing = [prompt for prompt in prompts if self.is_drawn(prompt.index)]
         drawn = self._draw(drawing, self._requests(drawing), version, self.ask_stop) if drawing else []
         answers = iter(drawn)

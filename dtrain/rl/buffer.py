@@ -1,5 +1,5 @@
-"""The completions of one rollout as tensors, the same on every rank: what its updates read, and a checkpoint keeps; and
-where in the rollouts a run is."""
+"""The completions of one rollout as tensors, the same on every rank, which its updates read and a checkpoint keeps; and
+the position of a run in its rollouts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ PER_TOKEN = ("sampling_logprobs", "old_logprobs", "reference_logprobs")
 
 @dataclass
 class Position:
-    """Where in the rollouts a run is.
+    """Position of a run in its rollouts.
 
     rollout: their number so far; done: updates of the last one; step: optimizer steps, which is the version of the
     weights; cursor, epochs: of the data, where the next rollout's prompts begin, None before the first; checked:
@@ -34,7 +34,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion: its prompt's ids, what followed, which of that the model drew, and with what log-probability.
+    """A completion: the ids of its prompt and its own, which of those the model drew, and their log-probabilities.
 
     sampled [s]: tokens of `ids` that the model drew; others are an environment's. logprobs [s]: 0 where not sampled.
     finish: stop, length, and in an environment turns or lost, which failed: what the completion is worth is unknown.
@@ -57,7 +57,7 @@ class Sample:
 
 @dataclass
 class Buffer:
-    """N sequences, prompt and completion, one behind the other: T tokens in all.
+    """N sequences, each a prompt and its completion, concatenated: T tokens in all.
 
     lengths [N] int64; tokens [T] int64; trained [T] bool; advantages [N] float64; counted [N] bool: takes part in the
     updates at all. per_token: [T] float64 each, 0 where a token is not trained. routed: where tokens went in the
@@ -74,7 +74,8 @@ class Buffer:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], advantages: Tensor, counted: Tensor, trains: Tensor) -> "Buffer":
-        """counted, trains [N] bool: whether a sample takes part, and whether its tokens are trained there."""
+        """Return the buffer of N samples. counted, trains [N] bool: whether a sample takes part, and whether its tokens
+        are trained there. advantages [N]."""
         tokens, trained, logprobs = [], [], []
         for sample, is_trained in zip(samples, trains.tolist(), strict=True):
             tokens += [*sample.prompt, *sample.ids]
@@ -94,7 +95,8 @@ class Buffer:
     def empty(
         cls, sequences: int, tokens: int, per_token: Sequence[str], routed: Sequence[int] | None = None
     ) -> "Buffer":
-        """Room for one of that size; routed: layers and k, where it has them."""
+        """Return a buffer of that size without values, to load into. per_token: names of its streams; routed: layers
+        and k, where it has routed experts."""
         return cls(
             torch.zeros(sequences, dtype=torch.int64),
             torch.zeros(tokens, dtype=torch.int64),
@@ -109,12 +111,12 @@ class Buffer:
         return len(self.lengths)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name, [N], [T] and [T, ..]."""
+        """Return every tensor by name, [N], [T] and [T, ..]."""
         names = ("lengths", "tokens", "trained", "advantages", "counted", *(() if self.routed is None else ("routed",)))
         return {name: getattr(self, name) for name in names} | self.per_token
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """These sequences as rows [n, S] with the streams that the loss reads."""
+        """Return these sequences as rows [n, S] with the streams that the loss reads."""
         streams, bounds = (*ROW_STREAMS, "advantages", *self.per_token), list(pairwise(self._offsets()))
         batch = collate([self._row(index, *bounds[index]) for index in indices], streams)
         if self.routed is not None:
@@ -126,11 +128,11 @@ class Buffer:
         return batch
 
     def flat(self, values: Tensor, indices: Sequence[int]) -> Tensor:
-        """What was computed at the labels' places of `batch(indices)`, values [n, S], as [their tokens]: at the token
-        that a label names."""
+        """Return `values` [n, S], computed at the positions of the labels of `batch(indices)`, as float64 [tokens of
+        these sequences]: each at the token that its label names."""
         rows = zip(values, self.lengths[list(indices)].tolist(), strict=True)
-        moved = [torch.cat([row.new_zeros(1), row[: length - 1]]) for row, length in rows]
-        return torch.cat(moved).double() if moved else torch.zeros(0, dtype=torch.float64)
+        shifted = [torch.cat([row.new_zeros(1), row[: length - 1]]) for row, length in rows]
+        return torch.cat(shifted).double() if shifted else torch.zeros(0, dtype=torch.float64)
 
     def place(self, name: str, values: Tensor, order: Sequence[int]) -> None:
         """Keep `values` [T] of stream `name`, which hold the sequences in `order`."""
@@ -147,7 +149,7 @@ class Buffer:
         tokens, trained = self.tokens[start:end], self.trained[start:end]
 
         def before(values: Tensor, fill: float) -> Tensor:
-            """One place to the left: where the label stands."""
+            """Return `values` shifted one position to the left, where the label stands."""
             return torch.cat([values[1:], values.new_full((1,), fill)])
 
         labels = before(torch.where(trained, tokens, IGNORE), IGNORE)
@@ -162,11 +164,11 @@ class Buffer:
 
 
 def _routed(samples: Sequence[Sample], tokens: int) -> Tensor | None:
-    """[T, layers, k]; None where no sample has them."""
-    held = [one.routed for one in samples if one.routed is not None]
-    if not held:
+    """Return the routed experts of all samples [T, layers, k]; None where no sample has them."""
+    routed = [sample.routed for sample in samples if sample.routed is not None]
+    if not routed:
         return None
-    joined = torch.cat(held)
+    joined = torch.cat(routed)
     if len(joined) != tokens:
         raise ValueError(f"the samples' experts are those of {len(joined)} tokens, and they have {tokens}")
     return joined

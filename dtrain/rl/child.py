@@ -1,4 +1,4 @@
-"""A worker process seen from inside: answers the calls of `worker.Worker` and dies with its parent. It loads no torch
+"""The inside of a worker process: it answers the calls of `worker.Worker` and dies with its parent. It loads no torch
 unless the user's code does.
 
 A call is (method, arguments), pickled. An answer is a line of JSON, and null comes after the last one of a call.
@@ -25,7 +25,7 @@ LAST_LINES = 12  # of a traceback
 
 
 class Outcome(TypedDict, total=False):
-    """What came of an act: its value; or `user`, a mistake that its user can mend; or `error`, the end of a traceback,
+    """Outcome of a call: its value; or `user`, a mistake that its user can mend; or `error`, the end of a traceback,
     with `kind`, the exception's name. The parent adds `lost`, why the process is gone. An environment's may have
     `missed`, why it was not waited for, and `stage`, what failed, where that is not what was asked."""
 
@@ -72,7 +72,7 @@ def serve(parent: int, channel: int, service: Any) -> None:
 
 
 def attempt(act: Callable[..., Any], *arguments: Any) -> Outcome:
-    """What `act` gives or raises, whatever that is."""
+    """Return what `act` returns or raises, any exception, as an Outcome."""
     try:
         return {"value": act(*arguments)}
     except UserError as error:
@@ -83,8 +83,8 @@ def attempt(act: Callable[..., Any], *arguments: Any) -> Outcome:
 
 
 def reward_of(value: Any, of: str = "") -> float | None:
-    """A reward as a float, NaN as None. of: what it is given for, as the message says it. Raises UserError for what is
-    no number, infinite or above LARGEST_REWARD in size."""
+    """Return a reward as a float, NaN as None. of: what it is given for, as the message says it. Raises UserError for
+    what is no number, infinite or above LARGEST_REWARD in size."""
     if value is None:
         return None
     if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
@@ -101,6 +101,6 @@ def reward_of(value: Any, of: str = "") -> float | None:
 
 
 def shown(value: Any) -> str:
-    """`value` as a message shows it."""
+    """Return `value` as a message shows it, at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,5 +1,5 @@
-"""A rollout: prompts of the data to completions, their rewards and advantages; the same on every rank. And what the
-terminal shows of it: a line of measures, and some completions.
+"""A rollout: prompts of the data to completions, their rewards and advantages; the same on every rank. And its output
+on the terminal: a line of measures, and some completions.
 """
 
 import time
@@ -59,22 +59,22 @@ class PromptGroups:
     """Groups of completions that are drawn and judged, in a list that grows."""
 
     def __init__(self, names: Sequence[str]):
-        self.asked: list[PromptRow] = []
+        self.prompts: list[PromptRow] = []
         self.samples: list[Sample] = []
         self.rewards = torch.zeros(0, dtype=torch.float64)  # [N], NaN where nothing is known
         self.parts = torch.zeros(0, len(names), dtype=torch.float64)  # [N, rewards]
 
-    def add(self, asked: Sequence[PromptRow], samples: Sequence[Sample], rewards: Tensor, parts: Tensor) -> None:
-        """More groups: their rewards [n] and the parts [n, rewards]."""
-        self.asked += asked
+    def add(self, prompts: Sequence[PromptRow], samples: Sequence[Sample], rewards: Tensor, parts: Tensor) -> None:
+        """Append groups, with their rewards [n] and the parts [n, rewards]."""
+        self.prompts += prompts
         self.samples += samples
         self.rewards = torch.cat([self.rewards, rewards])
         self.parts = torch.cat([self.parts, parts])
 
     def select(self, groups: Sequence[int], size: int) -> None:
         """Keep these groups, in this order."""
-        rows = [group * size + one for group in groups for one in range(size)]
-        self.asked = [self.asked[group] for group in groups]
+        rows = [group * size + offset for group in groups for offset in range(size)]
+        self.prompts = [self.prompts[group] for group in groups]
         self.samples = [self.samples[row] for row in rows]
         self.rewards, self.parts = self.rewards[rows], self.parts[rows]
 
@@ -109,9 +109,9 @@ class Collector:
         self._has_known_reward = False
 
     def collect(self, cursor: Cursor, version: int) -> Rollout | None:
-        """The rollout whose prompts begin at `cursor`; None where the data's epochs are over. Raises UserError, also
-        where no reward of the first one is known, and Interrupted where the run is asked to stop while completions are
-        drawn."""
+        """Return the rollout whose prompts begin at `cursor`; None where the data's epochs are over. Raises UserError,
+        also where no reward of the first one is known, and Interrupted where the run is asked to stop while completions
+        are drawn."""
         section, began = self.section, time.perf_counter()
         placements = self.rows.placements(cursor)
         size, wanted = section.group_size, section.prompts_per_step
@@ -121,10 +121,10 @@ class Collector:
             taken = list(islice(placements, wanted - len(self._teaching(groups))))
             if not taken:
                 break
-            asked = self.asked(self.rows, taken, self.rows.rows_before(cursor if last is None else last.after))
+            prompts = self.prompts_at(self.rows, taken, self.rows.rows_before(cursor if last is None else last.after))
             last = taken[-1]
-            samples = self._draw(asked, self._requests(asked), version, self.ask_stop)
-            groups.add(asked, samples, *self._judge(asked, samples))
+            samples = self._draw(prompts, self._requests(prompts), version, self.ask_stop)
+            groups.add(prompts, samples, *self._judge(prompts, samples))
         if last is None:
             return None
         if not self._has_known_reward and groups.rewards.isnan().all():
@@ -136,10 +136,10 @@ class Collector:
             )
         self._has_known_reward = True
         following = list(islice(self.rows.placements(last.after), wanted))
-        expected = self.asked(self.rows, following, self.rows.rows_before(last.after))
+        expected = self.prompts_at(self.rows, following, self.rows.rows_before(last.after))
         self.engine.expect(self._requests(expected), version)
         measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it
-        drawn = len(groups.asked)
+        drawn = len(groups.prompts)
         measured["frac_zero_std"] = int(zero_variance_groups(groups.rewards, size)[::size].sum()) / drawn
         if drawn > wanted:  # groups that teach first, then the others that were drawn, in the data's order
             teaching = self._teaching(groups)
@@ -148,42 +148,42 @@ class Collector:
         measured["rollout_time"] = time.perf_counter() - began
         return self._rollout(groups, last, measured)
 
-    def judge_greedily(self, asked: Sequence[PromptRow], version: int) -> tuple[list[Sample], Tensor]:
-        """A completion of the likeliest tokens for each prompt, and its reward [n]."""
-        samples = self._draw(asked, self._requests(asked, greedy=True), version)
-        return samples, self._judge(asked, samples)[0]
+    def judge_greedily(self, prompts: Sequence[PromptRow], version: int) -> tuple[list[Sample], Tensor]:
+        """Return a completion of the likeliest tokens for each prompt, and the rewards [n]. Collective."""
+        samples = self._draw(prompts, self._requests(prompts, greedy=True), version)
+        return samples, self._judge(prompts, samples)[0]
 
-    def asked(self, rows: Rows, placements: Sequence[Placement], first: int) -> list[PromptRow]:
-        """The prompts at `placements` of `rows`; `first`: the place of the first in the endless sequence."""
-        found = []
+    def prompts_at(self, rows: Rows, placements: Sequence[Placement], first: int) -> list[PromptRow]:
+        """Return the prompts at `placements` of `rows`; `first`: the place of the first in the endless sequence."""
+        prompts = []
         for number, placement in enumerate(placements):
             (sample,) = placement.samples
             (ids, _), *_ = rows.samples[sample]
-            found.append(PromptRow(first + number, ids.tolist(), rows.samples.row(sample)))
-        return found
+            prompts.append(PromptRow(first + number, ids.tolist(), rows.samples.row(sample)))
+        return prompts
 
     def _teaching(self, groups: PromptGroups) -> list[int]:
-        """The groups whose rewards differ; all of them where that does not matter."""
+        """Return the groups whose rewards differ; all of them where that does not matter."""
         if self.section.dynamic_sampling != "refill":
-            return list(range(len(groups.asked)))
+            return list(range(len(groups.prompts)))
         size = self.section.group_size
         alike = zero_variance_groups(groups.rewards, size)[::size]
         return (~alike).nonzero().flatten().tolist()
 
-    def _requests(self, asked: Sequence[PromptRow], greedy: bool = False) -> list[Request]:
+    def _requests(self, prompts: Sequence[PromptRow], greedy: bool = False) -> list[Request]:
         count = 1 if greedy else self.section.group_size
         return [
-            Request(one.ids, self._sampling(one, greedy), self.seed, one.index, number)
-            for one in asked
+            Request(prompt.ids, self._sampling(prompt, greedy), self.seed, prompt.index, number)
+            for prompt in prompts
             for number in range(count)
         ]
 
     def _draw(
-        self, asked: Sequence[PromptRow], requests: Sequence[Request], version: int, ask_stop: AskStop | None = None
+        self, prompts: Sequence[PromptRow], requests: Sequence[Request], version: int, ask_stop: AskStop | None = None
     ) -> list[Sample]:
         if self.episodes is not None:
-            count = len(requests) // max(1, len(asked))
-            rows = [one.row for one in asked for _ in range(count)]
+            count = len(requests) // max(1, len(prompts))
+            rows = [prompt.row for prompt in prompts for _ in range(count)]
             return self.episodes.play(self.engine, requests, rows, version, ask_stop)
         completions = self.engine.generate(requests, version, ask_stop)
         return [
@@ -200,10 +200,10 @@ class Collector:
             for request, done in zip(requests, completions, strict=True)
         ]
 
-    def _sampling(self, asked: PromptRow, greedy: bool) -> SamplingParams:
+    def _sampling(self, prompt: PromptRow, greedy: bool) -> SamplingParams:
         wanted = self.section.sampling
         return SamplingParams(
-            max_new_tokens=min(wanted.max_new_tokens, self.max_length - len(asked.ids)),
+            max_new_tokens=min(wanted.max_new_tokens, self.max_length - len(prompt.ids)),
             temperature=0.0 if greedy else wanted.temperature,
             top_k=None if greedy else wanted.top_k,
             top_p=1.0 if greedy else wanted.top_p,
@@ -211,22 +211,22 @@ class Collector:
             stop=tuple(wanted.stop),
         )
 
-    def _judge(self, asked: Sequence[PromptRow], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        """Rewards [N], NaN where nothing is known, and what they are the sum of [N, rewards]. One broadcast, and the
-        reward model's collectives."""
-        count = len(samples) // max(1, len(asked))
-        rows = [one.row for one in asked for _ in range(count)]
+    def _judge(self, prompts: Sequence[PromptRow], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        """Return rewards [N], NaN where nothing is known, and the parts [N, rewards] that they are the sum of. One
+        broadcast, and the reward model's collectives."""
+        count = len(samples) // max(1, len(prompts))
+        rows = [prompt.row for prompt in prompts for _ in range(count)]
         names = dict.fromkeys(name for row in rows for name in row["columns"])
         ids = [[token for token, drawn in zip(s.ids, s.sampled, strict=True) if drawn] for s in samples]
-        prompts = [row["prompt"] for row in rows]
+        contents = [row["prompt"] for row in rows]
         is_read = self.ranks.is_first or self.rates is not None
-        texts = [self.tokenizer.decode(one, skip_special_tokens=True) for one in ids] if is_read else []
+        texts = [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ids] if is_read else []
 
         def judge() -> tuple[list[float], list[list[float]]]:
             if self.rewards is None:
                 return [float("nan")] * len(samples), []
             scores = self.rewards.score(
-                prompts,
+                contents,
                 texts,
                 ids,
                 {name: [row["columns"].get(name) for row in rows] for name in names},
@@ -236,7 +236,7 @@ class Collector:
         total, parts = self.ranks.first(judge)
         rewards = torch.tensor(total, dtype=torch.float64)
         if self.rates is not None:
-            rated = self.rates.rate(prompts, texts)
+            rated = self.rates.rate(contents, texts)
             parts = [*parts, rated.tolist()]
             rewards = rewards.nan_to_num(nan=0.0) + self.section.reward_model.weight * rated
         rewards = _plus_earned(rewards, samples)
@@ -273,21 +273,22 @@ class Collector:
                 known = [sample.metrics[name] for sample in groups.samples if name in sample.metrics]
                 fields[f"environment/{name}"] = sum(known) / len(known)
         if self.section.tools:
-            calls = (sum(one) / len(groups.samples) for one in zip(*(one.calls for one in groups.samples), strict=True))
-            fields |= zip(("tool_calls", "tool_failures"), calls, strict=True)
+            counts = zip(*(sample.calls for sample in groups.samples), strict=True)  # of calls, of failures
+            means = (sum(values) / len(groups.samples) for values in counts)
+            fields |= zip(("tool_calls", "tool_failures"), means, strict=True)
         return fields | lengths_of(groups.samples)
 
     def _lines(self, groups: PromptGroups, values: Tensor) -> list[dict[str, Any]]:
-        """What samples.jsonl says of each completion."""
+        """Return the rows of samples.jsonl, one for each completion."""
         size = self.section.group_size
         lines = []
         for index, sample in enumerate(groups.samples):
-            asked = groups.asked[index // size]
+            prompt = groups.prompts[index // size]
             parts = dict(zip(self.names, groups.parts[index].tolist(), strict=True))
             lines.append(
                 {
-                    "group": asked.index,
-                    "prompt": asked.row["prompt"],
+                    "group": prompt.index,
+                    "prompt": prompt.row["prompt"],
                     "completion": self.tokenizer.decode(list(sample.ids), skip_special_tokens=True),
                     "reward": _known(groups.rewards[index].item()),
                     "rewards": {name: _known(value) for name, value in parts.items()},
@@ -303,7 +304,7 @@ class Collector:
 
 
 def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
-    """Mean tokens of the completions, and the share that max_new_tokens or max_length ended."""
+    """Return the mean tokens of the completions, and the share that max_new_tokens or max_length ended."""
     count = max(1, len(samples))
     return {
         "completion_len": sum(sum(sample.sampled) for sample in samples) / count,
@@ -312,16 +313,17 @@ def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _plus_earned(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Rewards and what samples earned in their environments; NaN where neither is known, or the environment was lost:
-    rewards of a conversation that broke off would hold that against the model."""
-    earned = torch.tensor([float("nan") if one.earned is None else one.earned for one in samples], dtype=torch.float64)
+    """Return rewards [N] plus what samples earned in their environments; NaN where neither is known, or the environment
+    was lost: rewards of a conversation that broke off would hold that against the model."""
+    earned = torch.tensor([float("nan") if s.earned is None else s.earned for s in samples], dtype=torch.float64)
     is_known = ~(rewards.isnan() & earned.isnan())
-    is_known &= torch.tensor([one.finish != "lost" for one in samples], dtype=torch.bool)
+    is_known &= torch.tensor([sample.finish != "lost" for sample in samples], dtype=torch.bool)
     return torch.where(is_known, rewards.nan_to_num(nan=0.0) + earned.nan_to_num(nan=0.0), float("nan"))
 
 
 def _spread(rewards: Tensor) -> Tensor:
-    """The standard deviation of each group [groups, size] (n − 1), unknown rewards left out; 0 for fewer than two."""
+    """Return the standard deviation (n − 1) of each group of `rewards` [groups, size], unknown ones left out; 0 for
+    fewer than two."""
     known = ~rewards.isnan()
     count = known.sum(1)
     filled = torch.where(known, rewards, 0)
@@ -331,7 +333,7 @@ def _spread(rewards: Tensor) -> Tensor:
 
 
 def _mean(values: Tensor) -> float:
-    """Over what is known; 0 where nothing is."""
+    """Return the mean of the values that are known; 0 where none is."""
     known = values[~values.isnan()]
     return known.mean().item() if len(known) else 0.0
 
@@ -341,7 +343,8 @@ def _known(value: float) -> float | None:
 
 
 class SampleTable:
-    """Shows a rollout now and then: the first, and one when 20 seconds have passed since the last."""
+    """Table of a rollout's samples on the terminal, now and then: of the first rollout, and of the next one when 20
+    seconds have passed since the last table."""
 
     def __init__(self, metrics: RunLog, rows: int):
         self.metrics, self.rows = metrics, rows
@@ -349,7 +352,7 @@ class SampleTable:
         self._alike = 0  # rollouts that taught nothing
 
     def show(self, step: int, rollout: Rollout) -> None:
-        """`step`: the first that trains on it. Ranks without rows say nothing."""
+        """Show the rollout where it is time. `step`: the first that trains on it. Ranks without rows say nothing."""
         if rollout.rows and rollout.measured["frac_zero_std"] == 1:
             self._alike += 1
             if self._alike in (1, 10, 100, 1000):

@@ -1,8 +1,8 @@
-"""Interfaces of what draws completions, and of what plays them in several turns.
+"""Interfaces of the engines that draw completions, and of the players that draw them in several turns.
 
-Every engine draws with the weights of now: `generate` is collective, every rank passes all requests and gets all
-completions, in their order, or Interrupted where a rank's `ask_stop` says yes meanwhile. `expect` says which requests
-come next, for an engine that can draw ahead of time.
+Every engine draws with the present weights: `generate` is collective, every rank passes all requests and gets all
+completions, in their order, or Interrupted where a rank's `ask_stop` says yes meanwhile. `expect` tells the engine
+which requests come next, for one that can draw ahead of time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class RolloutEngine(Protocol):
 
 
 class EpisodePlayer(Protocol):
-    """Completions in several turns, an environment answering each (`environments.play`)."""
+    """Player of completions in several turns, an environment answering each (`environments.play`)."""
 
     def play(
         self,

@@ -1,4 +1,5 @@
-"""What draws a method's completions, what answers and what judges them, as the recipe's `grpo` section says it."""
+"""The engine of a method's completions, the environments that answer them and the rewards that judge them, opened as
+the recipe's `grpo` section says."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -46,29 +47,30 @@ class OnTheMesh:
             self.policy.prepare_for_training()
 
     def expect(self, requests: Sequence[Request], version: int) -> None:
-        """Nothing: the weights are at work."""
+        """Do nothing: this engine cannot draw ahead, since the weights are training meanwhile."""
 
 
 def refuse_graphs(recipe: Recipe, device: torch.device) -> None:
-    """Raises UserError for CUDA graphs on another device."""
+    """Raise UserError for CUDA graphs on another device."""
     if recipe.grpo.engine == "native" and recipe.grpo.cuda_graphs and device.type != "cuda":
         raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
 
 
 def _graphs() -> "Callable[[torch.device], GraphMaker]":
-    """What captures decoding steps."""
+    """Return the class that captures decoding steps."""
     return import_module("dtrain.inference.graphs").CudaGraphs
 
 
 def open_engine(recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: RunContext) -> RolloutEngine:
-    """The engine of `grpo.engine`. Collective. Raises UserError."""
+    """Return the engine of `grpo.engine`. Collective. Raises UserError."""
     if recipe.grpo.engine == "http":
         return import_module("dtrain.rl.remote.training").OverHttp(recipe, policy, run)
     return OnTheMesh(recipe, policy, tokenizer)
 
 
 def open_rewards(section: Grpo, run: RunContext) -> Rewards | None:
-    """The rewards in their own process, on rank 0 alone; the run closes it. Collective. Raises UserError."""
+    """Return the rewards in their own process, on rank 0 alone; None elsewhere, or where the recipe has none. The run
+    closes them. Collective. Raises UserError."""
     opened: list[Rewards] = []
 
     def start() -> None:
@@ -81,8 +83,8 @@ def open_rewards(section: Grpo, run: RunContext) -> Rewards | None:
 
 
 def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> EpisodePlayer | None:
-    """What plays completions in the environment that `grpo.environment` or `grpo.verifiers` names, or with `grpo.tools`
-    (`environments.play.Episodes`); None where there are none. Collective. Raises UserError."""
+    """Return the player of completions in the environment that `grpo.environment` or `grpo.verifiers` names, or with
+    `grpo.tools` (`environments.play.Episodes`); None where there are none. Collective. Raises UserError."""
     if not recipe.grpo.has_episodes:
         return None
     return import_module("dtrain.rl.environments.play").open_episodes(recipe, tokenizer, run)

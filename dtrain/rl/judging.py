@@ -1,6 +1,6 @@
-"""Questions to answers and their worth: what `dtrain eval` and the evaluations of a run have in common.
+"""Questions to answers and their rewards: the common part of `dtrain eval` and the evaluations of a run.
 
-Who answers is given: a model of a directory on one device, or the one that trains, on its mesh.
+The caller passes what answers: a model of a directory on one device, or the one that trains, on its mesh.
 """
 
 import math
@@ -28,7 +28,7 @@ JUDGED_TOGETHER = 512  # completions of one call of the rewards, whose timeout i
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt of a file: where it stands, and its token ids, not yet cut. is_plain: whether the file has it as a plain
+    """A prompt of a file: its place there, and its token ids, not yet cut. is_plain: whether the file has it as a plain
     string."""
 
     place: str
@@ -39,10 +39,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked: each of `asked` so many times. room: tokens of the longest prompt; a longer one loses its
-    beginning. pass_reward: from which a completion passes. together: completions of one call of the rewards."""
+    """The questions of an evaluation, each of `items` answered `samples` times. room: tokens of the longest prompt; a
+    longer one loses its beginning. pass_reward: the least reward with which a completion passes. together: completions
+    of one call of the rewards."""
 
-    asked: Sequence[Question]
+    items: Sequence[Question]
     samples: int
     sampling: SamplingParams
     seed: int
@@ -51,17 +52,17 @@ class Questions:
     together: int = JUDGED_TOGETHER
 
     def requests(self) -> list[Request]:
-        """Prompt by prompt."""
+        """Return the requests, prompt by prompt."""
         return [
-            Request(one.ids[-self.room :], self.sampling, self.seed, index, sample)
-            for index, one in enumerate(self.asked)
+            Request(question.ids[-self.room :], self.sampling, self.seed, index, sample)
+            for index, question in enumerate(self.items)
             for sample in range(self.samples)
         ]
 
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """One completion: prompt `index`, sample `sample`, its text and what it earned; NaN where that is not known."""
+    """A completion of prompt `index`, sample `sample`, with its text and its reward; NaN where that is not known."""
 
     index: int
     sample: int
@@ -73,7 +74,7 @@ class ScoredAnswer:
 
 @dataclass(frozen=True)
 class Report:
-    """What came out. passes: k -> pass@k (arXiv:2107.03374, section 2.1, without its bias), where a
+    """Results of an evaluation. passes: k -> pass@k (arXiv:2107.03374, section 2.1, without its bias), where a
     completion passes whose reward is at least `pass_reward`. The standard error is over the prompts' means."""
 
     prompts: int
@@ -91,32 +92,32 @@ class Report:
     seconds: float
 
     @classmethod
-    def of(cls, judged: Sequence[ScoredAnswer], asked: Questions, seconds: float) -> "Report":
-        samples = asked.samples
-        groups = [judged[start : start + samples] for start in range(0, len(judged), samples)]
-        means = [_mean([one.reward for one in group]) for group in groups]
+    def of(cls, answers: Sequence[ScoredAnswer], questions: Questions, seconds: float) -> "Report":
+        samples = questions.samples
+        groups = [answers[start : start + samples] for start in range(0, len(answers), samples)]
+        means = [_mean([answer.reward for answer in group]) for group in groups]
         known = [mean for mean in means if not math.isnan(mean)]
-        right = [sum(one.reward >= asked.pass_reward for one in group) for group in groups]
-        lengths = [len(one.completion.ids) for one in judged]
+        right = [sum(answer.reward >= questions.pass_reward for answer in group) for group in groups]
+        lengths = [len(answer.completion.ids) for answer in answers]
         return cls(
             prompts=len(groups),
             samples=samples,
-            reward=_mean([one.reward for one in judged]),
+            reward=_mean([answer.reward for answer in answers]),
             reward_stderr=stdev(known) / math.sqrt(len(known)) if len(known) > 1 else math.nan,
-            rewards={name: _mean([one.parts[name] for one in judged]) for name in judged[0].parts},
+            rewards={name: _mean([answer.parts[name] for answer in answers]) for name in answers[0].parts},
             passes={k: fmean(pass_at(k, samples, count) for count in right) for k in passes(samples)},
-            pass_reward=asked.pass_reward,
+            pass_reward=questions.pass_reward,
             completion_len=fmean(lengths),
             completion_len_max=max(lengths),
-            truncated_frac=fmean(one.completion.finish == "length" for one in judged),
-            unknown=sum(math.isnan(one.reward) for one in judged),
-            cut_prompts=sum(len(one.ids) > asked.room for one in asked.asked),
+            truncated_frac=fmean(answer.completion.finish == "length" for answer in answers),
+            unknown=sum(math.isnan(answer.reward) for answer in answers),
+            cut_prompts=sum(len(question.ids) > questions.room for question in questions.items),
             seconds=seconds,
         )
 
 
 def evaluate(
-    asked: Questions,
+    questions: Questions,
     answer: Callable[[Sequence[Request]], Sequence[Completion]],
     decode: Callable[[Sequence[int]], str],
     judges: Rewards | None,
@@ -125,24 +126,24 @@ def evaluate(
     ranks: Ranks,
     ask_stop: AskStop = lambda: False,
 ) -> Report:
-    """Answer and judge. Collective over `ranks`, of which the first alone has `judges`, and is given the answers to
-    `keep`; all get the report.
+    """Answer the questions and judge the answers. Collective over `ranks`, of which the first alone has `judges`, and
+    passes the scored answers to `keep`; all get the report.
 
     answer: completions of requests, in their order, the same on every rank. ask_stop: whether to give up between two
     calls of the judges. Raises UserError, and Interrupted on every rank.
     """
     start = time.perf_counter()
-    completions = answer(asked.requests())
+    completions = answer(questions.requests())
 
     def judge() -> Report | None:
         assert judges is not None, "the first rank has them"
-        judged: list[ScoredAnswer] = []
-        for part in _judged(asked, completions, decode, judges):
+        answers: list[ScoredAnswer] = []
+        for part in _score(questions, completions, decode, judges):
             if ask_stop():
                 return None
-            judged += part
-        keep(judged)
-        return Report.of(judged, asked, time.perf_counter() - start)
+            answers += part
+        keep(answers)
+        return Report.of(answers, questions, time.perf_counter() - start)
 
     report = ranks.first(judge)
     if report is None:
@@ -150,17 +151,18 @@ def evaluate(
     return report
 
 
-def _judged(
-    asked: Questions, completions: Sequence[Completion], decode: Callable[[Sequence[int]], str], judges: Rewards
+def _score(
+    questions: Questions, completions: Sequence[Completion], decode: Callable[[Sequence[int]], str], judges: Rewards
 ) -> Iterator[list[ScoredAnswer]]:
-    names = dict.fromkeys(name for one in asked.asked for name in one.prompt.columns)
-    for start in range(0, len(completions), asked.together):
-        part = completions[start : start + asked.together]
+    names = dict.fromkeys(name for question in questions.items for name in question.prompt.columns)
+    for start in range(0, len(completions), questions.together):
+        part = completions[start : start + questions.together]
         texts = [decode(completion.ids) for completion in part]
-        places = [divmod(start + offset, asked.samples) for offset in range(len(part))]
-        prompts = [asked.asked[index].prompt for index, _ in places]
+        places = [divmod(start + offset, questions.samples) for offset in range(len(part))]
+        prompts = [questions.items[index].prompt for index, _ in places]
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        scores = judges.score([one.content for one in prompts], texts, [one.ids for one in part], columns)
+        contents, ids = [prompt.content for prompt in prompts], [completion.ids for completion in part]
+        scores = judges.score(contents, texts, ids, columns)
         yield [
             ScoredAnswer(
                 index,
@@ -177,14 +179,14 @@ def _judged(
 def open_judges(
     rewards: Sequence[Reward], timeout: float, say: Callable[[str], None], key: str = "grpo.reward_timeout"
 ) -> tuple[Rewards, int]:
-    """The rewards in their process, and how many completions they are given together: with a judge, so few that a run
-    may be stopped between two calls, whose time its own bounds then say. Raises UserError."""
-    judges = [one.options for one in rewards if one.fn == "judge"]
+    """Return the rewards in their process, and how many completions they are given together: with a judge, so few that
+    a run may be stopped between two calls, whose time its own bounds then limit. Raises UserError."""
+    judges = [reward.options for reward in rewards if reward.fn == "judge"]
     if not judges:
         return Rewards(rewards, timeout=timeout, say=say, key=key), JUDGED_TOGETHER
-    room = import_module("dtrain.rl.remote.judge")
-    together = max(map(room.together, judges))
-    bounds = [room.seconds_for(options, together) for options in judges]
+    judge = import_module("dtrain.rl.remote.judge")
+    together = max(map(judge.together, judges))
+    bounds = [judge.seconds_for(options, together) for options in judges]
     return Rewards(rewards, timeout=max(timeout, *bounds), say=say, key=key), together
 
 
@@ -200,37 +202,39 @@ def read_questions(
     """Return the first `limit` prompts of `files` (data/formats/prompts.py says what a row may be). `key` is that of
     `columns`. Raises UserError, with file and line."""
     columns = columns or {}
-    found: list[Question] = []
+    questions: list[Question] = []
     names = formats_of(files, format, "prompts", columns, key)
     for file, name in zip(files, names, strict=True):
         for chunk in read_chunks(file):
             for line, raw in chunk.rows:
-                if len(found) == limit:
-                    return found
-                given, place = parse(chunk.file, line, raw), f"{file}:{line}"
+                if len(questions) == limit:
+                    return questions
+                parsed, place = parse(chunk.file, line, raw), f"{file}:{line}"
                 try:
-                    row = renamed(given, columns)
+                    row = renamed(parsed, columns)
                     prompt = normalise_prompt(encoder.in_messages(row, name), name, encoder.options.system)
-                    found.append(Question(place, prompt, encoder.encode(prompt), encoder.has_plain_prompt(row, name)))
+                    ids = encoder.encode(prompt)
+                    questions.append(Question(place, prompt, ids, encoder.has_plain_prompt(row, name)))
                 except UserError as error:
-                    raise UserError(f"{place}: {error}{lacking(given, columns)}") from error
-    return found
+                    raise UserError(f"{place}: {error}{lacking(parsed, columns)}") from error
+    return questions
 
 
-def plain_prompts_of(label: str, asked: Sequence[Question], encoder: PromptEncoder) -> list[str]:
+def plain_prompts_of(label: str, questions: Sequence[Question], encoder: PromptEncoder) -> list[str]:
     """Return the line that tells how `encoder` read the plain strings among the prompts, if there are any."""
-    return describe(label, sum(one.is_plain for one in asked), encoder.prompts_as, encoder.template)
+    num_plain = sum(question.is_plain for question in questions)
+    return describe(label, num_plain, encoder.prompts_as, encoder.template)
 
 
 def known(value: Any) -> Any:
-    """For JSON: what is not known is null."""
+    """Return `value` for JSON, with None in place of a NaN; of a mapping, of its values."""
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, dict):
-        return {key: known(one) for key, one in value.items()}
+        return {key: known(item) for key, item in value.items()}
     return value
 
 
 def _mean(values: Sequence[float]) -> float:
-    found = [value for value in values if not math.isnan(value)]
-    return fmean(found) if found else math.nan
+    known_values = [value for value in values if not math.isnan(value)]
+    return fmean(known_values) if known_values else math.nan

@@ -4,10 +4,11 @@ import math
 
 
 def passes(samples: int) -> list[int]:
-    """The k of the pass@k that so many answers to a prompt give: powers of two, and their number."""
+    """Return the k of the pass@k that so many answers to a prompt give: powers of two, and their number."""
     return sorted({*(2**power for power in range(samples.bit_length()) if 2**power <= samples), samples})
 
 
 def pass_at(k: int, samples: int, right: int) -> float:
-    """The chance that k of `samples` completions, of which `right` pass, have one that does (arXiv:2107.03374)."""
+    """Return the chance that k of `samples` completions, of which `right` pass, have one that does
+    (arXiv:2107.03374)."""
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)

@@ -1,9 +1,9 @@
-"""Which experts an engine's router took, on the wire: a NumPy array as a file (.npy) in base64, as vLLM has it, or
-int32 in base64 without a head, SGLang's; and what a trainer takes of it.
+"""Routed experts on the wire, as an engine's router took them: a NumPy array as a file (.npy) in base64, as vLLM has
+it, or int32 in base64 without a head, SGLang's; and the checked tensor that a trainer takes of it.
 
-An array is [tokens, layers, k], of prompt and completion together, without the completion's last token, which nobody
-has read; some servers send a row for it too. Some count layers without experts among the layers, some write -1 where
-they do not know, and vLLM 0.21 tells prompt and completion apart, as lists.
+An array is [tokens, layers, k], of prompt and completion together, without the completion's last token, which no
+forward pass has read; some servers send a row for it too. Some count layers without experts among the layers, some
+write -1 where they do not know, and vLLM 0.21 sends prompt and completion apart, as lists.
 """
 
 import ast
@@ -28,7 +28,7 @@ _KINDS = {
 
 
 def to_npy_text(routed: Tensor) -> str:
-    """An int16 tensor [..] on the host as .npy in base64."""
+    """Return an int16 tensor [..] on the host as .npy in base64."""
     head = str({"descr": "<i2", "fortran_order": False, "shape": tuple(routed.shape)})
     head += " " * (-(len(MAGIC) + 4 + len(head) + 1) % 64) + "\n"
     data = routed.numpy().tobytes()  # row by row
@@ -37,8 +37,8 @@ def to_npy_text(routed: Tensor) -> str:
 
 @dataclass(frozen=True)
 class RoutedReader:
-    """What servers say of a model whose sparse layers have these `numbers`, of `count` experts each, `top` of a token,
-    among `layers` layers."""
+    """Reader of the routed experts that servers send for a model whose sparse layers have these `numbers`, of `count`
+    experts each, `top` of a token, among `layers` layers."""
 
     count: int
     top: int
@@ -47,35 +47,35 @@ class RoutedReader:
 
     @classmethod
     def of(cls, config: ModelConfig) -> "RoutedReader":
-        """Raises ValueError for a model without experts."""
+        """Return the reader of a model. Raises ValueError for one without experts."""
         if (sizes := config.experts) is None:
             raise ValueError("a model without experts routes nothing")
         return cls(sizes.count, sizes.top, tuple(sizes.layers), config.num_hidden_layers)
 
     def nothing(self, tokens: int) -> Tensor:
-        """[tokens, sparse layers, k] int16 of -1: nobody says."""
+        """Return [tokens, sparse layers, k] int16 of -1: unknown."""
         return torch.full((tokens, len(self.numbers), self.top), -1, dtype=torch.int16)
 
-    def read(self, told: Any, tokens: int) -> Tensor:
-        """What a server says of `tokens` tokens, prompt and completion, in one part or a tuple of them: [tokens, sparse
-        layers, k] int16, -1 where it does not say. Nothing that it says is believed: raises UserError for another
-        shape, an expert that there is not, and one that a token has twice."""
-        parts = [self._array(one, tokens) for one in (told if isinstance(told, tuple) else (told,))]
-        shapes = [[*one.shape] for one in parts]
+    def read(self, sent: Any, tokens: int) -> Tensor:
+        """Return the experts of `tokens` tokens, prompt and completion, that a server has `sent` in one part or a tuple
+        of them: [tokens, sparse layers, k] int16, -1 where it does not say. Everything is checked: raises UserError for
+        another shape, an expert that there is not, and one that a token has twice."""
+        parts = [self._array(part, tokens) for part in (sent if isinstance(sent, tuple) else (sent,))]
+        shapes = [[*part.shape] for part in parts]
         depths = {tuple(shape[1:]) for shape in shapes if shape[0]}
         fits = depths <= {(len(self.numbers), self.top)} or depths == {(self.layers, self.top)}
         if not fits or sum(shape[0] for shape in shapes) not in (tokens - 1, tokens):
             shown = " and ".join(map(str, shapes))
             wanted = f"[{tokens - 1}, {len(self.numbers)}, {self.top}]"
             raise UserError(f"its routed experts are {shown}, not {wanted}: does it serve this very model?")
-        found = torch.cat([one for one in parts if len(one)] or [self.nothing(0).long()])
-        if found.shape[1] != len(self.numbers):
-            found = found[:, list(self.numbers)]
-        ordered = found.sort(-1).values
+        experts = torch.cat([part for part in parts if len(part)] or [self.nothing(0).long()])
+        if experts.shape[1] != len(self.numbers):
+            experts = experts[:, list(self.numbers)]
+        ordered = experts.sort(-1).values
         is_unknown = (ordered == -1).all(-1)  # [tokens, layers]
         outside = ((ordered < 0) | (ordered >= self.count)).any(-1) & ~is_unknown
         if outside.any():
-            low, high = int(found.min()), int(found.max())
+            low, high = int(experts.min()), int(experts.max())
             raise UserError(f"its routed experts are from {low} to {high}, and the model has {self.count} of a layer")
         if ((ordered.diff(dim=-1) == 0).any(-1) & ~is_unknown).any():
             raise UserError("its routed experts name one twice for a token, where the model takes different ones")
@@ -84,18 +84,18 @@ class RoutedReader:
         rest = tokens - 1
         return torch.cat([ordered[:rest], self.nothing(tokens - rest)])
 
-    def _array(self, told: Any, tokens: int) -> Tensor:
-        """[n, ..] int64"""
+    def _array(self, part: Any, tokens: int) -> Tensor:
+        """Return one part, a list or a text, as [n, ..] int64. Raises UserError for what cannot be read."""
         try:
-            if isinstance(told, list):
-                return _of_list(told)
-            data = base64.b64decode(told, validate=True)
+            if isinstance(part, list):
+                return _of_list(part)
+            data = base64.b64decode(part, validate=True)
             return _of_npy(data) if data.startswith(MAGIC) else self._of_int32(data, tokens)
         except (ValueError, TypeError, LookupError, SyntaxError, OverflowError, RuntimeError, struct.error) as error:
             raise UserError(f"its routed experts cannot be read: neither .npy nor int32 in base64 ({error})") from error
 
     def _of_int32(self, data: bytes, tokens: int) -> Tensor:
-        """As many layers as fit."""
+        """Return [n, layers, k] int64 of bare int32 numbers; n and layers are those that fit their count."""
         flat = torch.frombuffer(bytearray(data), dtype=torch.int32).long() if data else torch.zeros(0).long()
         for rows in (tokens - 1, tokens):
             for layers in dict.fromkeys((len(self.numbers), self.layers)):
@@ -104,15 +104,15 @@ class RoutedReader:
         raise ValueError(f"{len(flat)} numbers for {tokens} tokens")
 
 
-def _of_list(told: list[Any]) -> Tensor:
-    found = torch.tensor(told) if told else torch.zeros(0, dtype=torch.int64)
-    if found.is_floating_point() or found.dtype == torch.bool:
+def _of_list(rows: list[Any]) -> Tensor:
+    experts = torch.tensor(rows) if rows else torch.zeros(0, dtype=torch.int64)
+    if experts.is_floating_point() or experts.dtype == torch.bool:
         raise ValueError("numbers that are not whole")
-    return found
+    return experts
 
 
 def _of_npy(data: bytes) -> Tensor:
-    """[n, ..] int64 of a .npy file's bytes."""
+    """Return [n, ..] int64 of a .npy file's bytes."""
     size = "<H" if data[6] == 1 else "<I"
     (length,) = struct.unpack_from(size, data, 8)
     start = 8 + struct.calcsize(size)
@@ -120,7 +120,7 @@ def _of_npy(data: bytes) -> Tensor:
         raise ValueError(f"a head of {length} bytes")
     head = ast.literal_eval(data[start : start + length].decode("latin1").strip())
     shape = tuple(head["shape"])
-    if head["fortran_order"] or not shape or not all(isinstance(one, int) and one >= 0 for one in shape):
+    if head["fortran_order"] or not shape or not all(isinstance(extent, int) and extent >= 0 for extent in shape):
         raise ValueError(f"the array {head}")
     rest = bytearray(data[start + length :])
     kind = _KINDS[head["descr"]]

@@ -1,5 +1,5 @@
-"""What a model is told of tools, in OpenAI's function format: of Python functions, read from their source; of servers,
-from a file.
+"""Schemas of the tools that a model may call, in OpenAI's function format: those of Python functions, read from their
+source; those of servers, from a file.
 
 Nothing is imported or run: hints and docstring stand in the source. No torch.
 """
@@ -33,22 +33,24 @@ HINTS = "str, int, float, bool, list[..], dict[str, ..], Literal[..], Any, and u
 
 
 def tool_schemas(entries: Sequence[Any]) -> list[tuple[Any, Schema]]:
-    """Each tool of `config.schema.Tool`s with the entry that names it: the schema of the function `fn`, or those in the
-    file `schema` of what a server has; {"type": "function", "function": {..}}. In their order.
+    """Return each tool of `recipe.schema.Tool`s as (entry that names it, schema), in their order: the schema of the
+    function `fn`, or those in the file `schema` of a server's tools; {"type": "function", "function": {..}}.
 
     Raises UserError: as `tool_schema` does; no such file, or one of something else; two tools of one name.
     """
-    named = [(one, [tool_schema(one.fn)] if one.fn else served_schemas(one.mcp, one.schema)) for one in entries]
-    found = [(one, schema) for one, schemas in named for schema in schemas]
-    names = [schema["function"]["name"] for _, schema in found]
+    schemas_of = [
+        (tool, [tool_schema(tool.fn)] if tool.fn else served_schemas(tool.mcp, tool.schema)) for tool in entries
+    ]
+    tools = [(tool, schema) for tool, schemas in schemas_of for schema in schemas]
+    names = [schema["function"]["name"] for _, schema in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"grpo.tools: two of them are named {twice}, by which the model calls them; rename one")
-    return found
+    return tools
 
 
 def served_schemas(command: str | None, file: str | None) -> list[Schema]:
-    """The schemas in a file that was written of a server's tools. Raises UserError."""
+    """Return the schemas in a file that was written of a server's tools. Raises UserError."""
     if not command or not file:
         raise UserError("grpo.tools: an entry needs fn, or mcp and schema")
     how = f'python -m dtrain.rl.environments.mcp "{command}" > {file}'
@@ -57,24 +59,24 @@ def served_schemas(command: str | None, file: str | None) -> list[Schema]:
         raise UserError(f"grpo.tools: there is no file {file} of what {command} offers, which every prompt tells; "
                         f"write it: {how}")  # fmt: skip
     try:
-        found = loads(read_text(path))
+        tools = loads(read_text(path))
     except ValueError as error:
         raise UserError(f"grpo.tools: {file} is no JSON ({error}); write it anew: {how}") from None
-    are_sound = isinstance(found, list) and all(
-        isinstance(one, dict)
-        and isinstance(function := one.get("function"), dict)
+    are_sound = isinstance(tools, list) and all(
+        isinstance(tool, dict)
+        and isinstance(function := tool.get("function"), dict)
         and isinstance(function.get("name"), str)
         and isinstance(function.get("parameters"), dict)
-        for one in found
+        for tool in tools
     )
-    if not are_sound or not found:
+    if not are_sound or not tools:
         raise UserError(f"grpo.tools: {file} must be a list of tools in OpenAI's function format; write it anew: {how}")
-    return found
+    return tools
 
 
 def tool_schema(path: str) -> Schema:
-    """Of the function at an import path. Raises UserError: no such function; no docstring; a parameter without a hint,
-    or of a kind that JSON cannot give."""
+    """Return the schema of the function at an import path. Raises UserError: no such function; no docstring; a
+    parameter without a hint, or of a kind that JSON cannot give."""
     _, function, file = find_file(path, "tool")
     node = definition(Path(file), function, decorated=True)
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -84,32 +86,35 @@ def tool_schema(path: str) -> Schema:
     text = ast.get_docstring(node)
     if not text:
         raise UserError(f"tool {path} has no docstring: write what it does, which the model reads, and its Args")
-    said, described = _docstring(text)
+    description, described = _docstring(text)
     takes = node.args
     if takes.vararg or takes.kwarg or takes.posonlyargs:
         raise UserError(f"tool {path} takes *args, **kwargs or positional parameters: a call gives arguments by name")
-    properties = {one.arg: _parameter(path, one, described) for one in (*takes.args, *takes.kwonlyargs)}
-    last = takes.args[: len(takes.args) - len(takes.defaults)]
-    required = [one.arg for one in last]
-    required += [one.arg for one, value in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if value is None]
+    named = (*takes.args, *takes.kwonlyargs)
+    properties = {argument.arg: _parameter(path, argument, described) for argument in named}
+    bare = takes.args[: len(takes.args) - len(takes.defaults)]
+    required = [argument.arg for argument in bare]
+    defaults = zip(takes.kwonlyargs, takes.kw_defaults, strict=True)
+    required += [argument.arg for argument, default in defaults if default is None]
     parameters: Schema = {"type": "object", "properties": properties}
     if required:
         parameters["required"] = required
-    return {"type": "function", "function": {"name": node.name, "description": said, "parameters": parameters}}
+    return {"type": "function", "function": {"name": node.name, "description": description, "parameters": parameters}}
 
 
-def _parameter(path: str, one: ast.arg, described: Mapping[str, str]) -> Schema:
-    if one.annotation is None:
-        raise UserError(f"tool {path}: its parameter {one.arg} has no type hint; write {one.arg}: str, say ({HINTS})")
-    found = _of_hint(one.annotation)
-    if found is None:
-        hint = ast.unparse(one.annotation)
-        raise UserError(f"tool {path}: {one.arg}: {hint} is no hint that a call's JSON can fill; known are {HINTS}")
-    return found | ({"description": described[one.arg]} if one.arg in described else {})
+def _parameter(path: str, argument: ast.arg, described: Mapping[str, str]) -> Schema:
+    name = argument.arg
+    if argument.annotation is None:
+        raise UserError(f"tool {path}: its parameter {name} has no type hint; write {name}: str, say ({HINTS})")
+    schema = _of_hint(argument.annotation)
+    if schema is None:
+        hint = ast.unparse(argument.annotation)
+        raise UserError(f"tool {path}: {name}: {hint} is no hint that a call's JSON can fill; known are {HINTS}")
+    return schema | ({"description": described[name]} if name in described else {})
 
 
 def _of_hint(hint: ast.expr) -> Schema | None:
-    """The JSON schema of a hint; None where it has none."""
+    """Return the JSON schema of a hint; None where it has none."""
     if isinstance(hint, ast.Constant) and isinstance(hint.value, str):
         try:
             return _of_hint(ast.parse(hint.value, mode="eval").body)
@@ -140,28 +145,29 @@ def _of_hint(hint: ast.expr) -> Schema | None:
 
 
 def _union(parts: Sequence[ast.expr]) -> Schema | None:
-    """null beside one kind is `nullable`; several plain kinds are a list of types, others stand under anyOf."""
-    kinds = [_of_hint(one) for one in parts if not (isinstance(one, ast.Constant) and one.value is None)]
-    known = [one for one in kinds if one is not None]
+    """Return the JSON schema of a union of hints; None where one has none. null beside one kind is `nullable`; several
+    plain kinds are a list of types, others stand under anyOf."""
+    kinds = [_of_hint(part) for part in parts if not (isinstance(part, ast.Constant) and part.value is None)]
+    known = [kind for kind in kinds if kind is not None]
     if not known or len(known) < len(kinds):
         return None
     if len(known) == 1:
-        found = known[0]
-    elif all(one.keys() == {"type"} for one in known):
-        found = {"type": sorted({one["type"] for one in known})}
+        schema = known[0]
+    elif all(kind.keys() == {"type"} for kind in known):
+        schema = {"type": sorted({kind["type"] for kind in known})}
     else:
-        found = {"anyOf": known}
-    return found | ({"nullable": True} if len(kinds) < len(parts) else {})
+        schema = {"anyOf": known}
+    return schema | ({"nullable": True} if len(kinds) < len(parts) else {})
 
 
 def _literal(parts: Sequence[ast.expr]) -> Schema | None:
-    values = [one.value for one in parts if isinstance(one, ast.Constant)]
+    values = [part.value for part in parts if isinstance(part, ast.Constant)]
     kinds = sorted({_CONSTANTS[type(value)] for value in values if type(value) in _CONSTANTS})
     plain = [value for value in values if value is not None]
     if len(values) < len(parts) or not kinds or any(type(value) not in _CONSTANTS for value in plain):
         return None
-    found: Schema = {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": plain}
-    return found | ({"nullable": True} if None in values else {})
+    schema: Schema = {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": plain}
+    return schema | ({"nullable": True} if None in values else {})
 
 
 def _sides(hint: ast.expr) -> list[ast.expr]:
@@ -175,12 +181,12 @@ def _last(hint: ast.expr) -> str:
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says before its first section, and of each parameter under `Args:` (Google's style)."""
-    said, *sections = re.split(r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):[ ]*$", text,
-                               flags=re.MULTILINE)  # fmt: skip
+    """Return a docstring's text before its first section, and that of each parameter under `Args:` (Google's style)."""
+    pattern = r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):[ ]*$"
+    description, *sections = re.split(pattern, text, flags=re.MULTILINE)
     named = dict(zip(sections[::2], sections[1::2], strict=True))
     block = next((named[name] for name in ("Args", "Arguments", "Parameters") if name in named), "")
-    found: dict[str, str] = {}
+    described: dict[str, str] = {}
     indent, name = None, None
     for line in block.splitlines():
         if not line.strip():
@@ -190,7 +196,7 @@ def _docstring(text: str) -> tuple[str, dict[str, str]]:
         begins = re.match(r"\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)", line) if depth <= indent else None
         if begins:
             name = begins[1]
-            found[name] = begins[2].strip()
+            described[name] = begins[2].strip()
         elif name is not None:
-            found[name] = f"{found[name]} {line.strip()}".strip()
-    return said.strip(), {name: one for name, one in found.items() if one}
+            described[name] = f"{described[name]} {line.strip()}".strip()
+    return description.strip(), {name: entry for name, entry in described.items() if entry}

@@ -24,15 +24,15 @@ WEEK = 7 * 86400.0  # a socket takes no timeout of a month; what is allowed long
 
 
 class Lost(Exception):
-    """The process is of no use any more, and has been killed; the message says why."""
+    """Raised where the process is of no use any more, and has been killed; the message says why."""
 
 
 class Worker:
     """A process that has loaded code of the user's, and is started anew where it is gone. Derive from it.
 
-    service: a class, module:Class, whose methods the process answers; load: what its `load` is given first. what: whose
-    code that is, as messages name it; timeout: seconds that an answer may take; key: the recipe's key for that. say:
-    told, once for each cause, what went wrong.
+    service: a class, module:Class, whose methods the process answers; load: arguments of its `load`, called first.
+    what: whose code that is, as messages name it; timeout: seconds that an answer may take; key: the recipe's key for
+    that. say: called with what went wrong, once for each cause.
 
     Raises UserError where the code cannot be loaded. Not for several threads at once, but for `close`.
     """
@@ -40,7 +40,7 @@ class Worker:
     def __init__(self, service: str, *load: Any, what: str, timeout: float, key: str, say: Callable[[str], None]):
         self._service, self._load, self._what = service, load, what
         self._timeout, self._key, self._say = timeout, key, say
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._has_worked: set[str] = set()
         self._is_closed = False
         # The kernel ends a process with the thread that started it (PR_SET_PDEATHSIG, `orphans.end_with`): that thread
@@ -77,7 +77,7 @@ class Worker:
                 raise Lost(f"cannot be loaded any more: {str(error).splitlines()[-1]}") from None
 
     def _ask(self, method: str, *arguments: Any, grace: float = 0.0, at_least: float = 0.0) -> Iterator[Any]:
-        """The answers of a method of the service, as they come.
+        """Yield the answers of a method of the service, as they come.
 
         Raises Lost where one takes longer than max(timeout, at_least) + grace seconds, or the process is gone.
         Whatever ends this before the last answer, Ctrl-C too, kills the process: nobody waits for it.
@@ -143,14 +143,14 @@ class Worker:
         self._tell(stage, cause, text + loss)
 
     def _tell(self, stage: str, cause: str, text: str) -> None:
-        if (stage, cause) not in self._told:
-            self._told.add((stage, cause))
+        if (stage, cause) not in self._reported:
+            self._reported.add((stage, cause))
             self._say(text)
 
 
 def _spawn(service: str, channel: int) -> subprocess.Popen[bytes]:
-    """A process that answers at the socket `channel`. What the user's code prints goes to standard error; what it reads
-    is empty; CUDA's devices are hidden from it, whose memory is the run's, until it names them itself."""
+    """Start a process that answers at the socket `channel`. What the user's code prints goes to standard error; what it
+    reads is empty; CUDA's devices are hidden from it, whose memory is the run's, until it names them itself."""
     module, name = service.split(":")
     code = "import json, os, sys; os.environ['CUDA_VISIBLE_DEVICES'] = ''; "
     code += "parent, channel, sys.path[:] = json.loads(sys.argv[1]); "

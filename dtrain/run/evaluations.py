@@ -167,9 +167,9 @@ class Evaluations:
         began, metrics = time.perf_counter(), self._run.metrics
         shown: list[str] = []
 
-        def keep(judged: list[ScoredAnswer]) -> None:
-            metrics.answers(step, (_line(opened, answer) for answer in judged))
-            first = [answer for answer in judged if answer.sample == 0][: opened.set.section.show]
+        def keep(answers: list[ScoredAnswer]) -> None:
+            metrics.answers(step, (_line(opened, answer) for answer in answers))
+            first = [answer for answer in answers if answer.sample == 0][: opened.set.section.show]
             if first:
                 shown.extend(["  reward  tokens  answer", *(_shown(answer) for answer in first)])
 
@@ -210,24 +210,24 @@ def _try(eval_set: EvalSet, questions: Questions, judges: Rewards) -> None:
     Raises UserError."""
     if any(reward.fn == "judge" for reward in eval_set.section.rewards):  # it is asked otherwise whether it is there
         return
-    prompt = questions.asked[0].prompt
+    prompt = questions.items[0].prompt
     judges.score([prompt.content], [""], [[]], {name: [value] for name, value in prompt.columns.items()})
 
 
-def _line(opened: _Open, judged: ScoredAnswer) -> dict[str, Any]:
-    prompt = opened.questions.asked[judged.index].prompt
-    answer = {"answer": prompt.columns["answer"]} if "answer" in prompt.columns else {}
+def _line(opened: _Open, answer: ScoredAnswer) -> dict[str, Any]:
+    prompt = opened.questions.items[answer.index].prompt
+    reference = {"answer": prompt.columns["answer"]} if "answer" in prompt.columns else {}
     return {
         "set": opened.set.name,
-        "index": judged.index,
-        "sample": judged.sample,
+        "index": answer.index,
+        "sample": answer.sample,
         "prompt": prompt.content,
-        **answer,
-        "text": judged.text,
-        "reward": known(judged.reward),
-        "rewards": known(judged.parts),
-        "completion_len": len(judged.completion.ids),
-        "truncated": judged.completion.finish == "length",
+        **reference,
+        "text": answer.text,
+        "reward": known(answer.reward),
+        "rewards": known(answer.parts),
+        "completion_len": len(answer.completion.ids),
+        "truncated": answer.completion.finish == "length",
     }
 
 
@@ -243,7 +243,7 @@ def _summary(name: str, step: int, report: Report, seconds: float) -> str:
     )
 
 
-def _shown(judged: ScoredAnswer) -> str:
-    reward = "-" if judged.reward != judged.reward else f"{judged.reward:.3g}"
-    text = textwrap.shorten(judged.text, WIDTH, placeholder="...")
-    return f"  {reward:>6}  {len(judged.completion.ids):>6}  {text}"
+def _shown(answer: ScoredAnswer) -> str:
+    reward = "-" if answer.reward != answer.reward else f"{answer.reward:.3g}"
+    text = textwrap.shorten(answer.text, WIDTH, placeholder="...")
+    return f"  {reward:>6}  {len(answer.completion.ids):>6}  {text}"

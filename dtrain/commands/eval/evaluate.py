@@ -32,7 +32,7 @@ from dtrain.rl.judging import (
     plain_prompts_of,
     read_questions,
 )
-from dtrain.rl.judging import evaluate as judged_answers
+from dtrain.rl.judging import evaluate as answer_and_judge
 from dtrain.run.directory import DATA
 from dtrain.run.eval_section import usual_reward
 from dtrain.run.eval_sets import longest_answer
@@ -86,7 +86,7 @@ def evaluate(arguments: Namespace) -> Report:
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         engine = Engine(model, decode=decode, max_rows=arguments.max_rows)
         write = partial(_write, out, questions)
-        return judged_answers(questions, partial(_drawn, engine), decode, judges, write, ranks=Ranks(alone=True))
+        return answer_and_judge(questions, partial(_drawn, engine), decode, judges, write, ranks=Ranks(alone=True))
 
 
 def trained_as(directory: Path) -> tuple[str | None, int]:
@@ -161,13 +161,13 @@ def _drawn(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
     return [completions[ticket] for ticket in tickets]
 
 
-def _write(out: Path | None, questions: Questions, judged: Sequence[ScoredAnswer]) -> None:
+def _write(out: Path | None, questions: Questions, answers: Sequence[ScoredAnswer]) -> None:
     if out is None:
         return
     try:
         with out.open("w", encoding="utf-8") as file:
-            for answer in judged:
-                prompt = questions.asked[answer.index].prompt
+            for answer in answers:
+                prompt = questions.items[answer.index].prompt
                 row = {
                     "prompt_index": answer.index,
                     "sample_index": answer.sample,

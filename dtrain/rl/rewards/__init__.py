@@ -1,4 +1,4 @@
-"""What a completion earns: functions by name or import path, run in a process of their own. No torch.
+"""Rewards of completions: functions by name or import path, run in a process of their own. No torch.
 
 A reward is a callable, async or not,
 
@@ -11,16 +11,16 @@ also name a class, which is made with the options and then called.
 
     find, options                   an import path or a name to a function; the options of those of our own
     columns                         whether a reward can work with the data's columns
-    scoring, calls                  `Rewards` scores with a list of them, in a process of its own; what that does
+    scoring, calls                  `Rewards` scores with a list of them, in a process of its own; the service there
     math_exact, math_answers        those that come with dtrain: right answers, and reading them
     text_exact, regex, json_valid   words, patterns, JSON
     numeric                         numbers that are close
     format_tags, length_penalty     layout, length
     cosine_length                   right answers by their length
-    repetition_penalty              n-grams that come again
+    repetition_penalty              n-grams that repeat
     python_tests, code_sandbox      code that passes tests; the walls that it runs behind
-    sandboxed, remote_calls         what runs there; calls between the test and the code
-    plain_values                    what such a call carries
+    sandboxed, remote_calls         the program inside them; calls between the test and the code
+    plain_values                    values that such a call carries
 
 `judge`, another model's points over HTTP, is in `dtrain.rl.remote`.
 """

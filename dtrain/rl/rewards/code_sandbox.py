@@ -82,18 +82,18 @@ class CodeSandbox:
     memory: int
     has_walls: bool = True
 
-    def passes(self, code: str, test: str | None, given: str = "", printed: str = "") -> bool:
+    def passes(self, code: str, test: str | None, stdin: str = "", printed: str = "") -> bool:
         """Return whether `code` passes `test` within the limits.
 
         test: Python that calls what the code defines, and passes where it runs to its end; None for a program, whose
-        exit status must be 0. given: what stands on the program's input; printed: what must stand on its output, white
-        space at the ends of lines and of the whole left aside. Raises UserError where a process does not start.
+        exit status must be 0. stdin: text of the program's standard input; printed: what must stand on its output,
+        white space at the ends of lines and of the whole left aside. Raises UserError where a process does not start.
         """
-        return self._prints(code, given, printed) if test is None else self._passes(code, test)
+        return self._prints(code, stdin, printed) if test is None else self._passes(code, test)
 
-    def _prints(self, code: str, given: str, printed: str) -> bool:
+    def _prints(self, code: str, stdin: str, printed: str) -> bool:
         with tempfile.TemporaryFile() as standard_input, tempfile.TemporaryFile() as output:
-            standard_input.write(given.encode(errors="replace"))
+            standard_input.write(stdin.encode(errors="replace"))
             standard_input.seek(0)
             with _Process(self.has_walls, standard_input.fileno(), output.fileno()) as process:
                 process.send(self._job("program", code=code))
@@ -175,7 +175,7 @@ class _Process:
             file.write(_modules() + marshal.dumps(job))
 
     def wait(self, seconds: float) -> int | None:
-        """The exit status; None where it takes longer."""
+        """Return the exit status; None where it takes longer."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -200,7 +200,8 @@ class _Process:
 
 
 def _bwrap() -> list[str]:
-    """The command that makes the walls, up to what runs behind them. Raises UserError where it is not installed."""
+    """Return the command that makes the walls, up to the program behind them. Raises UserError where it is not
+    installed."""
     program = shutil.which("bwrap")
     if program is None or os.uname().machine not in _MACHINES:
         raise UserError(
@@ -255,7 +256,7 @@ def _seccomp_filter() -> bytes:
 
 
 def _readable(content: bytes) -> int:
-    """The reading end of a pipe that holds `content`, less than a pipe's room."""
+    """Return the reading end of a pipe that holds `content`, which must fit into the pipe's buffer."""
     reader, writer = os.pipe()
     os.write(writer, content)
     os.close(writer)
@@ -264,7 +265,7 @@ def _readable(content: bytes) -> int:
 
 @cache
 def _modules() -> bytes:
-    """The modules that run in a sandbox, compiled, in the order of their imports."""
+    """Return the modules that run in a sandbox, compiled, in the order of their imports."""
     compiled = []
     for name in _MODULES:
         spec = importlib.util.find_spec(name)

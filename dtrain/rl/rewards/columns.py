@@ -1,4 +1,5 @@
-"""Whether a reward can work with the columns of the data: by its source, or by its own process where that is silent."""
+"""The check that a reward can work with the columns of the data: by its source, or by its own process where that does
+not tell."""
 
 import ast
 import sys
@@ -13,14 +14,14 @@ from dtrain.rl.rewards.find import BUILT_IN, NO_REWARD, definition, find_file
 from dtrain.rl.worker import Lost, Worker
 
 OWN = ("prompts", "completions", "completion_ids")
-"""What a reward is called with beside the columns of the data."""
+"""Arguments of a reward beside the columns of the data."""
 _ONE_VALUE = ("float", "int", "bool", "len", "str")
 
 
 @dataclass(frozen=True)
 class Signature:
-    """needs, may: what a callable takes by name, without and with a default; by_place: what it needs and takes by place
-    alone; takes_all: whether it takes any name."""
+    """Names that a callable takes. needs, may: by name, without and with a default; by_place: those that it needs and
+    takes by position alone; takes_all: whether it takes any name."""
 
     needs: Collection[str]
     may: Collection[str] = ()
@@ -29,13 +30,13 @@ class Signature:
 
 
 def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[str]) -> str | None:
-    """Why a reward has no values with data of these `columns`; None where it may have some.
+    """Return why a reward has no values with data of these `columns`; None where it may have some.
 
     A function of dtrain's own that takes a `column` reads that one, and python_tests must start on this machine;
-    another must have what its signature takes without a default, and take something of what a reward is given. A class
-    must have __call__ and be given what it is made with. That is read in the source. Where the source does not tell, of
-    a decorated function say, the module is imported in a process of its own, as a run does. UserError as `find` raises
-    it."""
+    another must have what its signature takes without a default, and take something of what a reward is called with. A
+    class must have __call__ and options for all that it is made with. That is read in the source. Where the source does
+    not tell, of a decorated function say, the module is imported in a process of its own, as a run does. Raises
+    UserError as `find` does."""
     module, function, file = find_file(name)
     own = next((known for known, path in BUILT_IN.items() if path == f"{module}:{function}"), None)
     if own is not None:
@@ -64,8 +65,8 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[s
         return f"reward {name} is made with {', '.join(lacking)}: set its kwargs in grpo.rewards"
     if called.by_place:
         return f"reward {name} takes {', '.join(called.by_place)} by place, {NO_REWARD}"
-    given = {*columns, *OWN, *(() if made_with else options)}
-    missing = [key for key in called.needs if key not in given]
+    available = {*columns, *OWN, *(() if made_with else options)}
+    missing = [key for key in called.needs if key not in available]
     if missing:
         return takes_more(name.rsplit(".", 1)[-1], missing, columns)
     if not called.takes_all and not {*called.needs, *called.may} & {*columns, *OWN}:
@@ -76,7 +77,7 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[s
 
 
 def _refusal(module: str, function: str, options: Mapping[str, Any]) -> str | None:
-    """Why a reward cannot be made on this machine."""
+    """Return why a reward cannot be made on this machine; None where it can."""
     try:
         getattr(import_module(module), function)(**options)
     except UserError as problem:
@@ -85,7 +86,7 @@ def _refusal(module: str, function: str, options: Mapping[str, Any]) -> str | No
 
 
 def no_column(name: str, column: str, columns: Collection[str]) -> str:
-    """What is said of a reward of dtrain's own that reads a column which the data does not have."""
+    """Return the refusal of a reward of dtrain's own that reads a column which the data does not have."""
     return (
         f"reward {name}: the data has no column {column!r} (it has {_listed(columns)}); name the right one: "
         f"grpo.rewards=[{{fn: {name}, kwargs: {{column: ..}}}}]"
@@ -93,7 +94,7 @@ def no_column(name: str, column: str, columns: Collection[str]) -> str:
 
 
 def takes_more(name: str, missing: Collection[str], columns: Collection[str]) -> str:
-    """What is said of a reward whose signature takes columns that are `missing` from the data."""
+    """Return the refusal of a reward whose signature takes columns that are `missing` from the data."""
     return f"reward {name} takes {', '.join(missing)}, which is no column of the data (it has {_listed(columns)})"
 
 
@@ -112,31 +113,32 @@ class _Look(Worker):
         super().__init__(service, module, function, what=f"reward {name}", timeout=60.0, key=key, say=say)
 
     def signatures(self) -> tuple[Signature | None, Signature]:
-        """What the reward is made with, a class, and what it is called with. Raises Lost."""
+        """Return the signatures of the reward's constructor, None for a function, and of its call. Raises Lost."""
         (answer,) = self._ask("signatures")
         makes, calls = answer
         return makes and Signature(**makes), Signature(**calls)
 
 
 def _method(node: ast.ClassDef, name: str) -> ast.AST | None:
-    """Of a class, without the argument self."""
+    """Return the definition of a class's method, without the argument self; None where the class has none."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    found = [one for one in node.body if isinstance(one, kinds) and one.name == name]
-    if not found or found[-1].decorator_list or not found[-1].args.args:
-        return next((one for one in node.body if getattr(one, "name", None) == name), None)
-    del found[-1].args.args[0]
-    return found[-1]
+    methods = [item for item in node.body if isinstance(item, kinds) and item.name == name]
+    if not methods or methods[-1].decorator_list or not methods[-1].args.args:
+        return next((item for item in node.body if getattr(item, "name", None) == name), None)
+    del methods[-1].args.args[0]
+    return methods[-1]
 
 
 def _signature(node: ast.AST | None) -> Signature | None:
-    """Of a function; None where the source does not tell."""
+    """Return the signature of a function's definition; None where the source does not tell."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or getattr(node, "decorator_list", []):
         return None
     takes = node.args
-    by_place = [one.arg for one in takes.posonlyargs]
-    names = [*by_place, *(one.arg for one in takes.args)]
+    by_place = [argument.arg for argument in takes.posonlyargs]
+    names = [*by_place, *(argument.arg for argument in takes.args)]
     bare = names[: len(names) - len(takes.defaults)]
-    of_keywords = [(one.arg, default is None) for one, default in zip(takes.kwonlyargs, takes.kw_defaults, strict=True)]
+    defaults = zip(takes.kwonlyargs, takes.kw_defaults, strict=True)
+    of_keywords = [(argument.arg, default is None) for argument, default in defaults]
     return Signature(
         needs=[*(key for key in bare if key not in by_place), *(key for key, is_bare in of_keywords if is_bare)],
         may=[
@@ -149,21 +151,21 @@ def _signature(node: ast.AST | None) -> Signature | None:
 
 
 def _gives_no_list(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether each of a function's returns is surely one value, or it has none and does not only raise."""
-    within: list[ast.AST] = [*node.body]
+    """Return whether each of a function's returns is surely one value, or it has none and does not only raise."""
+    pending: list[ast.AST] = [*node.body]
     returns: list[ast.expr | None] = []
-    while within:
-        one = within.pop()
-        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+    while pending:
+        child = pending.pop()
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             continue
-        if isinstance(one, ast.Raise | ast.Yield | ast.YieldFrom):
+        if isinstance(child, ast.Raise | ast.Yield | ast.YieldFrom):
             return False
-        if isinstance(one, ast.Return):
-            returns.append(one.value)
-        within += ast.iter_child_nodes(one)
+        if isinstance(child, ast.Return):
+            returns.append(child.value)
+        pending += ast.iter_child_nodes(child)
     return all(
-        one is None
-        or isinstance(one, ast.Constant)
-        or (isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id in _ONE_VALUE)
-        for one in returns
+        value is None
+        or isinstance(value, ast.Constant)
+        or (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in _ONE_VALUE)
+        for value in returns
     )

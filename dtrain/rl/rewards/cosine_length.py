@@ -19,16 +19,16 @@ def cosine_length(
     column: str = "answer",
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Half a cosine over the length, from no token to max_tokens and beyond: from max_value_correct down to
+    """Return half a cosine over the length, from no token to max_tokens and beyond: from max_value_correct down to
     min_value_correct where `math_exact` gives 1, else from min_value_wrong up to max_value_wrong (Yeo et al.,
     arXiv:2502.03373, section 4.2; names and defaults are TRL 1.16's). A row without an answer has no reward.
 
     >>> cosine_length(["#### 4", "#### 5", "#### 4"], [[0] * 5, [0] * 5, [0] * 30], max_tokens=10, answer=[4, 4, 4])
     [0.75, -0.75, 0.5]
     """
-    found: list[float | None] = []
+    values: list[float | None] = []
     for right, ids in zip(are_right("cosine_length", completions, column, columns), completion_ids, strict=True):
         first, last = (max_value_correct, min_value_correct) if right else (min_value_wrong, max_value_wrong)
         share = (1 + math.cos(math.pi * min(len(ids) / max_tokens, 1.0))) / 2
-        found.append(None if right is None else last + (first - last) * share)
-    return found
+        values.append(None if right is None else last + (first - last) * share)
+    return values

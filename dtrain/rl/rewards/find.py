@@ -1,4 +1,4 @@
-"""Where code is that a recipe names: rewards of dtrain's own by name, all else by import path. Nothing is run."""
+"""Search for code that a recipe names: rewards of dtrain's own by name, all else by import path. Nothing is run."""
 
 import ast
 import importlib
@@ -36,8 +36,8 @@ NO_REWARD = (
 
 
 def find(name: str, kind: str = "reward") -> tuple[str, str]:
-    """(module, function) of a reward's name or import path, `module.function` or `module:function`; of another kind of
-    function, as the messages call it, by import path alone.
+    """Return (module, function) of a reward's name or import path, `module.function` or `module:function`. kind:
+    another kind of function, as the messages call it, by import path alone.
 
     Modules are looked for where Python looks, then in the working directory. Nothing is imported: a module's source is
     read for the function's name. Raises UserError for an unknown name (with the near miss), a module that is not there,
@@ -47,7 +47,7 @@ def find(name: str, kind: str = "reward") -> tuple[str, str]:
 
 
 def find_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
-    """As `find`, and the file that the module will come from."""
+    """Return (module, function, file): those of `find`, and the file that the module will come from."""
     known = BUILT_IN if kind == "reward" else {}
     path = known.get(name, name)
     module, _, function = path.rpartition(":" if ":" in path else ".")
@@ -73,15 +73,15 @@ def find_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
 
 
 def find_verifiers(name: str) -> str:
-    """The file of an environment of the library `verifiers`, which its name's last part is a package of. Nothing is
-    imported. Raises UserError where the library or the package is not installed."""
+    """Return the file of an environment of the library `verifiers`; the last part of its name is its package. Nothing
+    is imported. Raises UserError where the library or the package is not installed."""
     module = name.rpartition("/")[2].replace("-", "_")
     if not module.isidentifier():
         raise UserError(f"{name} is no name of an environment: write NAME or OWNER/NAME")
-    for one, how in (("verifiers", "'dtrain[verifiers]'"), (module, f"its package, or: prime env install {name}")):
-        spec = PathFinder.find_spec(one, search_path()) or _of_a_finder_of_its_own(one)
+    for package, how in (("verifiers", "'dtrain[verifiers]'"), (module, f"its package, or: prime env install {name}")):
+        spec = PathFinder.find_spec(package, search_path()) or _of_a_finder_of_its_own(package)
         if spec is None:
-            raise UserError(f"there is no package {one}: pip install {how}")
+            raise UserError(f"there is no package {package}: pip install {how}")
     assert spec is not None, "the loop has found it"
     names = _names(name, spec)
     if names is not None and "load_environment" not in names:
@@ -90,27 +90,28 @@ def find_verifiers(name: str) -> str:
 
 
 def definition(file: Path, function: str, decorated: bool = False) -> ast.AST | None:
-    """What a module's source gives that name at its top, imports of the name from beside it followed: a function or
-    class, undecorated unless `decorated`, or the value that is assigned."""
+    """Return the definition of a name at the top level of a module's source, imports of it from a file beside the
+    module followed: a function or class, undecorated unless `decorated`, or the value that is assigned."""
     if file.suffix != ".py":
         return None
-    found: ast.AST | None = None
-    for one in ast.parse(decode_source(file.read_bytes())).body:
-        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and one.name == function:
-            found = None if one.decorator_list and not decorated else one
-        elif isinstance(one, ast.Assign) and any(isinstance(t, ast.Name) and t.id == function for t in one.targets):
-            found = one.value
-        elif isinstance(one, ast.ImportFrom) and one.module and not one.level:
-            for alias in one.names:
-                other = file.parent / f"{one.module}.py"
+    result: ast.AST | None = None
+    for node in ast.parse(decode_source(file.read_bytes())).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == function:
+            result = None if node.decorator_list and not decorated else node
+        elif isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == function for t in node.targets):
+            result = node.value
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                other = file.parent / f"{node.module}.py"
                 if (alias.asname or alias.name) == function:
                     is_there = other.is_file() and other != file
-                    found = definition(other, alias.name, decorated) if is_there else None
-    return found
+                    result = definition(other, alias.name, decorated) if is_there else None
+    return result
 
 
 def _spec(whose: str, module: str) -> ModuleSpec:
-    """Of a module, without the import of those that it lies in."""
+    """Return the spec of a module, without the import of its parent packages. Raises UserError where it is not
+    there."""
     parent = module.rpartition(".")[0]
     if parent:
         spec = PathFinder.find_spec(module, list(_spec(whose, parent).submodule_search_locations or []))
@@ -125,7 +126,7 @@ def _spec(whose: str, module: str) -> ModuleSpec:
 
 
 def _of_a_finder_of_its_own(name: str) -> ModuleSpec | None:
-    """Of a package whose installer put a finder in place."""
+    """Return the spec of a package whose installer put a finder in place; None where there is none."""
     try:
         return importlib.util.find_spec(name)
     except ValueError:  # a module that was loaded by other means, __main__ say
@@ -133,7 +134,8 @@ def _of_a_finder_of_its_own(name: str) -> ModuleSpec | None:
 
 
 def _names(whose: str, spec: ModuleSpec) -> set[str] | None:
-    """What the module defines at its top level, blocks of `if` and `try` included; None where that cannot be known."""
+    """Return the names that the module defines at its top level, blocks of `if` and `try` included; None where they
+    cannot be known."""
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
@@ -141,17 +143,17 @@ def _names(whose: str, spec: ModuleSpec) -> set[str] | None:
         tree, table = ast.parse(source), symtable.symtable(source, spec.origin, "exec")
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{whose}: {spec.origin} is no Python: {error}") from None
-    names = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
+    names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     has_star = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(tree))
     return None if has_star or "__getattr__" in names else names
 
 
 def _is_of_c(spec: ModuleSpec, function: str) -> bool:
-    """Whether it is of a module of Python's own that is written in C, or of one that takes all names of such a module,
-    as os does."""
+    """Return whether `function` is of a module of Python's own that is written in C, or of one that takes all names of
+    such a module, as os does."""
     if spec.origin is None or not spec.origin.endswith(".py"):
         return spec.name.partition(".")[0] in sys.stdlib_module_names and spec.submodule_search_locations is None
-    body = ast.walk(ast.parse(decode_source(Path(spec.origin).read_bytes())))
-    stars = [one.module for one in body if isinstance(one, ast.ImportFrom) and one.names[0].name == "*"]
+    nodes = ast.walk(ast.parse(decode_source(Path(spec.origin).read_bytes())))
+    stars = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
     within = [name for name in stars if name and name in sys.builtin_module_names]
     return any(hasattr(importlib.import_module(name), function) for name in within)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 def format_tags(
     completions: Sequence[str], *, tags: Sequence[str] = ("think", "answer"), strict: bool = True, prefix: str = ""
 ) -> list[float | None]:
-    """1.0 where each of `tags` is opened and closed once, one after the other, else 0.0; `strict`: with nothing but
-    white space between and around them (DeepSeek-R1's format reward, arXiv:2501.12948).
+    """Return 1.0 where each of `tags` is opened and closed once, one after the other, else 0.0; `strict`: with nothing
+    but white space between and around them (DeepSeek-R1's format reward, arXiv:2501.12948).
 
-    prefix: what the chat template has put before the completion already, such as "<think>".
+    prefix: text that the chat template has put before the completion already, such as "<think>".
 
     >>> format_tags(["<think>a</think>\\n<answer>b</answer>", "<answer>b</answer><think>a</think>", "b"])
     [1.0, 0.0, 0.0]

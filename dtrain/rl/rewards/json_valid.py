@@ -6,8 +6,8 @@ from typing import Any
 
 
 def json_valid(completions: Sequence[str], *, required_keys: Sequence[str] = ()) -> list[float | None]:
-    """1.0 where the completion, or the one fenced block that it is, is one JSON value (RFC 8259: no NaN), else 0.0.
-    With required_keys it has to be an object with at least these.
+    """Return 1.0 where the completion, or the one fenced block that it is, is one JSON value (RFC 8259: no NaN), else
+    0.0. With required_keys it has to be an object with at least these.
 
     >>> json_valid(['{"a": 1}', "{a: 1}", "```json\\n[1]\\n```"])
     [1.0, 0.0, 1.0]

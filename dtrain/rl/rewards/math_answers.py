@@ -1,4 +1,4 @@
-"""Answers to mathematical questions: taken out of a text, and read as exact numbers where they are numbers.
+"""Answers to mathematical questions, taken out of a text, and read as exact numbers where they are numbers.
 
 Every function is total and takes time linear in its text; only the first `LONGEST` characters of an answer are read.
 """
@@ -42,7 +42,8 @@ _NAMED = re.compile(r"\s*[A-Za-z](?:_\{?\w+\}?)?\s*=\s*")
 
 @dataclass(frozen=True)
 class MathAnswer:
-    """value: where it is a number; percent: it was written with a percent sign, before division by 100.
+    """A parsed answer. value: where it is a number; percent: it was written with a percent sign, before division by
+    100.
 
     parts: where it is several, (1, 2). text: normalised, for what is neither.
     """
@@ -54,8 +55,8 @@ class MathAnswer:
 
 
 def answer_in(text: str) -> str | None:
-    """The answer that a solution ends in, as it is written: the last \\boxed{..}, else what follows the last "####",
-    else the last "answer is", else the last number; None without any.
+    """Return the answer that a solution ends in, as it is written: the last \\boxed{..}, else what follows the last
+    "####", else the last "answer is", else the last number; None without any.
 
     >>> answer_in("6 * 7 = 42, so the answer is 42.")
     '42'
@@ -70,7 +71,7 @@ def answer_in(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    """As `answer_in`, without the last number."""
+    """Return the answer that a solution marks: that of `answer_in`, without its last resort, the last number."""
     boxed = _last_box(text)
     if boxed is not None:
         return boxed.strip()
@@ -80,18 +81,18 @@ def marked_answer(text: str) -> str | None:
     last = [None, *_ANSWER_IS.finditer(text)][-1]
     if last is None:
         return None
-    said = text[last.end() :].lstrip().partition("\n")[0][:LONGEST].strip()
-    if read(said).value is not None:
-        return said.rstrip(".")
-    number = _ANY_NUMBER.search(_plain(said))
-    sentence = said.partition(". ")[0].rstrip(".")
+    line = text[last.end() :].lstrip().partition("\n")[0][:LONGEST].strip()
+    if read(line).value is not None:
+        return line.rstrip(".")
+    number = _ANY_NUMBER.search(_plain(line))
+    sentence = line.partition(". ")[0].rstrip(".")
     if number and not read(sentence).parts and " or " not in sentence:
         return number.group().strip()
     return sentence or None
 
 
 def read(text: str) -> MathAnswer:
-    """An answer as a number, several answers, or normalised text.
+    """Parse an answer as a number, several answers, or normalised text.
 
     Understood: signs, thousands separators (1,234 and 1{,}234), decimals, a/b, \\frac and \\dfrac, mixed numbers,
     powers of ten, percent; currency signs, units and "x =" are left out.
@@ -118,8 +119,8 @@ def read(text: str) -> MathAnswer:
 
 
 def equal(first: MathAnswer, second: MathAnswer) -> bool:
-    """Numbers by value, a percentage both as p and as p/100 where the other has no percent sign; several one by one, in
-    their order, in the same brackets; the rest by text."""
+    """Return whether two answers are equal. Numbers are compared by value, a percentage both as p and as p/100 where
+    the other has no percent sign; several one by one, in their order, in the same brackets; the rest by text."""
     if first.value is not None and second.value is not None:
         if first.percent == second.percent:
             return first.value == second.value
@@ -128,12 +129,12 @@ def equal(first: MathAnswer, second: MathAnswer) -> bool:
     if first.parts or second.parts:
         pairs = zip(first.parts, second.parts, strict=False)
         same = len(first.parts) == len(second.parts) and first.text == second.text
-        return same and all(equal(one, other) for one, other in pairs)
+        return same and all(equal(left, right) for left, right in pairs)
     return first.value is None and second.value is None and first.text == second.text != ""
 
 
 def _last_box(text: str) -> str | None:
-    """What is in the \\boxed{..} that is closed last."""
+    """Return the contents of the \\boxed{..} that is closed last; None without any."""
     open_at: list[int | None] = []  # where a box begins, None for other braces
     last = None
     for match in _BRACES.finditer(text):
@@ -153,7 +154,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Without what LaTeX adds for the eye."""
+    """Return `text` without LaTeX's marks of layout, spaces and styles, and with every fraction as \\frac{..}{..}."""
     text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\left", "").replace("\\right", "")
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\$", "$").replace("\\!", "")
     for mark in ("\\(", "\\)", "\\[", "\\]", "**"):
@@ -177,10 +178,10 @@ def _number(text: str) -> tuple[Fraction | None, bool]:
     if tail.strip() and not _UNIT.fullmatch(tail):
         return None, False
     sign, top, bottom, whole, part, of, plain, power, ten, percent = match.groups()
-    digits = [one.replace(",", "") for one in (top, bottom, whole, part, of, plain) if one is not None]
-    if any(len(one) > _MOST_DIGITS for one in digits) or abs(int(power or ten or 0)) > _MOST_DIGITS:
+    terms = [term.replace(",", "") for term in (top, bottom, whole, part, of, plain) if term is not None]
+    if any(len(term) > _MOST_DIGITS for term in terms) or abs(int(power or ten or 0)) > _MOST_DIGITS:
         return None, False
-    numbers = [Fraction(one) for one in digits]
+    numbers = [Fraction(term) for term in terms]
     if (bottom is not None or of is not None) and numbers[-1] == 0:
         return None, False
     if top is not None:

@@ -9,7 +9,7 @@ from dtrain.rl.rewards.math_answers import MathAnswer, answer_in, equal, marked_
 
 
 def math_exact(completions: Sequence[str], *, column: str = "answer", **columns: Sequence[Any]) -> list[float | None]:
-    """1.0 where the completion's answer equals the data's, in exact rational arithmetic or as text, else 0.0.
+    """Return 1.0 where the completion's answer equals the data's, in exact rational arithmetic or as text, else 0.0.
 
     The completion's answer is its last \\boxed{..}, else what follows its last "####", else its last "answer is", else
     its last number. The data's is the value of `column`, a number or a text, of which the same marks are read (GSM8K's
@@ -26,15 +26,17 @@ def math_exact(completions: Sequence[str], *, column: str = "answer", **columns:
 def are_right(
     reward: str, completions: Sequence[str], column: str, columns: dict[str, Sequence[Any]]
 ) -> list[float | None]:
-    """What `math_exact` gives, to a reward of that name. Raises UserError for a column that the data does not have."""
+    """Return the values of `math_exact`, for the reward named `reward`. Raises UserError for a column that the data
+    does not have."""
     return [
-        None if right is None else float((said := answer_in(text)) is not None and equal(read(said), right))
+        None if right is None else float((answer := answer_in(text)) is not None and equal(read(answer), right))
         for text, right in zip(completions, right_answers(reward, column, columns), strict=True)
     ]
 
 
 def right_answers(reward: str, column: str, columns: dict[str, Sequence[Any]]) -> list[MathAnswer | None]:
-    """The data's answers; None where a row has none. Raises UserError for a column that the data does not have."""
+    """Return the data's answers; None where a row has none. Raises UserError for a column that the data does not
+    have."""
     if column not in columns:
         raise UserError(no_column(reward, column, columns))
     return [None if value is None or value == "" else _of_data(value) for value in columns[column]]

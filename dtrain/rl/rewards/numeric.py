@@ -16,7 +16,8 @@ def numeric(
     relative: float = 1e-6,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """1.0 where |number − right| ≤ max(absolute, relative · |right|), else 0.0; None where the data has no number.
+    """Return 1.0 where |number − right| ≤ max(absolute, relative · |right|), else 0.0; None where the data has no
+    number.
 
     Both numbers are found as in `math_exact`; a percent sign is left out.
 
@@ -28,7 +29,7 @@ def numeric(
         if right is None or right.value is None:
             scores.append(None)
             continue
-        said = read(answer_in(text) or "").value
+        number = read(answer_in(text) or "").value
         allowed = max(Fraction(absolute), Fraction(relative) * abs(right.value))
-        scores.append(float(said is not None and abs(said - right.value) <= allowed))
+        scores.append(float(number is not None and abs(number - right.value) <= allowed))
     return scores

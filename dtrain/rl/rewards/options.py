@@ -22,10 +22,10 @@ OF_JUDGE = ("url", "model", "rubric")
 
 
 def _options(path: str) -> Mapping[str, Any]:
-    """The keywords of a reward of our own, and their defaults."""
+    """Return the keywords of a reward of our own, and their defaults."""
     module, _, function = path.partition(":")
     parameters = inspect.signature(getattr(import_module(module), function)).parameters.values()
-    return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 REWARDS: Mapping[str, Mapping[str, Any]] = MappingProxyType({name: _options(path) for name, path in BUILT_IN.items()})
@@ -44,8 +44,8 @@ def _is_list(value: Any) -> bool:
 
 
 _TEXT: Range = (lambda v: isinstance(v, str), "a string")
-_SAID: Range = (lambda v: v is None or (isinstance(v, str) and v.strip() != ""), "a text that is not empty")
-_WORDS: Range = (lambda v: _is_list(v) and all(isinstance(one, str) for one in v), "a list of strings")
+_NON_EMPTY: Range = (lambda v: v is None or (isinstance(v, str) and v.strip() != ""), "a text that is not empty")
+_WORDS: Range = (lambda v: _is_list(v) and all(isinstance(item, str) for item in v), "a list of strings")
 _SWITCH: Range = (lambda v: isinstance(v, bool), "true or false")
 _NOT_NEGATIVE: Range = (lambda v: is_finite(v) and v >= 0, "a finite number, at least 0")
 _TOKENS: Range = (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "a whole number, at least 0")
@@ -75,17 +75,17 @@ RANGES: Mapping[str, Range] = MappingProxyType(
             lambda v: isinstance(v, str) and v.startswith(("http://", "https://")),
             "an address that begins with http:// or https://",
         ),
-        "model": _SAID,
-        "rubric": _SAID,
+        "model": _NON_EMPTY,
+        "rubric": _NON_EMPTY,
         "concurrency": (lambda v: type(v) is int and 1 <= v <= 1024, "a whole number from 1 to 1024"),
         "timeout": (lambda v: is_finite(v) and v > 0, "a finite number of seconds, more than 0"),
-        "api_key_file": _SAID,
-        "cache": _SAID,
+        "api_key_file": _NON_EMPTY,
+        "cache": _NON_EMPTY,
     }
 )
-"""What an option may be."""
+"""Name of an option -> its range."""
 
 
 def is_path(name: str) -> bool:
-    """Whether `name` can be an import path: dotted, or with a colon before the function."""
+    """Return whether `name` can be an import path: dotted, or with a colon before the function."""
     return bool(re.fullmatch(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*", name))

@@ -116,7 +116,7 @@ class Codec:
         return self.encode_other(value, shared)
 
     def decode(self, node: Any, shared: Shared) -> Any:
-        """Raises an exception of any type for what `encode` does not give."""
+        """Return the value that `encode` gave `node` for. Raises an exception of any type for any other node."""
         if isinstance(node, list):
             node = {"kind": "list", "extra": None, "items": node}
         if not isinstance(node, dict):
@@ -176,7 +176,7 @@ def refill(container: Any, items: list[Any]) -> None:
 
 
 def to_line(message: Any) -> bytes:
-    """A message as a line of JSON, with integers of any length."""
+    """Return a message as a line of JSON, with integers of any length."""
     limit = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)
     try:
@@ -186,7 +186,7 @@ def to_line(message: Any) -> bytes:
 
 
 def from_line(line: bytes) -> Any:
-    """The message of such a line. Raises ValueError for another, an unfinished one among them."""
+    """Return the message of such a line. Raises ValueError for another, an unfinished one among them."""
     if not line.endswith(b"\n"):
         raise ValueError("the line has no end")
     limit = sys.get_int_max_str_digits()

@@ -23,10 +23,12 @@ Test = tuple[str | None, str, str]  # code; or None, a program's input and its o
 
 
 class PythonTests:
-    """column: the data's tests: a text of Python, a list of such (asserts, one test each), or {"inputs": [...],
-    "outputs": [...]}, what a program reads and must print. whole: 1.0 where all pass, else 0.0. timeout: seconds of a
-    test. memory: MiB. allow_full_access: runs the model's code as you, with your files and network, where bubblewrap
-    (`code_sandbox`) is not at hand.
+    """Reward of the share of a row's tests that a completion's code passes.
+
+    column: the data's tests: a text of Python, a list of such (asserts, one test each), or {"inputs": [...],
+    "outputs": [...]}, texts that a program reads and must print. whole: 1.0 where all pass, else 0.0. timeout: seconds
+    of a test. memory: MiB. allow_full_access: runs the model's code as you, with your files and network, where
+    bubblewrap (`code_sandbox`) is not at hand.
 
     Raises UserError where the walls cannot be built, or the interpreter does not start within the memory.
     """
@@ -48,38 +50,38 @@ class PythonTests:
             )
 
     def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
-        """The share of each row's tests that the completion's last block of Python passes, alone and in a process of
-        its own for each test; None for a row without tests."""
+        """Return the share of each row's tests that the completion's last block of Python passes, alone and in a
+        process of its own for each test; None for a row without tests."""
         if self._column not in columns:
             raise UserError(no_column("python_tests", self._column, columns))
         rows = [read_tests(value, self._column) for value in columns[self._column]]
         jobs = [(code_of(text), *test) for text, tests in zip(completions, rows, strict=True) for test in tests]
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
             passed = iter(list(pool.map(lambda job: self._sandbox.passes(*job), jobs)))
-        found: list[float | None] = []
+        shares: list[float | None] = []
         for tests in rows:
             right = sum(next(passed) for _ in tests)
             share = right / len(tests) if tests else None
-            found.append(share if share is None or not self._whole else float(share == 1))
-        return found
+            shares.append(share if share is None or not self._whole else float(share == 1))
+        return shares
 
 
 def code_of(completion: str) -> str:
-    """The last block of a completion that is named Python's, else the last without a name, else the whole text.
+    """Return the last block of a completion that is named Python's, else the last without a name, else the whole text.
 
     >>> code_of("So:\\n```python\\nx = 1\\n```\\nIt prints:\\n```\\n1\\n```")
     'x = 1\\n'
     """
-    found = {}
+    blocks = {}  # whether it is named -> its code
     for block in _BLOCK.finditer(completion):
         language = block["language"].lower()
         if language in ("", *_PYTHON):
-            found[language in _PYTHON] = block["code"]
-    return dedent(found.get(True, found.get(False, completion)))
+            blocks[language in _PYTHON] = block["code"]
+    return dedent(blocks.get(True, blocks.get(False, completion)))
 
 
 def read_tests(value: Any, column: str) -> list[Test]:
-    """The tests of a row, which may be JSON. Raises UserError for what is none.
+    """Return the tests of a row, which may be JSON. Raises UserError for a value that holds none.
 
     >>> read_tests(["assert x == 1"], "tests")
     [('assert x == 1', '', '')]
@@ -88,19 +90,19 @@ def read_tests(value: Any, column: str) -> list[Test]:
     """
     if value is None or value == "" or value == []:
         return []
-    found = value
+    tests = value
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
-            found = json.loads(value)
+            tests = json.loads(value)
         except ValueError:
             pass  # a text of Python
-    if isinstance(found, dict):
-        given, printed = found.get("inputs"), found.get("outputs")
-        if isinstance(given, list) and isinstance(printed, list) and len(given) == len(printed):
-            if not found.get("fn_name"):
-                return [(None, _written(one), _written(other)) for one, other in zip(given, printed, strict=True)]
-    texts = [found] if isinstance(found, str) else found
-    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+    if isinstance(tests, dict):
+        inputs, outputs = tests.get("inputs"), tests.get("outputs")
+        if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):
+            if not tests.get("fn_name"):
+                return [(None, _written(stdin), _written(out)) for stdin, out in zip(inputs, outputs, strict=True)]
+    texts = [tests] if isinstance(tests, str) else tests
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise UserError(
             f"python_tests: {column} is {shown(value)}: it must be a text of Python, a list of such texts, or as many "
             "inputs as outputs of a program (those of a function, by fn_name: write them as asserts)"
@@ -109,5 +111,5 @@ def read_tests(value: Any, column: str) -> list[Test]:
 
 
 def _written(value: Any) -> str:
-    """What a program reads or prints; a list has its lines."""
+    """Return an input or output of a program as text; a list has its lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

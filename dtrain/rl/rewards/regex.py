@@ -7,8 +7,8 @@ from collections.abc import Sequence
 def regex(
     completions: Sequence[str], *, pattern: str, full: bool = False, ignore_case: bool = False
 ) -> list[float | None]:
-    """1.0 where `pattern` (Python's re, `.` matches a newline too) is found in the completion, or with `full` matches
-    all of it, else 0.0. A pattern that takes too long is ended by the rewards' timeout.
+    """Return 1.0 where `pattern` (Python's re, `.` matches a newline too) is found in the completion, or with `full`
+    matches all of it, else 0.0. A pattern that takes too long is ended by the rewards' timeout.
 
     >>> regex(["yes, sure", "no"], pattern="yes|maybe")
     [1.0, 0.0]

@@ -60,21 +60,21 @@ _BETWEEN_OBJECTS = (
 
 
 class Side(Codec):
-    """One end of the two pipes. Either side may call while it answers a call."""
+    """An end of the two pipes. Either side may call while it answers a call."""
 
     def __init__(self, incoming: BinaryIO, outgoing: BinaryIO):
         self._incoming, self._outgoing = incoming, outgoing
 
     def request(self, operation: str, *operands: Any) -> Any:
-        """The other side's answer, or the exception that it raises there. Mutable containers among `operands` change
-        as they changed there."""
+        """Return the other side's answer, or raise the exception that it raises there. Mutable containers among
+        `operands` change as they changed there."""
         is_raised, value = self.exchange(operation, operands)
         if is_raised:
             raise value
         return value
 
     def exchange(self, operation: str, operands: tuple[Any, ...]) -> tuple[bool, Any]:
-        """(whether the other side raises it, its value)."""
+        """Return (whether the other side raised the value, the value)."""
         shared = Shared()
         self.send({"operation": operation, "operands": [self.encode(operand, shared) for operand in operands]})
         num_sent = len(shared.containers)
@@ -181,7 +181,7 @@ class CodeSide(Side):
         return self.encode_type(value, shared)
 
     def encode_type(self, kind: type, shared: Shared) -> dict[str, Any]:
-        """A class, described where it is sent for the first time."""
+        """Return the node of a class, with its description where it is sent for the first time."""
         handle = self._handles.setdefault(id(kind), len(self._objects))
         if handle == len(self._objects):
             self._objects.append(kind)
@@ -445,7 +445,8 @@ for _name in _BETWEEN_OBJECTS:
 
 
 def _name_in_library(value: Any) -> tuple[str, str] | None:
-    """(module, name) by which the standard library knows an object: a function, a class or a module."""
+    """Return (module, name) by which the standard library knows an object, a function, class or module; None where it
+    does not."""
     if isinstance(value, types.ModuleType):
         module, name = value.__name__, ""
     else:

@@ -73,8 +73,8 @@ class _Names(dict[str, Any]):
 
 
 def _ambiguous_names(tree: ast.Module) -> set[str]:
-    """Names of Python's own that must mean the code's, since the test uses no other name of the code: `sum`, where a
-    completion is asked to write a function `sum`."""
+    """Return names of Python's own that must mean the code's, since the test uses no other name of the code: `sum`,
+    where a completion is asked to write a function `sum`."""
     nodes = [*ast.walk(tree)]
     names = [node for node in nodes if isinstance(node, ast.Name)]
     defined = {node.id for node in names if not isinstance(node.ctx, ast.Load)}

@@ -11,7 +11,7 @@ from dtrain.rl.worker import Lost, Worker
 
 
 class Spec(Protocol):
-    """A reward of a checked recipe, where no `fn` is None: `config.schema.Reward`, or anything alike."""
+    """A reward of a checked recipe, where no `fn` is None: `recipe.schema.Reward`, or anything alike."""
 
     fn: str | None
     weight: float
@@ -22,7 +22,8 @@ class Spec(Protocol):
 
 @dataclass(frozen=True)
 class Scores:
-    """total: the weighted sum of the parts for each completion; parts: by reward's name. NaN where none is known."""
+    """Scores of completions. total: the weighted sum of the parts for each; parts: by reward's name. NaN where none is
+    known."""
 
     total: list[float]
     parts: dict[str, list[float]]
@@ -32,8 +33,8 @@ class Rewards(Worker):
     """Rewards by name or import path, loaded in a process of their own.
 
     specs: each with fn, weight and options. timeout: seconds that one reward may take over one call of `score`, and
-    `key` that of the recipe. say: told, once for each cause, why a reward has no values. Two rewards of one name are
-    told apart by a number.
+    `key` that of the recipe. say: called, once for each cause, with why a reward has no values. Two rewards of one name
+    are numbered.
 
     Raises UserError where a name or path is not there, or a module or class of the user's cannot be loaded. Not for
     several threads at once.
@@ -62,7 +63,7 @@ class Rewards(Worker):
 
     @property
     def names(self) -> list[str]:
-        """The parts' names, in the order of the specs."""
+        """The names of the parts, in the order of the specs."""
         return list(self._weights)
 
     def score(
@@ -72,7 +73,7 @@ class Rewards(Worker):
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> Scores:
-        """The rewards of N completions; columns: the data's others, a list of N each.
+        """Return the rewards of N completions; columns: the data's others, a list of N each.
 
         A reward that takes longer than the timeout, or whose process dies, has no values in this call, and the process
         is replaced. So has one that raises or gives something else than N numbers or None; but as long as this reward
@@ -87,21 +88,21 @@ class Rewards(Worker):
         if not count:
             return Scores([], {name: [] for name in self._weights})
         # The answers to their end, and no more than rewards: a process may be lost behind its last one.
-        found = zip(self._answers(batch), self._weights, strict=False)
-        parts = {name: self._values(name, answer, count) for answer, name in found}
+        answers = zip(self._answers(batch), self._weights, strict=False)
+        parts = {name: self._values(name, answer, count) for answer, name in answers}
         return Scores([self._sum([part[place] for part in parts.values()]) for place in range(count)], parts)
 
     def _answers(self, batch: Mapping[str, Sequence[Any]]) -> Iterator[Outcome]:
-        """Of each reward; those behind one that the process is lost with are asked in another process."""
-        asked = 0
-        while asked < len(self._weights):
+        """Yield the outcome of each reward; where one loses the process, those behind it are computed in another."""
+        num_answered = 0
+        while num_answered < len(self._weights):
             try:
                 self._ensure()
-                for answer in self._ask("score", batch, asked):
-                    asked += 1
+                for answer in self._ask("score", batch, num_answered):
+                    num_answered += 1
                     yield answer
             except Lost as lost:
-                asked += 1
+                num_answered += 1
                 yield {"lost": str(lost)}
 
     def _values(self, name: str, answer: Outcome, count: int) -> list[float]:
@@ -119,7 +120,7 @@ class Rewards(Worker):
         return [math.nan] * count
 
     def _called(self, name: str) -> str:
-        """The reward and, where that says more, its import path."""
+        """Return the reward's name and, where that says more, its import path."""
         path = self._paths[name]
         return f"reward {name}" if path == name else f"reward {name} ({path})"
 
@@ -129,7 +130,8 @@ class Rewards(Worker):
 
 
 def _hint(error: str) -> str:
-    """What to add to a traceback of code that was written for TRL, whose completions may be lists of messages."""
+    """Return a hint for the traceback of code that was written for TRL, whose completions may be lists of messages; ""
+    for any other traceback."""
     of_messages = "TypeError: string indices must be integers", "AttributeError: 'str' object has no attribute 'get'"
     if not error.rpartition("\n")[2].startswith(of_messages):
         return ""
@@ -137,7 +139,7 @@ def _hint(error: str) -> str:
 
 
 def names_of(specs: Sequence[Spec]) -> list[str]:
-    """What the rewards are called: the last word of the path, the second of one name numbered."""
+    """Return the names of the rewards: the last word of the path, the second of the same name numbered."""
     names: list[str] = []
     for spec in specs:
         name = str(spec.fn).rsplit(".", 1)[-1]

@@ -10,8 +10,8 @@ from dtrain.rl.rewards.columns import no_column
 def text_exact(
     completions: Sequence[str], *, column: str = "answer", ignore_case: bool = False, **columns: Sequence[Any]
 ) -> list[float | None]:
-    """1.0 where the completion equals the value of `column`, white space between words taken alike and at the ends left
-    out, else 0.0; a row without one has no reward.
+    """Return 1.0 where the completion equals the value of `column`, white space between words taken alike and at the
+    ends left out, else 0.0; a row without one has no reward.
 
     >>> text_exact([" Paris\\n", "paris", "It is Paris"], answer=["Paris", "Paris", "Paris"])
     [1.0, 0.0, 0.0]
