@@ -5,7 +5,7 @@ load                            YAML, shipped recipes and overrides to a `Recipe
 saved, secrets                  a `Recipe` to YAML, with secrets redacted; which values are secrets
 world                           the mesh and the batch in a world of so many processes
 error_hints                     ends of messages about mistakes in YAML or in a value
-key_aliases                     other tools' names of our keys and values, and keys that dtrain does not have: a TOML file
+key_aliases                     other tools' names of our keys and values, and keys that we lack (key_aliases.toml)
 other_tools                     a file of another tool as a recipe, with that tool's defaults (other_tools.yaml)
 
 `dtrain.run.check`, which knows the methods, checks keys against one another.

@@ -2,7 +2,7 @@
 
 A recipe is YAML over these dataclasses; what it leaves out has the default written here. `Recipe` is the root, the
 sections follow it in the order in which a recipe is usually written. The text under a field is its documentation.
-`null` turns a thing off where a field's type admits None. The table `not_yet` of key_aliases.toml lists what is not there yet.
+`null` turns a thing off where a field's type admits None. key_aliases.toml lists what is not there yet.
 docs/recipe.md shows all of it as a page (tools/recipe_reference.py).
 """
 
