@@ -115,11 +115,11 @@ class CheckpointStore:
         """Return what reading every file against its checksum finds wrong with a step; the files are shared out over
         the ranks, which all get the whole list. Collective."""
 
-        def found() -> list[str]:
+        def examine() -> list[str]:
             faults = self.faults(step)
             return faults or self._wrong_checksums(step, self._share(step))
 
-        return list(dict.fromkeys(fault for faults in self.ranks.every(found) for fault in faults))
+        return list(dict.fromkeys(fault for faults in self.ranks.every(examine) for fault in faults))
 
     def latest(self) -> int | None:
         """The newest whole step, as rank 0 sees it. Collective."""
@@ -214,8 +214,9 @@ class CheckpointStore:
     ) -> dict[str, Any]:
         """Fill `tensors` [any shape] in place from a step, saved on whatever mesh; returns its `state`. Collective.
 
-        Every file's checksum is verified first, the files shared out over the ranks. Names that either side lacks,
-        other sizes and other dtypes are one UserError that lists them; then nothing has been written to `tensors`.
+        Every file's checksum is verified first, the files shared out over the ranks. Names that are on one side
+        alone, other sizes and other dtypes are one UserError that lists them; then nothing has been written to
+        `tensors`.
         only: names that the step holds beyond `tensors` are no error. verified: `damage` has just found none, so that
         the checksums need not be taken again. cast: names of tensors that keep their dtype, whatever the step has.
         """

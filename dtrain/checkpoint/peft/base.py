@@ -33,9 +33,9 @@ def base_notes(directory: Path, model: Path) -> list[str]:
         name = _named(directory)
     except UserError:  # a problem that others tell
         return []
-    said = f"{BASE} is {name}" if name else f"it names no base ({BASE})"
+    reason = f"{BASE} is {name}" if name else f"it names no base ({BASE})"
     return [
-        f"note: {directory / ADAPTER_CONFIG}: {said}; whether that is the model at model.path={model} cannot be told "
+        f"note: {directory / ADAPTER_CONFIG}: {reason}; whether that is the model at model.path={model} cannot be told "
         "here, and on another one the adapter means nothing"
     ]
 
@@ -56,9 +56,9 @@ def _is_base(directory: Path, model: Path) -> bool | None:
         return None
 
 
-def _same_weights(one: Path, other: Path) -> bool | None:
-    """By a part of each tensor that both hold in the same form. Raises UserError for files that cannot be read."""
-    first, second = dict(_tensors(one)), dict(_tensors(other))
+def _same_weights(base: Path, model: Path) -> bool | None:
+    """Compare a part of each tensor that both hold in the same form. Raises UserError for files that cannot be read."""
+    first, second = dict(_tensors(base)), dict(_tensors(model))
     both = [name for name in first if name in second and first[name][0] == second[name][0]]
     if any(_part(*first[name]) != _part(*second[name]) for name in both):
         return False
