@@ -63,7 +63,7 @@ class GatherKernel(ContextKernel):
 
 
 class PackedContextKernel(PackedKernel, ContextKernel):
-    """Without the all-gather of positions where the packing is given."""
+    """`ContextKernel` without the all-gather of positions where the packing is given."""
 
     def __init__(self, inner: VarlenKernel, mesh: DeviceMesh, masked: ContextKernel):
         ContextKernel.__init__(self, inner, mesh)

@@ -192,11 +192,11 @@ def _joints(config: ModelConfig, name: str, stacked: bool) -> list[FusedWeight]:
     of_experts = config.experts is not None and parent.endswith(".experts") and not is_adapter(name)
     if stacked and of_experts:
         turned, end = config.experts is not None and config.experts.turned, "" if parameter == "weight" else "_bias"
-        way = {"in_turn": turned, "transposed": turned and not end}
+        flags = {"in_turn": turned, "transposed": turned and not end}
         if last == "down_proj":
-            return [FusedWeight(f"{module}{end}", (name,), **way)]
+            return [FusedWeight(f"{module}{end}", (name,), **flags)]
         pair = tuple(f"{parent}.{role}_proj.{parameter}" for role in ("gate", "up"))
-        return [FusedWeight(f"{parent}.gate_up_proj{end}", pair, dim=1, **way)]
+        return [FusedWeight(f"{parent}.gate_up_proj{end}", pair, dim=1, **flags)]
     if config.experts is not None and of_experts:
         return [
             FusedWeight(f"{parent}.{expert}.{last}.{parameter}", (name,), expert)
