@@ -28,7 +28,7 @@ def read_weights(model: nn.Module, directory: str | Path) -> None:
     which files may hold the tensor that the model calls `name`, `model.ignored_checkpoint_names` the patterns of those
     that are no mistake though the model has none of them (a vision tower, buffers that are computed). A rank reads the
     slices that it holds, one tensor at a time, cast to the tensor's dtype: beside its shard it needs the memory of one.
-    Weights that the model holds in 4 bits (`models.nf4`) are rounded from the files' values in float32, or taken as
+    Weights that the model holds in 4 bits (`models.common.nf4`) are rounded from the files' values in float32, or taken as
     bitsandbytes has stored them. No collective.
 
     A tied head is read once, under whichever name the files have (the embedding's first).
