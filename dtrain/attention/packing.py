@@ -73,7 +73,7 @@ class Packing:
         return cls(tuple(map(tuple, starts)), positions.shape[1])
 
     def of_rows(self, window: int | None) -> list[Call]:
-        """Every query over its own document, where a rank holds whole rows: one call."""
+        """Return the call of every query over its own document, where a rank holds whole rows."""
         call = Call(_causal(window))
         for row, begins in enumerate(self.begins):
             lengths = [end - begin for begin, end in pairwise((*begins, self.length))]

@@ -69,8 +69,8 @@ class RingKernel(ContextKernel):
 
 
 class VarlenRingKernel(PackedContextKernel):
-    """Exchanges as `RingKernel`'s. Of each rank's keys at most three calls for all rows and documents, or under a
-    window a few more."""
+    """Variable-length attention in the ring, exchanges as `RingKernel`'s. Of each rank's keys at most three calls for
+    all rows and documents, or under a window a few more."""
 
     name = "varlen ring"
 

@@ -155,7 +155,8 @@ def _qwen3_moe(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _qwen_experts(fields: Fields, count: int) -> Experts | None:
-    """Each `decoder_sparse_step`-th layer is sparse, but those of `mlp_only_layers`; None: none is."""
+    """Read the experts of each `decoder_sparse_step`-th layer but those of `mlp_only_layers`; None: no layer is
+    sparse."""
     inner, normed = fields.integer("moe_intermediate_size", 768), fields.flag("norm_topk_prob", False)
     step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
@@ -244,7 +245,7 @@ _QWEN3_5_MOE_DEFAULTS |= {"shared_expert_intermediate_size": 512}
 
 
 def _qwen3_5_moe(architecture: str, fields: Fields, tie: bool = False, is_text_tower: bool = False) -> ModelConfig:
-    """Every layer is sparse; what files join are stacks."""
+    """Read Qwen3.5 with experts: every layer is sparse; what files join are stacks."""
     fields = fields.over(_QWEN3_5_MOE_DEFAULTS)
     if fields.get("norm_topk_prob") is False:
         fields.problem("norm_topk_prob false: in this architecture the weights of a token add up to one")

@@ -130,8 +130,8 @@ class Gemma4Experts(SparseMLP):
 
 
 class Gemma4Layer(Layer):
-    """Each residual branch between two norms, the last one the layer's own embeddings. sparse: experts, where it has
-    some."""
+    """Decoder layer with each residual branch between two norms, the last one the layer's own embeddings. sparse:
+    experts, where it has some."""
 
     self_attn: Gemma4Attention
     sparse: Gemma4Experts

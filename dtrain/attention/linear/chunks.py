@@ -222,8 +222,8 @@ def _in_place(x: Tensor) -> Sequence[Tensor]:
 
 
 def _carry(inside: _Inside, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From the first state [B, Hk, r, K, V]: those before each chunk [N, ..], what is written [N, .., C, V], the last
-    state."""
+    """Carry the first state [B, Hk, r, K, V] through the chunks. Returns the states before each chunk [N, ..], what is
+    written [N, .., C, V], and the last state."""
     states = torch.empty(len(inside.u) + 1, *state.shape, dtype=state.dtype, device=state.device)
     written = torch.empty_like(inside.u)
     states[0] = state
@@ -251,8 +251,9 @@ def _maps(inside: _Inside) -> Tensor:
 def _carry_back(
     inside: _Inside, by_scores: Tensor, by_start: Tensor, last: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the gradients that outputs give to what is written [N, .., C, V] and to the states [N, .., K, V], and the
-    last state's: those of the states after each chunk, of what is written, and of the first state."""
+    """Carry the gradients that outputs give to what is written [N, .., C, V] and to the states [N, .., K, V], and the
+    last state's, back through the chunks. Returns those of the states after each chunk, of what is written, and of the
+    first state."""
     states = by_start.new_empty(len(by_start) + 1, *by_start.shape[1:])
     states[-1] = 0 if last is None else last
     written = torch.empty_like(by_scores)

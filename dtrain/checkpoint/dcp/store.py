@@ -233,14 +233,14 @@ class CheckpointStore:
         return self.read_state(step)
 
     def refuse_misfit(self, step: int, tensors: Mapping[str, Tensor], cast: Collection[str]) -> None:
-        """Raises UserError where `load` with only=True would, for its names, sizes and dtypes; reads no tensor, so that
+        """Raise UserError where `load` with only=True would, for its names, sizes and dtypes; reads no tensor, so that
         `tensors`, [any shape], may be on meta. No collective."""
         pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
         self._check_fit(step, self._table(step), pieces, True, cast)
 
     def opened(self, step: int) -> Callable[[Mapping[str, Tensor]], None]:
-        """For one process alone: verifies every file of a step, and returns a function that fills some of its tensors,
-        [any shape], in place, as often as it is called; where memory is short, one tensor at a time."""
+        """Verify every file of a step, on one process alone, and return a function that fills some of its tensors, [any
+        shape], in place, as often as it is called; where memory is short, one tensor at a time."""
         self._verify(step, sorted(self._manifest(step)["files"]))
         table = self._table(step)
 
@@ -295,7 +295,7 @@ class CheckpointStore:
         publish(partial, self.path(step))
 
     def _refuse_apart(self, partial: Path, files: Mapping[str, Record]) -> None:
-        """Raises UserError where what other ranks wrote is not here: their hosts have another directory there."""
+        """Raise UserError where what other ranks wrote is not here: their hosts have another directory there."""
         until = time.monotonic() + SEEN_SECONDS
         for name, record in files.items():
             path = partial / name

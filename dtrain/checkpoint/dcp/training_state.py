@@ -38,7 +38,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def aliases(model: nn.Module) -> dict[str, list[str]]:
-    """For every name of `model_tensors`, all names of the same tensor, that one first."""
+    """Return, by every name of `model_tensors`, all names of the same tensor, that one first."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)

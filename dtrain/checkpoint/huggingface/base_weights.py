@@ -46,7 +46,8 @@ class RunFacts:
 
     @classmethod
     def of(cls, run: Path) -> "RunFacts":
-        """UserError for a damaged config.yaml; nothing is known without one."""
+        """Return the facts of the directory `run`; nothing is known without a config.yaml. UserError for a damaged
+        one."""
         file = run / "config.yaml"
         if not file.is_file():
             return cls(file)

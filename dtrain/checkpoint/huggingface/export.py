@@ -144,7 +144,9 @@ def _export_step(
 
     for name, (shape, _) in saved.items():
         if name not in wanted or tuple(wanted[name].shape) != shape:
-            raise UserError(f"{directory} has {name} of {list(shape)}, the model of its run's config.json does not")
+            raise UserError(
+                f"{directory} has {name} of {list(shape)}, which the model of its config.json does not have"
+            )
     entries = list(_entries(model, layout, dtype, saved, read, weights, adapter))
     write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
     return description

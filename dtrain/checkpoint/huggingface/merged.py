@@ -41,9 +41,9 @@ class WholeWeight:
 
 
 def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
-    """By the name of files, in the model's order, each [any shape], tied ones once. No collective; FSDP modules that
-    still hold gathered weights go back to their shards. `read` gathers the weight, in its own dtype where an adapter is
-    merged into it, and the adapter: an all-gather for each that is sharded."""
+    """Return the weights of `model` by the name of files, in the model's order, each [any shape], tied ones once. No
+    collective; FSDP modules that still hold gathered weights go back to their shards. `read` gathers the weight, in its
+    own dtype where an adapter is merged into it, and the adapter: an all-gather for each that is sharded."""
     layers = {name: submodule for name, submodule in model.named_modules() if isinstance(submodule, Adapted)}
     tensors, exact, weights = model_tensors(model), exact_names(model), {}
     for name, names in aliases(model).items():
@@ -131,7 +131,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def _joined(fused: FusedWeight, parts: list[WholeWeight]) -> WholeWeight:
-    """Every rank joins them, those too that do not keep the whole."""
+    """Return the weight that joins `parts`. Every rank joins them, those too that do not keep the whole."""
     name = fused.name
     if len(parts) == 1 and not fused.transposed:
         return parts[0] if name in parts[0].names else replace(parts[0], names=[name])

@@ -69,7 +69,7 @@ def text_only(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_tower(config: dict[str, Any]) -> str | None:
-    """Its model_type; None for a model that is one."""
+    """Return the model_type of the text tower; None for a model that is one."""
     names = list(config.get("architectures") or [])
     if "text_config" in config and isinstance(kind := config.get("model_type"), str):
         names.append(MODEL_TYPES.get(kind))

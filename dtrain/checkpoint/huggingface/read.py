@@ -27,9 +27,9 @@ def read_weights(model: nn.Module, directory: str | Path) -> None:
     model: on CPU or CUDA (not meta), plain tensors or DTensors; `model.checkpoint_names(name)` lists the names under
     which files may hold the tensor that the model calls `name`, `model.ignored_checkpoint_names` the patterns of those
     that are no mistake though the model has none of them (a vision tower, buffers that are computed). A rank reads the
-    slices that it holds, one tensor at a time, cast to the tensor's dtype: beside its shard it needs the memory of one.
-    Weights that the model holds in 4 bits (`models.common.nf4`) are rounded from the files' values in float32, or taken as
-    bitsandbytes has stored them. No collective.
+    slices that it holds, one tensor at a time, cast to the tensor's dtype: beside its shard it needs the memory of one
+    slice. Weights that the model holds in 4 bits (`models.common.nf4`) are rounded from the files' values in float32,
+    or taken as bitsandbytes has stored them. No collective.
 
     A tied head is read once, under whichever name the files have (the embedding's first).
 
@@ -50,8 +50,8 @@ def read_weights(model: nn.Module, directory: str | Path) -> None:
 
 
 def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
-    """For every tensor of `model` (on any device, meta too) where it lies in `files`; of a weight in 4 bits for its
-    codes. Raises what `read_weights` lists."""
+    """Return the place in `files` of every tensor of `model` (on any device, meta too); of a weight in 4 bits that of
+    its codes. Raises what `read_weights` lists."""
     names, tensors = aliases(model), base_tensors(model)
     sources: dict[str, FileRows] = {}
     used: set[str] = set()

@@ -26,7 +26,7 @@ def base_problems(directory: Path, model: Path) -> list[str]:
 
 
 def base_notes(directory: Path, model: Path) -> list[str]:
-    """Return what the user is told where it cannot be known that the adapter in `directory` is of `model`."""
+    """Return notes for the user where it cannot be known that the adapter in `directory` is of `model`."""
     try:
         if not is_adapter_directory(directory) or _is_base(directory, model) is not None:
             return []
@@ -45,7 +45,7 @@ def _named(directory: Path) -> Any:
 
 
 def _is_base(directory: Path, model: Path) -> bool | None:
-    """None where it cannot be told."""
+    """Return whether `model` is the base of the adapter in `directory`; None where it cannot be known."""
     name = _named(directory)
     if name and name in (str(model), hub.id_of(model)):
         return True

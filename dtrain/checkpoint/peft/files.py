@@ -90,7 +90,7 @@ def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]], *, i
 
 
 def _refuse_differing(files: WeightFiles, first: str, second: str) -> None:
-    """Every rank compares all of the two, so that all find the same."""
+    """Raise UserError where two tensors differ. Every rank compares all of the two, so that all find the same."""
     stored = [files.stored[name] for name in (first, second)]
     rows, *rest = stored[0].shape
     most = max(1, _COMPARED // max(1, torch.Size(rest).numel()))

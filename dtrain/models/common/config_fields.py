@@ -146,7 +146,7 @@ class Fields:
         return tuple(values)
 
     def dtype(self) -> str | None:
-        """transformers 5 writes `dtype`, 4 `torch_dtype`; "auto" says nothing."""
+        """Read the dtype: transformers 5 writes `dtype`, 4 `torch_dtype`; "auto" says nothing."""
         value = self.get("dtype") or self.get("torch_dtype")
         name = value.removeprefix("torch.") if isinstance(value, str) else value
         if name is not None and name not in DTYPES:

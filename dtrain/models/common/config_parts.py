@@ -133,7 +133,7 @@ def read_experts(
 
 
 def written_window(fields: Fields) -> int | None:
-    """null is no window; transformers takes an absent key for 4096, in every family that has the field."""
+    """Read the window: null is none; transformers takes an absent key for 4096, in every family that has the field."""
     return fields.optional_integer("sliding_window", None if "sliding_window" in fields else 4096)
 
 
