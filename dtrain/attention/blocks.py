@@ -81,7 +81,7 @@ class Products:
 
 
 def blocks_for(device: torch.device) -> Blocks:
-    """Return what computes blocks on `device`."""
+    """Return the implementation that computes blocks on `device`."""
     return CpuFlash() if device.type == "cpu" else Products()
 
 
@@ -112,21 +112,21 @@ class BlockAttention(Protocol):
         ...
 
 
-def with_sinks(way: BlockAttention, whole: Partial, sinks: Tensor | None) -> Partial:
+def with_sinks(attention: BlockAttention, whole: Partial, sinks: Tensor | None) -> Partial:
     """`whole` merged with the sinks [H] of its heads; they may be None."""
     if sinks is None:
         return whole
     out, lse = whole
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    return way.by_head(way.by_head(out) * (lse - total).exp()[..., None]), total
+    return attention.by_head(attention.by_head(out) * (lse - total).exp()[..., None]), total
 
 
-def sinks_grad(way: BlockAttention, grad: Tensor, whole: Partial, sinks: Tensor | None) -> Tensor | None:
+def sinks_grad(attention: BlockAttention, grad: Tensor, whole: Partial, sinks: Tensor | None) -> Tensor | None:
     """The gradient of sinks [H], in their dtype; `whole` has them merged in."""
     if sinks is None:
         return None
     out, lse = whole
-    along = (way.by_head(grad).to(lse.dtype) * way.by_head(out).to(lse.dtype)).sum(-1)  # [.., H, Q]
+    along = (attention.by_head(grad).to(lse.dtype) * attention.by_head(out).to(lse.dtype)).sum(-1)  # [.., H, Q]
     shares = (sinks.to(lse.dtype)[:, None] - lse).exp()
     return -(shares * along).sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
 
@@ -142,11 +142,11 @@ class MaskedBlocks:
 
     def forward(self, q: Tensor, kv: Tensor, hidden: "Tensor | Visibility", so_far: Partial | None) -> Partial:
         """`so_far` merged with the output over this block."""
-        found = [
+        partials = [
             self.blocks.forward(q[:, :, run], kv[0, :, :, keys], kv[1, :, :, keys], bias, self.scale)
             for run, keys, bias in self._parts(q, kv, hidden)
         ]
-        out, lse = found[0] if len(found) == 1 else (torch.cat(parts, 2) for parts in zip(*found, strict=True))
+        out, lse = partials[0] if len(partials) == 1 else (torch.cat(parts, 2) for parts in zip(*partials, strict=True))
         return (out, lse) if so_far is None else merge(*so_far, out, lse)
 
     def backward(
@@ -186,14 +186,14 @@ class MaskedBlocks:
 
 
 class OneBlock(torch.autograd.Function):
-    """Attention over one block, the only one, and sinks [H] or None: `apply(q, kv, step, way, sinks)`, q, kv and step
-    as `way` has them, in q's dtype. Nothing is held of size queries × keys."""
+    """Attention over one block, the only one, and sinks [H] or None: `apply(q, kv, step, attention, sinks)`, q, kv and
+    step as `attention` has them, in q's dtype. Nothing is held of size queries × keys."""
 
     @staticmethod
-    def forward(ctx, q, kv, step, way, sinks):
-        out, lse = with_sinks(way, way.forward(q, kv, step, None), sinks)
+    def forward(ctx, q, kv, step, attention, sinks):
+        out, lse = with_sinks(attention, attention.forward(q, kv, step, None), sinks)
         ctx.save_for_backward(q, kv, out.to(q.dtype), lse, sinks)
-        ctx.step, ctx.way = step, way
+        ctx.step, ctx.attention = step, attention
         return out.to(q.dtype)
 
     @staticmethod
@@ -201,9 +201,9 @@ class OneBlock(torch.autograd.Function):
     def backward(ctx, grad):
         q, kv, out, lse, sinks = ctx.saved_tensors
         grad = grad.contiguous()
-        q_grad, kv_grad = (torch.zeros_like(one, dtype=lse.dtype) for one in (q, kv))
-        ctx.way.backward(grad, q, kv, (out, lse), ctx.step, q_grad, kv_grad)
-        return q_grad.to(q.dtype), kv_grad.to(kv.dtype), None, None, sinks_grad(ctx.way, grad, (out, lse), sinks)
+        q_grad, kv_grad = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, kv))
+        ctx.attention.backward(grad, q, kv, (out, lse), ctx.step, q_grad, kv_grad)
+        return q_grad.to(q.dtype), kv_grad.to(kv.dtype), None, None, sinks_grad(ctx.attention, grad, (out, lse), sinks)
 
 
 def _unseen(bias: Tensor) -> Tensor:

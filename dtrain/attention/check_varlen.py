@@ -47,25 +47,27 @@ def prove(
     exchange: str | None = None,
     sinks: bool = False,
 ) -> str | None:
-    """Why `flash` is not to be used for such heads here; None where it computes what SDPA does: whole rows, and where
-    there is an exchange (allgather or ring) what is asked of it there. sinks: whether the heads have some. No
+    """Return why `flash` is not to be used for such heads here; None where it computes what SDPA does: whole rows, and
+    where there is an exchange (allgather or ring) what is asked of it there. sinks: whether the heads have some. No
     collective, and no random number of the run's is drawn."""
     try:
         wide, case = (
-            _case(heads, key_heads, head_dim, None if window is None else min(window, _WIDEST), sinks, one, device)
-            for one in (torch.float32, dtype)
+            _case(
+                heads, key_heads, head_dim, None if window is None else min(window, _WIDEST), sinks, case_dtype, device
+            )
+            for case_dtype in (torch.float32, dtype)
         )
-        found = [_whole(VarlenKernel(flash), case)]
+        computed = [_whole(VarlenKernel(flash), case)]
         if exchange is not None:
-            found.append((in_ring if exchange == "ring" else gathered)(flash, case))
-        plain, exact = (_whole(SdpaKernel(), one) for one in (case, wide))
+            computed.append((in_ring if exchange == "ring" else gathered)(flash, case))
+        plain, exact = (_whole(SdpaKernel(), inputs) for inputs in (case, wide))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # what a torch or a device does not have
         return f"varlen does not run here: {(str(error).splitlines() or [type(error).__name__])[0]}"
-    for name, results in zip(("varlen", f"varlen for {exchange}"), found, strict=False):
-        for one, other, truth in zip(results, plain, exact, strict=True):
-            off, usual = (float((some.float() - truth).abs().max()) for some in (one, other))
+    for name, results in zip(("varlen", f"varlen for {exchange}"), computed, strict=False):
+        for result, other, truth in zip(results, plain, exact, strict=True):
+            off, usual = (float((values.float() - truth).abs().max()) for values in (result, other))
             if not off <= _TIMES * usual + torch.finfo(dtype).eps * float(truth.abs().max()):
                 return f"{name} gives other numbers than sdpa here: {off:.2e} from float32, sdpa {usual:.2e}"
     return None
@@ -114,32 +116,33 @@ def gathered(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
 @torch.no_grad()
 def in_ring(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
     """Attend as `_whole` does, the queries of each of `size` ranks over one rank's keys after the other."""
-    way, rows = VarlenBlocks(flash, case.scale), len(case.q)
+    attention, rows = VarlenBlocks(flash, case.scale), len(case.q)
     q, k, v, grad = ([shard_sequence(part, rank, size).flatten(0, 1) for rank in range(size)] for part in case[:4])
     kv = [torch.stack(pair) for pair in zip(k, v, strict=True)]
     q_grads, kv_grads = (
-        [torch.zeros_like(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in some] for some in (q, kv)
+        [torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in some]
+        for some in (q, kv)
     )
     outputs, of_sinks = [], []
     for rank in range(size):
         steps = [put(step, case.q.device) for step in case.packing.in_ring(case.seen.window, rank, size)]
         whole: Partial | None = None
         for distance, step in enumerate(steps):
-            whole = way.forward(q[rank], kv[rank - distance], step, whole)
+            whole = attention.forward(q[rank], kv[rank - distance], step, whole)
         assert whole is not None
-        whole = with_sinks(way, whole, case.sinks)
+        whole = with_sinks(attention, whole, case.sinks)
         outputs.append(whole[0])
         whole = whole[0].to(q[rank].dtype), whole[1]
         for distance, step in enumerate(steps):
             source = rank - distance
-            way.backward(grad[rank], q[rank], kv[source], whole, step, q_grads[rank], kv_grads[source])
-        of_sinks.append(sinks_grad(way, grad[rank], whole, case.sinks))
-    parts = (outputs, q_grads, *([one[i] for one in kv_grads] for i in range(2)))
-    joined = [join_sequence([one.unflatten(0, (rows, -1)) for one in part], 1) for part in parts]
+            attention.backward(grad[rank], q[rank], kv[source], whole, step, q_grads[rank], kv_grads[source])
+        of_sinks.append(sinks_grad(attention, grad[rank], whole, case.sinks))
+    parts = (outputs, q_grads, *([kv_grad[i] for kv_grad in kv_grads] for i in range(2)))
+    joined = [join_sequence([shard.unflatten(0, (rows, -1)) for shard in part], 1) for part in parts]
     return joined if case.sinks is None else [*joined, torch.stack(cast(list[Tensor], of_sinks)).sum(0)]
 
 
 def _differentiated(case: Case, attend: Callable[..., Tensor]) -> list[Tensor]:
-    asked = [part.clone().requires_grad_() for part in (*case[:3], case.sinks) if part is not None]
-    out = attend(*asked, *([] if case.sinks is not None else [None]))
-    return [out.detach(), *torch.autograd.grad(out, asked, case.grad)]
+    leaves = [part.clone().requires_grad_() for part in (*case[:3], case.sinks) if part is not None]
+    out = attend(*leaves, *([] if case.sinks is not None else [None]))
+    return [out.detach(), *torch.autograd.grad(out, leaves, case.grad)]

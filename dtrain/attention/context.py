@@ -63,7 +63,7 @@ class GatherKernel(ContextKernel):
 
 
 class PackedContextKernel(PackedKernel, ContextKernel):
-    """Without the all-gather of positions where the packing is given."""
+    """`ContextKernel` without the all-gather of positions where the packing is given."""
 
     def __init__(self, inner: VarlenKernel, mesh: DeviceMesh, masked: ContextKernel):
         ContextKernel.__init__(self, inner, mesh)
@@ -72,8 +72,8 @@ class PackedContextKernel(PackedKernel, ContextKernel):
 
 
 class VarlenGatherKernel(PackedContextKernel):
-    """Over gathered keys; exchanges as `GatherKernel`'s. Two calls for all rows and documents: each rank holds two
-    chunks of a row, and each is over the keys before its end."""
+    """Variable-length attention over gathered keys; exchanges as `GatherKernel`'s. Two calls for all rows and
+    documents: each rank holds two chunks of a row, and each is over the keys before its end."""
 
     name = "varlen over gathered keys"
 

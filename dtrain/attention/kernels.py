@@ -66,10 +66,10 @@ class Visibility:
     def visible(self, queries: slice, device: torch.device) -> Tensor:
         """[B or 1, q, K] bool: which keys the queries of a slice see."""
         if self.query_positions is None or self.key_positions is None:
-            asked, held = (torch.arange(n, device=device, dtype=torch.int32)[None] for n in (self.queries, self.keys))
+            q_pos, k_pos = (torch.arange(n, device=device, dtype=torch.int32)[None] for n in (self.queries, self.keys))
         else:
-            asked, held = self.query_positions.int(), self.key_positions.int()  # half the bytes of every distance
-        distance = asked[:, queries, None] - held[:, None, :]
+            q_pos, k_pos = self.query_positions.int(), self.key_positions.int()  # half the bytes of every distance
+        distance = q_pos[:, queries, None] - k_pos[:, None, :]
         seen = distance >= 0
         if self.window is not None:
             seen &= distance < self.window
@@ -114,7 +114,7 @@ class Abilities:
 
 
 class Kernel:
-    """note: why it was chosen, where another was wanted."""
+    """Kernel of attention. note: why it was chosen, where another was wanted."""
 
     name: str
     abilities: Abilities
@@ -236,7 +236,7 @@ class SdpaKernel(Kernel):
         if (hidden := prepared[0].hidden) is not None and (q.dtype == torch.float64 or sinks is not None):
             return self._block(q, k, v, hidden, scale, sinks)
         if sinks is not None:
-            parts = [self._block(*one.of(q, k, v), one.bias_or_causal, scale, sinks) for one in prepared]
+            parts = [self._block(*span.of(q, k, v), span.bias_or_causal, scale, sinks) for span in prepared]
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if q.shape[1] != k.shape[1] and not prepared[0].groups:
             k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
@@ -247,8 +247,8 @@ class SdpaKernel(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | Visibility, scale: float, sinks: Tensor | None
     ) -> Tensor:
         """[B, heads, length, hd] -> [B, Q, H, hd]"""
-        way = MaskedBlocks(blocks_for(q.device), scale)
-        return OneBlock.apply(q, torch.stack([k, v]), hidden, way, sinks).transpose(1, 2)
+        attention = MaskedBlocks(blocks_for(q.device), scale)
+        return OneBlock.apply(q, torch.stack([k, v]), hidden, attention, sinks).transpose(1, 2)
 
     def _outputs(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float) -> Iterator[Tensor]:
         gqa = q.shape[1] != k.shape[1]

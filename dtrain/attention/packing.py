@@ -4,9 +4,9 @@ Such a kernel takes segments of queries and segments of keys, behind one another
 Queries are counted from a segment's end: the last query stands at the last key. A window (left, right) says how many
 keys before and after its own place a query sees, -1: all of them.
 
-Under context parallel a rank holds two chunks of each row (`parallel.layout`), so a document is cut at the borders of
-chunks. No segment is empty, and no query of one is without a key: what a kernel writes for those differs from kernel to
-kernel. Letters: B rows, S tokens of a whole row, c of a chunk. No tensor is on a device here.
+Under context parallel a rank holds two chunks of each row (`parallel.context.layout`), so a document is cut at the
+borders of chunks. No segment is empty, and no query of one is without a key: what a kernel writes for those differs
+from kernel to kernel. Letters: B rows, S tokens of a whole row, c of a chunk. No tensor is on a device here.
 """
 
 from collections.abc import Iterable, Iterator
@@ -67,13 +67,13 @@ class Packing:
                 return None
         if not bool(((positions.diff() == 1) | begins[:, 1:]).all()):
             return None
-        found: list[list[int]] = [[] for _ in begins]
+        starts: list[list[int]] = [[] for _ in begins]
         for row, at in begins.nonzero().tolist():
-            found[row].append(at)
-        return cls(tuple(map(tuple, found)), positions.shape[1])
+            starts[row].append(at)
+        return cls(tuple(map(tuple, starts)), positions.shape[1])
 
     def of_rows(self, window: int | None) -> list[Call]:
-        """Every query over its own document, where a rank holds whole rows: one call."""
+        """Return the call of every query over its own document, where a rank holds whole rows."""
         call = Call(_causal(window))
         for row, begins in enumerate(self.begins):
             lengths = [end - begin for begin, end in pairwise((*begins, self.length))]
@@ -169,8 +169,8 @@ def _shifted(by: int, start: int, stop: int) -> slice:
     return slice(by + start, by + stop)
 
 
-def _append(slices: list[slice], one: slice) -> None:
-    """Append a slice; part of the last one where it goes on from there."""
-    if slices and slices[-1].stop == one.start:
-        one = slice(slices.pop().start, one.stop)
-    slices.append(one)
+def _append(slices: list[slice], new: slice) -> None:
+    """Append `new` to `slices`, joined with the last of them where it goes on from there."""
+    if slices and slices[-1].stop == new.start:
+        new = slice(slices.pop().start, new.stop)
+    slices.append(new)

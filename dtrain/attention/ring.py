@@ -24,7 +24,7 @@ from dtrain.parallel.context.layout import shard_sequence
 
 
 class RingKernel(ContextKernel):
-    """By masks: 0 or -inf for every query and key of an exchange.
+    """Ring attention by masks: 0 or -inf for every query and key of an exchange.
 
     cp−1 exchanges of keys and values forward, cp−1 of them and cp of their gradients, in max(float32, the dtype),
     backward, each with the two neighbours; one small all-gather of positions and documents per forward of the model.
@@ -47,7 +47,9 @@ class RingKernel(ContextKernel):
         steps: list[Hidden | None] = []
         for distance in range(size):
             source = (rank - distance) % size
-            positions, documents = (held(one, source) for one in (visibility.key_positions, visibility.key_documents))
+            positions, documents = (
+                held(stream, source) for stream in (visibility.key_positions, visibility.key_documents)
+            )
             part = replace(visibility, keys=visibility.keys // size, key_positions=positions, key_documents=documents)
             steps.append(_hidden(part, dtype, device))
         return steps
@@ -61,14 +63,14 @@ class RingKernel(ContextKernel):
         scale: float,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        way = MaskedBlocks(self.blocks or blocks_for(q.device), scale)
+        attention = MaskedBlocks(self.blocks or blocks_for(q.device), scale)
         kv = torch.stack([k.transpose(1, 2), v.transpose(1, 2)])  # [2, B, kv, S/cp, hd]
-        return _Ring.apply(q.transpose(1, 2).contiguous(), kv, prepared, self.group, way, sinks).transpose(1, 2)
+        return _Ring.apply(q.transpose(1, 2).contiguous(), kv, prepared, self.group, attention, sinks).transpose(1, 2)
 
 
 class VarlenRingKernel(PackedContextKernel):
-    """Exchanges as `RingKernel`'s. Of each rank's keys at most three calls for all rows and documents, or under a
-    window a few more."""
+    """Variable-length attention in the ring, exchanges as `RingKernel`'s. Of each rank's keys at most three calls for
+    all rows and documents, or under a window a few more."""
 
     name = "varlen ring"
 
@@ -83,8 +85,8 @@ class VarlenRingKernel(PackedContextKernel):
     ) -> Tensor:
         shape = q.shape[:2]
         q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S/cp, heads, hd]
-        way = VarlenBlocks(self.flash, scale)
-        out = _Ring.apply(q.contiguous(), torch.stack([k, v]), steps, self.group, way, sinks)
+        attention = VarlenBlocks(self.flash, scale)
+        out = _Ring.apply(q.contiguous(), torch.stack([k, v]), steps, self.group, attention, sinks)
         return out.unflatten(0, shape)
 
 
@@ -100,18 +102,18 @@ def _hidden(part: Visibility, dtype: torch.dtype, device: torch.device) -> Hidde
 
 
 class _Ring(torch.autograd.Function):
-    """q and kv as `way` has them, contiguous; steps: of the keys of each rank, this one's first; None or empty: nothing
-    is seen. sinks [H] or None. Gives the output in q's dtype."""
+    """Attention of this rank's queries in the ring. q and kv as `attention` has them, contiguous; steps: of the keys of
+    each rank, this one's first; None or empty: nothing is seen. sinks [H] or None. Gives the output in q's dtype."""
 
     @staticmethod
-    def forward(ctx, q, kv, steps, group, way, sinks):
+    def forward(ctx, q, kv, steps, group, attention, sinks):
         whole: Any = None
         for held, step in zip(_around(kv, group), steps, strict=True):
             if step is not None:
-                whole = way.forward(q, held, step, whole)
-        out, lse = with_sinks(way, whole, sinks)
+                whole = attention.forward(q, held, step, whole)
+        out, lse = with_sinks(attention, whole, sinks)
         ctx.save_for_backward(q, kv, out.to(q.dtype), lse, sinks)
-        ctx.steps, ctx.group, ctx.way = steps, group, way
+        ctx.steps, ctx.group, ctx.attention = steps, group, attention
         return out.to(q.dtype)
 
     @staticmethod
@@ -119,13 +121,13 @@ class _Ring(torch.autograd.Function):
     def backward(ctx, grad):
         q, kv, out, lse, sinks = ctx.saved_tensors
         grad = grad.contiguous()
-        q_grad, held_grad = (torch.zeros_like(one, dtype=lse.dtype) for one in (q, kv))
+        q_grad, held_grad = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, kv))
         for held, step in zip(_around(kv, ctx.group), ctx.steps, strict=True):
             if step is not None:
-                ctx.way.backward(grad, q, held, (out, lse), step, q_grad, held_grad)
+                ctx.attention.backward(grad, q, held, (out, lse), step, q_grad, held_grad)
             # The gradient follows its keys, and the last exchange brings it home.
             held_grad = _pass_on(held_grad, ctx.group).wait()
-        of_sinks = sinks_grad(ctx.way, grad, (out, lse), sinks)
+        of_sinks = sinks_grad(ctx.attention, grad, (out, lse), sinks)
         return q_grad.to(q.dtype), held_grad.to(kv.dtype), None, None, None, of_sinks
 
 

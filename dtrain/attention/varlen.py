@@ -98,8 +98,8 @@ class Flash:
 
 @dataclass(frozen=True)
 class VarlenBlocks:
-    """q [T, H, hd], kv [2, K, kv, hd], the log-sum-exp [H, T]; a step is calls, the first one of all has every query
-    in order."""
+    """Attention to a block of keys by `flash`. q [T, H, hd], kv [2, K, kv, hd], the log-sum-exp [H, T]; a step is
+    calls, the first one of all has every query in order."""
 
     flash: Flash
     scale: float
@@ -112,10 +112,10 @@ class VarlenBlocks:
                 so_far = part.to(torch.promote_types(q.dtype, torch.float32), copy=True), part_lse.clone()
                 continue
             out, lse = so_far
-            sizes = [one.stop - one.start for one in call.queries]
+            sizes = [piece.stop - piece.start for piece in call.queries]
             for at, more, more_lse in zip(call.queries, part.split(sizes), part_lse.split(sizes, 1), strict=True):
                 total = torch.logaddexp(lse[:, at], more_lse)
-                shares = ((one - total).exp().t()[..., None] for one in (lse[:, at], more_lse))  # [t, H, 1]
+                shares = ((some_lse - total).exp().t()[..., None] for some_lse in (lse[:, at], more_lse))  # [t, H, 1]
                 out[at].mul_(next(shares)).add_(more * next(shares))
                 lse[:, at] = total
         assert so_far is not None  # the first step is never empty
@@ -133,7 +133,7 @@ class VarlenBlocks:
             for into, slices, values in zip(
                 (q_grad, *kv_grad.unbind(0)), (call.queries, call.keys, call.keys), parts, strict=True
             ):
-                for at, value in zip(slices, values.split([one.stop - one.start for one in slices]), strict=True):
+                for at, value in zip(slices, values.split([piece.stop - piece.start for piece in slices]), strict=True):
                     into[at] += value
 
     def by_head(self, out: Tensor) -> Tensor:
@@ -142,9 +142,9 @@ class VarlenBlocks:
 
 
 class PackedKernel(Kernel):
-    """By `flash` where there is a packing: rows that hold several documents, or are cut over ranks, or are under a
-    window. By `masked` plain causal rows, and what is no packing: positions that do not count a document's tokens,
-    documents in pieces.
+    """Attention by `flash` where there is a packing: rows that hold several documents, or are cut over ranks, or are
+    under a window. By `masked` plain causal rows, and what is no packing: positions that do not count a document's
+    tokens, documents in pieces.
 
     Where the caller does not give the packing, documents and positions are read from the device, once per forward and
     kind of layer.
@@ -279,5 +279,5 @@ def put(calls: Iterable[Call], device: torch.device) -> list[Segments]:
 
 def pick(tensor: Tensor, slices: Sequence[slice], dim: int = 0) -> Tensor:
     """The slices of `tensor` [..] along `dim`, behind one another: a view where it is one."""
-    parts = [tensor.narrow(dim, one.start, one.stop - one.start) for one in slices]
+    parts = [tensor.narrow(dim, piece.start, piece.stop - piece.start) for piece in slices]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -287,7 +287,7 @@ class Engine:
             return self.model.next_logits(tokens, cache), None
         routing.noted = {}
         try:
-            return self.model.next_logits(tokens, cache), routing.told(len(tokens))
+            return self.model.next_logits(tokens, cache), routing.last_choices(len(tokens))
         finally:
             routing.noted = None
 

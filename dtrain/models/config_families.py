@@ -155,13 +155,14 @@ def _qwen3_moe(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _qwen_experts(fields: Fields, count: int) -> Experts | None:
-    """Each `decoder_sparse_step`-th layer is sparse, but those of `mlp_only_layers`; None: none is."""
+    """Read the experts of each `decoder_sparse_step`-th layer but those of `mlp_only_layers`; None: no layer is
+    sparse."""
     inner, normed = fields.integer("moe_intermediate_size", 768), fields.flag("norm_topk_prob", False)
     step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
+    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
         fields.problem(f"mlp_only_layers {shown(dense)}: must be a list of layers' numbers")
         dense = []
-    sparse = tuple(one for one in range(count) if one not in dense and (one + 1) % step == 0)
+    sparse = tuple(index for index in range(count) if index not in dense and (index + 1) % step == 0)
     return read_experts(fields, 128, 8, inner, normed, sparse)
 
 
@@ -233,7 +234,7 @@ def _qwen3_5(
         linear=linear,
         experts=experts,
         is_text_tower=is_text_tower,
-        fused={one: tuple(f"{one.removesuffix('_qkv')}_{part}" for part in "qkv") for one in joined},
+        fused={module: tuple(f"{module.removesuffix('_qkv')}_{part}" for part in "qkv") for module in joined},
         unnamed=("decay",),
     )
 
@@ -244,7 +245,7 @@ _QWEN3_5_MOE_DEFAULTS |= {"shared_expert_intermediate_size": 512}
 
 
 def _qwen3_5_moe(architecture: str, fields: Fields, tie: bool = False, is_text_tower: bool = False) -> ModelConfig:
-    """Every layer is sparse; what files join are stacks."""
+    """Read Qwen3.5 with experts: every layer is sparse; what files join are stacks."""
     fields = fields.over(_QWEN3_5_MOE_DEFAULTS)
     if fields.get("norm_topk_prob") is False:
         fields.problem("norm_topk_prob false: in this architecture the weights of a token add up to one")
@@ -310,7 +311,7 @@ def _smollm3(architecture: str, fields: Fields) -> ModelConfig:
     interval = fields.integer("no_rope_layer_interval", 4)
     written = fields.get("no_rope_layers")  # 1 for a layer that is rotated
     turned = [int((index + 1) % interval != 0) for index in range(count)] if written is None else written
-    if not isinstance(turned, list) or any(one not in (0, 1) for one in turned) or len(turned) < count:
+    if not isinstance(turned, list) or any(flag not in (0, 1) for flag in turned) or len(turned) < count:
         fields.problem(f"no_rope_layers {shown(written)}: must be a list of 0 and 1, one a layer")
         turned = [1] * count
     no_rope_layers = tuple(index for index in range(count) if not turned[index])

@@ -106,7 +106,7 @@ def read_gemma4(architecture: str, fields: Fields, tie: bool = True, is_text_tow
     if fields.flag("enable_moe_block", False):  # beside the MLP of every layer
         inner, layers = fields.integer("moe_intermediate_size"), tuple(range(count))
         experts = read_experts(fields, None, None, inner, True, layers, "top_k_experts", stacked=True, beside=True)
-    max_positions, sizes = common["max_position_embeddings"], {kind: one.size for kind, one in heads.items()}
+    max_positions, sizes = common["max_position_embeddings"], {kind: own.size for kind, own in heads.items()}
     values = {
         **common,
         "layer_types": types,
@@ -141,24 +141,26 @@ def _gemma4_heads(fields: Fields, types: tuple[str, ...], common: Mapping[str, A
     )
     heads: dict[str, KeyHeads] = {}
     for index, kind in enumerate(types):
-        one = written.get(str(index), {}) if isinstance(written, dict) else None
-        if not isinstance(one, dict) or set(one) - {"head_dim", "num_key_value_heads"}:
+        values = written.get(str(index), {}) if isinstance(written, dict) else None
+        if not isinstance(values, dict) or set(values) - {"head_dim", "num_key_value_heads"}:
             fields.problem(problem)
-            one = {}
-        of_layer = Fields(one, fields.problems, prefix=f"per_layer_config.{index}.")
-        found = KeyHeads(
+            values = {}
+        of_layer = Fields(values, fields.problems, prefix=f"per_layer_config.{index}.")
+        key_heads = KeyHeads(
             of_layer.integer("num_key_value_heads", common["num_key_value_heads"]),
             of_layer.integer("head_dim", common["head_dim"]),
             tied and kind == FULL,
         )
-        if heads.setdefault(kind, found) != found:
+        if heads.setdefault(kind, key_heads) != key_heads:
             fields.problem(problem)
-    for kind, found in heads.items():
-        if common["num_attention_heads"] % found.count:
+    for kind, key_heads in heads.items():
+        if common["num_attention_heads"] % key_heads.count:
             queries = common["num_attention_heads"]
-            fields.problem(f"num_attention_heads {queries} is not a multiple of the {found.count} KV heads of {kind}")
-        if found.size % 2:
-            fields.problem(f"head_dim {found.size} of {kind} is odd, rotary embeddings need pairs")
+            fields.problem(
+                f"num_attention_heads {queries} is not a multiple of the {key_heads.count} KV heads of {kind}"
+            )
+        if key_heads.size % 2:
+            fields.problem(f"head_dim {key_heads.size} of {kind} is odd, rotary embeddings need pairs")
     return heads
 
 

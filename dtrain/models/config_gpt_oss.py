@@ -30,7 +30,7 @@ _ROPE = {
 
 
 def read_gpt_oss(architecture: str, fields: Fields) -> ModelConfig:
-    """Every layer is sparse, and one in two sees a window, where `layer_types` says nothing else."""
+    """Read gpt-oss: every layer is sparse, and one in two sees a window, where `layer_types` says nothing else."""
     fields = fields.over(_DEFAULTS)
     if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
         fields = fields.over({"rope_parameters": _ROPE})

@@ -23,7 +23,7 @@ class Gemma3RMSNorm(RMSNorm):
 
 
 class Gemma3Layer(Layer):
-    """Each residual branch between two norms."""
+    """Decoder layer with each residual branch between two norms."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()

@@ -130,8 +130,8 @@ class Gemma4Experts(SparseMLP):
 
 
 class Gemma4Layer(Layer):
-    """Each residual branch between two norms, the last one the layer's own embeddings. sparse: experts, where it has
-    some."""
+    """Decoder layer with each residual branch between two norms, the last one the layer's own embeddings. sparse:
+    experts, where it has some."""
 
     self_attn: Gemma4Attention
     sparse: Gemma4Experts
@@ -229,10 +229,10 @@ class Gemma4Decoder(Decoder):
         if sizes is None:
             return (None,) * self.config.num_hidden_layers
         look_up = self.embed_tokens_per_layer.forward if bare else self.embed_tokens_per_layer
-        found = look_up(input_ids) * rounded(sizes.size**0.5, hidden.dtype)  # [B, S, L · P]
+        embedded = look_up(input_ids) * rounded(sizes.size**0.5, hidden.dtype)  # [B, S, L · P]
         projected = self.per_layer_model_projection(hidden) * self.config.hidden_size**-0.5
         normed = self.per_layer_projection_norm(projected.unflatten(-1, (-1, sizes.size)))  # [B, S, L, P]
-        return ((normed + found.unflatten(-1, (-1, sizes.size))) * 2**-0.5).unbind(2)
+        return ((normed + embedded.unflatten(-1, (-1, sizes.size))) * 2**-0.5).unbind(2)
 
 
 class Gemma4ForCausalLM(TextTower):

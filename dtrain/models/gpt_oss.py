@@ -2,7 +2,7 @@
 a window, and each query head has a sink (`attention.blocks`).
 
 Files have the experts as stacks of transposed matrices, gate and up joined column by column in turn
-(`checkpoint.file_rows`), and call the router `router`.
+(`checkpoint.huggingface.file_rows`), and call the router `router`.
 """
 
 import torch

@@ -12,7 +12,7 @@ from dtrain.models.common.functions import gated
 
 
 class GraniteLayer(PreNormLayer):
-    """Each residual branch multiplied."""
+    """Decoder layer with each residual branch multiplied."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)

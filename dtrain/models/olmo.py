@@ -51,7 +51,7 @@ class OlmoAttention(Attention):
             return self.q_norm(q), self.k_norm(k)
         wide = torch.promote_types(q.dtype, torch.float32)
         # A key head that several ranks have counts on each of them: the mean over ranks is the mean over heads.
-        means = torch.cat([one.to(wide).square().mean(-1, keepdim=True) for one in (q, k)], -1) / self.tp.size
+        means = torch.cat([tensor.to(wide).square().mean(-1, keepdim=True) for tensor in (q, k)], -1) / self.tp.size
         of_q, of_k = enter_region(leave_region(means, self.tp.group), self.tp.group).split(1, -1)
         return self.q_norm.scaled(q, of_q), self.k_norm.scaled(k, of_k)
 

@@ -3,7 +3,7 @@
 
 Three layers of gated delta net (linear attention, arXiv:2412.06464) to each of full attention, whose output is gated;
 norms multiply by 1 + weight, and a part of each head is rotated. What the files join, q, k and v of linear layers, the
-model holds apart (`ModelConfig.fused`). `attention.delta` has the arithmetic of linear attention.
+model holds apart (`ModelConfig.fused`). `attention.linear` has the arithmetic of linear attention.
 """
 
 from typing import Any, cast
@@ -121,7 +121,7 @@ class GatedDeltaNet(Mixer):
         (rate, bias), hidden = rotary, self.enter(hidden)
         g = rate * F.softplus(self.in_proj_a(hidden).to(rate.dtype) + bias)
         x = torch.cat([self.in_proj_q(hidden), self.in_proj_k(hidden), self.in_proj_v(hidden)], -1)
-        weights = [one.local("weight") for one in (self.conv1d_q, self.conv1d_k, self.conv1d_v)]
+        weights = [conv.local("weight") for conv in (self.conv1d_q, self.conv1d_k, self.conv1d_v)]
         weight = torch.cat(weights).squeeze(1)
         return x, weight, self.in_proj_z(hidden), g, self.in_proj_b(hidden).sigmoid()
 
@@ -158,7 +158,7 @@ class GatedDeltaNet(Mixer):
         """[B, S, C] -> q and k [B, S, Hk, K], v [B, S, Hv, V], of the heads that this rank has"""
         sizes = self.sizes
         parts = 2 * sizes.keys + sizes.values
-        keys, values = (x.shape[-1] * one // parts for one in (sizes.keys, sizes.values))
+        keys, values = (x.shape[-1] * width // parts for width in (sizes.keys, sizes.values))
         q, k, v = x.split([keys, keys, values], -1)
         return (
             q.unflatten(-1, (-1, sizes.key_dim)),

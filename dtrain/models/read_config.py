@@ -93,8 +93,9 @@ def parse_config(values: dict[str, Any], where: str = "config.json", labels: int
             problems.append(f"a head of {own} outputs where {labels} are asked for: set reward.num_labels={own}")
         config = replace(config, labels=labels or own, has_new_head=own is None, tie_word_embeddings=False)
     elif own:
+        outputs = "outputs" if own > 1 else "output"
         problems.append(
-            f"a head of {own} output{'s' * (own > 1)} in place of the vocabulary: it rates or classifies texts and "
+            f"a head of {own} {outputs} in place of the vocabulary: it rates or classifies texts and "
             "writes none. method=reward trains it; elsewhere give a language model"
         )
     if problems:
@@ -112,8 +113,8 @@ def outputs_of(values: Mapping[str, Any]) -> int | None:
     if not isinstance(named, str) or named not in CLASSIFIERS:
         return None
     names, count = values.get("id2label"), values.get("num_labels")
-    found = len(names) if isinstance(names, dict) and names else count
-    return found if isinstance(found, int) and found > 0 else 2
+    outputs = len(names) if isinstance(names, dict) and names else count
+    return outputs if isinstance(outputs, int) and outputs > 0 else 2
 
 
 def _architecture(values: dict[str, Any], where: str, readers: Collection[str], types: Mapping[str, str]) -> str:

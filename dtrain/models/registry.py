@@ -1,4 +1,4 @@
-"""From a ModelConfig to a model: which class an architecture has, and how it is built."""
+"""Models from their ModelConfig: which class an architecture has, and how it is built."""
 
 from importlib import import_module
 

@@ -219,7 +219,7 @@ def test_bitsandbytes_second_quantization_is_undone_to_the_bit(tmp_path):
     }
     save_file(tensors, tmp_path / "model.safetensors")
     files = WeightFiles(tmp_path)
-    assert quantized.stored_misfits(files, "w", (75, 256)) == []
+    assert quantized.stored_mismatches(files, "w", (75, 256)) == []
     read_codes, read_scales = torch.zeros_like(codes), torch.zeros_like(scales)
     quantized.fill(files, FileRows("w"), read_codes, read_scales)
     assert torch.equal(read_codes, codes) and digest(read_scales) == stored["dequantized"]

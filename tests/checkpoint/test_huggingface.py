@@ -147,7 +147,7 @@ def test_a_directory_that_is_no_checkpoint(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
     index.write_text(json.dumps({"weight_map": weight_map | {"ghost": file.name}}))
-    with pytest.raises(UserError, match="lacks 1 tensors .* ghost"):
+    with pytest.raises(UserError, match="is missing 1 tensors .* ghost"):
         read_weights(Tiny(), tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
     with pytest.raises(UserError, match="no file of this directory"):

@@ -1,5 +1,5 @@
-"""The check of flash-linear-attention on a device before `delta_flash` is used there: packed rows, plain rows and the
-pieces of context parallel, forward and backward, against `delta_chunks` in float32.
+"""The check of flash-linear-attention on a device before `flash` is used there: packed rows, plain rows and the pieces
+of context parallel, forward and backward, against `chunks` in float32.
 
 The ranks of an exchange are played one after the other in this process.
 """
@@ -30,9 +30,9 @@ def prove(
     device: torch.device,
     exchanges: bool,
 ) -> str | None:
-    """Why `rule` is not to be used for such heads here; None where it computes what `chunked` does in float32: packed
-    and plain rows, and where there is an exchange their pieces, forward and backward. Each document is compared by
-    itself, so that a small one counts. No collective, and no random number of the run's is drawn."""
+    """Return why `rule` is not to be used for such heads here; None where it computes what `chunked` does in float32:
+    packed and plain rows, and where there is an exchange their pieces, forward and backward. Each document is compared
+    by itself, so that a small one counts. No collective, and no random number of the run's is drawn."""
     documents = torch.tensor([[n for n, size in enumerate(row) for _ in range(size)] for row in _LENGTHS])
     documents[-1, -_LENGTHS[-1][-1] :] = -1
     begins = [[0, *(at for at in range(1, row.numel()) if row[at] != row[at - 1])] for row in documents]
@@ -57,32 +57,33 @@ def prove(
 
     def in_pieces(*inputs: Tensor) -> Tensor:
         size = length // 4
-        q, k, v, g, beta = (one.unflatten(1, (4, -1)).transpose(0, 1).flatten(0, 1) for one in inputs)
+        q, k, v, g, beta = (tensor.unflatten(1, (4, -1)).transpose(0, 1).flatten(0, 1) for tensor in inputs)
         # piece by piece, and in each all rows
         places = [[at - n * size for at in row if n * size <= at < (n + 1) * size] for n in range(4) for row in begins]
         seen = real.unflatten(1, (4, -1)).transpose(0, 1).flatten(0, 1)
         out = rule(q, k, v, g, beta, Borders.of(places, size, device), seen, _Chain(4))
         return out.unflatten(0, (4, -1)).transpose(0, 1).flatten(1, 2)
 
-    asked: list[tuple[str, Callable[..., Tensor], Tensor | None, Tensor | None]]
-    asked = [("packed rows", packed, segments, real), ("plain rows", plain, None, None)]
-    asked += [("pieces of rows", in_pieces, segments, real)] * exchanges
-    for name, way, of_row, is_real in asked:
+    checks: list[tuple[str, Callable[..., Tensor], Tensor | None, Tensor | None]]
+    checks = [("packed rows", packed, segments, real), ("plain rows", plain, None, None)]
+    if exchanges:
+        checks.append(("pieces of rows", in_pieces, segments, real))
+    for name, function, of_row, is_real in checks:
         try:
-            found = _differentiated(way, parts, grad)
+            results = _differentiated(function, parts, grad)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except _failures() as error:
             return f"flash-linear-attention does not run here: {(str(error).splitlines() or [type(error).__name__])[0]}"
-        wide = [one.float() for one in parts]
+        wide = [part.float() for part in parts]
 
         truth = _differentiated(partial(_exact, of_row, is_real), wide, grad.float())
         cuts = begins if of_row is not None else [[0], [0]]
-        for one, other in zip(found, truth, strict=True):
+        for result, other in zip(results, truth, strict=True):
             for row, places in enumerate(cuts):
                 for begin, end in pairwise((*places, length)):
                     at = row, slice(begin, end)
-                    off = float((one[at].float() - other[at]).norm())
+                    off = float((result[at].float() - other[at]).norm())
                     if not off <= _MOST_OFF * float(other[at].norm() + other.norm() / 100):
                         return f"flash-linear-attention gives other numbers than torch here, in {name}"
     return None
@@ -123,8 +124,8 @@ def _exact(segments: Tensor | None, real: Tensor | None, *parts: Tensor) -> Tens
     return chunked(q, k, v, g, beta, segments, real)[0]
 
 
-def _differentiated(way: Callable[..., Tensor], parts: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+def _differentiated(function: Callable[..., Tensor], parts: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
     """The output and the gradients of all parts."""
-    leaves = [one.clone().requires_grad_() for one in parts]
-    out = way(*leaves)
+    leaves = [part.clone().requires_grad_() for part in parts]
+    out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Exchange(Protocol):
-    """The way in which the rows' first states are found, where a row is a piece of a longer one."""
+    """Exchange that finds the rows' first states, where a row is a piece of a longer one."""
 
     def forward(self, maps: Tensor) -> tuple[Tensor, Tensor]:
         """maps [B, Hv, K, K + V]: a row's last state is M · first + U. The first states [B, Hv, K, V], and what
@@ -169,7 +169,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     """a [.., m, x] @ b [.., x, n], written into memory of ours: selective activation checkpointing keeps what `bmm`
     returns. Of a forward that is several times its output, and the way back computes it again as it is."""
     leading = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    flat = [one.expand(*leading, *one.shape[-2:]).flatten(0, -3) for one in (a, b)]
+    flat = [matrix.expand(*leading, *matrix.shape[-2:]).flatten(0, -3) for matrix in (a, b)]
     out = torch.empty(len(flat[0]), a.shape[-2], b.shape[-1], dtype=a.dtype, device=a.device)
     return torch.bmm(*flat, out=out).unflatten(0, leading)
 
@@ -222,12 +222,12 @@ def _in_place(x: Tensor) -> Sequence[Tensor]:
 
 
 def _carry(inside: _Inside, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From the first state [B, Hk, r, K, V]: those before each chunk [N, ..], what is written [N, .., C, V], the last
-    state."""
+    """Carry the first state [B, Hk, r, K, V] through the chunks. Returns the states before each chunk [N, ..], what is
+    written [N, .., C, V], and the last state."""
     states = torch.empty(len(inside.u) + 1, *state.shape, dtype=state.dtype, device=state.device)
     written = torch.empty_like(inside.u)
     states[0] = state
-    parts = (_in_place(one) for one in (written, states[:-1], states[1:]))
+    parts = (_in_place(tensor) for tensor in (written, states[:-1], states[1:]))
     for chunk, new, before, after in zip(_each(inside, _in_place), *parts, strict=True):
         torch.baddbmm(chunk.u, chunk.w, before, alpha=-1, out=new)
         torch.mul(before, chunk.whole, out=after).baddbmm_(chunk.k.mT, new)
@@ -251,12 +251,13 @@ def _maps(inside: _Inside) -> Tensor:
 def _carry_back(
     inside: _Inside, by_scores: Tensor, by_start: Tensor, last: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the gradients that outputs give to what is written [N, .., C, V] and to the states [N, .., K, V], and the
-    last state's: those of the states after each chunk, of what is written, and of the first state."""
+    """Carry the gradients that outputs give to what is written [N, .., C, V] and to the states [N, .., K, V], and the
+    last state's, back through the chunks. Returns those of the states after each chunk, of what is written, and of the
+    first state."""
     states = by_start.new_empty(len(by_start) + 1, *by_start.shape[1:])
     states[-1] = 0 if last is None else last
     written = torch.empty_like(by_scores)
-    parts = (_in_place(one) for one in (by_scores, by_start, written, states[:-1], states[1:]))
+    parts = (_in_place(tensor) for tensor in (by_scores, by_start, written, states[:-1], states[1:]))
     each = list(zip(_each(inside, _in_place), *parts, strict=True))
     for chunk, scores, starts, new, before, after in reversed(each):
         torch.baddbmm(scores, chunk.k, after, out=new)
@@ -271,7 +272,7 @@ class Heads(NamedTuple):
     values: slice
 
     def of(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
-        return [q[:, :, self.keys], k[:, :, self.keys], *(one[:, :, self.values] for one in (v, g, beta))]
+        return [q[:, :, self.keys], k[:, :, self.keys], *(tensor[:, :, self.values] for tensor in (v, g, beta))]
 
 
 def head_groups(length: int, k: Tensor, v: Tensor) -> list[Heads]:
@@ -322,16 +323,16 @@ class _Chunked(torch.autograd.Function):
         again = chunks
         if ctx.exchange is not None:
             once, again = _twice(chunks, v)
-            alone = [_carry_back(one.inside, one.by_scores, one.by_start, None)[2].flatten(1, 2) for one in once()]
+            alone = [_carry_back(part.inside, part.by_scores, part.by_start, None)[2].flatten(1, 2) for part in once()]
             last = ctx.exchange.backward(torch.cat(alone, 1), kept)
-        results = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (q, k, v, g, beta)]
+        results = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v, g, beta)]
         of_first = torch.empty_like(last)
-        for heads, one in zip(groups, again(), strict=True):
+        for heads, part in zip(groups, again(), strict=True):
             after, new, before = _carry_back(
-                one.inside, one.by_scores, one.by_start, last[:, heads.values].unflatten(1, one.inside.u.shape[2:4])
+                part.inside, part.by_scores, part.by_start, last[:, heads.values].unflatten(1, part.inside.u.shape[2:4])
             )
             of_first[:, heads.values] = before.flatten(1, 2)
-            grads = _inside_back(rows, one.inside, one.grad, one.states, one.written, after, new)
+            grads = _inside_back(rows, part.inside, part.grad, part.states, part.written, after, new)
             for into, some in zip(heads.of(*results), grads, strict=True):
                 into.copy_(rows.back(some))
         return *results, None, None, None if ctx.of_state is None else of_first.to(ctx.of_state), None

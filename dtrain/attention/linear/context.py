@@ -1,8 +1,8 @@
 """Linear attention under context parallel: what the ranks exchange, its size independent of the rows' length.
 
-A row lies on cp ranks in 2·cp pieces (`parallel.layout`), two of them on each. A piece's last state is an affine map of
-its first one, M · S + U: from all maps each rank computes the first states of its own pieces. Backward the same is done
-with the transposed maps: the gradient of a piece's last state is what the pieces after it give.
+A row lies on cp ranks in 2·cp pieces (`parallel.context.layout`), two of them on each. A piece's last state is an
+affine map of its first one, M · S + U: from all maps each rank computes the first states of its own pieces. Backward
+the same is done with the transposed maps: the gradient of a piece's last state is what the pieces after it give.
 """
 
 from typing import Any
@@ -41,13 +41,13 @@ class Pieces:
             pieces = self._ordered(gather_along(ends.unsqueeze(0), 0, self.group))  # [P, B, n, ..]
         else:
             pieces = self._ordered(all_gather(ends.unsqueeze(0), 0, self.group))
-        found = []
+        preceding = []
         for piece in self.mine:
             first = max(0, piece - -(-count // ends.shape[2]))
             known = pieces[first:piece].transpose(0, 1).flatten(1, 2)[:, -count:] if piece else pieces[0, :, :0]
             missing = known.new_full((len(x), count - known.shape[1], *x.shape[2:]), fill)
-            found.append(torch.cat([missing, known], 1))
-        return torch.stack(found, 1).flatten(0, 1)
+            preceding.append(torch.cat([missing, known], 1))
+        return torch.stack(preceding, 1).flatten(0, 1)
 
     def forward(self, maps: Tensor) -> tuple[Tensor, Tensor]:
         """maps [B · 2, Hv, K, K + V], (M, U) of this rank's pieces -> their first states [B · 2, Hv, K, V], and the M
@@ -56,12 +56,12 @@ class Pieces:
         pieces = self._gathered(maps)
         head, tail = self.mine
         state = torch.zeros_like(pieces[0, ..., size:])
-        found = [state] if head == 0 else []
+        states = [state] if head == 0 else []
         for piece in range(tail):
             state = pieces[piece, ..., :size] @ state + pieces[piece, ..., size:]
             if piece + 1 in self.mine:
-                found.append(state)
-        return torch.stack(found, 1).flatten(0, 1), pieces[head + 1 :, ..., :size].clone()
+                states.append(state)
+        return torch.stack(states, 1).flatten(0, 1), pieces[head + 1 :, ..., :size].clone()
 
     def backward(self, grads: Tensor, kept: Tensor) -> Tensor:
         """grads [B · 2, Hv, K, V]: of the first states of this rank's pieces by their own outputs -> those of their
@@ -69,12 +69,12 @@ class Pieces:
         pieces = self._gathered(grads)
         head = self.mine[0]
         state = torch.zeros_like(pieces[0])
-        found = [state] if self.count - 1 in self.mine else []
+        state_grads = [state] if self.count - 1 in self.mine else []
         for piece in range(self.count - 1, head, -1):
             state = (kept[piece - head - 1].mT @ state).add_(pieces[piece])
             if piece - 1 in self.mine:
-                found.append(state)
-        return torch.stack(found[::-1], 1).flatten(0, 1)
+                state_grads.append(state)
+        return torch.stack(state_grads[::-1], 1).flatten(0, 1)
 
     def _gathered(self, x: Tensor) -> Tensor:
         """[B · 2, ..] -> [P, B, ..], in the row's order."""

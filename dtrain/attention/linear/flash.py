@@ -1,9 +1,9 @@
 """The gated delta rule by the kernels of flash-linear-attention (package fla-core,
-https://github.com/fla-org/flash-linear-attention), on CUDA in half precision, where `delta_proof` finds their numbers
-right.
+https://github.com/fla-org/flash-linear-attention), on CUDA in half precision, where `check_flash` finds their
+numbers right.
 
-Between forward and backward nothing but the inputs is held, as in `delta_chunks`, so that a plan holds for both.
-Letters as in `attention.delta`; R rows of L tokens: those of a `LinearMask`.
+Between forward and backward nothing but the inputs is held, as in `chunks`, so that a plan holds for both.
+Letters as in `layer`; R rows of L tokens: those of a `LinearMask`.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ class FlashDelta:
         differentiable. parts: q, k, v, g, beta. state [R, Hv, K, V]: what first documents that go on go on from."""
         rows, length = parts[2].shape[:2]
         if borders is not None:
-            parts = tuple(one.flatten(0, 1)[None] for one in parts)
+            parts = tuple(part.flatten(0, 1)[None] for part in parts)
             if state is not None:
                 zeros = state.new_zeros(len(borders.host) - 1, *state.shape[1:])
                 state = zeros.index_copy(0, borders.first, state * borders.goes_on)
@@ -128,21 +128,21 @@ class _Flash(torch.autograd.Function):
         results: Sequence[Tensor]
         if ctx.exchange is not None:
             with torch.enable_grad():
-                leaves = [one.detach().requires_grad_() for one in (*parts, first)]
+                leaves = [part.detach().requires_grad_() for part in (*parts, first)]
                 out, last = ctx.rule.run(leaves[:-1], ctx.borders, leaves[-1], True)
             (of_first,) = torch.autograd.grad(out, leaves[-1:], grad, retain_graph=True)
             of_last = ctx.exchange.backward(of_first, kept)
             results = torch.autograd.grad((out, last), leaves[:-1], (grad, of_last))
             return *results, None, None, None
-        results = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in parts]
+        results = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
         for heads in head_groups(parts[2].shape[1], parts[1], parts[2]):
             with torch.enable_grad():
-                leaves = [one.detach().requires_grad_() for one in heads.of(*parts)]
+                leaves = [part.detach().requires_grad_() for part in heads.of(*parts)]
                 out, _ = ctx.rule.run(leaves, ctx.borders, None, False)
-            for into, one in zip(
+            for into, part_grad in zip(
                 heads.of(*results), torch.autograd.grad(out, leaves, grad[:, :, heads.values]), strict=True
             ):
-                into.copy_(one)
+                into.copy_(part_grad)
         return *results, None, None, None
 
 

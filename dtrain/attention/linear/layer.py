@@ -1,5 +1,5 @@
 """Linear attention of Qwen3.5: a short causal convolution, then the gated delta rule; packed rows, context parallel and
-decoding. `delta_chunks` has the arithmetic of the rule, `delta_context` what ranks exchange.
+decoding. `chunks` has the arithmetic of the rule, `context` what ranks exchange.
 
 Both read a `LinearMask`, made once per forward. A document's convolution and state begin with it. Padding is in no
 document: nothing is read from it, and the rule's output there is 0. Letters: B rows, S tokens of a row (under context
@@ -56,7 +56,8 @@ class LinearMask:
     ) -> "LinearMask":
         """documents: the rows' seq_ids [B, S/cp], -1 on padding; None: each row is one document. tokens: S/cp, without
         what sequence parallel pads. width: W. group: of context parallel, whose ranks hold the rows head-tail
-        (`parallel.layout`). packing: of the whole rows; without it `flash` has the host read where documents begin.
+        (`parallel.context.layout`). packing: of the whole rows; without it `flash` has the host read where documents
+        begin.
 
         One all-gather over `group`, of the last W - 1 ids of each piece, where there are ids.
         """

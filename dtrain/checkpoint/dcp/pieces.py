@@ -85,7 +85,7 @@ class Piece(Tensor):
     def __create_write_items__(self, fqn: str, _) -> list[WriteItem]:
         index, properties = MetadataIndex(fqn, self.offsets), TensorProperties(dtype=self.local.dtype)
         data = [TensorWriteData(chunk, properties, self.global_size) for chunk in self.__create_chunk_list__()]
-        return [WriteItem(index, WriteItemType.SHARD, tensor_data=one) for one in data]
+        return [WriteItem(index, WriteItemType.SHARD, tensor_data=shard_data) for shard_data in data]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(self.offsets, self.local.shape)] if self.local.numel() else []

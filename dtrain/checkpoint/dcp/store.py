@@ -115,11 +115,11 @@ class CheckpointStore:
         """Return what reading every file against its checksum finds wrong with a step; the files are shared out over
         the ranks, which all get the whole list. Collective."""
 
-        def found() -> list[str]:
+        def examine() -> list[str]:
             faults = self.faults(step)
             return faults or self._wrong_checksums(step, self._share(step))
 
-        return list(dict.fromkeys(fault for faults in self.ranks.every(found) for fault in faults))
+        return list(dict.fromkeys(fault for faults in self.ranks.every(examine) for fault in faults))
 
     def latest(self) -> int | None:
         """The newest whole step, as rank 0 sees it. Collective."""
@@ -214,8 +214,9 @@ class CheckpointStore:
     ) -> dict[str, Any]:
         """Fill `tensors` [any shape] in place from a step, saved on whatever mesh; returns its `state`. Collective.
 
-        Every file's checksum is verified first, the files shared out over the ranks. Names that either side lacks,
-        other sizes and other dtypes are one UserError that lists them; then nothing has been written to `tensors`.
+        Every file's checksum is verified first, the files shared out over the ranks. Names that are on one side
+        alone, other sizes and other dtypes are one UserError that lists them; then nothing has been written to
+        `tensors`.
         only: names that the step holds beyond `tensors` are no error. verified: `damage` has just found none, so that
         the checksums need not be taken again. cast: names of tensors that keep their dtype, whatever the step has.
         """
@@ -232,14 +233,14 @@ class CheckpointStore:
         return self.read_state(step)
 
     def refuse_misfit(self, step: int, tensors: Mapping[str, Tensor], cast: Collection[str]) -> None:
-        """Raises UserError where `load` with only=True would, for its names, sizes and dtypes; reads no tensor, so that
+        """Raise UserError where `load` with only=True would, for its names, sizes and dtypes; reads no tensor, so that
         `tensors`, [any shape], may be on meta. No collective."""
         pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
         self._check_fit(step, self._table(step), pieces, True, cast)
 
     def opened(self, step: int) -> Callable[[Mapping[str, Tensor]], None]:
-        """For one process alone: verifies every file of a step, and returns a function that fills some of its tensors,
-        [any shape], in place, as often as it is called; where memory is short, one tensor at a time."""
+        """Verify every file of a step, on one process alone, and return a function that fills some of its tensors, [any
+        shape], in place, as often as it is called; where memory is short, one tensor at a time."""
         self._verify(step, sorted(self._manifest(step)["files"]))
         table = self._table(step)
 
@@ -294,7 +295,7 @@ class CheckpointStore:
         publish(partial, self.path(step))
 
     def _refuse_apart(self, partial: Path, files: Mapping[str, Record]) -> None:
-        """Raises UserError where what other ranks wrote is not here: their hosts have another directory there."""
+        """Raise UserError where what other ranks wrote is not here: their hosts have another directory there."""
         until = time.monotonic() + SEEN_SECONDS
         for name, record in files.items():
             path = partial / name

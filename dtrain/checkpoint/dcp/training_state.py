@@ -38,17 +38,17 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def aliases(model: nn.Module) -> dict[str, list[str]]:
-    """For every name of `model_tensors`, all names of the same tensor, that one first."""
+    """Return, by every name of `model_tensors`, all names of the same tensor, that one first."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
-    return {found[0]: found for found in names.values()}
+    return {tensor_names[0]: tensor_names for tensor_names in names.values()}
 
 
 def frozen_names(model: nn.Module) -> set[str]:
     """The names in `model_tensors` of parameters that are not trained."""
     tensors = model_tensors(model).items()
-    return {name for name, one in tensors if isinstance(one, nn.Parameter) and not one.requires_grad}
+    return {name for name, tensor in tensors if isinstance(tensor, nn.Parameter) and not tensor.requires_grad}
 
 
 def training_tensors(model: nn.Module, optimizer: Optimizer | None = None, *, frozen: bool = True) -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ def training_tensors(model: nn.Module, optimizer: Optimizer | None = None, *, fr
     are not trained are among them. No collective.
     """
     left_out = set() if frozen else frozen_names(model)
-    tensors = {f"model.{name}": one for name, one in model_tensors(model).items() if name not in left_out}
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(model).items() if name not in left_out}
     if optimizer is None:
         return tensors
     names = _parameter_names(model)
@@ -186,8 +186,8 @@ def _placed(value: Tensor, parameter: Tensor, name: str, key: str, optimizer: Op
         return value
     if not isinstance(parameter, DTensor) or value.dim() == 0:
         return value
-    told = getattr(optimizer, "placed", None)  # of dtrain's own optimizers: they keep tensors of other shapes too
-    if told is not None and (place := told(parameter, key)) is not None:
+    placed = getattr(optimizer, "placed", None)  # of dtrain's own optimizers: they keep tensors of other shapes too
+    if placed is not None and (place := placed(parameter, key)) is not None:
         return Piece.place(value, *place)
     if value.shape == local_tensor(parameter).shape:
         place = Piece.of(parameter)

@@ -46,7 +46,8 @@ class RunFacts:
 
     @classmethod
     def of(cls, run: Path) -> "RunFacts":
-        """UserError for a damaged config.yaml; nothing is known without one."""
+        """Return the facts of the directory `run`; nothing is known without a config.yaml. UserError for a damaged
+        one."""
         file = run / "config.yaml"
         if not file.is_file():
             return cls(file)
@@ -60,9 +61,9 @@ class RunFacts:
             )
         except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
             raise UserError(f"{file}: {str(error) or 'it is nested too deep'}") from error
-        found = _model_directory(path) if path and isinstance(path, str) else None
+        model_path = _model_directory(path) if path and isinstance(path, str) else None
         is_nf4 = isinstance(lora, DictConfig) and lora.get("quantize") == "nf4"
-        return cls(file, found, init == "scratch", lora is not None or any(chosen), is_nf4, BY_NAME.get(dtype))
+        return cls(file, model_path, init == "scratch", lora is not None or any(chosen), is_nf4, BY_NAME.get(dtype))
 
     def base(self, state: dict[str, Any]) -> Path:
         """The directory of the run's base, which holds what `state`, of one of its steps, says that it read. Raises
@@ -138,7 +139,11 @@ class BaseWeights:
         if in_4_bits or is_stored_so:
             own = getattr(torch, model.config.dtype or "float32")
             nf4.quantize_linears(model, dtype or own, whole)
-        layers = {name: one for name, one in model.named_modules() if isinstance(one, Linear) and one.weight is None}
+        layers = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, Linear) and module.weight is None
+        }
         self._coded = {f"{name}.weight": layer for name, layer in layers.items()}
         self._sources = {quantized.file_name(name): source for name, source in check_fit(model, files).items()}
 
@@ -154,7 +159,9 @@ class BaseWeights:
         """The weight `name`, whole, [its shape], as it was trained, in a dtype that holds that."""
         source, layer = self._sources[name], self._coded.get(name)
         if layer is not None:
-            codes, scales = (torch.empty_like(one, device="cpu") for one in (layer.weight_codes, layer.weight_scales))
+            codes, scales = (
+                torch.empty_like(tensor, device="cpu") for tensor in (layer.weight_codes, layer.weight_scales)
+            )
             quantized.fill(self.files, source, codes, scales)
             return nf4.dequantize(codes, scales, layer.weight_dtype)
         stored = source.read(self.files)

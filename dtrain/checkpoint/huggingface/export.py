@@ -74,7 +74,7 @@ def export(
 
 def _model(layout: Layout, labels: int = 0) -> CausalLM:
     """The model that config.json describes, without memory: it knows its tensors' names in files."""
-    # labels: as of `read_config`. Imported here: models reads its weights through this room.
+    # labels: as of `read_config`. Imported here: models reads its weights through this package.
     from dtrain import models
 
     return models.build(models.read_config(layout.source, labels), device="meta")
@@ -102,10 +102,10 @@ def _export_step(
 ) -> str:
     directory, run = store.path(step), store.directory.absolute().parent
     facts, state = RunFacts.of(run), store.read_state(step)
-    said, trains_adapter = f"step {step} of {run}", (directory / ADAPTER / ADAPTER_CONFIG).is_file()
+    description, trains_adapter = f"step {step} of {run}", (directory / ADAPTER / ADAPTER_CONFIG).is_file()
     if (form is not None or original_base) and not trains_adapter:
-        asked = f"--{form}" if form is not None else "--original-base"
-        raise UserError(f"{asked}: {run} trained no adapter: leave it out")
+        option = f"--{form}" if form is not None else "--original-base"
+        raise UserError(f"{option}: {run} trained no adapter: leave it out")
     held = {"step": step, "save": state.get("save")}
     layout = _run_layout(run, facts, held)
     head = store.tensors(step).get(SCORE)
@@ -113,20 +113,20 @@ def _export_step(
     model, fill = _model(layout, labels), store.opened(step)
     adapter = StoredAdapter.of(directory / ADAPTER, model) if trains_adapter else None
     if adapter is not None and form in ("adapter", "folded"):
-        said = f"the adapter of {said}"
+        description = f"the adapter of {description}"
         if read_json(adapter.directory / ADAPTER_CONFIG).get(BASE) is None:
-            said += ", whose base lies in no files but the run's steps: --merged writes both"
-        return _write_form(adapter, form, out, [layout.source], dtype, said)
+            description += ", whose base lies in no files but the run's steps: --merged writes both"
+        return _write_form(adapter, form, out, [layout.source], dtype, description)
     tensors = {name.removeprefix("model."): size for name, size in store.tensors(step).items() if name[:6] == "model."}
     saved = {name: size for name, size in tensors.items() if not is_adapter(name)}
     wanted = model_tensors(model)
-    lacking = wanted.keys() - saved.keys()
-    if lacking and not facts.freezes:
-        raise UserError(f"{directory} lacks {len(lacking)} tensors of its model, the first {min(lacking)}")
-    if original_base and not lacking:
+    missing = wanted.keys() - saved.keys()
+    if missing and not facts.freezes:
+        raise UserError(f"{directory} is missing {len(missing)} tensors of its model, the first {min(missing)}")
+    if original_base and not missing:
         raise UserError(f"--original-base: the base of {run} lies in no files, its steps hold it: leave it out")
     weights = None
-    if lacking:
+    if missing:
         files, kept = WeightFiles(facts.base(state)), None if original_base else facts.trained_in(state)
         whole = adapter.whole if adapter is not None else ()
         weights = BaseWeights(
@@ -134,7 +134,7 @@ def _export_step(
         )
     if adapter is not None:
         base = weights.files.directory if weights is not None else "the base that the step holds"
-        said = f"{said}, its adapter merged into {base}"
+        description = f"{description}, its adapter merged into {base}"
 
     def read(name: str) -> Tensor:
         shape, kept = saved[name]
@@ -144,28 +144,30 @@ def _export_step(
 
     for name, (shape, _) in saved.items():
         if name not in wanted or tuple(wanted[name].shape) != shape:
-            raise UserError(f"{directory} has {name} of {list(shape)}, which the model of its run's config.json lacks")
+            raise UserError(
+                f"{directory} has {name} of {list(shape)}, which the model of its config.json does not have"
+            )
     entries = list(_entries(model, layout, dtype, saved, read, weights, adapter))
     write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
-    return said
+    return description
 
 
 def _entries(
     model: nn.Module,
     layout: Layout,
-    asked: torch.dtype | None,
+    target_dtype: torch.dtype | None,
     saved: Stored,
     read: Callable[[str], Tensor] | None,
     base: BaseWeights | None,
     adapter: StoredAdapter | None,
 ) -> Iterator[Entry]:
     """Each tensor of `model`: those `saved` as `read` gives them, the others of the `base`, an adapter merged into
-    them."""
+    them. target_dtype: None for the tensors' own."""
     tensors = model_tensors(model)
     known, exact = aliases(model), exact_names(model)
 
     def entry(name: str) -> Entry:
-        dtype = asked and wider(asked, name in exact)
+        dtype = target_dtype and wider(target_dtype, name in exact)
         if name in saved and read is not None:
             own, weight = saved[name][1], partial(read, name)
         elif base is not None and name in base:
@@ -181,21 +183,21 @@ def _entries(
         return Entry(name, tuple(tensors[name].shape), dtype or own, act)
 
     stacks: dict[str, ExpertStack] = {}
-    for joint in joints(model, [*saved, *(one for one in tensors if one not in saved)]):
-        parts = [entry(part) for part in joint.parts]
-        name = layout.name(model, known.get(joint.name, [joint.name]))
-        if joint.expert is None:
-            yield joined(name, joint, parts)
+    for fused in joints(model, [*saved, *(other for other in tensors if other not in saved)]):
+        parts = [entry(part) for part in fused.parts]
+        name = layout.name(model, known.get(fused.name, [fused.name]))
+        if fused.expert is None:
+            yield joined(name, fused, parts)
         else:
-            stack = stacks.setdefault(joint.parts[0], ExpertStack(parts[0].shape[0]))
-            yield matrix_of(parts[0], name, joint.expert, stack)
+            stack = stacks.setdefault(fused.parts[0], ExpertStack(parts[0].shape[0]))
+            yield matrix_of(parts[0], name, fused.expert, stack)
 
 
 def _write_form(
-    adapter: StoredAdapter, form: str, out: Path, companions: list[Path], dtype: torch.dtype | None, said: str
+    adapter: StoredAdapter, form: str, out: Path, companions: list[Path], dtype: torch.dtype | None, description: str
 ) -> str:
     (adapter.fold if form == "folded" else adapter.copy)(out, companions, dtype)
-    return f"{said}, its scale folded into B" if form == "folded" else said
+    return f"{description}, its scale folded into B" if form == "folded" else description
 
 
 def _run_layout(run: Path, facts: RunFacts, held: dict[str, Any]) -> Layout:

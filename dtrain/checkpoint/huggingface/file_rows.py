@@ -104,10 +104,10 @@ class LowRows(FileRows):
         height, width = files.stored[self.name].shape
         if ".lora_A" in self.name:
             rank = height // self.experts
-            found = files.read(self.name, (slice(experts.start * rank, experts.stop * rank), columns))
-            return found.unflatten(0, (-1, rank))[:, rows]
-        found = files.read(self.name, (slice(rows.start + self.start, rows.stop + self.start), slice(0, width)))
-        return found.unflatten(1, (-1, self.experts)).permute(2, 0, 1)[experts, :, columns]
+            stored = files.read(self.name, (slice(experts.start * rank, experts.stop * rank), columns))
+            return stored.unflatten(0, (-1, rank))[:, rows]
+        stored = files.read(self.name, (slice(rows.start + self.start, rows.stop + self.start), slice(0, width)))
+        return stored.unflatten(1, (-1, self.experts)).permute(2, 0, 1)[experts, :, columns]
 
 
 def as_in_files(name: str, tensor: "Tensor") -> "Tensor":
@@ -146,7 +146,7 @@ class FusedWeight:
         """Return the shape of the whole, from those of the parts."""
         sizes = list(shapes[0])
         if len(shapes) > 1:
-            sizes[self.dim] = sum(one[self.dim] for one in shapes)
+            sizes[self.dim] = sum(shape[self.dim] for shape in shapes)
         return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else tuple(sizes)
 
     def join(self, parts: "Sequence[Tensor]") -> "Tensor":
@@ -168,20 +168,20 @@ class FusedWeight:
             return [whole]
         if self.in_turn:
             return whole.unflatten(self.dim, (-1, len(parts))).unbind(self.dim + 1)
-        return whole.split([one.shape[self.dim] for one in parts], self.dim)
+        return whole.split([part.shape[self.dim] for part in parts], self.dim)
 
 
 def joints(model: Any, names: Iterable[str], stored: Iterable[str] = ()) -> list[FusedWeight]:
     """The tensors of files that the parameters `names` of `model`, or of one of this ModelConfig, are, in order, each
     once. An adapter's A is one parameter of all that the files join, and known by the first one's name. stored: what
-    files have, which may be the experts of a family of stacks one by one; without it joints are those written."""
+    files have, which may be the experts of a family of stacks one by one; without it they are those written."""
     config = model if isinstance(model, ModelConfig) else getattr(model, "config", None)
     if not isinstance(config, ModelConfig):
         return [FusedWeight(name, (name,)) for name in names]
     stacked = config.experts is not None and config.experts.stacked
     if config.experts is not None and not config.experts.turned:
-        stacked = stacked and not any(one.endswith(".experts.0.down_proj.weight") for one in stored)
-    return list(dict.fromkeys(joint for name in names for joint in _joints(config, name, stacked)))
+        stacked = stacked and not any(name.endswith(".experts.0.down_proj.weight") for name in stored)
+    return list(dict.fromkeys(fused for name in names for fused in _joints(config, name, stacked)))
 
 
 def _joints(config: ModelConfig, name: str, stacked: bool) -> list[FusedWeight]:
@@ -192,13 +192,16 @@ def _joints(config: ModelConfig, name: str, stacked: bool) -> list[FusedWeight]:
     of_experts = config.experts is not None and parent.endswith(".experts") and not is_adapter(name)
     if stacked and of_experts:
         turned, end = config.experts is not None and config.experts.turned, "" if parameter == "weight" else "_bias"
-        way = {"in_turn": turned, "transposed": turned and not end}
+        flags = {"in_turn": turned, "transposed": turned and not end}
         if last == "down_proj":
-            return [FusedWeight(f"{module}{end}", (name,), **way)]
-        pair = tuple(f"{parent}.{one}_proj.{parameter}" for one in ("gate", "up"))
-        return [FusedWeight(f"{parent}.gate_up_proj{end}", pair, dim=1, **way)]
+            return [FusedWeight(f"{module}{end}", (name,), **flags)]
+        pair = tuple(f"{parent}.{role}_proj.{parameter}" for role in ("gate", "up"))
+        return [FusedWeight(f"{parent}.gate_up_proj{end}", pair, dim=1, **flags)]
     if config.experts is not None and of_experts:
-        return [FusedWeight(f"{parent}.{one}.{last}.{parameter}", (name,), one) for one in range(config.experts.count)]
+        return [
+            FusedWeight(f"{parent}.{expert}.{last}.{parameter}", (name,), expert)
+            for expert in range(config.experts.count)
+        ]
     if (whole := config.whole(module)) == module:
         return [FusedWeight(name, (name,))]
     parts = tuple(f"{part}.{parameter}" for part in config.parts(whole))
@@ -206,34 +209,36 @@ def _joints(config: ModelConfig, name: str, stacked: bool) -> list[FusedWeight]:
 
 
 def places(
-    joint: FusedWeight, name: str, shapes: Mapping[str, tuple[int, ...]]
+    fused: FusedWeight, name: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[tuple[int, ...], dict[str, FileRows]]:
     """The shape of the tensor that files call `name`, and where the parts of it lie, whose shapes are given."""
-    first = joint.parts[0]
-    if joint.expert is not None:
+    first = fused.parts[0]
+    if fused.expert is not None:
         return shapes[first][1:], {first: FileRows(name, stacked=(name,))}
-    if len(shapes[first]) == 3 and is_adapter(joint.name):
-        inner = {part: shape_in_files(part, shapes[part]) for part in joint.parts}
-        shape, rows = places(replace(joint, dim=0), name, inner)
+    if len(shapes[first]) == 3 and is_adapter(fused.name):
+        inner = {part: shape_in_files(part, shapes[part]) for part in fused.parts}
+        shape, rows = places(replace(fused, dim=0), name, inner)
         experts = shapes[first][0]
-        return shape, {part: LowRows(name, one.start, one.count, experts=experts) for part, one in rows.items()}
-    whole = joint.shape([shapes[part] for part in joint.parts])
-    if len(joint.parts) == 1:
-        return whole, {first: FileRows(name, transposed=joint.transposed)}
-    counts = [shapes[part][joint.dim] for part in joint.parts]
-    starts, step = (range(len(counts)), len(counts)) if joint.in_turn else (accumulate(counts[:-1], initial=0), 1)
+        return shape, {
+            part: LowRows(name, part_rows.start, part_rows.count, experts=experts) for part, part_rows in rows.items()
+        }
+    whole = fused.shape([shapes[part] for part in fused.parts])
+    if len(fused.parts) == 1:
+        return whole, {first: FileRows(name, transposed=fused.transposed)}
+    counts = [shapes[part][fused.dim] for part in fused.parts]
+    starts, step = (range(len(counts)), len(counts)) if fused.in_turn else (accumulate(counts[:-1], initial=0), 1)
     rows = {
-        part: FileRows(name, start, count, dim=joint.dim, step=step, transposed=joint.transposed)
-        for part, start, count in zip(joint.parts, starts, counts, strict=True)
+        part: FileRows(name, start, count, dim=fused.dim, step=step, transposed=fused.transposed)
+        for part, start, count in zip(fused.parts, starts, counts, strict=True)
     }
     return whole, rows
 
 
-def add_places(found: dict[str, FileRows], more: Mapping[str, FileRows]) -> None:
-    """Put `more` places into `found`, of a stack's next matrix behind those before."""
+def add_places(sources: dict[str, FileRows], more: Mapping[str, FileRows]) -> None:
+    """Put `more` places into `sources`, of a stack's next matrix behind those before."""
     for part, rows in more.items():
-        before = found.get(part)
-        found[part] = rows if before is None else replace(before, stacked=before.stacked + rows.stacked)
+        before = sources.get(part)
+        sources[part] = rows if before is None else replace(before, stacked=before.stacked + rows.stacked)
 
 
 class ExpertStack:

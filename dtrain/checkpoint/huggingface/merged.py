@@ -41,11 +41,11 @@ class WholeWeight:
 
 
 def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
-    """By the name of files, in the model's order, each [any shape], tied ones once. No collective; FSDP modules that
-    still hold gathered weights go back to their shards. `read` gathers the weight, in its own dtype where an adapter is
-    merged into it, and the adapter: an all-gather for each that is sharded."""
-    layers = {name: one for name, one in model.named_modules() if isinstance(one, Adapted)}
-    tensors, exact, found = model_tensors(model), exact_names(model), {}
+    """Return the weights of `model` by the name of files, in the model's order, each [any shape], tied ones once. No
+    collective; FSDP modules that still hold gathered weights go back to their shards. `read` gathers the weight, in its
+    own dtype where an adapter is merged into it, and the adapter: an all-gather for each that is sharded."""
+    layers = {name: submodule for name, submodule in model.named_modules() if isinstance(submodule, Adapted)}
+    tensors, exact, weights = model_tensors(model), exact_names(model), {}
     for name, names in aliases(model).items():
         module, _, parameter = name.rpartition(".")
         layer = layers.get(module)
@@ -53,24 +53,24 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
             continue
         if layer is not None and (parameter == _CODES or (parameter == "weight" and layer.adapter is not None)):
             name = f"{module}.weight"
-            found[name] = _of_layer(layer, name)
+            weights[name] = _of_layer(layer, name)
         else:
-            found[name] = replace(_as_it_is(tensors[name], names), exact=name in exact)
+            weights[name] = replace(_as_it_is(tensors[name], names), exact=name in exact)
     stacks: dict[str, ExpertStack] = {}
     whole: dict[str, WholeWeight] = {}
-    for joint in joints(model, found):
-        if joint.expert is None:
-            whole[joint.name] = _joined(joint, [found[part] for part in joint.parts])
+    for fused in joints(model, weights):
+        if fused.expert is None:
+            whole[fused.name] = _joined(fused, [weights[part] for part in fused.parts])
         else:
-            one = found[joint.parts[0]]
-            stack = stacks.setdefault(joint.parts[0], ExpertStack(one.shape[0]))
-            whole[joint.name] = _matrix(joint.name, one, joint.expert, stack)
+            experts = weights[fused.parts[0]]
+            stack = stacks.setdefault(fused.parts[0], ExpertStack(experts.shape[0]))
+            whole[fused.name] = _matrix(fused.name, experts, fused.expert, stack)
     return whole
 
 
 def exact_names(model: nn.Module) -> set[str]:
     """The names in `model` of parameters that are held, and written, in float32 at least."""
-    return {f"{name}.{parameter}" for name, one in exact_modules(model).items() for parameter in one._parameters}
+    return {f"{name}.{parameter}" for name, module in exact_modules(model).items() for parameter in module._parameters}
 
 
 def wider(dtype: torch.dtype, exact: bool) -> torch.dtype:
@@ -101,7 +101,7 @@ def folded(name: str, tensor: Tensor, rank: int, scale: float) -> Tensor:
 @torch.no_grad()
 def merge_in_place(model: CausalLM) -> bool:
     """Merge the adapters of `model`, whole on one device, into its weights [.., out, in], and take them out; a merged
-    weight that was in 4 bits is a whole one from here on. Whether it had any. No collective."""
+    weight that was in 4 bits is a whole one from here on. Returns whether it had any. No collective."""
     layers = adapted_layers(model)
     for name, layer in layers.items():
         weight = _of_layer(layer, name)
@@ -109,8 +109,8 @@ def merge_in_place(model: CausalLM) -> bool:
         if not isinstance(layer, Linear) or layer.weight is not None:
             layer.weight.copy_(whole)
             continue
-        for one in (_CODES, _SCALES):
-            del layer._parameters[one]
+        for parameter in (_CODES, _SCALES):
+            del layer._parameters[parameter]
         layer.weight = nn.Parameter(whole, requires_grad=False)
     remove_adapters(model)
     model.adapters = None
@@ -125,21 +125,21 @@ def gathered(tensor: Tensor) -> Tensor:
     # One after another, FSDP's first, which cut last: torch warns of several in one call.
     for dim, placement in enumerate(tensor.placements):
         if not isinstance(placement, Replicate):
-            whole = [Replicate() if one == dim else held for one, held in enumerate(tensor.placements)]
+            whole = [Replicate() if index == dim else held for index, held in enumerate(tensor.placements)]
             tensor = tensor.redistribute(placements=whole)
     return tensor.to_local()
 
 
-def _joined(joint: FusedWeight, parts: list[WholeWeight]) -> WholeWeight:
-    """Every rank joins them, those too that do not keep the whole."""
-    name = joint.name
-    if len(parts) == 1 and not joint.transposed:
+def _joined(fused: FusedWeight, parts: list[WholeWeight]) -> WholeWeight:
+    """Return the weight that joins `parts`. Every rank joins them, those too that do not keep the whole."""
+    name = fused.name
+    if len(parts) == 1 and not fused.transposed:
         return parts[0] if name in parts[0].names else replace(parts[0], names=[name])
 
     def read(dtype: torch.dtype) -> Tensor:
-        return joint.join([part.read(dtype) for part in parts])
+        return fused.join([part.read(dtype) for part in parts])
 
-    shape = torch.Size(joint.shape([part.shape for part in parts]))
+    shape = torch.Size(fused.shape([part.shape for part in parts]))
     is_collective, is_exact = any(part.collective for part in parts), any(part.exact for part in parts)
     dtype = reduce(torch.promote_types, [part.dtype for part in parts])
     return WholeWeight([name], shape, dtype, read, is_collective, is_exact)

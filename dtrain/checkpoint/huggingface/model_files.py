@@ -15,7 +15,7 @@ from dtrain.models.config_families import CLASSIFIERS, MODEL_TYPES
 
 def copy_companions(source: Path, target: Path, *, config: bool = False) -> None:
     """Copy the companions that `source` has (with `config`, its config.json too) into the directory `target`."""
-    names = COMPANIONS + (CONFIG,) * config
+    names = (*COMPANIONS, CONFIG) if config else COMPANIONS
     for name in names:
         if (source / name).is_file():
             replace(target / name, (source / name).read_bytes())
@@ -69,7 +69,7 @@ def text_only(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_tower(config: dict[str, Any]) -> str | None:
-    """Its model_type; None for a model that is one."""
+    """Return the model_type of the text tower; None for a model that is one."""
     names = list(config.get("architectures") or [])
     if "text_config" in config and isinstance(kind := config.get("model_type"), str):
         names.append(MODEL_TYPES.get(kind))
@@ -84,8 +84,8 @@ def of_classifier(config: dict[str, Any], architecture: str, labels: int, source
     changed: dict[str, Any] = {"architectures": [name]}
     if len(config.get("id2label") or ()) != labels:
         names = [f"LABEL_{index}" for index in range(labels)]
-        changed["id2label"] = {str(index): one for index, one in enumerate(names)}
-        changed["label2id"] = {one: index for index, one in enumerate(names)}
+        changed["id2label"] = {str(index): label for index, label in enumerate(names)}
+        changed["label2id"] = {label: index for index, label in enumerate(names)}
     changed["problem_type"] = "regression" if labels == 1 else "single_label_classification"
     if config.get("pad_token_id") is None:
         ends = config.get("eos_token_id")
@@ -103,11 +103,13 @@ def padding_token(directory: Path, eos_ids: Sequence[int | None]) -> int | None:
     except UserError:
         return None
     word, ends = (
-        said.get("content") if isinstance(said, dict) else said
-        for said in (named.get("pad_token"), named.get("eos_token"))
+        token.get("content") if isinstance(token, dict) else token
+        for token in (named.get("pad_token"), named.get("eos_token"))
     )
     word = None if word == ends else word
-    pad = next((one["id"] for one in added if isinstance(one, dict) and word and one.get("content") == word), None)
+    pad = next(
+        (entry["id"] for entry in added if isinstance(entry, dict) and word and entry.get("content") == word), None
+    )
     return None if pad in eos_ids else pad
 
 
@@ -117,16 +119,16 @@ def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     transformers 4 reads `torch_dtype`, 5 writes `dtype` and reads both.
     """
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
-    return _said(config, dtype) | dict.fromkeys(keys, dtype)
+    return _replace_dtypes(config, dtype) | dict.fromkeys(keys, dtype)
 
 
-def _said(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """`config` and the configs inside it, with the dtype replaced where one is said."""
+def _replace_dtypes(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return `config` and the configs inside it, with the dtype replaced where there is one."""
     changed = {}
     for key, value in config.items():
         if key in ("dtype", "torch_dtype") and value is not None:
             value = dtype
-        changed[key] = _said(value, dtype) if isinstance(value, dict) else value
+        changed[key] = _replace_dtypes(value, dtype) if isinstance(value, dict) else value
     return changed
 
 

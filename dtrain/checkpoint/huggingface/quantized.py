@@ -41,7 +41,7 @@ def companions(files: WeightFiles, weight: str) -> list[str]:
     return [name for part in parts if (name := f"{weight}.{part}") in files.stored]
 
 
-def stored_misfits(files: WeightFiles, weight: str, shape: tuple[int, int]) -> list[str]:
+def stored_mismatches(files: WeightFiles, weight: str, shape: tuple[int, int]) -> list[str]:
     """Return what keeps bitsandbytes' `weight`, uint8 in `files`, from being the codes of a weight of `shape` [out,
     in]."""
     state = _state(files, weight)
@@ -54,19 +54,19 @@ def stored_misfits(files: WeightFiles, weight: str, shape: tuple[int, int]) -> l
     if is_nested:
         wanted[f"{weight}.nested_absmax"] = ((-(-blocks // _NESTED),), "F32")
         wanted[f"{weight}.nested_quant_map"] = ((256,), "F32")
-    asked = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape)}
-    asked |= {"nested_blocksize": _NESTED} if is_nested else {}
+    expected = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape)}
+    expected |= {"nested_blocksize": _NESTED} if is_nested else {}
     mismatches = [
         f"shape: {weight} was quantized with {key} {state.get(key)}, dtrain reads {value}"
-        for key, value in asked.items()
+        for key, value in expected.items()
         if state.get(key) != value
     ]
     for name, (size, kind) in wanted.items():
-        found = files.stored.get(name)
-        if found is None:
+        entry = files.stored.get(name)
+        if entry is None:
             mismatches.append(f"missing: {name}")
-        elif (found.shape, found.kind) != (size, kind):
-            mismatches.append(f"shape: {name} is {found.kind} {list(found.shape)}, its layer needs {kind} {list(size)}")
+        elif (entry.shape, entry.kind) != (size, kind):
+            mismatches.append(f"shape: {name} is {entry.kind} {list(entry.shape)}, its layer needs {kind} {list(size)}")
     if not mismatches and not torch.equal(files.read(f"{weight}.quant_map"), torch.tensor(LEVELS)):
         mismatches.append(f"shape: {weight}.quant_map holds other levels than NF4's")
     return mismatches
@@ -137,8 +137,8 @@ class _Stored:
 
 def _state(files: WeightFiles, weight: str) -> dict[str, Any] | None:
     """bitsandbytes' JSON for `weight`; None where there is none."""
-    found = files.stored.get(f"{weight}.{_STATE}")
-    if found is None or found.kind != "U8":
+    entry = files.stored.get(f"{weight}.{_STATE}")
+    if entry is None or entry.kind != "U8":
         return None
     try:
         state = json.loads(bytes(files.read(f"{weight}.{_STATE}").flatten().tolist()))

@@ -26,10 +26,10 @@ def read_weights(model: nn.Module, directory: str | Path) -> None:
 
     model: on CPU or CUDA (not meta), plain tensors or DTensors; `model.checkpoint_names(name)` lists the names under
     which files may hold the tensor that the model calls `name`, `model.ignored_checkpoint_names` the patterns of those
-    that are no mistake though the model lacks them (a vision tower, buffers that are computed). A rank reads the slices
-    that it holds, one tensor at a time, cast to the tensor's dtype: beside its shard it needs the memory of one slice.
-    Weights that the model holds in 4 bits (`models.nf4`) are rounded from the files' values in float32, or taken as
-    bitsandbytes has stored them. No collective.
+    that are no mistake though the model has none of them (a vision tower, buffers that are computed). A rank reads the
+    slices that it holds, one tensor at a time, cast to the tensor's dtype: beside its shard it needs the memory of one
+    slice. Weights that the model holds in 4 bits (`models.common.nf4`) are rounded from the files' values in float32,
+    or taken as bitsandbytes has stored them. No collective.
 
     A tied head is read once, under whichever name the files have (the embedding's first).
 
@@ -50,8 +50,8 @@ def read_weights(model: nn.Module, directory: str | Path) -> None:
 
 
 def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
-    """For every tensor of `model` (on any device, meta too) where it lies in `files`; of a weight in 4 bits for its
-    codes. Raises what `read_weights` lists."""
+    """Return the place in `files` of every tensor of `model` (on any device, meta too); of a weight in 4 bits that of
+    its codes. Raises what `read_weights` lists."""
     names, tensors = aliases(model), base_tensors(model)
     sources: dict[str, FileRows] = {}
     used: set[str] = set()
@@ -59,22 +59,22 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     config = getattr(model, "config", None)  # any module may be read into
     new = {"score.weight"} if isinstance(config, ModelConfig) and config.has_new_head else set()
-    for joint in joints(model, tensors, files.stored):
-        name = joint.parts[0]
+    for fused in joints(model, tensors, files.stored):
+        name = fused.parts[0]
         if name in new:
             continue
-        known = [quantized.file_name(one) for one in names.get(joint.name, [joint.name])]
-        found = [candidate for candidate in candidate_names(model, known) if candidate in files.stored]
-        used.update(found)
-        if not found:
+        known = [quantized.file_name(alias) for alias in names.get(fused.name, [fused.name])]
+        matches = [candidate for candidate in candidate_names(model, known) if candidate in files.stored]
+        used.update(matches)
+        if not matches:
             missing.append(f"missing: {known[0]}{_HEAD_HINT if name == 'lm_head.weight' else ''}")
             continue
-        shape, rows = places(joint, found[0], shapes)
+        shape, rows = places(fused, matches[0], shapes)
         add_places(sources, rows)
-        beside = quantized.companions(files, found[0])
+        beside = quantized.companions(files, matches[0])
         used.update(beside)
-        mismatches += _mismatches(files, found[0], shape, name.endswith(quantized.CODES), bool(beside))
-        mismatches += [_untied(found[0], one) for one in found[1:] if _differ(files, found[0], one)]
+        mismatches += _mismatches(files, matches[0], shape, name.endswith(quantized.CODES), bool(beside))
+        mismatches += [_untied(matches[0], other) for other in matches[1:] if _differ(files, matches[0], other)]
     left = sorted(files.stored.keys() - used)
     unexpected = [f"unexpected: {name}" for name in left if not passed_over(model, name)]
     if missing or mismatches or unexpected:
@@ -95,7 +95,7 @@ def _mismatches(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes:
     if is_codes:
         shape = (shape[0], 2 * shape[1])
         if stored.kind == "U8":
-            return quantized.stored_misfits(files, name, shape)
+            return quantized.stored_mismatches(files, name, shape)
     elif has_beside:
         return [f"dtype: {name} is {stored.kind}, in 4 bits; lora.quantize=nf4 reads such layers and trains none whole"]
     mismatches = []
@@ -106,27 +106,27 @@ def _mismatches(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes:
     return mismatches
 
 
-def _differ(files: WeightFiles, one: str, other: str) -> bool:
+def _differ(files: WeightFiles, name: str, other: str) -> bool:
     """Return whether two tensors of `files` have other values; what is read is in memory a part at a time."""
-    first, second = files.stored[one], files.stored[other]
+    first, second = files.stored[name], files.stored[other]
     if first.shape != second.shape:
         return True
     for start in range(0, first.shape[0], _ROWS):
         rows = (slice(start, start + _ROWS),)
-        if not files.read(one, rows).double().equal(files.read(other, rows).double()):
+        if not files.read(name, rows).double().equal(files.read(other, rows).double()):
             return True
     return False
 
 
-def _untied(one: str, other: str) -> str:
-    return f"differ: {one} and {other}, one tensor by config.json; set its tie_word_embeddings to false"
+def _untied(name: str, other: str) -> str:
+    return f"differ: {name} and {other}, one tensor by config.json; set its tie_word_embeddings to false"
 
 
 def candidate_names(model: nn.Module, names: list[str]) -> list[str]:
     """The names under which files may hold a tensor that the model knows by `names`, the likeliest first."""
     # nn.Module's stub has a Tensor or a Module for every attribute.
-    found = (model.checkpoint_names(name) for name in names)  # type: ignore[operator]
-    return list(dict.fromkeys(chain.from_iterable(found)))
+    candidates = (model.checkpoint_names(name) for name in names)  # type: ignore[operator]
+    return list(dict.fromkeys(chain.from_iterable(candidates)))
 
 
 def passed_over(model: nn.Module, name: str) -> bool:

@@ -38,8 +38,8 @@ class Stored:
 class WeightFiles:
     """The tensors of `directory`, a `single` file or what the index lists, by name in `stored`.
 
-    Reads the headers only. UserError, naming the file, for a directory without weights, a file that the index names and
-    the directory lacks, a file that is cut short or damaged, and a tensor that its file lacks.
+    Reads the headers only. UserError, naming the file, for a directory without weights, a file of the index that is
+    missing in the directory, a file that is cut short or damaged, and a tensor that is missing in its file.
     """
 
     def __init__(self, directory: Path, single: str = SINGLE):
@@ -75,9 +75,11 @@ class WeightFiles:
     def _add(self, path: Path, names: list[str] | None) -> None:
         with _opened(path) as file:
             held = set(file.keys())
-            lacking = sorted(set(names or held) - held)
-            if lacking:
-                raise UserError(f"{path} lacks {len(lacking)} tensors that {INDEX} places there, first {lacking[0]}")
+            missing = sorted(set(names or held) - held)
+            if missing:
+                raise UserError(
+                    f"{path} is missing {len(missing)} tensors that {INDEX} places there, first {missing[0]}"
+                )
             for name in names or sorted(held):
                 entry = file.get_slice(name)
                 self.stored[name] = Stored(path, tuple(entry.get_shape()), entry.get_dtype())
@@ -116,5 +118,5 @@ def _no_weights(directory: Path) -> str:
             "and copy the tokenizer's files along"
         )
     others = sorted(path.name for path in directory.glob("*.safetensors"))
-    found = f"; it has {', '.join(others[:5])}" if others else ""
-    return f"{directory} has neither {SINGLE} nor {INDEX}{found}"
+    listing = f"; it has {', '.join(others[:5])}" if others else ""
+    return f"{directory} has neither {SINGLE} nor {INDEX}{listing}"

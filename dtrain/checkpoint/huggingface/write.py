@@ -157,14 +157,14 @@ def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> E
     return Entry(name, tuple(weight.shape), written, lambda: weight.read(written), collective=weight.collective)
 
 
-def joined(name: str, joint: FusedWeight, parts: Sequence[Entry]) -> Entry:
-    """The tensor `name` that is the joint of `parts`, in a dtype that holds all: of a frozen part it may be less than
-    of a trained one."""
-    if len(parts) == 1 and not joint.transposed:
+def joined(name: str, fused: FusedWeight, parts: Sequence[Entry]) -> Entry:
+    """The tensor `name` that joins `parts` as `fused` says, in a dtype that holds all: of a frozen part it may be less
+    than of a trained one."""
+    if len(parts) == 1 and not fused.transposed:
         return dataclasses.replace(parts[0], name=name)
-    shape = joint.shape([part.shape for part in parts])
+    shape = fused.shape([part.shape for part in parts])
     dtype = reduce(torch.promote_types, [part.dtype for part in parts])
-    return Entry(name, shape, dtype, lambda: joint.join([part.read().to(dtype) for part in parts]))
+    return Entry(name, shape, dtype, lambda: fused.join([part.read().to(dtype) for part in parts]))
 
 
 def matrix_of(whole: Entry, name: str, number: int, stack: ExpertStack) -> Entry:
@@ -250,7 +250,9 @@ def _files(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]:
         size += entry.nbytes
     if len(shards) == 1:
         return {SINGLE: shards[0]}
-    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": one for number, one in enumerate(shards, start=1)}
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, start=1)
+    }
 
 
 def _write_side_by_side(files: list[tuple[str, Sequence[Entry]]], directory: Path, ranks: Ranks) -> None:

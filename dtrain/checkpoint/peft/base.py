@@ -26,16 +26,16 @@ def base_problems(directory: Path, model: Path) -> list[str]:
 
 
 def base_notes(directory: Path, model: Path) -> list[str]:
-    """Return what the user is told where it cannot be known that the adapter in `directory` is of `model`."""
+    """Return notes for the user where it cannot be known that the adapter in `directory` is of `model`."""
     try:
         if not is_adapter_directory(directory) or _is_base(directory, model) is not None:
             return []
         name = _named(directory)
     except UserError:  # a problem that others tell
         return []
-    said = f"{BASE} is {name}" if name else f"it names no base ({BASE})"
+    reason = f"{BASE} is {name}" if name else f"it names no base ({BASE})"
     return [
-        f"note: {directory / ADAPTER_CONFIG}: {said}; whether that is the model at model.path={model} cannot be told "
+        f"note: {directory / ADAPTER_CONFIG}: {reason}; whether that is the model at model.path={model} cannot be told "
         "here, and on another one the adapter means nothing"
     ]
 
@@ -45,7 +45,7 @@ def _named(directory: Path) -> Any:
 
 
 def _is_base(directory: Path, model: Path) -> bool | None:
-    """None where it cannot be told."""
+    """Return whether `model` is the base of the adapter in `directory`; None where it cannot be known."""
     name = _named(directory)
     if name and name in (str(model), hub.id_of(model)):
         return True
@@ -56,9 +56,9 @@ def _is_base(directory: Path, model: Path) -> bool | None:
         return None
 
 
-def _same_weights(one: Path, other: Path) -> bool | None:
-    """By a part of each tensor that both hold in the same form. Raises UserError for files that cannot be read."""
-    first, second = dict(_tensors(one)), dict(_tensors(other))
+def _same_weights(base: Path, model: Path) -> bool | None:
+    """Compare a part of each tensor that both hold in the same form. Raises UserError for files that cannot be read."""
+    first, second = dict(_tensors(base)), dict(_tensors(model))
     both = [name for name in first if name in second and first[name][0] == second[name][0]]
     if any(_part(*first[name]) != _part(*second[name]) for name in both):
         return False

@@ -110,13 +110,13 @@ def base_of(directory: Path) -> Path:
             return path
     if not hub.is_id(name):
         raise UserError(f"{file}: {key} is {name}, and no model is there: write the base model's directory there")
-    found = hub.cached(name)
-    if found is None:
+    cached = hub.cached(name)
+    if cached is None:
         raise UserError(
             f"{file}: {key} is {name}, which is no directory here and not in the hub's cache on this machine: "
             f"`dtrain download {name}` fetches it, or write its directory there"
         )
-    return found
+    return cached
 
 
 def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str]:
@@ -132,7 +132,7 @@ def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str
         kind = "lora_magnitude_vector" if parameter == "lora_magnitude" else f"{parameter}.weight"
         return [_outer(f"{module}.{kind}", model)]
     both = list(ENDS) if model.tie_word_embeddings and module in ENDS else [module]
-    return [_outer(f"{one}.{parameter}", model) for one in both] if config.saved(both) else []
+    return [_outer(f"{saved_module}.{parameter}", model) for saved_module in both] if config.saved(both) else []
 
 
 def _outer(name: str, model: ModelConfig) -> str:
@@ -187,11 +187,11 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
 def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:
     """Patterns in any order that say of PEFT's names what `patterns` say of ours. outer: PEFT's, by
     ours."""
-    said = {name: by_pattern(patterns, name, otherwise) for name in outer}
+    values = {name: by_pattern(patterns, name, otherwise) for name in outer}
     met = {name: {value for key, value in patterns.items() if by_end(key, outer[name])} for name in outer}
-    if all((met[name] or {otherwise}) == {said[name]} for name in outer):
+    if all((met[name] or {otherwise}) == {values[name]} for name in outer):
         return dict(patterns)
-    return {re.escape(outer[name]): value for name, value in said.items() if value != otherwise}
+    return {re.escape(outer[name]): value for name, value in values.items() if value != otherwise}
 
 
 def _whole(number: float) -> float:
@@ -259,10 +259,10 @@ def mismatches(
     unknown = [name for name in sorted(stored.keys() - wanted) if not free(name)]
     unexpected = [f"unexpected: {name}{_hint(name)}" for name in unknown]
     problems = []
-    for found in (missing, shapes, unexpected):
-        problems += found[:_LISTED]
-        if len(found) > _LISTED:
-            problems.append(f"... and {len(found) - _LISTED} more {found[0].split(':')[0]}")
+    for group in (missing, shapes, unexpected):
+        problems += group[:_LISTED]
+        if len(group) > _LISTED:
+            problems.append(f"... and {len(group) - _LISTED} more {group[0].split(':')[0]}")
     file = directory / ADAPTER_WEIGHTS
     return [f"{file}: {problem}; is it an adapter of this model?" for problem in problems]
 
@@ -288,11 +288,11 @@ def adapter_shapes(
     """PEFT's names and the shapes of an adapter's tensors, for a model of this kind with these parameters of its own:
     those of adapted layers, and what is trained whole."""
     shapes = adaptable(model)
-    wanted = {one.name: places(one, one.name, parameters)[0] for one in joints(model, parameters)}
-    for name, low in config.adapted(shapes).items():
+    wanted = {fused.name: places(fused, fused.name, parameters)[0] for fused in joints(model, parameters)}
+    for name, layer in config.adapted(shapes).items():
         *experts, rows, columns = shapes[name]
-        a, b = (*experts, low.rank, columns), (*experts, rows, low.rank)
-        wanted |= {one: shape_in_files(one, shape) for one, shape in ((f"{name}.lora_A", a), (f"{name}.lora_B", b))}
+        a, b = (*experts, layer.rank, columns), (*experts, rows, layer.rank)
+        wanted |= {part: shape_in_files(part, shape) for part, shape in ((f"{name}.lora_A", a), (f"{name}.lora_B", b))}
         wanted |= {f"{name}.lora_magnitude": (rows,)} if config.dora else {}
     return {outer: shape for name, shape in wanted.items() for outer in peft_names(name, config, model)}
 
@@ -312,17 +312,17 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
         there += f", and {inside[0]} has one" if inside else ""
         return None, [f"lora.path={directory}: {there}; give the directory of an adapter in PEFT's layout"]
     try:
-        found = read_json(file)
+        content = read_json(file)
     except UserError as error:
         return None, [str(error)]
-    fields = {key: found.pop(key, default) for key, (default, _, _) in _USED.items()}
+    fields = {key: content.pop(key, default) for key, (default, _, _) in _USED.items()}
     problems = [
         f"{file}: {key} is {_brief(value)}, and must be {words}{_reason(key, value)}"
         for key, value in fields.items()
         for _, holds, words in [_USED[key]]
         if not holds(value)
     ]
-    for key, value in found.items():  # also what a later PEFT adds: set away from "off", it may change numbers
+    for key, value in content.items():  # also what a later PEFT adds: set away from "off", it may change numbers
         if key not in _FREE and value not in (None, False, [], {}, ""):
             problems.append(f"{file}: {key}={value!r} is not supported: {_MERGE}")
     if not fields["target_modules"] and not (_is_names(fields["target_parameters"]) and fields["target_parameters"]):
@@ -379,7 +379,7 @@ def _brief(value: Any) -> str:
 
 
 def _reason(key: str, value: Any) -> str:
-    """Why the first regular expression of a field is none, in brackets; nothing where none is wrong."""
+    """Return why the first regular expression of a field is none, in brackets; nothing where none is wrong."""
     patterns: list[str] = []
     if key in ("target_modules", "exclude_modules") and isinstance(value, str):
         patterns = [value]
@@ -407,17 +407,17 @@ def _contradictions(section: Mapping[str, Any], config: AdapterConfig) -> list[s
         "alpha_pattern": "alpha_pattern",
         "modules_to_save": "modules_to_save",
     }
-    given, plain = AdapterConfig.of(section), AdapterConfig()
-    found = []
+    chosen, plain = AdapterConfig.of(section), AdapterConfig()
+    problems = []
     for field, key_there in keys.items():
         key = "target" if field == "parameters" else field
-        said, there = getattr(given, field), getattr(config, field)
-        if key in section and _set(said) not in (_set(getattr(plain, field)), _set(there)):
-            found.append(
-                f"lora.{key} is {_shown(said)}, and {key_there} of {Path(section['path']) / ADAPTER_CONFIG} is "
+        value, there = getattr(chosen, field), getattr(config, field)
+        if key in section and _set(value) not in (_set(getattr(plain, field)), _set(there)):
+            problems.append(
+                f"lora.{key} is {_shown(value)}, and {key_there} of {Path(section['path']) / ADAPTER_CONFIG} is "
                 f"{_shown(there)}: leave lora.{key} out, for the adapter has its own"
             )
-    return found
+    return problems
 
 
 def _set(value: Any) -> Any:
@@ -457,7 +457,7 @@ def _is_natural(value: Any) -> bool:
 def _is_table(value: Any, holds: Callable[[Any], bool]) -> bool:
     if not isinstance(value, dict):
         return value is None
-    return all(key and _is_pattern(of_end(key)) and holds(one) for key, one in value.items())
+    return all(key and _is_pattern(of_end(key)) and holds(entry) for key, entry in value.items())
 
 
 def _means_layers(value: Any) -> bool:
@@ -469,7 +469,9 @@ def _means_layers(value: Any) -> bool:
     if not isinstance(patterns, list) or not all(map(_is_pattern, patterns)):
         return False
     whole = [rf"(?:^|.*?\.){pattern}\.\d+\..*" for pattern in patterns]
-    return any(not pattern_error(one) and fullmatch(one, "model.layers.0.self_attn.q_proj") for one in whole)
+    return any(
+        not pattern_error(pattern) and fullmatch(pattern, "model.layers.0.self_attn.q_proj") for pattern in whole
+    )
 
 
 # Field -> its default in PEFT, what its value must satisfy, and that in words with the fix.
@@ -502,7 +504,7 @@ _USED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     ),
     "rank_pattern": (
         None,
-        lambda v: _is_table(v, lambda one: _is_natural(one) and one > 0),
+        lambda v: _is_table(v, lambda rank: _is_natural(rank) and rank > 0),
         "a table of regular expressions for names and ranks",
     ),
     "alpha_pattern": (None, lambda v: _is_table(v, _is_number), "a table of regular expressions for names and numbers"),

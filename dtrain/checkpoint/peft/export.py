@@ -44,9 +44,9 @@ class StoredAdapter:
 
     @classmethod
     def of(cls, directory: Path, model: CausalLM) -> "StoredAdapter":
-        found = cls(directory, read_adapter_config(directory), model)
-        _ = found.files
-        return found
+        adapter = cls(directory, read_adapter_config(directory), model)
+        _ = adapter.files
+        return adapter
 
     @cached_property
     def files(self) -> WeightFiles:
@@ -65,24 +65,27 @@ class StoredAdapter:
     @cached_property
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the model's own, by name."""
-        return {name: tuple(one.shape) for name, one in self.model.named_parameters()}
+        return {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the model's own parameters and of its adapters', by name."""
-        found = dict(self.parameters)
-        for name, low in self.adapted.items():
+        shapes = dict(self.parameters)
+        for name, layer in self.adapted.items():
             for part in self.model.config.parts(name):
                 *experts, rows, columns = self.parameters[f"{part}.weight"]
-                found |= {f"{part}.lora_A": (*experts, low.rank, columns), f"{part}.lora_B": (*experts, rows, low.rank)}
-                found[f"{part}.lora_magnitude"] = (rows,)
-        return found
+                shapes |= {
+                    f"{part}.lora_A": (*experts, layer.rank, columns),
+                    f"{part}.lora_B": (*experts, rows, layer.rank),
+                }
+                shapes[f"{part}.lora_magnitude"] = (rows,)
+        return shapes
 
     def read(self, name: str) -> Tensor:
         """The parameter that the model calls `name`, [its shape], as it is stored; an A that several share too."""
-        (joint,) = joints(self.model, [name])
-        rows = places(joint, self._outer(name)[0], self.shapes)[1]
-        return rows.get(name, rows[joint.parts[0]]).read(self.files)
+        (fused,) = joints(self.model, [name])
+        rows = places(fused, self._outer(name)[0], self.shapes)[1]
+        return rows.get(name, rows[fused.parts[0]]).read(self.files)
 
     def saves(self, name: str) -> bool:
         """Return whether the model's parameter of this name is trained whole."""
@@ -93,22 +96,22 @@ class StoredAdapter:
         module, _, parameter = name.rpartition(".")
         if self.saves(name):
             return lambda: self.read(name).to(dtype)
-        low = self.adapted.get(self.model.config.whole(module))
-        if parameter != "weight" or low is None:
+        layer = self.adapted.get(self.model.config.whole(module))
+        if parameter != "weight" or layer is None:
             return lambda: base().to(dtype)
 
         def read() -> Tensor:
             a, b = self.read(f"{module}.lora_A"), self.read(f"{module}.lora_B")
             magnitude = self.read(f"{module}.lora_magnitude") if self.config.dora else None
-            return merge(base(), a, b, low.scale, magnitude, dtype)
+            return merge(base(), a, b, layer.scale, magnitude, dtype)
 
         return read
 
     def copy(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:
         """Write it to the directory `out` as it is, in `dtype` or its own."""
         entries = [
-            Entry(name, one.shape, dtype or _own(one.dtype), partial(self.files.read, name))
-            for name, one in self.files.stored.items()
+            Entry(name, stored.shape, dtype or _own(stored.dtype), partial(self.files.read, name))
+            for name, stored in self.files.stored.items()
         ]
         fields = read_json(self.directory / ADAPTER_CONFIG)
         fields |= {BASE: self._base} if BASE in fields else {}
@@ -127,7 +130,7 @@ class StoredAdapter:
             raise UserError("--folded: a reader of plain LoRA has no place for adapters of experts: export it --merged")
         if not self.adapted:
             raise UserError(f"--folded: {self.directory} has no adapter of a layer: there is nothing to fold")
-        rank = max(low.rank for low in self.adapted.values())
+        rank = max(layer.rank for layer in self.adapted.values())
         names = tuple(self.adapted)
         config = AdapterConfig(rank=rank, alpha=rank, dropout=self.config.dropout, target=names)
         form = AdapterFiles(config, self.model.config, self._base)

@@ -53,13 +53,13 @@ def read_adapter(model: CausalLM, directory: str | Path) -> None:
     """
     directory = Path(directory)
     config, tensors = read_adapter_config(directory), model_tensors(model)
-    shapes = {name: tuple(one.shape) for name, one in tensors.items() if peft_names(name, config, model.config)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if peft_names(name, config, model.config)}
     wanted: dict[str, tuple[int, ...]] = {}
     sources: dict[str, FileRows] = {}
     copies = []
-    for joint in joints(model, shapes):
-        first, *others = peft_names(joint.name, config, model.config)
-        shape, rows = places(joint, first, shapes)
+    for fused in joints(model, shapes):
+        first, *others = peft_names(fused.name, config, model.config)
+        shape, rows = places(fused, first, shapes)
         sources |= rows
         wanted |= dict.fromkeys([first, *others], shape)
         copies += [(first, other) for other in others]
@@ -76,11 +76,13 @@ def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]], *, i
     """The tensors of an adapter, which are those `wanted`: PEFT's names and shapes. Raises UserError that lists what
     does not fit. is_tied: the model's head is its embedding."""
     files = WeightFiles(directory, ADAPTER_WEIGHTS)
-    problems = mismatches(directory, {name: one.shape for name, one in files.stored.items()}, wanted, is_tied=is_tied)
+    problems = mismatches(
+        directory, {name: entry.shape for name, entry in files.stored.items()}, wanted, is_tied=is_tied
+    )
     problems += [
-        f"{one.file}: dtype: {name} is {one.kind}; quantized adapters are not read"
-        for name, one in files.stored.items()
-        if one.dtype is None
+        f"{entry.file}: dtype: {name} is {entry.kind}; quantized adapters are not read"
+        for name, entry in files.stored.items()
+        if entry.dtype is None
     ]
     if problems:
         raise UserError("\n".join(problems))
@@ -88,13 +90,13 @@ def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]], *, i
 
 
 def _refuse_differing(files: WeightFiles, first: str, second: str) -> None:
-    """Every rank compares all of the two, so that all find the same."""
+    """Raise UserError where two tensors differ. Every rank compares all of the two, so that all find the same."""
     stored = [files.stored[name] for name in (first, second)]
     rows, *rest = stored[0].shape
     most = max(1, _COMPARED // max(1, torch.Size(rest).numel()))
     for start in range(0, rows, most):
         part = slice(start, min(start + most, rows)), *(slice(0, size) for size in rest)
-        pair = [torch.empty(part[0].stop - start, *rest, dtype=one.dtype) for one in stored]
+        pair = [torch.empty(part[0].stop - start, *rest, dtype=entry.dtype) for entry in stored]
         for tensor, name in zip(pair, (first, second), strict=True):
             files.copy_into(tensor, name, part)
         if not torch.equal(*pair):
@@ -122,9 +124,9 @@ class AdapterFiles:
             return Entry(name, shape_in_files(name, shape), dtype or kept, lambda: as_in_files(name, read(name)))
 
         return [
-            joined(outer, joint, [entry(part) for part in joint.parts])
-            for joint in joints(self.model, own)
-            for outer in peft_names(joint.name, self.config, self.model)
+            joined(outer, fused, [entry(part) for part in fused.parts])
+            for fused in joints(self.model, own)
+            for outer in peft_names(fused.name, self.config, self.model)
         ]
 
     def beside(self, step: Path, sizes: Sizes, read: Read) -> dict[str, Record]:
@@ -179,8 +181,8 @@ def write_adapter(
 
     is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     entries = [
-        Entry(one.name, one.shape, one.dtype, one.read, collective=is_sharded)
-        for one in form.entries(sizes, lambda name: gathered(tensors[name]), dtype)
+        Entry(entry.name, entry.shape, entry.dtype, entry.read, collective=is_sharded)
+        for entry in form.entries(sizes, lambda name: gathered(tensors[name]), dtype)
     ]
 
     def finish(new: Path) -> None:

@@ -55,8 +55,8 @@ class AdapterConfig:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "AdapterConfig":
-        """From the fields' values by name, lists for tuples; other names are passed over. A target's entries for
-        experts become `parameters`, and with all-linear among the others these are that."""
+        """Return the adapter of the fields' values by name, lists for tuples; other names are passed over. A target's
+        entries for experts become `parameters`, and with all-linear among the others these are that."""
         known: dict[str, Any] = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
         known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
         if isinstance(target := known.get("target"), tuple):
@@ -67,7 +67,7 @@ class AdapterConfig:
 
     def adapted(self, names: Iterable[str]) -> dict[str, LoraLayer]:
         """Return those of a model's `adaptable` names that get an adapter, with its rank and scale, in order."""
-        return {name: self._low(name) for name in names if self._is_target(name)}
+        return {name: self._layer(name) for name in names if self._is_target(name)}
 
     def adapted_parameters(self, names: Iterable[str]) -> list[str]:
         """Return those of `names` that are stacks of experts or routers and that get an adapter."""
@@ -91,7 +91,7 @@ class AdapterConfig:
         if is_parameter(name):
             called = parameter_name(self.called(name))
             means = [called, called.rpartition(".")[0]] if is_stack(name) else [called]
-            return any(matches(one, self.parameters) for one in means) and not self.saved([name])
+            return any(matches(candidate, self.parameters) for candidate in means) and not self.saved([name])
         if name in ENDS or not self.targets(name):
             return False
         # Whole names count in any layer, as in PEFT.
@@ -101,7 +101,7 @@ class AdapterConfig:
                 return False
         return not self.saved([name])
 
-    def _low(self, name: str) -> LoraLayer:
+    def _layer(self, name: str) -> LoraLayer:
         called = parameter_name(self.called(name))
         rank = by_pattern(self.rank_pattern, called, self.rank)
         alpha = by_pattern(self.alpha_pattern, called, self.alpha)
@@ -144,7 +144,7 @@ def matches(name: str, wanted: Names) -> bool:
     """Return whether a module of this name is meant by `wanted`."""
     if isinstance(wanted, str):
         return fullmatch(wanted, name)
-    return any(name == one or name.endswith(f".{one}") for one in wanted)
+    return any(name == entry or name.endswith(f".{entry}") for entry in wanted)
 
 
 def by_end(pattern: str, name: str) -> bool:

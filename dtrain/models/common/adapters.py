@@ -103,10 +103,10 @@ class Adapter:
         a, b = a.to(wide), b.to(wide)
         weight, products = layer.matrix(), (a @ a.t()) * self.scale**2
         squares = []
-        for rows, low in zip(weight.split(NORM_ROWS), b.split(NORM_ROWS), strict=True):
+        for rows, b_rows in zip(weight.split(NORM_ROWS), b.split(NORM_ROWS), strict=True):
             part = rows.to(wide)
-            cross = 2 * self.scale * (part @ a.t()) + low @ products  # [rows, r]
-            squares.append(part.square().sum(1) + (cross * low).sum(1))
+            cross = 2 * self.scale * (part @ a.t()) + b_rows @ products  # [rows, r]
+            squares.append(part.square().sum(1) + (cross * b_rows).sum(1))
         return _summed(torch.cat(squares), layer.tp).sqrt_()
 
 
@@ -134,33 +134,35 @@ Adapted = Linear | ExpertLinear | Router
 def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> AdapterState:
     """Give `model`, on meta and before it lies on a mesh, the parameters of `config`: beside the weight [out, in] of
     each adapted layer lora_A [r, in], lora_B [out, r] and with DoRA lora_magnitude [out]; beside experts' [E, out, in]
-    lora_A [E, r, in] and lora_B [E, out, r]. Layers that the files join share A, as the adapter of the joint layer has
+    lora_A [E, r, in] and lora_B [E, out, r]. Layers that the files join share A, as the adapter of the joined layer has
     it. seed: of dropout."""
     state = AdapterState(config, dropout=config.dropout, seed=seed)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
-    numbers = {name: number for number, name in enumerate(one for one in layers if isinstance(layers[one], Linear))}
-    for name, low in config.adapted(adaptable(model.config)).items():
+    numbers = {name: number for number, name in enumerate(path for path in layers if isinstance(layers[path], Linear))}
+    for name, lora in config.adapted(adaptable(model.config)).items():
         first, *others = model.config.parts(name)
         for part in (first, *others):
             layer = layers[part]
             *experts, rows, columns = layer.weight.shape
             shapes: dict[str, tuple[int, ...]]
-            shapes = {"lora_A": (*experts, low.rank, columns), "lora_B": (*experts, rows, low.rank)}
+            shapes = {"lora_A": (*experts, lora.rank, columns), "lora_B": (*experts, rows, lora.rank)}
             shapes |= {"lora_magnitude": (rows,)} if config.dora else {}
             dtype = layer.weight.dtype
             for parameter, shape in shapes.items():
                 layer.register_parameter(parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
             layer.lora_A = layers[first].lora_A
             if isinstance(layer, Linear):
-                layer.adapter = Adapter(low.scale, config.dora, numbers[first], state)
+                layer.adapter = Adapter(lora.scale, config.dora, numbers[first], state)
             else:
-                layer.adapter = ParameterAdapter(low.scale, state)
+                layer.adapter = ParameterAdapter(lora.scale, state)
     return state
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
     """The layers of `model` with an adapter, by name."""
-    return {name: one for name, one in model.named_modules() if isinstance(one, Adapted) and one.adapter is not None}
+    return {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, Adapted) and layer.adapter is not None
+    }
 
 
 def remove_adapters(model: nn.Module) -> None:
@@ -174,7 +176,9 @@ def remove_adapters(model: nn.Module) -> None:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Inside, forwards of `model` are those of its own weights; after, as before, whatever happens."""
-    states = {id(one.adapter.shared): one.adapter.shared for one in adapted_layers(model).values() if one.adapter}
+    states = {
+        id(layer.adapter.shared): layer.adapter.shared for layer in adapted_layers(model).values() if layer.adapter
+    }
     before = {number: state.on for number, state in states.items()}
     try:
         for state in states.values():

@@ -36,7 +36,8 @@ class Cached(Protocol):
         ...
 
     def linear_mask(self, width: int) -> "LinearMask | None":
-        """For convolutions of this width over whole prompts; None where each row goes on by one token."""
+        """Return the mask of convolutions of this width over whole prompts; None where each row goes on by one
+        token."""
         ...
 
     def states(self, layer: int) -> tuple[Tensor, ...]:

@@ -56,8 +56,8 @@ def compile_layers(model: CausalLM) -> None:
 
 
 def obstacle(model: CausalLM, device: torch.device) -> str | None:
-    """Why layers of `model` are better not compiled for `device` on this machine, in words; None where nothing is in
-    the way."""
+    """Return why layers of `model` are better not compiled for `device` on this machine, in words; None where nothing
+    is in the way."""
     dropout = 0.0 if model.adapters is None else model.adapters.dropout
     if dropout:
         return f"lora.dropout={dropout} is drawn for each layer, which would be a graph of its own"

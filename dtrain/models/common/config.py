@@ -149,8 +149,8 @@ class ModelConfig:
         parent, _, module = name.rpartition(".")
         if self.experts is not None and (parent.endswith(".experts") or name.endswith(".router.proj")):
             parent = parent.replace(".sparse.", ".")
-            return f"{parent}.{next((one for one, parts in STACKS.items() if module in parts), module)}"
-        return next((f"{parent}.{one}" for one, parts in self.fused.items() if module in parts), name)
+            return f"{parent}.{next((stack for stack, parts in STACKS.items() if module in parts), module)}"
+        return next((f"{parent}.{fused}" for fused, parts in self.fused.items() if module in parts), name)
 
     @property
     def most_positions(self) -> int | None:
@@ -194,9 +194,9 @@ class ModelConfig:
     @property
     def inner_sizes(self) -> set[int]:
         """Inner sizes of the MLPs that there are, experts among them."""
-        dense = {self.inner_size(one) for one in range(self.num_hidden_layers) if self.has_mlp(one)}
+        dense = {self.inner_size(layer) for layer in range(self.num_hidden_layers) if self.has_mlp(layer)}
         sparse = () if self.experts is None else (self.experts.inner, self.experts.shared)
-        return dense | {one for one in sparse if one}
+        return dense | {size for size in sparse if size}
 
     def inner_size(self, layer: int) -> int:
         """Return the inner size of the MLP of a layer, by its number."""

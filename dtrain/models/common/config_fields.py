@@ -47,7 +47,7 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], problems: list[str], prefix: str = ""):
         self._values = values
-        self._asked: set[str] = set()
+        self._used: set[str] = set()
         self._prefix = prefix
         self.problems = problems
 
@@ -58,24 +58,26 @@ class Fields:
         """The same fields, with `defaults` where one is missing or null."""
         set_here = {key: value for key, value in self._values.items() if value is not None or key not in defaults}
         fields = Fields({**defaults, **set_here}, self.problems, self._prefix)
-        fields._asked = self._asked
+        fields._used = self._used
         return fields
 
     def without(self, key: str) -> "Fields":
-        """The same fields but one."""
-        fields = Fields({name: one for name, one in self._values.items() if name != key}, self.problems, self._prefix)
-        fields._asked = self._asked
+        """The same fields without `key`."""
+        fields = Fields(
+            {name: value for name, value in self._values.items() if name != key}, self.problems, self._prefix
+        )
+        fields._used = self._used
         return fields
 
     def problem(self, text: str) -> None:
         self.problems.append(self._prefix + text)
 
     def known(self, *keys: str) -> None:
-        """These fields are none of ours."""
-        self._asked.update(keys)
+        """Mark `keys` as fields that are none of ours."""
+        self._used.update(keys)
 
     def get(self, key: str) -> Any:
-        self._asked.add(key)
+        self._used.add(key)
         return self._values.get(key)
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
@@ -144,7 +146,7 @@ class Fields:
         return tuple(values)
 
     def dtype(self) -> str | None:
-        """transformers 5 writes `dtype`, 4 `torch_dtype`; "auto" says nothing."""
+        """Read the dtype: transformers 5 writes `dtype`, 4 `torch_dtype`; "auto" says nothing."""
         value = self.get("dtype") or self.get("torch_dtype")
         name = value.removeprefix("torch.") if isinstance(value, str) else value
         if name is not None and name not in DTYPES:
@@ -156,9 +158,10 @@ class Fields:
             self.problem(f"{key} {shown(self._values[key])}: {reason}")
 
     def refuse_the_rest(self) -> None:
-        """Every field not asked for is a problem, unless it is harmless, private to transformers or switched off."""
+        """Add a problem for every field not asked for, unless it is harmless, private to transformers or switched
+        off."""
         for key, value in self._values.items():
-            if key not in self._asked and key not in HARMLESS and value:
+            if key not in self._used and key not in HARMLESS and value:
                 name = shown(key)[1:-1]
                 self.problem(f"{name} {shown(value)}: not a field that dtrain knows; it may change the numbers")
 

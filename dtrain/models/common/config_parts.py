@@ -133,7 +133,7 @@ def read_experts(
 
 
 def written_window(fields: Fields) -> int | None:
-    """null is no window; transformers takes an absent key for 4096, in every family that has the field."""
+    """Read the window: null is none; transformers takes an absent key for 4096, in every family that has the field."""
     return fields.optional_integer("sliding_window", None if "sliding_window" in fields else 4096)
 
 
@@ -153,9 +153,9 @@ def read_text_tower(architecture: str, fields: Fields, read: Callable[..., Model
         text = {}
     # The files' own end-of-turn tokens stand at the top, beside those of the text model.
     outer = {key: fields.get(key) for key in ("eos_token_id", "torch_dtype", "dtype") if fields.get(key) is not None}
-    said = None if fields.get("tie_word_embeddings") is None else fields.flag("tie_word_embeddings", tie)
-    if said is not None and text.get("tie_word_embeddings", said) != said:
+    tied = None if fields.get("tie_word_embeddings") is None else fields.flag("tie_word_embeddings", tie)
+    if tied is not None and text.get("tie_word_embeddings", tied) != tied:
         fields.problem("tie_word_embeddings is not the same at the top and in text_config")
     fields.refuse_the_rest()
     inner = Fields({**text, **outer}, fields.problems, prefix="text_config.")
-    return read(architecture, inner, tie=tie if said is None else said, is_text_tower=True)
+    return read(architecture, inner, tie=tie if tied is None else tied, is_text_tower=True)

@@ -2,7 +2,7 @@
 
 A forward makes what all layers of one kind share once (rotary tables, the kernel's form of the mask) and hands it down:
 `layer(hidden, rotary, mask, cache)`; with a cache there is no mask, for it attends by itself. A layer is two functions
-of tensors, before attention and after it, which `models.regions` compiles; attention itself is never compiled: what it
+of tensors, before attention and after it, which `compiled` compiles; attention itself is never compiled: what it
 is handed is each micro-batch's own. Letters: B rows, S
 tokens, D hidden size, H query heads, kv key heads, hd head size, F MLP size, V vocabulary; heads and F are counted from
 the projections' outputs, which may be one rank's share.
@@ -73,9 +73,9 @@ def plan_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 class Linear(LocalParameters, nn.Linear):
-    """A linear layer of a block. adapter: what computes its forward, where it has one (`models.adapters`). tp: set by
+    """A linear layer of a block. adapter: what computes its forward, where it has one (`adapters`). tp: set by
     the style `rowwise`, under which a rank holds some of the weight's columns. Its weight is None where it is held in
-    4 bits (`models.nf4`)."""
+    4 bits (`nf4`)."""
 
     adapter: "Adapter | None" = None
     tp: TensorParallel | None = None
@@ -224,7 +224,7 @@ class GatedMLP(Block):
 
 class Layer(nn.Module):
     """Attention and MLP: what comes `before` attention, and what a family says comes `after` it, by tensors alone.
-    regions: the two compiled, where they are (`models.regions`); decoding, whose shapes change with every token, goes
+    regions: the two compiled, where they are (`compiled`); decoding, whose shapes change with every token, goes
     without."""
 
     self_attn: Attention
@@ -430,7 +430,9 @@ class CausalLM(ParallelModel):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         if self.adapters is not None:
-            layers: dict[str, Any] = {name: one for name, one in self.named_modules() if getattr(one, "adapter", None)}
+            layers: dict[str, Any] = {
+                name: module for name, module in self.named_modules() if getattr(module, "adapter", None)
+            }
             for name, layer in layers.items():
                 layer.lora_A = layers[self.config.parts(self.config.whole(name))[0]].lora_A
 
@@ -531,7 +533,7 @@ class CausalLM(ParallelModel):
         lookups = [] if config.tie_word_embeddings else [self.model.embed_tokens.weight]
         if (table := getattr(self.model, "embed_tokens_per_layer", None)) is not None:
             lookups.append(table.weight)
-        products = [one for one in self.parameters() if not any(one is table for table in lookups)]
+        products = [parameter for parameter in self.parameters() if not any(parameter is table for table in lookups)]
         share = {} if config.experts is None else dict.fromkeys(expert_parameters(self), config.experts.share)
         count = sum(
             weights_in(parameter) * (6 if parameter.requires_grad else 4) * share.get(parameter, 1)
@@ -549,5 +551,5 @@ class CausalLM(ParallelModel):
 
 def weights_in(parameter: Tensor) -> int:
     """Return how many weights of a model the parameter, [any shape], is: two for a byte of codes, none for scales
-    (`models.nf4`)."""
+    (`nf4`)."""
     return parameter.numel() * {torch.uint8: 2, torch.int32: 0}.get(parameter.dtype, 1)

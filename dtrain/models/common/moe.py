@@ -2,7 +2,7 @@
 
 Routing is computed in max(float32, the dtype); ties go to the lower expert. No token is dropped, padding is not routed,
 and an expert without a token has a gradient of zeros. A token's results are added in the order of its experts, on the
-rank that has the token (`parallel.experts` has the way there and back). Letters as in `layers`; T tokens of B rows,
+rank that has the token (`parallel.experts` has the way there and back). Letters as in `decoder`; T tokens of B rows,
 E experts, k of them a token.
 """
 
@@ -80,7 +80,7 @@ class Router(LocalParameters):
 
 
 class ExpertLinear(LocalParameters):
-    """A matrix of every expert, and its bias, where it has one. adapter: what it adds (`models.adapters`)."""
+    """A matrix of every expert, and its bias, where it has one. adapter: what it adds (`adapters`)."""
 
     adapter: "ParameterAdapter | None" = None
     lora_A: nn.Parameter
@@ -164,7 +164,7 @@ class SparseMLP(Block):
 
 def share_routing(model: nn.Module, experts: int) -> Routing:
     """Give the sparse layers of `model` their numbers and one Routing."""
-    sparse = [one for one in model.modules() if isinstance(one, SparseMLP)]
+    sparse = [module for module in model.modules() if isinstance(module, SparseMLP)]
     routing = Routing(experts, len(sparse))
     for number, mlp in enumerate(sparse):
         mlp.routing, mlp.layer = routing, number
@@ -266,5 +266,5 @@ def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[int, tuple[Tensor, ...
     """Yield for each expert that has rows its number and its rows of each tensor [m, ..]. The host waits for the
     counts."""
     sizes = on_host(counts, len(tensors[0]))
-    parts = zip(*(one.split(sizes) for one in tensors), strict=True)
+    parts = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
     return [(index, rows) for index, (size, rows) in enumerate(zip(sizes, parts, strict=True)) if size]

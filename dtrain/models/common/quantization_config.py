@@ -48,7 +48,7 @@ def unquantized(section: Any, problems: list[str]) -> tuple[str, ...]:
 def skips(patterns: Iterable[str], name: str) -> bool:
     """Return whether the module of this name is left as it was, as transformers matches names: a pattern is the name's
     beginning up to a dot, as it stands or as a regular expression, or its end."""
-    return any(fullmatch(_from_start(one), name) or name.endswith(one) for one in patterns)
+    return any(fullmatch(_from_start(pattern), name) or name.endswith(pattern) for pattern in patterns)
 
 
 def _from_start(pattern: str) -> str:

@@ -110,10 +110,10 @@ def read_gemma4_ropes(
         nested = defaults
     ropes = {}
     for kind in sizes:
-        one, where = nested[kind], f"rope_parameters.{kind}"
-        share = 1.0 if isinstance(one, dict) and one.get("rope_type") == "proportional" else None
+        values, where = nested[kind], f"rope_parameters.{kind}"
+        share = 1.0 if isinstance(values, dict) and values.get("rope_type") == "proportional" else None
         kinds = (*KINDS, "proportional")
-        ropes[kind] = _rope(fields, where, one, 10_000.0, max_positions, kinds, share=share)
+        ropes[kind] = _rope(fields, where, values, 10_000.0, max_positions, kinds, share=share)
     return ropes
 
 
@@ -207,11 +207,11 @@ def _rope(
 
 def _yarn_scale(fields: Fields, factor: float) -> float:
     """YaRN's attention factor as transformers infers it: 0.1·ln(factor) + 1, or DeepSeek's ratio of two such terms."""
-    given = fields.optional_number("attention_factor")
+    attention_factor = fields.optional_number("attention_factor")
     mscale = fields.optional_number("mscale", zero=True)
     mscale_all_dim = fields.optional_number("mscale_all_dim", zero=True)
-    if given is not None:
-        return given
+    if attention_factor is not None:
+        return attention_factor
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -222,7 +222,9 @@ def _yarn_scale(fields: Fields, factor: float) -> float:
 def _factors(fields: Fields, key: str) -> tuple[float, ...]:
     written = fields.get(key)
     numbers = written if isinstance(written, list) else [written]
-    if any(isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one <= 1e6 for one in numbers):
+    if any(
+        isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= 1e6 for number in numbers
+    ):
         fields.problem(f"{key} {shown(written)}: must be a list of numbers above 0 and at most 1e+06")
         return ()
     return tuple(map(float, numbers))
@@ -230,7 +232,7 @@ def _factors(fields: Fields, key: str) -> tuple[float, ...]:
 
 def _longrope_scale(fields: Fields, factor: float, length: int) -> float:
     """The attention factor of LongRoPE, √(1 + ln(factor) / ln(length)) where the file does not give it."""
-    given = fields.optional_number("attention_factor")
-    if given is not None:
-        return given
+    attention_factor = fields.optional_number("attention_factor")
+    if attention_factor is not None:
+        return attention_factor
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(length, 2)))

@@ -57,13 +57,13 @@ class Routing:
             return own
         rows = self.replayed[:, :, layer]  # [B, S/cp, k]
         missing = len(own) // len(rows) - rows.shape[1]  # what sequence parallel has padded
-        given = F.pad(rows, (0, 0, 0, missing), value=-1).flatten(0, 1).to(own.dtype)  # [T, k]
-        is_given = given[:, :1] >= 0
-        others = (given[:, :, None] != own[:, None]).all(-1) & is_given  # [T, k]
-        self._differing[layer] = torch.stack([others.sum(), is_given.sum() * own.shape[1]])
-        return torch.where(is_given, given.sort(-1).values, own)
+        replayed = F.pad(rows, (0, 0, 0, missing), value=-1).flatten(0, 1).to(own.dtype)  # [T, k]
+        is_replayed = replayed[:, :1] >= 0
+        others = (replayed[:, :, None] != own[:, None]).all(-1) & is_replayed  # [T, k]
+        self._differing[layer] = torch.stack([others.sum(), is_replayed.sum() * own.shape[1]])
+        return torch.where(is_replayed, replayed.sort(-1).values, own)
 
-    def told(self, rows: int) -> Tensor:
+    def last_choices(self, rows: int) -> Tensor:
         """Return where the tokens of the last forward, of so many rows, went: `noted` as [rows, S, layers, k] int16."""
         assert self.noted is not None
         return torch.stack([self.noted[layer] for layer in range(self.layers)], 1).unflatten(0, (rows, -1))
@@ -73,15 +73,15 @@ class Routing:
         self._counts[layer] = counts
 
     def begin(self, weight: Tensor | None, scale: float) -> None:
-        """Before the micro-batches of a step. weight, scale: as above."""
+        """Prepare for the micro-batches of a step. weight, scale: as above."""
         self.weight, self.scale, self.counts, self.differing = weight, scale, None, None
 
     def end(self) -> None:
-        """After the micro-batches of a step."""
+        """Clean up after the micro-batches of a step."""
         self.weight = self.replayed = None
 
     def add(self) -> Tensor:
-        """After each: its counts join those of the step. Returns the sum of its balance losses, a scalar."""
+        """Add the counts of a micro-batch to those of the step. Returns the sum of its balance losses, a scalar."""
         counts = torch.stack([self._counts[layer] for layer in sorted(self._counts)]).double()
         loss = sum(self._losses.values(), torch.zeros((), device=counts.device))
         self.counts = counts if self.counts is None else self.counts + counts
@@ -100,8 +100,10 @@ class Routing:
         """Return the measures of `seen` over all ranks, a column for each step, [n, steps]: `loads`, and the share of
         the replayed choices that the router would have made otherwise, [steps] each."""
         counts, differing = seen[: self.layers * self.experts], seen[self.layers * self.experts :]
-        found = loads(counts.unflatten(0, (self.layers, self.experts)))
-        return found | ({"router_replay_differs": differing[0] / differing[1].clamp(min=1)} if len(differing) else {})
+        measured = loads(counts.unflatten(0, (self.layers, self.experts)))
+        return measured | (
+            {"router_replay_differs": differing[0] / differing[1].clamp(min=1)} if len(differing) else {}
+        )
 
     def balanced(self, layer: int, weights: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """The weights [T, k] of a layer's choices [T, k], unchanged; their backward adds the balance loss's gradient to
