@@ -17,10 +17,10 @@ dtrain  vLLM's completions with `prompt_index` and `sample_index`, so that the d
 A dialect's `body` asks for samples of one prompt: requests that differ in their sample_index alone, which ascends by 1.
 `streams`: whether it can join a process group that dtrain makes; `pause`, `resume`: the posts before and after an
 update there. `names_versions`: whether each version of an adapter has a name of its own, by which a completion's
-version is known; `dora`: whether it takes DoRA. `routed_fields`: the body's further fields that ask for experts; `routed`: of each
-completion in `read`'s order what the answer says of them, for `rollout.routed`; `routed_start`: how to start a server
-that reports them. `load_adapter` gives the name to ask for. `read` raises RetryableError for an answer
-that may be better next time, and UserError, with the fix, for one that a setting of the server explains.
+version is known; `dora`: whether it takes DoRA. `routed_fields`: the body's further fields that ask for experts;
+`routed`: of each completion in `read`'s order what the answer says of them, for `rollout.routed`; `routed_start`: how
+to start a server that reports them. `load_adapter` gives the name to ask for. `read` raises RetryableError for an
+answer that may be better next time, and UserError, with the fix, for one that a setting of the server explains.
 """
 
 import math
@@ -149,7 +149,7 @@ class Vllm:
 
     @staticmethod
     def _try(call: Call, path: str, body: dict[str, Any]) -> bool:
-        """Post `body`; return whether the server has `path`: releases differ in the routes beside the one that loads."""
+        """Post `body`; return whether the server has `path`: releases differ in the routes beside that which loads."""
         try:
             call(path, body)
         except ClientError as error:

@@ -123,9 +123,9 @@ def _choose_way(
     is_held: bool = False,
 ) -> str:
     """Return how weights travel: for `auto` the adapter alone where there is one and all servers take it, else a
-    directory of whole weights; says which, and why. is_rounded: whether the adapter is trained beside weights in 4 bits, which are
-    not those that servers have; is_held: beside weights that are in the run's checkpoints alone. Raises UserError where
-    `adapter` was asked for and cannot be."""
+    directory of whole weights; says which, and why. is_rounded: whether the adapter is trained beside weights in 4
+    bits, which are not those that servers have; is_held: beside weights that are in the run's checkpoints alone. Raises
+    UserError where `adapter` was asked for and cannot be."""
     if engine is None:
         raise ValueError("rank 0 talks to the servers, and was given none")
     if config is None or requested not in ("auto", "adapter"):
