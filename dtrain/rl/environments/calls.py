@@ -116,7 +116,8 @@ def _earned(environment: Any, earned: Any, done: bool) -> dict[str, Any]:
 
 
 def observe(environment: Any) -> dict[str, Any]:
-    """Return the observation that is read next. Raises UserError for what is neither a text nor messages, or cannot be JSON."""
+    """Return the observation that is read next. Raises UserError for what is neither a text nor messages, or cannot be
+    JSON."""
     observed = environment.observe()
     if isinstance(observed, str):
         return {"observation": str(observed)}

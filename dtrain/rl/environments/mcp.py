@@ -43,8 +43,9 @@ class _Connection:
 
 
 class ToolServer:
-    """Server of tools: a process that `command` starts, in this one's session, so that it ends with it. Its calls may be made by several
-    threads at once. Raises UserError where it cannot be started or does not answer as a server of tools."""
+    """Server of tools: a process that `command` starts, in this one's session, so that it ends with it. Its calls may
+    be made by several threads at once. Raises UserError where it cannot be started or does not answer as a server of
+    tools."""
 
     def __init__(self, command: str):
         self.command = command
@@ -79,8 +80,8 @@ class ToolServer:
         raise UserError(f"grpo.tools: {self.command} lists its tools in more than {PAGES} pages")
 
     def answer(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the texts of a tool's answer; `error: ..` where it says that it failed, or answers against the protocol.
-        Raises ServerGone. It waits for ever: the caller is given up where that takes too long."""
+        """Return the texts of a tool's answer; `error: ..` where it says that it failed, or answers against the
+        protocol. Raises ServerGone. It waits for ever: the caller is given up where that takes too long."""
         reply = self._ask("tools/call", {"name": name, "arguments": dict(arguments)}).result()
         try:
             return self._text(reply)

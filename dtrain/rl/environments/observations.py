@@ -38,8 +38,8 @@ class Observations:
         return f"<think>{text}" if self._calls is not None and self._calls.thinks else text
 
     def encode(self, observation: Observation, completion: Completion, room: float = math.inf) -> list[int]:
-        """Return the ids that follow `completion`. Of an observation of more than `room` ids it may be the first ones alone, more
-        than `room`. Raises UserError as the template does."""
+        """Return the ids that follow `completion`. Of an observation of more than `room` ids it may be the first
+        ones alone, more than `room`. Raises UserError as the template does."""
         if self._template is not None:
             messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
             text = self._behind_a_reply(self._template, messages)
@@ -78,6 +78,7 @@ class Observations:
         return rest
 
     def _behind_a_word(self, text: str) -> list[int]:
-        """Return the ids of `text` where it continues a text: some tokenizers put a space in front of what they begin with."""
+        """Return the ids of `text` where it continues a text: some tokenizers put a space in front of what they begin
+        with."""
         head, whole = self.tokenizer.encode(REPLY), self.tokenizer.encode(REPLY + text)
         return whole[len(head) :] if whole[: len(head)] == head else self.tokenizer.encode(text)

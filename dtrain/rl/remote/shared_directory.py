@@ -25,8 +25,8 @@ def mark(directory: Path) -> None:
 
 
 def mark_of(directory: Path) -> str:
-    """Return the mark that tells these weights from others in a directory of this name. Raises OSError where it has been
-    deleted."""
+    """Return the mark that tells these weights from others in a directory of this name. Raises OSError where it has
+    been deleted."""
     marker = directory / MARKER
     stat = marker.stat()
     return marker.read_text(errors="replace") or f"{stat.st_ino} {stat.st_mtime_ns}"  # of a writer that is not ours
