@@ -27,11 +27,13 @@ class EnvironmentCalls:
         self.pool: TimeoutPool[Outcome] = TimeoutPool(threads, timeout)
         return [attempt(self._load, module, function, options)]
 
-    def make(self, rows: Sequence[tuple[Mapping[str, Any], int]]) -> Iterator[tuple[int, Outcome]]:
+    def make(self, seeded_rows: Sequence[tuple[Mapping[str, Any], int]]) -> Iterator[tuple[int, Outcome]]:
         """Make an environment for each row and seed; those before are gone."""
         self.environments = {}
-        tasks = [partial(attempt, self._make, self.environments, number, *row) for number, row in enumerate(rows)]
-        yield from self._do(range(len(rows)), tasks)
+        tasks = [
+            partial(attempt, self._make, self.environments, number, *pair) for number, pair in enumerate(seeded_rows)
+        ]
+        yield from self._do(range(len(seeded_rows)), tasks)
 
     def step(self, turns: Sequence[tuple[int, str, bool]]) -> Iterator[tuple[int, Outcome]]:
         """Step each (number, text, is_last): {"earned", "done"} and, where it goes on, "observation"."""

@@ -27,7 +27,7 @@ class Environments(Worker):
 
     timeout: seconds that making one may take, or one step with its observation. threads: how many are made or stepped
     side by side; with 1 all is done in one thread, in the order of the calls. grace: seconds more until the process is
-    killed where it does not give up by itself what takes too long. say: gets a line on what went wrong, once for each cause.
+    killed where it does not give up by itself what takes too long. say: gets what went wrong, once for each cause.
 
     An environment is lost where it raises, gives something of a wrong type or takes too long; all are where their
     process ends or no longer answers, and it is replaced when others are made. As long as nothing of its kind (a make,
@@ -61,16 +61,16 @@ class Environments(Worker):
             say=say,
         )
 
-    def make(self, rows: Sequence[tuple[Mapping[str, Any], int]]) -> None:
+    def make(self, seeded_rows: Sequence[tuple[Mapping[str, Any], int]]) -> None:
         """Make an environment for each row and seed, numbered from 0; those before are gone."""
-        self._count = len(rows)
+        self._count = len(seeded_rows)
         self._live.clear()
         try:
             self._renew()
         except Lost as lost:
             self._tell("make", str(lost), f"{self._whose}: their process {lost}{self._loss(self._count)}")
             return
-        answers = self._answers("make", range(self._count), rows)
+        answers = self._answers("make", range(self._count), seeded_rows)
         failures: Failures = defaultdict(list)
         for number, answer in answers.items():
             if "value" in answer:

@@ -27,8 +27,8 @@ ROW = "row"  # the column of what the environment's own data set says
 
 
 def load(name: str, args: Mapping[str, Any]) -> Any:
-    """Return `vf.load_environment(name, **args)`. Raises UserError where it is not installed, cannot be loaded, or is of a
-    kind whose rollouts cannot be stepped one by one."""
+    """Return `vf.load_environment(name, **args)`. Raises UserError where it is not installed, cannot be loaded, or is of
+    a kind whose rollouts cannot be stepped one by one."""
     find_verifiers(name)
     import verifiers as vf
 
@@ -84,8 +84,8 @@ class Library:
 
 
 class Played:
-    """Environment of one completion: a rollout that waits for it. earned: what the rubric gives where the rollout is over, with its
-    parts, the `metrics`."""
+    """Environment of one completion: a rollout that waits for it. earned: what the rubric gives where the rollout is
+    over, with its parts, the `metrics`."""
 
     def __init__(
         self,
@@ -155,10 +155,10 @@ class Played:
 
     def _check(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], count: int) -> None:
         """Check that the messages begin as the tokens do that were read and drawn. Raises UserError."""
-        if list(map(_plain, messages[:count])) != list(map(_plain, self._messages)):
+        if [_plain(message) for message in messages[:count]] != [_plain(message) for message in self._messages]:
             raise UserError("it asks with other messages than were read and drawn before, and dtrain trains on one "
                             "conversation that only grows")  # fmt: skip
-        if list(map(_tool, tools)) != list(map(_tool, self._tools)):
+        if [_tool(tool) for tool in tools] != [_tool(tool) for tool in self._tools]:
             raise UserError("it offers other tools than the prompt tells of, which dtrain cannot follow; write the "
                             "data anew if the environment has changed")  # fmt: skip
 
@@ -221,8 +221,8 @@ def _client(talk: _Talk) -> Any:
 
 
 def _message(text: str, count: int, *, specials: Sequence[str], calls: Sequence[Any] | None, tools: Any) -> Message:
-    """Return a completion as a server's answer. calls: the form of calls, and whether there is one a turn at most. count: of
-    the calls before. Calls that cannot be read are text."""
+    """Return a completion as a server's answer. calls: the form of calls, and whether there is one a turn at most. count:
+    of the calls before. Calls that cannot be read are text."""
     read = []
     if tools and calls is not None:
         form, is_single = calls
@@ -270,8 +270,8 @@ def _tool(tool: Mapping[str, Any]) -> list[Any]:
 
 
 def rows_of(environment: Any, name: str, args: Mapping[str, Any], is_eval: bool = False) -> list[dict[str, Any]]:
-    """Return rows of prompts of its data set, with what its rubric reads. Raises UserError for a data set that is empty, or
-    holds what JSON does not."""
+    """Return rows of prompts of its data set, with what its rubric reads. Raises UserError for a data set that is empty,
+    or holds what JSON does not."""
     try:
         dataset = environment.get_eval_dataset() if is_eval else environment.get_dataset()
     except ValueError as error:
