@@ -61,7 +61,7 @@ class EnvironmentCalls:
             self.main: Callable[[], None] | None = getattr(self.maker, "main", None)
 
     def _make(self, environments: dict[int, Any], number: int, row: Mapping[str, Any], seed: int) -> None:
-        """Add an environment to those of its own call, where a late one belongs too."""
+        """Make an environment and add it to those of its own call, where a late one belongs too."""
         environment = self.maker(row, seed)
         if not callable(getattr(environment, "step", None)):
             raise UserError(f"gave {shown(environment)}, which has no step")

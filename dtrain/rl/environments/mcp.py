@@ -97,10 +97,8 @@ class ToolServer:
         parts = result.get("content", [])
         if not isinstance(parts, list):
             raise MalformedAnswer(f"{self.command} answered with content that is {kind_of(parts)}, not a list")
-        objects = [self._object(part, "a part of the content") for part in parts]
-        text = "\n".join(
-            str(part["text"]) if "text" in part else f"[{part.get('type', 'content')}]" for part in objects
-        )
+        items = [self._object(part, "a part of the content") for part in parts]
+        text = "\n".join(str(item["text"]) if "text" in item else f"[{item.get('type', 'content')}]" for item in items)
         if not parts and "structuredContent" in result:
             text = json.dumps(result["structuredContent"], ensure_ascii=False)
         return FAILED + text if result.get("isError") else text

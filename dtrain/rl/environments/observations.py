@@ -19,7 +19,7 @@ CHARACTERS, MARGIN = 8, 4096
 
 
 class Observations:
-    """Encodes what an environment says so that it can stand behind sampled tokens.
+    """Encoder of what an environment says, so that it can stand behind sampled tokens.
 
     In a conversation it is what the chat template writes between a reply's own text and the next one: the end of the
     turn, where the model has not written it, the messages, and the generation prompt. That is learnt from a

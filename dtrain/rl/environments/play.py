@@ -1,4 +1,4 @@
-"""Completions in several turns: a recipe's environments, or its tools, which rank 0 asks, around an engine that all
+"""Completions in several turns: a recipe's environments, or its tools, which rank 0 calls, with an engine that all
 ranks call."""
 
 from collections.abc import Mapping, Sequence
@@ -117,12 +117,11 @@ def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> Epis
             options = (sources, calls.form, calls.is_single, section.tool_output)
             arguments = {"path": "dtrain.rl.environments.tools:Toolbox", "options": options, "whose": "grpo.tools"}
         if library.name is not None:
-            options = (library.name, library.args, tokenizer.special_texts)
-            arguments = {
-                "path": "dtrain.rl.environments.verifiers:Library",
-                "options": options,
-                "whose": "grpo.verifiers",
-            }
+            path, args = (
+                "dtrain.rl.environments.verifiers:Library",
+                (library.name, library.args, tokenizer.special_texts),
+            )
+            arguments = {"path": path, "options": args, "whose": "grpo.verifiers"}
         environments = Environments(
             **arguments,
             timeout=section.environment_timeout,

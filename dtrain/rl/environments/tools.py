@@ -20,7 +20,7 @@ from dtrain.rl.environments.mcp import ToolServer
 
 
 class Toolbox:
-    """Makes an environment of the same tools for each completion.
+    """Maker of environments with the same tools, one for each completion.
 
     sources: of each tool (module, function) or the command of its server, and its schema with `name` and `parameters`.
     form, is_single: `data.tool_format.ToolFormat`'s. most: characters of an answer; what is beyond is cut, and it says
@@ -36,10 +36,8 @@ class Toolbox:
     ):
         self.form, self._is_single, self._most = form, is_single, most
         self.parameters: Parameters = {schema["name"]: schema["parameters"] for _, schema in sources}
-        self._servers = {
-            command: ToolServer(command)
-            for command in dict.fromkeys(source for source, _ in sources if isinstance(source, str))
-        }
+        commands = dict.fromkeys(source for source, _ in sources if isinstance(source, str))
+        self._servers = {command: ToolServer(command) for command in commands}
         offered = {
             command: {tool["function"]["name"]: tool["function"] for tool in server.tools()}
             for command, server in self._servers.items()

@@ -27,8 +27,8 @@ ROW = "row"  # the column of what the environment's own data set says
 
 
 def load(name: str, args: Mapping[str, Any]) -> Any:
-    """Return `vf.load_environment(name, **args)`. Raises UserError where it is not installed, cannot be loaded, or is of
-    a kind whose rollouts cannot be stepped one by one."""
+    """Return `vf.load_environment(name, **args)`. Raises UserError where it is not installed, cannot be loaded, or
+    is of a kind whose rollouts cannot be stepped one by one."""
     find_verifiers(name)
     import verifiers as vf
 
@@ -51,7 +51,7 @@ def load(name: str, args: Mapping[str, Any]) -> Any:
 
 
 class Library:
-    """Makes an environment of a rollout for each completion.
+    """Maker of environments, each a rollout of the library, one for each completion.
 
     specials: texts of the special tokens, which a completion may have in it and a message has not.
     """
@@ -221,8 +221,8 @@ def _client(talk: _Talk) -> Any:
 
 
 def _message(text: str, count: int, *, specials: Sequence[str], calls: Sequence[Any] | None, tools: Any) -> Message:
-    """Return a completion as a server's answer. calls: the form of calls, and whether there is one a turn at most. count:
-    of the calls before. Calls that cannot be read are text."""
+    """Return a completion as a server's answer. calls: the form of calls, and whether there is one a turn at most.
+    count: of the calls before. Calls that cannot be read are text."""
     read = []
     if tools and calls is not None:
         form, is_single = calls
@@ -270,8 +270,8 @@ def _tool(tool: Mapping[str, Any]) -> list[Any]:
 
 
 def rows_of(environment: Any, name: str, args: Mapping[str, Any], is_eval: bool = False) -> list[dict[str, Any]]:
-    """Return rows of prompts of its data set, with what its rubric reads. Raises UserError for a data set that is empty,
-    or holds what JSON does not."""
+    """Return rows of prompts of its data set, with what its rubric reads. Raises UserError for a data set that is
+    empty, or holds what JSON does not."""
     try:
         dataset = environment.get_eval_dataset() if is_eval else environment.get_dataset()
     except ValueError as error:

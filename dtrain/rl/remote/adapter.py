@@ -45,7 +45,7 @@ def refusal(engine: HttpEngine, config: AdapterConfig) -> str | None:
 
 
 class AdapterPublisher(Publisher):
-    """Writes the adapter to `shared`/step-N, marked when it is whole, and has the servers load it.
+    """Publisher that writes the adapter to `shared`/step-N, marked when it is whole, and has the servers load it.
 
     shared: a directory that trainer and servers see under the same path. base: the directory of the model that the
     adapter is of. keep: how many step-N stay; those that a server may still draw with are among two.

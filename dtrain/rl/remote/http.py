@@ -63,7 +63,7 @@ class ServerClient:
 
 @dataclass
 class _Place:
-    """A place for one call at a server, and what that is asked to draw with. others: whether there are more servers."""
+    """A place for one call at a server, and the weights to draw with. others: whether there are more servers."""
 
     server: ServerClient
     others: bool

@@ -42,7 +42,7 @@ class Publisher:
 
 
 class DirectoryPublisher(Publisher):
-    """Writes `shared`/step-N, marked when it is whole, and has the servers read it.
+    """Publisher that writes `shared`/step-N, marked when it is whole, and has the servers read it.
 
     shared: a directory that trainer and servers see under the same path. source: as of `write_directory`, the directory
     that the model came from. keep: how many step-N stay.
@@ -75,7 +75,7 @@ class DirectoryPublisher(Publisher):
 
 
 class StreamPublisher(Publisher):
-    """Broadcasts weights to the servers over a process group of its own, a bucket in memory at a time.
+    """Publisher that broadcasts weights to the servers over its own process group, a bucket in memory at a time.
 
     device: where the tensors are; the group is nccl on CUDA, else gloo, and the servers' must be of the same kind. It
     meets at a free port of this machine's address on the way to the first server. For `dtrain serve`, and SGLang, whose
@@ -138,9 +138,8 @@ class StreamPublisher(Publisher):
     def _meet(self, info: Info) -> None:
         alive = [server for server in self.engine.servers if self._is_alive(server)]
         if not alive:
-            raise UserError(
-                f"no server is there to take weights: {', '.join(s.client.url for s in self.engine.servers)}"
-            )
+            urls = ", ".join(server.client.url for server in self.engine.servers)
+            raise UserError(f"no server is there to take weights: {urls}")
         if self._group is None or alive != self._members:
             self.close()
             self._form(alive, info)
