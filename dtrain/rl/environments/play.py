@@ -117,11 +117,9 @@ def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> Epis
             options = (sources, calls.form, calls.is_single, section.tool_output)
             arguments = {"path": "dtrain.rl.environments.tools:Toolbox", "options": options, "whose": "grpo.tools"}
         if library.name is not None:
-            path, args = (
-                "dtrain.rl.environments.verifiers:Library",
-                (library.name, library.args, tokenizer.special_texts),
-            )
-            arguments = {"path": path, "options": args, "whose": "grpo.verifiers"}
+            path = "dtrain.rl.environments.verifiers:Library"
+            library_options = (library.name, library.args, tokenizer.special_texts)
+            arguments = {"path": path, "options": library_options, "whose": "grpo.verifiers"}
         environments = Environments(
             **arguments,
             timeout=section.environment_timeout,
