@@ -231,18 +231,18 @@ def test_as_many_side_by_side_as_are_asked_for(mine):
 
 def test_threads_that_hang_leave_their_places_to_others():
     """Without a process: outcomes as they come, each place once, and no more tries where all hang."""
-    crew, held, go = TimeoutPool(2, 0.3), [], threading.Event()
+    pool, held, go = TimeoutPool(2, 0.3), [], threading.Event()
     free = [lambda place=place: place for place in range(5)]
-    assert sorted(one for part in crew.do(free) for one in part) == [(place, place) for place in range(5)]
+    assert sorted(one for part in pool.do(free) for one in part) == [(place, place) for place in range(5)]
 
     def hang():
         held.append(threading.current_thread())
         go.wait(60)
 
-    mixed = [one for part in crew.do([free[0], hang, *free[2:]]) for one in part]
+    mixed = [one for part in pool.do([free[0], hang, *free[2:]]) for one in part]
     assert sorted(mixed, key=lambda one: one[0]) == [(0, 0), (1, Missed.LATE), (2, 2), (3, 3), (4, 4)]
-    assert crew.stuck == 1
-    found = dict(one for part in crew.do([hang] * 9) for one in part)
+    assert pool.stuck == 1
+    found = dict(one for part in pool.do([hang] * 9) for one in part)
     begun = [found[place] for place in range(9)].index(Missed.UNTRIED)
     assert MOST_LATE <= begun <= MOST_LATE + 1 and len(held) == 1 + begun  # the other thread had one under way
     assert [found[place] for place in range(9)] == [Missed.LATE] * begun + [Missed.UNTRIED] * (9 - begun)
@@ -251,8 +251,8 @@ def test_threads_that_hang_leave_their_places_to_others():
     go.set()
     for thread in held:
         thread.join(10)
-    assert crew.stuck == 0
-    assert sorted(one for part in crew.do(free) for one in part) == [(place, place) for place in range(5)]
+    assert pool.stuck == 0
+    assert sorted(one for part in pool.do(free) for one in part) == [(place, place) for place in range(5)]
 
 
 FAILURES = {  # of a step; whether the process goes with it

@@ -99,13 +99,13 @@ def test_calls_under_way_are_given_up_when_asked(vllm):
     assert time.monotonic() - began < 30 and next(asked, "asked twice") == "asked twice"
     vllm.faults = []
     assert engine.generate(requests) == expected
-    ahead = RolloutPrefetcher(engine, 1)
+    prefetcher = RolloutPrefetcher(engine, 1)
     vllm.faults = [fakes.slow(60.0)] * 2
-    ahead.begin(requests, 0)
+    prefetcher.begin(requests, 0)
     with pytest.raises(Interrupted):
-        ahead.take(0, lambda: True)
+        prefetcher.take(0, lambda: True)
     engine.close()
-    ahead.close()
+    prefetcher.close()
 
 
 def test_a_server_that_stays_broken_ends_in_its_name_and_what_was_tried(vllm):

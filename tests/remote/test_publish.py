@@ -281,40 +281,40 @@ REQUESTS = [Request([5], SamplingParams(max_new_tokens=1), prompt_index=index) f
 
 def test_what_is_too_old_is_drawn_again():
     engine = answering([4, 2, 3], [5])
-    ahead = RolloutPrefetcher(engine, 2)
-    ahead.begin(REQUESTS, 4)
-    assert ahead.is_under_way
-    completions = ahead.take(5)
+    prefetcher = RolloutPrefetcher(engine, 2)
+    prefetcher.begin(REQUESTS, 4)
+    assert prefetcher.is_under_way
+    completions = prefetcher.take(5)
     assert [completion.version for completion in completions] == [4, 5, 3]
     assert engine.asked == [[0, 1, 2], [1]]
-    assert ahead.dropped == 1 and ahead.staleness == [1, 0, 2] and not ahead.is_under_way
+    assert prefetcher.dropped == 1 and prefetcher.staleness == [1, 0, 2] and not prefetcher.is_under_way
 
 
 def test_versions_that_no_server_tells_are_those_of_the_start():
-    ahead = RolloutPrefetcher(answering([None, None, 7]), 0)
-    ahead.begin(REQUESTS, 7)
-    assert [completion.version for completion in ahead.take(7)] == [7, 7, 7]
+    prefetcher = RolloutPrefetcher(answering([None, None, 7]), 0)
+    prefetcher.begin(REQUESTS, 7)
+    assert [completion.version for completion in prefetcher.take(7)] == [7, 7, 7]
 
 
 def test_servers_that_stay_behind_are_an_error():
-    ahead = RolloutPrefetcher(answering([1, 1, 1], [1, 1, 1]), 1)
-    ahead.begin(REQUESTS, 1)
+    prefetcher = RolloutPrefetcher(answering([1, 1, 1], [1, 1, 1]), 1)
+    prefetcher.begin(REQUESTS, 1)
     with pytest.raises(UserError, match="version 1 of the weights and the trainer has 3"):
-        ahead.take(3)
+        prefetcher.take(3)
 
 
 def test_an_error_in_the_thread_is_raised_where_it_is_taken():
     def generate(requests, ask_stop=None):
         raise UserError("no server gave completions")
 
-    ahead = RolloutPrefetcher(SimpleNamespace(generate=generate), 1)
-    ahead.begin(REQUESTS, 0)
+    prefetcher = RolloutPrefetcher(SimpleNamespace(generate=generate), 1)
+    prefetcher.begin(REQUESTS, 0)
     with pytest.raises(UserError, match="no server gave"):
-        ahead.take(0)
-    assert not ahead.is_under_way
+        prefetcher.take(0)
+    assert not prefetcher.is_under_way
     with pytest.raises(ValueError, match="begin one first"):
-        ahead.take(0)
-    ahead.close()
+        prefetcher.take(0)
+    prefetcher.close()
 
 
 def test_it_draws_while_the_trainer_trains():
@@ -325,8 +325,8 @@ def test_it_draws_while_the_trainer_trains():
         assert go_on.wait(10)
         return [Completion([1], [0.0], "stop", 0) for _ in requests]
 
-    ahead = RolloutPrefetcher(SimpleNamespace(generate=generate), 1)
-    ahead.begin(REQUESTS, 0)
+    prefetcher = RolloutPrefetcher(SimpleNamespace(generate=generate), 1)
+    prefetcher.begin(REQUESTS, 0)
     assert begun.wait(10)  # and this thread is free
     go_on.set()
-    assert len(ahead.take(1)) == 3
+    assert len(prefetcher.take(1)) == 3

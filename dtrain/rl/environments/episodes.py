@@ -1,4 +1,4 @@
-"""Episodes of several turns around an engine. Token-exact: nothing that was sampled is ever encoded again."""
+"""Episodes of several turns with an engine. Token-exact: nothing that was sampled is ever encoded again."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Environment(Protocol):
-    """done: whether the episode is over; read after each step."""
+    """Environment of one episode. done: whether the episode is over; read after each step."""
 
     done: bool
 
@@ -23,22 +23,22 @@ class Environment(Protocol):
         """Take a completion's text, without special tokens. Returns what it earns, None for no opinion."""
 
     def observe(self) -> Observation:
-        """What the model reads before its next completion: a text, which becomes a user's message where the prompt is
-        a conversation, or messages."""
+        """Return what the model reads before its next completion: a text, which becomes a user's message where the
+        prompt is a conversation, or messages."""
 
     # It may have `end() -> float | None` too: no more completions come, though it is not done; and `metrics`, a dict of
-    # numbers that are told beside what the episode earned.
+    # numbers that are reported beside what the episode earned.
 
 
 class TurnEngine(Protocol):
-    """On a mesh collective: every rank passes all requests and gets all completions."""
+    """Engine of the turns. Collective on a mesh: every rank passes all requests and gets all completions."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
 
 
 @dataclass
 class Episode:
-    """What followed a prompt: completions and what the environment put between them.
+    """Tokens behind a prompt: completions and what the environment put between them.
 
     ids, sampled, logprobs [s] each: tokens, whether the model drew them, and with what log-probability (0 where not).
     earned: Σ of the steps' rewards, None where no step had one. turns: completions drawn; longest: tokens of the
@@ -64,7 +64,7 @@ class Episode:
     routed: "Tensor | None" = field(default=None, compare=False)
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
-        """Tokens of the model, with their log-probabilities, or of the environment."""
+        """Append tokens of the model, with their log-probabilities, or of the environment."""
         self.ids += ids
         self.sampled += [logprobs is not None] * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
@@ -72,8 +72,8 @@ class Episode:
 
 @dataclass(frozen=True)
 class Turn:
-    """What environment `number` is given: a completion's text, and whether nothing is read after it. room: tokens that
-    are left of the sequence behind it."""
+    """Input of environment `number`: a completion's text, and whether nothing is read after it. room: tokens that are
+    left of the sequence behind it."""
 
     number: int
     text: str
@@ -83,7 +83,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class EnvironmentReply:
-    """What an environment gave for one completion: what it earned, whether that was all, the ids that are read next
+    """Reply of an environment to one completion: what it earned, whether that was all, the ids that are read next
     (none after the last), with how many answers of tools and failures among them. is_lost: nothing of that is known, or
     there will be no more. metrics: the environment's."""
 
@@ -100,7 +100,7 @@ class Steps(Protocol):
     """Environments numbered as the requests are: `stepping.Environments`."""
 
     def step(self, turns: Sequence[Turn], encode: Callable[[int, Observation], list[int]]) -> list[EnvironmentReply]:
-        """A reply to each turn. encode: ids of what was observed, from its place in `turns`; raises UserError."""
+        """Return a reply to each turn. encode: ids of an observation, from its index in `turns`; raises UserError."""
 
 
 def run_episodes(
@@ -113,7 +113,7 @@ def run_episodes(
     max_length: int,
     first: Callable[[Callable[[], Any]], Any] = lambda act: act(),
 ) -> list[Episode]:
-    """Runs an episode for each of N requests, all turns of one round in one call of the engine; in their order.
+    """Run an episode for each of N requests, all turns of one round in one call of the engine; in their order.
 
     requests: the first turns; their SamplingParams are each turn's, cut to what max_length leaves of the sequence,
     prompt included. A later turn has the same prompt_index and sample_index and the seed `turn_seed(seed, turn)`, so
@@ -134,9 +134,9 @@ def run_episodes(
     for turn in range(max_turns):
         if not live:
             break
-        drawn = engine.generate([_turn(requests[one], episodes[one], turn, max_length) for one in live])
-        for one, completion in zip(live, drawn, strict=True):
-            _take(episodes[one], completion)
+        drawn = engine.generate([_turn(requests[number], episodes[number], turn, max_length) for number in live])
+        for number, completion in zip(live, drawn, strict=True):
+            _take(episodes[number], completion)
 
         is_last_round = turn + 1 == max_turns
 
@@ -147,22 +147,22 @@ def run_episodes(
                 raise ValueError("this rank asks the environments, and was given none")
             turns = [
                 Turn(
-                    one,
+                    number,
                     observations.text_of(completion),
                     is_last_round or completion.finish == "length",
-                    _room(episodes[one], max_length),
+                    _room(episodes[number], max_length),
                 )
-                for one, completion in zip(live, drawn, strict=True)
+                for number, completion in zip(live, drawn, strict=True)
             ]
 
-            def encode(place: int, seen: Observation) -> list[int]:
-                return observations.encode(seen, drawn[place], turns[place].room)
+            def encode(index: int, observation: Observation) -> list[int]:
+                return observations.encode(observation, drawn[index], turns[index].room)
 
             return environments.step(turns, encode)
 
         going_on = []
-        for one, completion, reply in zip(live, drawn, first(answer), strict=True):
-            episode = episodes[one]
+        for number, completion, reply in zip(live, drawn, first(answer), strict=True):
+            episode = episodes[number]
             episode.calls += reply.calls
             episode.failures += reply.failures
             episode.metrics = reply.metrics
@@ -178,26 +178,26 @@ def run_episodes(
                 episode.finish = "length"
             elif not is_last_round:
                 episode.add(reply.ids)
-                going_on.append(one)
+                going_on.append(number)
         live = going_on
     return episodes
 
 
 def tool_answers(observation: Observation) -> tuple[int, int]:
-    """How many answers of tools an observation holds, and how many of them say that a call failed."""
+    """Return the number of tools' answers in an observation, and of those that say that a call failed."""
     messages = [] if isinstance(observation, str) else observation
-    answers = [str(one.get("content")) for one in messages if one["role"] == "tool"]
+    answers = [str(message.get("content")) for message in messages if message["role"] == "tool"]
     return len(answers), sum(text.startswith(FAILED) for text in answers)
 
 
 def environment_seed(request: Request) -> int:
-    """The seed that a completion's environment is made with: the first 8 bytes of BLAKE2b of its seed and places."""
+    """Return the seed of a completion's environment: the first 8 bytes of BLAKE2b of its seed and indices."""
     return key("environment", request.seed, request.prompt_index, request.sample_index) % 2**64
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of a turn, counted from 0: the first has the request's own, so that an episode of one turn is what it
-    would be without an environment; later ones the first 8 bytes of BLAKE2b of "seed:turn"."""
+    """Return the seed of a turn, counted from 0: the first has the request's own, so that an episode of one turn is
+    what it would be without an environment; later ones the first 8 bytes of BLAKE2b of "seed:turn"."""
     return seed if turn == 0 else key(seed, turn) % 2**64
 
 

@@ -1,4 +1,4 @@
-"""A server of tools that speaks the Model Context Protocol over its standard input and output, as a client sees it.
+"""Client of a server of tools that speaks the Model Context Protocol over its standard input and output.
 
 JSON-RPC 2.0, a message a line: initialize, tools/list, tools/call (the protocol's specification of 2025-06-18).
 """
@@ -43,8 +43,9 @@ class _Connection:
 
 
 class ToolServer:
-    """A process that `command` starts, in this one's session, so that it ends with it. Its calls may be made by several
-    threads at once. Raises UserError where it cannot be started or does not answer as a server of tools."""
+    """Server of tools: a process that `command` starts, in this one's session, so that it ends with it. Its calls may
+    be made by several threads at once. Raises UserError where it cannot be started or does not answer as a server of
+    tools."""
 
     def __init__(self, command: str):
         self.command = command
@@ -64,23 +65,23 @@ class ToolServer:
         self._connection.process.wait()
 
     def tools(self) -> list[dict[str, Any]]:
-        """What it offers, in OpenAI's function format. Raises UserError."""
-        found: list[dict[str, Any]] = []
+        """Return the tools that it offers, in OpenAI's function format. Raises UserError."""
+        schemas: list[dict[str, Any]] = []
         cursor: dict[str, Any] = {}
         for _ in range(PAGES):
             page = self._now("tools/list", cursor)
             tools = page.get("tools", [])
             if not isinstance(tools, list) or not all(map(_is_tool, tools)):
                 raise UserError(f"grpo.tools: {self.command} answered tools/list with what is no list of named tools")
-            found += map(_openai, tools)
+            schemas += map(_openai, tools)
             if not page.get("nextCursor"):
-                return found
+                return schemas
             cursor = {"cursor": page["nextCursor"]}
         raise UserError(f"grpo.tools: {self.command} lists its tools in more than {PAGES} pages")
 
     def answer(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The texts of what a tool answers; `error: ..` where it says that it failed, or answers against the protocol.
-        Raises ServerGone. It waits for ever: the caller is given up where that takes too long."""
+        """Return the texts of a tool's answer; `error: ..` where it says that it failed, or answers against the
+        protocol. Raises ServerGone. It waits for ever: the caller is given up where that takes too long."""
         reply = self._ask("tools/call", {"name": name, "arguments": dict(arguments)}).result()
         try:
             return self._text(reply)
@@ -88,7 +89,7 @@ class ToolServer:
             return FAILED + str(error)
 
     def _text(self, reply: Mapping[str, Any]) -> str:
-        """Raises MalformedAnswer."""
+        """Return the text of a reply. Raises MalformedAnswer."""
         if "error" in reply:
             error = self._object(reply["error"], "an error")
             return FAILED + str(error.get("message", error))
@@ -96,8 +97,8 @@ class ToolServer:
         parts = result.get("content", [])
         if not isinstance(parts, list):
             raise MalformedAnswer(f"{self.command} answered with content that is {kind_of(parts)}, not a list")
-        texts = [self._object(one, "a part of the content") for one in parts]
-        text = "\n".join(str(one["text"]) if "text" in one else f"[{one.get('type', 'content')}]" for one in texts)
+        items = [self._object(part, "a part of the content") for part in parts]
+        text = "\n".join(str(item["text"]) if "text" in item else f"[{item.get('type', 'content')}]" for item in items)
         if not parts and "structuredContent" in result:
             text = json.dumps(result["structuredContent"], ensure_ascii=False)
         return FAILED + text if result.get("isError") else text
@@ -114,14 +115,14 @@ class ToolServer:
             raise UserError(f"grpo.tools: {self.command} cannot be started: {error}") from None
         self._connection = _Connection(process)
         threading.Thread(target=self._listen, args=(self._connection,), daemon=True).start()
-        about = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": {"name": "dtrain", "version": "0"}}
-        self._now("initialize", about)
+        parameters = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": {"name": "dtrain", "version": "0"}}
+        self._now("initialize", parameters)
         self._send(self._connection, {"method": "notifications/initialized"})
 
-    def _now(self, method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """A result within START seconds. Raises UserError."""
+    def _now(self, method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the result of a call, which may take START seconds. Raises UserError."""
         try:
-            reply = self._ask(method, given).result(START)
+            reply = self._ask(method, parameters).result(START)
             if "result" not in reply:
                 raise UserError(f"grpo.tools: {self.command} refused {method}: {reply.get('error')}")
             return self._object(reply["result"], "a result")
@@ -133,8 +134,8 @@ class ToolServer:
         except MalformedAnswer as error:
             raise UserError(f"grpo.tools: {error} ({method})") from None
 
-    def _ask(self, method: str, given: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Raises ServerGone."""
+    def _ask(self, method: str, parameters: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        """Send a request and return its future answer. Raises ServerGone."""
         answer: Future[dict[str, Any]] = Future()
         with self._lock:
             connection = self._connection
@@ -143,11 +144,11 @@ class ToolServer:
             self._number += 1
             number = self._number
             connection.waiting[number] = answer
-        self._send(connection, {"id": number, "method": method, "params": given})
+        self._send(connection, {"id": number, "method": method, "params": parameters})
         return answer
 
     def _send(self, connection: _Connection, message: Mapping[str, Any]) -> None:
-        """Raises ServerGone."""
+        """Send a message. Raises ServerGone."""
         line = json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
         try:
             with self._sending:
@@ -179,7 +180,7 @@ class ToolServer:
             answer.set_exception(gone)
 
     def _read(self, connection: _Connection, line: bytes) -> None:
-        """Raises UnicodeDecodeError."""
+        """Handle a line from the server. Raises UnicodeDecodeError."""
         try:
             message = loads(line)
         except UnicodeDecodeError:
@@ -191,7 +192,7 @@ class ToolServer:
         number = message.get("id")
         if "method" in message and "id" in message:
             reply = {"result": {}} if message["method"] == "ping" else {"error": NO_METHOD}
-            with suppress(ServerGone):  # told by `_listen`
+            with suppress(ServerGone):  # reported by `_listen`
                 self._send(connection, {"id": number, **reply})
         elif isinstance(number, int) and not isinstance(number, bool):
             with self._lock:

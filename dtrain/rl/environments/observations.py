@@ -1,4 +1,4 @@
-"""What an environment says, as tokens that stand behind what was sampled."""
+"""Observations of an environment as tokens that stand behind what was sampled."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ CHARACTERS, MARGIN = 8, 4096
 
 
 class Observations:
-    """Encodes what an environment says so that it can stand behind sampled tokens.
+    """Encoder of what an environment says, so that it can stand behind sampled tokens.
 
     In a conversation it is what the chat template writes between a reply's own text and the next one: the end of the
     turn, where the model has not written it, the messages, and the generation prompt. That is learnt from a
@@ -32,14 +32,14 @@ class Observations:
         self.tokenizer, self._template, self._calls = tokenizer, template, calls
 
     def text_of(self, completion: Completion) -> str:
-        """Without special tokens; where tools are, with them, since they may mark a call, and behind the opening of the
-        thinking that the prompt ends with."""
+        """Return the text of a completion, without special tokens; where tools are, with them, since they may mark a
+        call, and behind the opening of the thinking that the prompt ends with."""
         text = self.tokenizer.decode(completion.ids, skip_special_tokens=self._calls is None)
         return f"<think>{text}" if self._calls is not None and self._calls.thinks else text
 
     def encode(self, observation: Observation, completion: Completion, room: float = math.inf) -> list[int]:
-        """Ids that follow `completion`. Of an observation of more than `room` ids it may be the first ones alone, more
-        than `room`. Raises UserError as the template does."""
+        """Return the ids that follow `completion`. Of an observation of more than `room` ids it may be the first
+        ones alone, more than `room`. Raises UserError as the template does."""
         if self._template is not None:
             messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
             text = self._behind_a_reply(self._template, messages)
@@ -56,13 +56,13 @@ class Observations:
         return self._behind_a_completion(text, completion)
 
     def _behind_a_completion(self, text: str, completion: Completion) -> list[int]:
-        """Ids of `text`, without the end of the turn where the model has written it."""
+        """Return the ids of `text`, without the end of the turn where the model has written it."""
         ids = self._behind_a_word(text)
         if self._template is None:
             return ids
         ends = set(self.tokenizer.eos_ids)
         has_ended = bool(completion.ids) and completion.ids[-1] in ends
-        end = next((place for place, token in enumerate(ids) if token in ends), None)
+        end = next((index for index, token in enumerate(ids) if token in ends), None)
         if has_ended and end is not None and not self.tokenizer.decode(ids[:end]).strip():
             return ids[end + 1 :]
         return ids
@@ -72,12 +72,13 @@ class Observations:
             return self._calls.behind_a_call(messages)
         reply = {"role": "assistant", "content": REPLY}
         text = template.render([QUESTION, reply, *messages], add_generation_prompt=True)
-        _, found, rest = text.partition(REPLY)
-        if not found or not rest.strip():
+        _, reply_text, rest = text.partition(REPLY)
+        if not reply_text or not rest.strip():
             raise UserError(f"the chat template, {template.origin}, writes nothing after a reply")
         return rest
 
     def _behind_a_word(self, text: str) -> list[int]:
-        """Ids of `text` where it continues a text: some tokenizers put a space in front of what they begin with."""
+        """Return the ids of `text` where it continues a text: some tokenizers put a space in front of what they begin
+        with."""
         head, whole = self.tokenizer.encode(REPLY), self.tokenizer.encode(REPLY + text)
         return whole[len(head) :] if whole[: len(head)] == head else self.tokenizer.encode(text)

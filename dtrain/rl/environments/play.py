@@ -1,4 +1,4 @@
-"""Completions in several turns: a recipe's environments, or its tools, which rank 0 asks, around an engine that all
+"""Completions in several turns: a recipe's environments, or its tools, which rank 0 calls, with an engine that all
 ranks call."""
 
 from collections.abc import Mapping, Sequence
@@ -54,15 +54,16 @@ class Episodes:
         version: int,
         ask_stop: AskStop | None = None,
     ) -> list[Sample]:
-        """An episode for each request, whose data row the environment is made with; in their order. Raises UserError as
-        `environments` does, and Interrupted as `engine` does."""
+        """Play an episode for each request, whose data row the environment is made with; in their order. Raises
+        UserError as `environments` does, and Interrupted as `engine` does."""
 
         calls = self.calls
         if self.has_tools_in_rows and (
-            tools := next(filter(None, (one["columns"].get("tools") for one in rows)), None)
+            tools := next(filter(None, (row["columns"].get("tools") for row in rows)), None)
         ):
             calls = learn_tool_format(self.template, tools)
-            rows = [{**one, "columns": {**one["columns"], "calls": (calls.form, calls.is_single)}} for one in rows]
+            form = (calls.form, calls.is_single)
+            rows = [{**row, "columns": {**row["columns"], "calls": form}} for row in rows]
 
         def make() -> None:
             if self.environments is not None:
@@ -84,42 +85,43 @@ class Episodes:
             self.environments.forget()
         return [
             Sample(
-                one.prompt,
-                one.ids,
-                one.sampled,
-                one.logprobs,
-                one.finish,
-                one.version,
-                one.earned,
-                one.longest,
-                (one.calls, one.failures),
-                one.routed,
-                one.metrics,
+                episode.prompt,
+                episode.ids,
+                episode.sampled,
+                episode.logprobs,
+                episode.finish,
+                episode.version,
+                episode.earned,
+                episode.longest,
+                (episode.calls, episode.failures),
+                episode.routed,
+                episode.metrics,
             )
-            for one in episodes
+            for episode in episodes
         ]
 
 
 def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> Episodes:
-    """The environments of `recipe`, or its tools, in their own process, on rank 0 alone; the run closes it. Collective.
-    Raises UserError."""
-    section, data, asked = recipe.grpo, recipe.data, recipe.grpo.verifiers
+    """Open the environments of `recipe`, or its tools, in their own process, on rank 0 alone; the run closes it.
+    Collective. Raises UserError."""
+    section, data, library = recipe.grpo, recipe.data, recipe.grpo.verifiers
     template = choose_template(tokenizer.directory, tokenizer.special_tokens, data.chat_template, data.template_kwargs)
     tools = tool_schemas(section.tools) if section.tools else []
     calls = learn_tool_format(template, [schema for _, schema in tools]) if tools else None
     opened: list[Environments] = []
 
     def start() -> None:
-        made: dict[str, Any] = {"path": section.environment}
+        arguments: dict[str, Any] = {"path": section.environment}
         if calls is not None:
-            sources = [(find(one.fn, "tool") if one.fn else one.mcp, schema["function"]) for one, schema in tools]
+            sources = [(find(tool.fn, "tool") if tool.fn else tool.mcp, schema["function"]) for tool, schema in tools]
             options = (sources, calls.form, calls.is_single, section.tool_output)
-            made = {"path": "dtrain.rl.environments.tools:Toolbox", "options": options, "whose": "grpo.tools"}
-        if asked.name is not None:
-            of = (asked.name, asked.args, tokenizer.special_texts)
-            made = {"path": "dtrain.rl.environments.verifiers:Library", "options": of, "whose": "grpo.verifiers"}
+            arguments = {"path": "dtrain.rl.environments.tools:Toolbox", "options": options, "whose": "grpo.tools"}
+        if library.name is not None:
+            path = "dtrain.rl.environments.verifiers:Library"
+            library_options = (library.name, library.args, tokenizer.special_texts)
+            arguments = {"path": path, "options": library_options, "whose": "grpo.verifiers"}
         environments = Environments(
-            **made,
+            **arguments,
             timeout=section.environment_timeout,
             threads=section.environment_threads,
             say=run.metrics.say,
@@ -129,5 +131,5 @@ def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> Epis
     ranks = Ranks()
     ranks.first(start)
     environments = opened[0] if opened else None
-    has_own = asked.name is not None
+    has_own = library.name is not None
     return Episodes(environments, tokenizer, template, calls, section.max_turns, data.max_length, ranks, has_own)

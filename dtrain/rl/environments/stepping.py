@@ -18,7 +18,7 @@ from dtrain.rl.worker import Lost, Worker
 GRACE = 5.0  # seconds behind the timeout after which the process itself hangs, in C say, and not one of its threads
 KEY = "grpo.environment_timeout"
 
-Failures = dict[tuple[str, str], list[str]]  # by stage and a word for the cause: what went wrong, of each environment
+Failures = dict[tuple[str, str], list[str]]  # by stage and cause: what went wrong, of each environment
 
 
 class Environments(Worker):
@@ -27,7 +27,7 @@ class Environments(Worker):
 
     timeout: seconds that making one may take, or one step with its observation. threads: how many are made or stepped
     side by side; with 1 all is done in one thread, in the order of the calls. grace: seconds more until the process is
-    killed where it does not give up by itself what takes too long. say: told, once for each cause, what went wrong.
+    killed where it does not give up by itself what takes too long. say: gets what went wrong, once for each cause.
 
     An environment is lost where it raises, gives something of a wrong type or takes too long; all are where their
     process ends or no longer answers, and it is replaced when others are made. As long as nothing of its kind (a make,
@@ -61,16 +61,16 @@ class Environments(Worker):
             say=say,
         )
 
-    def make(self, given: Sequence[tuple[Mapping[str, Any], int]]) -> None:
-        """An environment for each row and seed, numbered from 0; those before are gone."""
-        self._count = len(given)
+    def make(self, seeded_rows: Sequence[tuple[Mapping[str, Any], int]]) -> None:
+        """Make an environment for each row and seed, numbered from 0; those before are gone."""
+        self._count = len(seeded_rows)
         self._live.clear()
         try:
             self._renew()
         except Lost as lost:
             self._tell("make", str(lost), f"{self._whose}: their process {lost}{self._loss(self._count)}")
             return
-        answers = self._answers("make", range(self._count), given)
+        answers = self._answers("make", range(self._count), seeded_rows)
         failures: Failures = defaultdict(list)
         for number, answer in answers.items():
             if "value" in answer:
@@ -82,14 +82,14 @@ class Environments(Worker):
         self._judge_all(failures)
 
     def step(self, turns: Sequence[Turn], encode: Callable[[int, Observation], list[int]]) -> list[EnvironmentReply]:
-        """A reply to each turn, in their order; no environment has two. encode: ids of what was observed, from its
-        place in `turns`; a UserError that it raises is the environment's. Lost environments are not asked again."""
-        asked = [(turn.number, turn.text, turn.is_last) for turn in turns if turn.number in self._live]
-        answers = self._answers("step", [number for number, *_ in asked], asked)
+        """Return a reply to each turn, in their order; no environment has two. encode: ids of an observation, from its
+        index in `turns`; a UserError that it raises is the environment's. Lost environments are not asked again."""
+        content = [(turn.number, turn.text, turn.is_last) for turn in turns if turn.number in self._live]
+        answers = self._answers("step", [number for number, *_ in content], content)
         failures: Failures = defaultdict(list)
         replies = []
-        full: list[int] = []  # places of those whose observation leaves no room for a completion
-        for place, turn in enumerate(turns):
+        full: list[int] = []  # indices of turns whose observation leaves no room for a completion
+        for index, turn in enumerate(turns):
             reply = EnvironmentReply(is_lost=True)
             if turn.number in self._live:
                 answer = answers[turn.number]
@@ -102,25 +102,26 @@ class Environments(Worker):
                     self._add(failures, "step", answer)
                 else:
                     try:
-                        seen = value["observation"]
-                        calls, failed = tool_answers(seen)
-                        ids = encode(place, seen)
+                        observation = value["observation"]
+                        calls, failed = tool_answers(observation)
+                        ids = encode(index, observation)
                         reply = EnvironmentReply(value["earned"], False, ids, False, calls, failed, value["metrics"])
-                        full += [place] * (len(ids) >= turn.room)
+                        if len(ids) >= turn.room:
+                            full.append(index)
                         self._has_worked.add("observe")
                     except UserError as error:
                         failures["observe", "encode"].append(f"{self._whose}: {error}")
             replies.append(reply)
-        numbers = [turns[place].number for place in full]
-        for place, answer in zip(full, self._answers("end", numbers, numbers).values(), strict=True):
+        numbers = [turns[index].number for index in full]
+        for index, answer in zip(full, self._answers("end", numbers, numbers).values(), strict=True):
             value = answer.get("value")
             if value is None or "lost" in answer:
                 self._add(failures, "end", answer)
-                replies[place] = EnvironmentReply(is_lost=True)
+                replies[index] = EnvironmentReply(is_lost=True)
             else:
                 self._has_worked.add("end")
-                earned = total(replies[place].earned, value["earned"])
-                replies[place] = replace(replies[place], earned=earned, metrics=value["metrics"])
+                earned = total(replies[index].earned, value["earned"])
+                replies[index] = replace(replies[index], earned=earned, metrics=value["metrics"])
         self._judge_all(failures)
         self._live -= {turn.number for turn, reply in zip(turns, replies, strict=True) if reply.is_lost}
         return replies
@@ -135,7 +136,7 @@ class Environments(Worker):
                 self._tell("end", str(lost), f"{self._whose}: their process {lost} when they were over")
 
     def _renew(self) -> None:
-        """Another process where this one is gone, or has threads that hang and slow it down for ever."""
+        """Start another process where this one is gone, or has threads that hang and slow it down for ever."""
         if self._is_alive:
             with suppress(Lost):
                 (stuck,) = self._ask("stuck", grace=self._grace)
@@ -144,7 +145,7 @@ class Environments(Worker):
         self._ensure()
 
     def _answers(self, method: str, numbers: Sequence[int], content: Sequence[Any]) -> dict[int, Outcome]:
-        """An answer of each number; where the process is lost, each says so."""
+        """Return an answer for each number; where the process is lost, each says so."""
         answers: dict[int, Outcome] = {number: {} for number in numbers}
         if content:
             try:

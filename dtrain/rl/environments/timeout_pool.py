@@ -1,4 +1,4 @@
-"""Threads that do tasks side by side, each within a time: one that hangs is given up, and the others go on."""
+"""Pool of threads with a time limit for each task: a thread that hangs is given up, and the others go on."""
 
 import threading
 import time
@@ -10,18 +10,18 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-MOST_LATE = 4  # tasks in a row; what is asked of may be down, and each would take its whole time
+MOST_LATE = 4  # tasks in a row; what they call may be down, and each would take its whole time
 
 
 class Missed(Enum):
-    """Why a task has no outcome: it took too long, or too many before it did."""
+    """Reasons why a task has no outcome: it took too long, or too many before it did."""
 
     LATE = "late"
     UNTRIED = "untried"
 
 
 class TimeoutPool(Generic[T]):
-    """`threads` threads, which live from call to call. timeout: seconds that a task may take.
+    """Pool of `threads` threads, which live from call to call. timeout: seconds that a task may take.
 
     One thread does tasks one after another in their order, all calls' tasks, until it is given up and another takes its
     place. A thread that is given up does what hangs to its end, if there is one, and no more. Not for several threads
@@ -40,32 +40,32 @@ class TimeoutPool(Generic[T]):
         return len(self._given_up)
 
     def do(self, tasks: Sequence[Callable[[], T]]) -> Iterator[list[tuple[int, T | Missed]]]:
-        """Places and outcomes of `tasks`, which raise nothing, as they come; each place once.
+        """Run `tasks`, which raise nothing; yields their indices and outcomes as they come, each index once.
 
         After MOST_LATE or more tasks that took too long with none between them that did not, those that no thread has
         begun are not tried.
         """
         waiting = deque(enumerate(tasks))
-        running: dict[Future[T], tuple[int, ThreadPoolExecutor, float]] = {}  # place, thread, when it is late
+        running: dict[Future[T], tuple[int, ThreadPoolExecutor, float]] = {}  # index, thread, when it is late
         late_in_a_row = 0
         while waiting or running:
             while waiting and len(running) < self._threads:
-                place, task = waiting.popleft()
+                index, task = waiting.popleft()
                 thread = self._idle.pop() if self._idle else ThreadPoolExecutor(1)
-                running[thread.submit(task)] = place, thread, time.monotonic() + self._timeout
+                running[thread.submit(task)] = index, thread, time.monotonic() + self._timeout
             first_due = min(due for _, _, due in running.values())
             done, _ = wait(running, max(0.0, first_due - time.monotonic()), FIRST_COMPLETED)
-            late = [one for one, (*_, due) in running.items() if due <= time.monotonic() and not one.done()]
-            found: list[tuple[int, T | Missed]] = []
-            for one in done:
-                place, thread, _ = running.pop(one)
+            late = [future for future, (*_, due) in running.items() if due <= time.monotonic() and not future.done()]
+            outcomes: list[tuple[int, T | Missed]] = []
+            for future in done:
+                index, thread, _ = running.pop(future)
                 self._idle.append(thread)
-                found.append((place, one.result()))
+                outcomes.append((index, future.result()))
             late_in_a_row = len(late) + (0 if done else late_in_a_row)
-            found += [(running.pop(one)[0], Missed.LATE) for one in late]
+            outcomes += [(running.pop(future)[0], Missed.LATE) for future in late]
             self._given_up += late
             if late_in_a_row >= MOST_LATE:
-                found += [(place, Missed.UNTRIED) for place, _ in waiting]
+                outcomes += [(index, Missed.UNTRIED) for index, _ in waiting]
                 waiting.clear()
-            if found:
-                yield found
+            if outcomes:
+                yield outcomes

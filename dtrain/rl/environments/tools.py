@@ -1,4 +1,4 @@
-"""Tools as an environment: the calls in a completion are done, and their answers are read next.
+"""Environment of tools: the calls in a completion are done, and their answers are read next.
 
 In the environments' process; a call that hangs is given up as any step is, and a server that ends loses the episodes
 that ask it; another is started for the next ones.
@@ -20,7 +20,7 @@ from dtrain.rl.environments.mcp import ToolServer
 
 
 class Toolbox:
-    """Makes an environment of the same tools for each completion.
+    """Maker of environments with the same tools, one for each completion.
 
     sources: of each tool (module, function) or the command of its server, and its schema with `name` and `parameters`.
     form, is_single: `data.tool_format.ToolFormat`'s. most: characters of an answer; what is beyond is cut, and it says
@@ -36,11 +36,10 @@ class Toolbox:
     ):
         self.form, self._is_single, self._most = form, is_single, most
         self.parameters: Parameters = {schema["name"]: schema["parameters"] for _, schema in sources}
-        self._servers = {
-            command: ToolServer(command) for command in dict.fromkeys(one for one, _ in sources if isinstance(one, str))
-        }
+        commands = dict.fromkeys(source for source, _ in sources if isinstance(source, str))
+        self._servers = {command: ToolServer(command) for command in commands}
         offered = {
-            command: {one["function"]["name"]: one["function"] for one in server.tools()}
+            command: {tool["function"]["name"]: tool["function"] for tool in server.tools()}
             for command, server in self._servers.items()
         }
         self._functions, self._served = {}, {}
@@ -60,21 +59,21 @@ class Toolbox:
         return ToolUse(self)
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Those in a completion; the first alone where the template writes no more in a turn."""
-        found = read_calls(self.form, text, self.parameters)
-        return found[:1] if self._is_single else found
+        """Return the calls in a completion; the first alone where the template writes no more in a turn."""
+        calls = read_calls(self.form, text, self.parameters)
+        return calls[:1] if self._is_single else calls
 
     def answer(self, call: ToolCall) -> str:
-        """What a call gives, as text: JSON where it is none; or why it gives nothing."""
+        """Return the result of a call as text: JSON where it is none; or why there is none."""
         problem = self._problem(call)
         if problem is not None:
             return self._cut(FAILED + problem)
         if call.name in self._served:
             return self._cut(self._served[call.name].answer(call.name, call.arguments))
-        done = attempt(partial(_run, self._functions[call.name], call.arguments))
-        if "value" in done:
-            return self._cut(done["value"])
-        return self._cut(FAILED + (done.get("user") or done["error"].splitlines()[-1]))
+        outcome = attempt(partial(_run, self._functions[call.name], call.arguments))
+        if "value" in outcome:
+            return self._cut(outcome["value"])
+        return self._cut(FAILED + (outcome.get("user") or outcome["error"].splitlines()[-1]))
 
     def _problem(self, call: ToolCall) -> str | None:
         if call.problem is not None:
@@ -98,7 +97,7 @@ class Toolbox:
 
 
 class ToolUse:
-    """One completion's. It earns nothing, and is done where a completion calls no tool."""
+    """Environment of one completion. It earns nothing, and is done where a completion calls no tool."""
 
     def __init__(self, box: Toolbox):
         self.done = False
@@ -110,7 +109,7 @@ class ToolUse:
         self.done = not self._calls
 
     def observe(self) -> list[dict[str, Any]]:
-        """The answers in the order of the calls, messages of role tool."""
+        """Return the answers in the order of the calls, messages of role tool."""
         answers = []
         for call in self._calls:
             name = call.name if call.name in self._box.parameters else UNREAD

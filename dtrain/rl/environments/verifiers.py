@@ -27,8 +27,8 @@ ROW = "row"  # the column of what the environment's own data set says
 
 
 def load(name: str, args: Mapping[str, Any]) -> Any:
-    """`vf.load_environment(name, **args)`. Raises UserError where it is not installed, cannot be loaded, or is of a
-    kind whose rollouts cannot be stepped one by one."""
+    """Return `vf.load_environment(name, **args)`. Raises UserError where it is not installed, cannot be loaded, or
+    is of a kind whose rollouts cannot be stepped one by one."""
     find_verifiers(name)
     import verifiers as vf
 
@@ -36,22 +36,22 @@ def load(name: str, args: Mapping[str, Any]) -> Any:
         raise UserError("grpo.verifiers: this release of verifiers loads no environment by name: pip install "
                         "'dtrain[verifiers]'")  # fmt: skip
     try:
-        found = vf.load_environment(name, **args)
+        environment = vf.load_environment(name, **args)
     except (RuntimeError, ValueError, TypeError) as error:
         cause = f" ({error.__cause__})" if error.__cause__ and str(error.__cause__) not in str(error) else ""
         raise UserError(f"grpo.verifiers: {error}{cause}; grpo.verifiers.args are {json.dumps(dict(args))}") from None
     problem = None
-    if getattr(found, "message_type", "chat") != "chat":
+    if getattr(environment, "message_type", "chat") != "chat":
         problem = "continues plain texts, and dtrain plays conversations with it"
-    elif found.rubric.has_group_rewards:
+    elif environment.rubric.has_group_rewards:
         problem = "rewards all completions of a group together, and dtrain asks it for each by itself"
     if problem is not None:
         raise UserError(f"grpo.verifiers: {name} {problem}; write it as grpo.environment and grpo.rewards")
-    return found
+    return environment
 
 
 class Library:
-    """Makes an environment of a rollout for each completion.
+    """Maker of environments, each a rollout of the library, one for each completion.
 
     specials: texts of the special tokens, which a completion may have in it and a message has not.
     """
@@ -63,29 +63,29 @@ class Library:
         self._loop = asyncio.new_event_loop()
 
     def main(self) -> None:
-        """Runs the rollouts, for ever: in the process's main thread, since rewards of math-verify set alarms, which no
+        """Run the rollouts, for ever: in the process's main thread, since rewards of math-verify set alarms, which no
         other thread may, and the library takes what they raise there for 0."""
         self._loop.run_forever()
 
     def __call__(self, row: Mapping[str, Any], seed: int) -> "Played":
         columns = row["columns"]
         if columns.get(MADE) != self.made:
-            of = json.dumps(columns[MADE]) if MADE in columns else "no environment of verifiers"
+            origin = json.dumps(columns[MADE]) if MADE in columns else "no environment of verifiers"
             raise UserError(
-                f"the data's row is of {of}, and the run of {json.dumps(self.made)}: write the data anew: "
+                f"the data's row is of {origin}, and the run of {json.dumps(self.made)}: write the data anew: "
                 f"{_command(**self.made)}"
             )
         talk = _Talk(self._loop)
-        given = {**columns[ROW], "prompt": row["prompt"]}
-        rollout = self._environment.run_rollout(given, _client(talk), "dtrain", {})
+        inputs = {**columns[ROW], "prompt": row["prompt"]}
+        rollout = self._environment.run_rollout(inputs, _client(talk), "dtrain", {})
         talk.run(rollout)
         read = partial(_message, specials=self._specials, calls=columns.get("calls"), tools=columns.get("tools") or [])
         return Played(talk, row["prompt"], columns.get("tools") or [], read)
 
 
 class Played:
-    """One completion's: a rollout that waits for it. earned: what the rubric gives where the rollout is over, with its
-    parts, the `metrics`."""
+    """Environment of one completion: a rollout that waits for it. earned: what the rubric gives where the rollout is
+    over, with its parts, the `metrics`."""
 
     def __init__(
         self,
@@ -117,25 +117,25 @@ class Played:
         return self._earned()
 
     def observe(self) -> list[Message]:
-        """The messages behind the reply. Raises UserError where those before are no longer what they were."""
+        """Return the messages behind the reply. Raises UserError where those before are no longer what they were."""
         begin = len(self._messages)
         self._check(self._talk.messages, self._talk.tools, begin)
-        new = [_plain(one) for one in self._talk.messages[begin:]]
+        new = [_plain(message) for message in self._talk.messages[begin:]]
         if not new:
             raise UserError("it asks again and said nothing, and a turn needs a message before it")
         names = {call["id"]: call["function"]["name"] for call in self._messages[-1].get("tool_calls", [])}
-        for one in new:
-            if not isinstance(one.setdefault("content", ""), str):
-                raise UserError(f"it said {shown(one)}; messages of text alone can be trained on")
-            if one["role"] == "assistant":
+        for message in new:
+            if not isinstance(message.setdefault("content", ""), str):
+                raise UserError(f"it said {shown(message)}; messages of text alone can be trained on")
+            if message["role"] == "assistant":
                 raise UserError("it speaks for the model, and what the model did not draw is not trained as its own")
-            if one["role"] == "tool":
-                one["name"] = names.get(one.get("tool_call_id"), "unread")
+            if message["role"] == "tool":
+                message["name"] = names.get(message.get("tool_call_id"), "unread")
         self._messages += new
         return new
 
     def end(self) -> float | None:
-        """There is no room for another turn: the rollout ends as it does where a prompt is too long."""
+        """End the rollout as it ends where a prompt is too long: there is no room for another turn."""
         import verifiers as vf
 
         self._talk.fail(vf.OverlongPromptError("there is no room for another turn"))
@@ -144,26 +144,27 @@ class Played:
         return self._earned()
 
     def _earned(self) -> float | None:
-        """Raises whatever the rollout raised."""
-        found = self._talk.result()
-        if found.get("error"):
-            raise RuntimeError(f"the rollout failed: {found['error']}")
-        numbers = {name: one for name, one in (found.get("metrics") or {}).items() if isinstance(one, int | float)}
-        self.metrics = {name: float(one) for name, one in numbers.items() if math.isfinite(one)}
-        return found["reward"]
+        """Return the reward of the rollout. Raises whatever it raised."""
+        result = self._talk.result()
+        if result.get("error"):
+            raise RuntimeError(f"the rollout failed: {result['error']}")
+        metrics = result.get("metrics") or {}
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        self.metrics = {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
+        return result["reward"]
 
     def _check(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], count: int) -> None:
-        """That what it asks with begins as the tokens do that were read and drawn."""
-        if [_plain(one) for one in messages[:count]] != [_plain(one) for one in self._messages]:
+        """Check that the messages begin as the tokens do that were read and drawn. Raises UserError."""
+        if [_plain(message) for message in messages[:count]] != [_plain(message) for message in self._messages]:
             raise UserError("it asks with other messages than were read and drawn before, and dtrain trains on one "
                             "conversation that only grows")  # fmt: skip
-        if [_tool(one) for one in tools] != [_tool(one) for one in self._tools]:
+        if [_tool(tool) for tool in tools] != [_tool(tool) for tool in self._tools]:
             raise UserError("it offers other tools than the prompt tells of, which dtrain cannot follow; write the "
                             "data anew if the environment has changed")  # fmt: skip
 
 
 class _Talk:
-    """What passes between a rollout, in its loop, and the thread that steps it."""
+    """Channel between a rollout, in its loop, and the thread that steps it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
@@ -174,13 +175,13 @@ class _Talk:
         self._task.add_done_callback(lambda _: self._heard.put(None))
 
     async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Any:
-        """The completion that follows, `openai.types.chat.ChatCompletion`."""
+        """Return the completion that follows, `openai.types.chat.ChatCompletion`."""
         answer: asyncio.Future[Any] = self._loop.create_future()
         self._heard.put((messages, tools, answer))
         return await answer
 
     def hear(self) -> tuple[Any, ...] | None:
-        """What it asks next; None where it is over. It waits for ever: who asks is given up."""
+        """Return what the rollout asks next; None where it is over. It waits for ever: the caller is given up."""
         heard = self._heard.get()
         if heard is not None:
             self.messages, self.tools, self._answer = heard
@@ -208,56 +209,56 @@ def _client(talk: _Talk) -> Any:
     from verifiers.clients import OpenAIChatCompletionsClient
 
     class Client(OpenAIChatCompletionsClient):
-        """Completions that a step brings."""
+        """Client whose completions a step brings."""
 
         async def get_native_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any):
             return await talk.ask(prompt, tools or [])
 
         async def raise_from_native_response(self, response: Any) -> None:
-            """An empty completion is judged as any other."""
+            """Raise nothing: an empty completion is judged as any other."""
 
     return Client(None)
 
 
 def _message(text: str, count: int, *, specials: Sequence[str], calls: Sequence[Any] | None, tools: Any) -> Message:
-    """A completion as a server's answer. calls: the form of calls, and whether there is one a turn at most. count: of
-    the calls before. Calls that cannot be read are text."""
-    found = []
+    """Return a completion as a server's answer. calls: the form of calls, and whether there is one a turn at most.
+    count: of the calls before. Calls that cannot be read are text."""
+    read = []
     if tools and calls is not None:
         form, is_single = calls
-        parameters = {one["function"]["name"]: one["function"]["parameters"] for one in tools}
-        found = read_calls(form, text, parameters)[: 1 if is_single else None]
-    if found and not any(one.problem for one in found):
-        opening = min((text.find(one) for one in OPENINGS if one in text), default=0)
-        text = text[:opening].rstrip()
+        parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+        read = read_calls(form, text, parameters)[: 1 if is_single else None]
+    if read and not any(call.problem for call in read):
+        begin = min((text.find(opening) for opening in OPENINGS if opening in text), default=0)
+        text = text[:begin].rstrip()
     else:
-        found = []
+        read = []
     for special in specials:
         text = text.replace(special, "")
     written = [
         {
             "type": "function",
             "id": f"call{count + number:05}",
-            "function": {"name": one.name, "arguments": json.dumps(one.arguments, ensure_ascii=False)},
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
         }
-        for number, one in enumerate(found)
+        for number, call in enumerate(read)
     ]
     return {"role": "assistant", "content": text, **({"tool_calls": written} if written else {})}
 
 
 def _plain(message: Mapping[str, Any]) -> Message:
-    """A message as others are compared with it: parts of text are one text, what is empty is left out."""
-    found = {key: value for key, value in message.items() if key != "name" and value not in (None, "", [])}
-    parts = found.get("content")
-    if isinstance(parts, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in parts):
-        found["content"] = "".join(one["text"] for one in parts)
-    if "tool_calls" in found:
-        found["tool_calls"] = [_call(one) for one in found["tool_calls"]]
-    return found
+    """Return a message as others are compared with it: parts of text are one text, what is empty is left out."""
+    plain = {key: value for key, value in message.items() if key != "name" and value not in (None, "", [])}
+    parts = plain.get("content")
+    if isinstance(parts, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+        plain["content"] = "".join(part["text"] for part in parts)
+    if "tool_calls" in plain:
+        plain["tool_calls"] = [_call(call) for call in plain["tool_calls"]]
+    return plain
 
 
 def _call(call: Any) -> Any:
-    """Of a conversation that was read from a file, or of a client's."""
+    """Return a call's id, name and arguments, from a conversation that was read from a file, or from a client's."""
     call = json.loads(call) if isinstance(call, str) else call
     function = call.get("function", call)
     return [call.get("id"), function.get("name"), function.get("arguments")]
@@ -269,22 +270,22 @@ def _tool(tool: Mapping[str, Any]) -> list[Any]:
 
 
 def rows_of(environment: Any, name: str, args: Mapping[str, Any], is_eval: bool = False) -> list[dict[str, Any]]:
-    """Rows of prompts of its data set, with what its rubric reads. Raises UserError for a data set that is empty, or
-    holds what JSON does not."""
+    """Return rows of prompts of its data set, with what its rubric reads. Raises UserError for a data set that is
+    empty, or holds what JSON does not."""
     try:
-        found = environment.get_eval_dataset() if is_eval else environment.get_dataset()
+        dataset = environment.get_eval_dataset() if is_eval else environment.get_dataset()
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
     rows = []
-    for one in found:
-        info = one.get("info") or {}
+    for record in dataset:
+        info = record.get("info") or {}
         info = json.loads(info) if isinstance(info, str) else info
         defined = info.get("tool_defs", environment.tool_defs) or []
-        prompt = [_message_of(message) for message in one["prompt"]]
+        prompt = [_message_of(message) for message in record["prompt"]]
         row: dict[str, Any] = {"prompt": prompt, MADE: {"name": name, "args": dict(args)}}
-        row |= {"answer": one["answer"]} if isinstance(one.get("answer"), str) else {}
+        row |= {"answer": record["answer"]} if isinstance(record.get("answer"), str) else {}
         row |= {"tools": [_openai(tool) for tool in defined]} if defined else {}
-        rows.append(row | {ROW: {key: value for key, value in one.items() if key != "prompt"}})
+        rows.append(row | {ROW: {key: value for key, value in record.items() if key != "prompt"}})
     if not rows:
         raise UserError(f"{name}: its data set is empty")
     try:
@@ -300,7 +301,7 @@ def _message_of(message: Any) -> Message:
 
 
 def _openai(tool: Any) -> dict[str, Any]:
-    """A definition, as an object or a mapping, in OpenAI's function format."""
+    """Return a definition, an object or a mapping, in OpenAI's function format."""
     plain = tool if isinstance(tool, Mapping) else tool.model_dump()
     function = plain.get("function", plain)
     about = {key: function[key] for key in ("name", "description", "parameters")}
@@ -308,8 +309,8 @@ def _openai(tool: Any) -> dict[str, Any]:
 
 
 def _command(name: str, args: Mapping[str, Any]) -> str:
-    given = f" '{json.dumps(dict(args))}'" if args else ""
-    return f"python -m dtrain.rl.environments.verifiers {name}{given} > FILE"
+    arguments = f" '{json.dumps(dict(args))}'" if args else ""
+    return f"python -m dtrain.rl.environments.verifiers {name}{arguments} > FILE"
 
 
 def main() -> None:
@@ -318,12 +319,12 @@ def main() -> None:
     parser.add_argument("name", help="grpo.verifiers.name")
     parser.add_argument("args", nargs="?", type=json.loads, default={}, help="grpo.verifiers.args, as JSON")
     parser.add_argument("--eval", action="store_true", help="those of its data set for evaluation")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if "" not in sys.path:
         sys.path.append("")
     try:
         with redirect_stdout(sys.stderr):  # what the environment prints is no row
-            rows = rows_of(load(given.name, given.args), given.name, given.args, given.eval)
+            rows = rows_of(load(options.name, options.args), options.name, options.args, options.eval)
     except UserError as error:
         raise SystemExit(f"dtrain: {error}") from None
     for row in rows:

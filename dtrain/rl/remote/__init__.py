@@ -1,7 +1,7 @@
 """Completions from servers (vLLM, SGLang, `dtrain serve`), new weights to them, and a model that judges.
 
 training                servers as the engine of a training run
-http, dialects          many requests to many servers; how each kind is asked
+http, dialects          many requests to many servers; the requests of each kind
 http_client             one HTTP call
 prefetch                the next rollout while training goes on
 publish                 new weights, by broadcast or through a directory

@@ -1,4 +1,4 @@
-"""The adapter alone to servers: which of them take it, and each version in a directory of its own.
+"""Publishing of the adapter alone to servers: which of them take it, and each version in a directory of its own.
 
 Servers that know a version by its name may still draw with the one before; `HttpEngine.update_adapter` says when it
 goes. They read the fields of PEFT's file that are the same everywhere: one rank for all layers, and alpha ÷ rank.
@@ -28,24 +28,24 @@ MERGED = "grpo.server.weights=directory sends merged weights"
 
 
 def refusal(engine: HttpEngine, config: AdapterConfig) -> str | None:
-    """Why the servers cannot take an adapter of this kind; None where they can. Raises UserError."""
+    """Return why the servers cannot take an adapter of this kind; None where they can. Raises UserError."""
     if config.modules_to_save:
         return f"no server takes what is trained beside the adapter, lora.modules_to_save={[*config.modules_to_save]}"
     if config.parameters:
         return f"no server is known to take adapters of experts, lora.target={[*config.parameters]}"
-    strict = next((one for one in engine.servers if not one.dialect.dora), None)
+    strict = next((server for server in engine.servers if not server.dialect.dora), None)
     if config.dora and strict is not None:
-        return f"{strict.wire.url}: {strict.dialect.name} takes no DoRA"
+        return f"{strict.client.url}: {strict.dialect.name} takes no DoRA"
     lacking = engine.lacks_adapters()
     if lacking is None:
         return None
-    lows = config.rank, *config.rank_pattern.values()
-    starts = dict.fromkeys(one.dialect.start_with(max(lows)) for one in engine.servers)
+    ranks = config.rank, *config.rank_pattern.values()
+    starts = dict.fromkeys(server.dialect.start_with(max(ranks)) for server in engine.servers)
     return f"{lacking}: {'; '.join(starts)}"
 
 
 class AdapterPublisher(Publisher):
-    """Writes the adapter to `shared`/step-N, marked when it is whole, and has the servers load it.
+    """Publisher that writes the adapter to `shared`/step-N, marked when it is whole, and has the servers load it.
 
     shared: a directory that trainer and servers see under the same path. base: the directory of the model that the
     adapter is of. keep: how many step-N stay; those that a server may still draw with are among two.
@@ -59,8 +59,8 @@ class AdapterPublisher(Publisher):
         self._run = secrets.token_hex(4)  # servers keep names, and what they know by them, from run to run
 
     def publish(self, model: CausalLM, version: int) -> None:
-        """Collective; one all-gather per sharded tensor of the adapter. Raises UserError where the directory cannot be
-        written or no server took it."""
+        """Write the adapter of `model` and have the servers load it. Collective; one all-gather per sharded tensor of
+        the adapter. Raises UserError where the directory cannot be written or no server took it."""
         config, tensors = served(model, self.config)
         directory = step_directory(self.shared, version)
         write_adapter(directory, tensors, config, model.config, str(self.base), replace=True, ranks=self.ranks)
@@ -76,7 +76,7 @@ class AdapterPublisher(Publisher):
 
 @torch.no_grad()
 def served(model: CausalLM, config: AdapterConfig) -> tuple[AdapterConfig, Mapping[str, Tensor]]:
-    """The adapter of `model` as servers read it, its tensors by parameter name, A [r, in] and B [out, r], as they lie.
+    """Return the adapter of `model` as servers read it: tensors by parameter name, A [r, in], B [out, r], as they lie.
 
     Where ranks or scales differ between layers, or the scale is rsLoRA's: every A and B filled up with zeros to one
     rank, the scale in B, all of them whole. Collective: one all-gather then per sharded tensor.

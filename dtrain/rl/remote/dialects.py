@@ -1,4 +1,4 @@
-"""How vLLM, SGLang and `dtrain serve` are asked for completions and told of new weights. No torch.
+"""Dialects of vLLM, SGLang and `dtrain serve`: requests for completions and notices of new weights. No torch.
 
 vllm    /v1/completions with token ids in and `return_token_ids`, `return_tokens_as_token_ids` and `logprobs: 0` for
         token ids and logprobs out (vLLM's openai/completion/protocol.py). Start it with --logprobs-mode
@@ -15,12 +15,12 @@ dtrain  vLLM's completions with `prompt_index` and `sample_index`, so that the d
         is loaded in place of itself: completions under way go on with it, and say their oldest version.
 
 A dialect's `body` asks for samples of one prompt: requests that differ in their sample_index alone, which ascends by 1.
-`streams`: whether it can join a process group that dtrain makes; `pause`, `resume`: what it is told around an update
-there. `names_versions`: whether each version of an adapter has a name of its own, by which a completion's version is
-known; `dora`: whether it takes DoRA. `routed_asked`: what a body has beside that asks for experts; `routed`: of each
-completion in `read`'s order what the answer says of them, for `rollout.routed`; `routed_start`: how a server is started
-that tells them. `load_adapter` gives the name to ask for. `read` raises RetryableError for an answer
-that may be better next time, and UserError, with the fix, for one that a setting of the server explains.
+`streams`: whether it can join a process group that dtrain makes; `pause`, `resume`: the posts before and after an
+update there. `names_versions`: whether each version of an adapter has a name of its own, by which a completion's
+version is known; `dora`: whether it takes DoRA. `routed_fields`: the body's further fields that ask for experts;
+`routed`: of each completion in `read`'s order what the answer says of them, for `rollout.routed`; `routed_start`: how
+to start a server that reports them. `load_adapter` gives the name to ask for. `read` raises RetryableError for an
+answer that may be better next time, and UserError, with the fix, for one that a setting of the server explains.
 """
 
 import math
@@ -66,7 +66,7 @@ class Vllm:
     resume: Sequence[Post] = [("/resume", {})]
     names_versions = True
     dora = False
-    routed_asked: dict[str, Any] = {}  # all its answers have them, or none
+    routed_fields: dict[str, Any] = {}  # all its answers have them, or none
     routed_start = "start it with --enable-return-routed-experts (vLLM 0.21 or later)"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
@@ -93,9 +93,9 @@ class Vllm:
         return [self._completion(choice) for choice in sorted(choices, key=_index)]
 
     def routed(self, answer: Any) -> list[Any]:
-        told = [choice.get("routed_experts") for choice in sorted(answer["choices"], key=_index)]
-        prompt = answer.get("prompt_routed_experts")  # of releases that tell a prompt's apart
-        return told if prompt is None else [(prompt, [] if one is None else one) for one in told]
+        experts = [choice.get("routed_experts") for choice in sorted(answer["choices"], key=_index)]
+        prompt = answer.get("prompt_routed_experts")  # of releases that report a prompt's apart
+        return experts if prompt is None else [(prompt, [] if value is None else value) for value in experts]
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
         logprobs = choice.get("logprobs") or {}
@@ -124,7 +124,7 @@ class Vllm:
                 call(*post)
 
     def lacks_adapters(self, call: Call) -> str | None:
-        """Why it takes no adapter, by how it was started."""
+        """Return why it takes no adapter, by how it was started; None where it takes them."""
         try:
             call("/v1/load_lora_adapter", {"lora_name": "", "lora_path": ""})  # refused, where the route is there
         except ClientError as error:
@@ -143,13 +143,13 @@ class Vllm:
         call("/v1/unload_lora_adapter", {"lora_name": name}, is_json=False, tries=1)
 
     def start_with(self, rank: int) -> str:
-        """What a server that takes adapters of this rank is started with."""
-        most = next((one for one in VLLM_RANKS if one >= rank), rank)
-        return f"start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {most}"
+        """Return how to start a server that takes adapters of this rank."""
+        max_rank = next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)
+        return f"start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {max_rank}"
 
     @staticmethod
     def _try(call: Call, path: str, body: dict[str, Any]) -> bool:
-        """Whether the server has `path`: releases differ in the routes beside the one that loads."""
+        """Post `body`; return whether the server has `path`: releases differ in the routes beside that which loads."""
         try:
             call(path, body)
         except ClientError as error:
@@ -165,7 +165,7 @@ class Dtrain(Vllm):
     pause = resume = ()  # it decodes nothing from the first bucket of an update to the last
     names_versions = False
     dora = True
-    routed_asked = {"return_routed_experts": True}
+    routed_fields = {"return_routed_experts": True}
     routed_start = "it must serve a mixture of experts"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
@@ -201,7 +201,7 @@ class Sglang:
     resume: Sequence[Post] = [("/continue_generation", {})]
     names_versions = True
     dora = False
-    routed_asked = {"return_routed_experts": True}
+    routed_fields = {"return_routed_experts": True}
     routed_start = "start it with --enable-return-routed-experts"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
@@ -226,10 +226,10 @@ class Sglang:
         answers = answer if isinstance(answer, list) else [answer]
         if len(answers) != len(requests):
             raise UserError(f"asked for {len(requests)} completions, it gave {len(answers)}")
-        return [self._completion(one) for one in answers]
+        return [self._completion(item) for item in answers]
 
     def routed(self, answer: Any) -> list[Any]:
-        return [one["meta_info"].get("routed_experts") for one in (answer if isinstance(answer, list) else [answer])]
+        return [item["meta_info"].get("routed_experts") for item in (answer if isinstance(answer, list) else [answer])]
 
     def _completion(self, answer: Any) -> Completion:
         meta = answer.get("meta_info") if isinstance(answer, dict) else None
@@ -242,7 +242,7 @@ class Sglang:
             )
         finish = meta.get("finish_reason")
         finish = finish.get("type") if isinstance(finish, dict) else finish
-        ids, values = [one[1] for one in drawn], [one[0] for one in drawn]
+        ids, values = [token[1] for token in drawn], [token[0] for token in drawn]
         return _completion(ids, values, finish, _version(meta.get("weight_version")))
 
     def load(self, call: Call, directory: Path, version: int) -> None:
@@ -284,10 +284,10 @@ Dialect = Vllm | Sglang
 DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang(), "dtrain": Dtrain()}
 
 
-def recognise(wire: HttpClient, kind: str, seconds: float) -> tuple[Dialect, list[str]]:
-    """A server of `kind`, auto: that of its models' owner; and its models' names. Raises RetryableError, ClientError
-    and UserError."""
-    answer = wire.ask("/v1/models", None, seconds)
+def recognise(client: HttpClient, kind: str, seconds: float) -> tuple[Dialect, list[str]]:
+    """Return the dialect of `kind`, for auto that of the models' owner, and the models' names. Raises RetryableError,
+    ClientError and UserError."""
+    answer = client.ask("/v1/models", None, seconds)
     models = answer.get("data") if isinstance(answer, dict) else None
     names = [str(model.get("id")) for model in models or []]
     if kind != "auto":
@@ -296,17 +296,18 @@ def recognise(wire: HttpClient, kind: str, seconds: float) -> tuple[Dialect, lis
         raise RetryableError("no model at /v1/models")
     owner = str(models[0].get("owned_by"))
     if owner not in DIALECTS:
-        raise UserError(f"{wire.url}: its models are {owner}'s, neither of {', '.join(DIALECTS)}; say which it is like")
+        kinds = ", ".join(DIALECTS)
+        raise UserError(f"{client.url}: its models are {owner}'s, neither of {kinds}; say which it is like")
     return DIALECTS[owner], names
 
 
 def derived_seed(request: Request) -> int:
-    """A seed below 2**63 for servers that know no prompt_index: samples of one prompt follow one another."""
+    """Return a seed below 2**63 for servers that know no prompt_index: samples of one prompt follow one another."""
     return key(request.seed, request.prompt_index) % 2**62 + request.sample_index
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """What vLLM and SGLang call alike."""
+    """Return the fields that vLLM and SGLang name alike."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -323,7 +324,7 @@ def _completion(ids: list[int], logprobs: list[float], finish: Any, version: int
         raise RetryableError(f"a completion that ended by {finish!r}, not by stop or length")
     if len(ids) != len(logprobs):
         raise UserError(f"a completion of {len(ids)} tokens has {len(logprobs)} logprobs")
-    if not all(type(one) is int and 0 <= one < 2**31 for one in ids):
+    if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
         raise UserError("a completion has a token id that is no id")
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in logprobs):
         raise UserError("a completion has a logprob that is no number")

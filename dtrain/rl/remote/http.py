@@ -28,18 +28,18 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds between tries, doubled each time
 ASK_EVERY = 0.5  # seconds between questions whether to stop
-TRY_SECONDS = 30.0  # for the completion that shows what a server says
-TOLD_EVERY = 30.0  # seconds between lines about a server that is waited for
+TRY_SECONDS = 30.0  # for the completion that shows what a server answers
+REPORT_EVERY = 30.0  # seconds between lines about a server that is waited for
 
 
 @dataclass
 class ServerClient:
-    """One server. version: of the weights that it was last given, None: those it started with; adapter: the name of
+    """Client of a server. version: of the weights that it got last, None: those it started with; adapter: the name of
     the one to draw with, None: the model alone; behind: why it did not take the last weights, so that it is asked for
     nothing until it does. is_held: calls wait for an adapter's next version. loaded: adapters' names there, and how
     many calls are under way with each."""
 
-    wire: HttpClient
+    client: HttpClient
     dialect: Dialect
     model: str
     adapter: str | None = None
@@ -51,8 +51,8 @@ class ServerClient:
     version: int | None = None
     behind: str | None = None
 
-    def given(self, version: int, problem: str | None, adapter: str | None = None) -> None:
-        """Remember that it has this version of the weights, `adapter` or the model's, or why it did not take it."""
+    def record_update(self, version: int, problem: str | None, adapter: str | None = None) -> None:
+        """Record that it has this version of the weights, `adapter` or the model's, or why it did not take it."""
         self.behind, self.is_held = problem, False
         if problem is None:
             self.adapter = adapter
@@ -63,7 +63,7 @@ class ServerClient:
 
 @dataclass
 class _Place:
-    """A place for one call at a server, and what that is asked to draw with. others: whether there are more servers."""
+    """A place for one call at a server, and the weights to draw with. others: whether there are more servers."""
 
     server: ServerClient
     others: bool
@@ -73,21 +73,21 @@ class _Place:
 
 @dataclass
 class _Tries:
-    """What one call met, by url. `until` bounds it; `stop` is set where it is not wanted any more."""
+    """Failed tries of one call, by url. `until` bounds it; `stop` is set where it is not wanted any more."""
 
     until: float
     stop: threading.Event
-    seen: dict[str, list[str]] = field(default_factory=dict)
+    errors: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
         return max(0.1, self.until - time.monotonic())
 
     def count(self, url: str) -> int:
-        return len(self.seen.get(url, []))
+        return len(self.errors.get(url, []))
 
-    def note(self, url: str, seen: object) -> None:
-        self.seen.setdefault(url, []).append(str(seen))
+    def note(self, url: str, error: object) -> None:
+        self.errors.setdefault(url, []).append(str(error))
 
     def wait(self, url: str, most: float = math.inf) -> bool:
         """Wait before the next try at `url`; False where there is none: `most` have failed, no time is left, or it is
@@ -98,8 +98,8 @@ class _Tries:
         self.stop.wait(pause)
         return True
 
-    def told(self) -> str:
-        lines = [f"{url}: {len(seen)} tries, the last: {seen[-1]}" for url, seen in self.seen.items()]
+    def summary(self) -> str:
+        lines = [f"{url}: {len(errors)} tries, the last: {errors[-1]}" for url, errors in self.errors.items()]
         return "; ".join(lines) or "none could be asked"
 
 
@@ -109,10 +109,10 @@ class HttpEngine:
     model: its name there (None: the only one each has). timeout: seconds that one call may take, tries included.
     retries: further tries at one server, with growing pauses, where it gives no answer or a passing error; a server
     that fails is passed over for a while, the others go on. concurrency: calls under way at once, over all servers.
-    samples_per_call: at most so many samples of a prompt in one call. start_timeout: seconds that the servers may take
+    samples_per_call: the most samples of a prompt in one call. start_timeout: seconds that the servers may take
     to come up. api_key_file: a file with the key that the servers want. routed: reads where the tokens went, which the
-    servers are then asked for with every completion, and once before, with a prompt of two tokens. vocab_size: what a
-    token's id must be below. say: gets a line about each server that fails.
+    servers are then asked for with every completion, and once before, with a prompt of two tokens. vocab_size: the
+    bound that every token's id is below. say: gets a line about each server that fails.
 
     Raises UserError where a server's address or kind is wrong, or one does not come up, and Interrupted soon after
     `ask_stop` says yes while they come up.
@@ -146,17 +146,17 @@ class HttpEngine:
         key = read_key(api_key_file)
         until = time.monotonic() + start_timeout
         self._start_timeout = start_timeout
-        self._wires = [HttpClient(url, key) for url in urls]
+        self._clients = [HttpClient(url, key) for url in urls]
         self.servers: list[ServerClient] = self._all(
-            self._wires, lambda wire, stop: self._meet(wire, kind, model, _Tries(until, stop)), ask_stop
+            self._clients, lambda client, stop: self._meet(client, kind, model, _Tries(until, stop)), ask_stop
         )
 
     def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]:
-        """The completions of `requests`, in order. `Completion.version` is what the server says, else the version that
-        it was last given when it was asked. Raises UserError where no server answers, naming each with its last error,
-        or one answers what cannot be used, and Interrupted soon after `ask_stop` says yes."""
+        """Return the completions of `requests`, in order. `Completion.version` is what the server says, else the
+        version that it had got last when it was asked. Raises UserError where no server answers, naming each with its
+        last error, or one answers what cannot be used, and Interrupted soon after `ask_stop` says yes."""
         calls = [[requests[index] for index in call] for call in group(requests, self.samples_per_call)]
-        return [one for several in self._all(calls, self._complete, ask_stop) for one in several]
+        return [completion for completions in self._all(calls, self._complete, ask_stop) for completion in completions]
 
     def update_from_directory(self, directory: Path, version: int) -> None:
         """Have every server read a whole directory that they all see. One that fails is asked for nothing until the
@@ -189,13 +189,13 @@ class HttpEngine:
         self._update(give, adapter.version, adapter.directory)
 
     def lacks_adapters(self) -> str | None:
-        """Why a server takes no adapter, by what it says of itself; None where all take them. Raises UserError."""
+        """Return why a server takes no adapter, by its own answers; None where all take them. Raises UserError."""
 
         def look(server: ServerClient, stop: threading.Event) -> str | None:
             lacking = server.dialect.lacks_adapters(partial(self._call, server, stop))
-            return None if lacking is None else f"{server.wire.url}: {lacking}"
+            return None if lacking is None else f"{server.client.url}: {lacking}"
 
-        return next((found for found in self._all(self.servers, look) if found), None)
+        return next((problem for problem in self._all(self.servers, look) if problem), None)
 
     def close(self) -> None:
         """End the calls under way: `generate` raises UserError in its thread."""
@@ -203,61 +203,61 @@ class HttpEngine:
         self._hang_up()
 
     def _hang_up(self) -> None:
-        for wire in self._wires:
-            wire.hang_up()
+        for client in self._clients:
+            client.hang_up()
         with self._changed:
             self._changed.notify_all()
 
-    def _meet(self, wire: HttpClient, kind: str, model: str | None, tries: _Tries) -> ServerClient:
-        said = 0.0
+    def _meet(self, client: HttpClient, kind: str, model: str | None, tries: _Tries) -> ServerClient:
+        reported_at = 0.0
         while True:
             try:
-                dialect, models = recognise(wire, kind, tries.seconds)
+                dialect, models = recognise(client, kind, tries.seconds)
                 break
             except ClientError as error:
-                raise UserError(f"{wire.url}: {error}") from error
+                raise UserError(f"{client.url}: {error}") from error
             except RetryableError as error:
-                tries.note(wire.url, error)
+                tries.note(client.url, error)
                 waits = f"of {self._start_timeout:g} s, grpo.server.start_timeout"
-                if tries.count(wire.url) == 1 or time.monotonic() - said >= TOLD_EVERY:
-                    said = time.monotonic()
-                    self.say(f"{wire.url}: {error}; waiting for it to come up, {tries.seconds:.0f} s left {waits}")
-                if not tries.wait(wire.url):
+                if tries.count(client.url) == 1 or time.monotonic() - reported_at >= REPORT_EVERY:
+                    reported_at = time.monotonic()
+                    self.say(f"{client.url}: {error}; waiting for it to come up, {tries.seconds:.0f} s left {waits}")
+                if not tries.wait(client.url):
                     raise UserError(
-                        f"{tries.told()}: the server did not come up (the time {waits}, is over); start it, or take it "
-                        "out of grpo.server.urls"
+                        f"{tries.summary()}: the server did not come up (the time {waits}, is over); start it, or "
+                        "take it out of grpo.server.urls"
                     ) from error
         if model is not None and model not in models:
-            raise UserError(f"{wire.url} has no model {model}; it has {', '.join(models)}")
-        server = ServerClient(wire, dialect, model or models[0])
+            raise UserError(f"{client.url} has no model {model}; it has {', '.join(models)}")
+        server = ServerClient(client, dialect, model or models[0])
         if self._routed is not None:
             self._try_routed(server)
         return server
 
     def _try_routed(self, server: ServerClient) -> None:
-        """Raises UserError where it does not say where tokens go, or serves another model. One that gives no answer now
-        may wait for weights."""
+        """Ask for a completion with its experts. Raises UserError where the server does not say where tokens go, or
+        serves another model. One that gives no answer now may wait for weights."""
         requests = [Request([0, 0], SamplingParams(max_new_tokens=1))]
         path, body = server.dialect.body(requests, server.model)
         try:
             try:
-                answer = server.wire.ask(path, body | server.dialect.routed_asked, min(TRY_SECONDS, self.timeout))
+                answer = server.client.ask(path, body | server.dialect.routed_fields, min(TRY_SECONDS, self.timeout))
                 completions = self._read(server, answer, requests)
             except RetryableError:
                 return
             self._with_routed(server, answer, requests, completions)
         except (ClientError, RetryableError, UserError) as error:
-            what = "grpo.router_replay=true needs servers that say which experts tokens go to"
-            raise UserError(f"{server.wire.url}: {error}; {what}") from error
+            requirement = "grpo.router_replay=true needs servers that say which experts tokens go to"
+            raise UserError(f"{server.client.url}: {error}; {requirement}") from error
 
     def _read(self, server: ServerClient, answer: Any, requests: Sequence[Request]) -> list[Completion]:
-        """Raises RetryableError and UserError."""
+        """Return the completions of an answer. Raises RetryableError and UserError."""
         try:
             completions = server.dialect.read(answer, requests)
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             shape = f"{type(error).__name__}: {error}"
             raise RetryableError(f"an answer in another form than {server.dialect.name}'s ({shape})") from error
-        beyond = [one for completion in completions for one in completion.ids if one >= self._vocab_size]
+        beyond = [token for completion in completions for token in completion.ids if token >= self._vocab_size]
         if beyond:
             raise UserError(
                 f"it drew the token {max(beyond)}, and the model has {self._vocab_size}: does it serve this very model?"
@@ -267,17 +267,18 @@ class HttpEngine:
     def _with_routed(
         self, server: ServerClient, answer: Any, requests: Sequence[Request], completions: list[Completion]
     ) -> list[Completion]:
-        """`completions` with what is said of experts. Raises UserError, and RetryableError where that is nothing."""
+        """Return `completions` with their experts. Raises UserError, and RetryableError where the answer has none."""
         if (reader := self._routed) is None:
             return completions
-        found = []
-        told = server.dialect.routed(answer)
-        for one, request, text in zip(completions, requests, told, strict=True):
-            count = len(request.prompt) + len(one.ids)
-            if text is None and one.ids:
+        results = []
+        texts = server.dialect.routed(answer)
+        for completion, request, text in zip(completions, requests, texts, strict=True):
+            count = len(request.prompt) + len(completion.ids)
+            if text is None and completion.ids:
                 raise RetryableError(f"its answer has no routed experts; {server.dialect.routed_start}")
-            found.append(replace(one, routed=reader.read(text, count) if one.ids else reader.nothing(count)))
-        return found
+            routed = reader.read(text, count) if completion.ids else reader.nothing(count)
+            results.append(replace(completion, routed=routed))
+        return results
 
     def _update(self, give: Callable[[ServerClient, Call], str | None], version: int, directory: Path) -> None:
         """Give all servers their weights from `directory`: `give` raises where one does not take them, and names the
@@ -289,15 +290,15 @@ class HttpEngine:
                 adapter = give(server, partial(self._call, server, stop))
             except (UserError, ClientError) as error:
                 problem = str(error)
-                self.say(f"{server.wire.url} did not take version {version} of the weights: {problem}")
+                self.say(f"{server.client.url} did not take version {version} of the weights: {problem}")
             with self._changed:
-                server.given(version, problem, adapter)
+                server.record_update(version, problem, adapter)
                 self._changed.notify_all()
 
         self._all(self.servers, attempt)
         if all(server.behind for server in self.servers):
-            told = "; ".join(f"{server.wire.url}: {server.behind}" for server in self.servers)
-            raise UserError(f"no server took version {version} of the weights ({directory}): {told}")
+            problems = "; ".join(f"{server.client.url}: {server.behind}" for server in self.servers)
+            raise UserError(f"no server took version {version} of the weights ({directory}): {problems}")
 
     def _call(
         self,
@@ -309,33 +310,33 @@ class HttpEngine:
         is_json: bool = True,
         tries: int | None = None,
     ) -> Any:
-        """The answer to one call, tried `tries` times, 1 + self.retries unless said. Raises ClientError and
+        """Return the answer to one call, tried `tries` times, 1 + self.retries by default. Raises ClientError and
         UserError."""
-        met, url = _Tries(time.monotonic() + self.timeout, stop), server.wire.url
+        attempts, url = _Tries(time.monotonic() + self.timeout, stop), server.client.url
         while True:
             try:
-                return server.wire.ask(path, body, met.seconds, is_json=is_json)
+                return server.client.ask(path, body, attempts.seconds, is_json=is_json)
             except RetryableError as error:
-                met.note(url, error)
-                if self._closed or not met.wait(url, most=1 + self.retries if tries is None else tries):
-                    raise UserError(f"{path}: {met.told()}") from error
+                attempts.note(url, error)
+                if self._closed or not attempts.wait(url, most=1 + self.retries if tries is None else tries):
+                    raise UserError(f"{path}: {attempts.summary()}") from error
 
     def _complete(self, requests: Sequence[Request], stop: threading.Event) -> list[Completion]:
         tries = _Tries(time.monotonic() + self.timeout, stop)
         while True:
             place = self._choose(tries)
-            server, told = place.server, place.version
+            server, version = place.server, place.version
             # Half of the time that is left for this try, while another server could be asked after it.
             seconds = tries.seconds / 2 if place.others else tries.seconds
             try:
                 completions = self._ask(place, requests, seconds)
                 for completion, request in zip(completions, requests, strict=True):
-                    _check(completion, request.sampling.max_new_tokens, told)
+                    _check(completion, request.sampling.max_new_tokens, version)
             except RetryableError as error:
                 self._failed(server, tries, error)
                 continue
             except (ClientError, UserError) as error:
-                raise UserError(f"{server.wire.url}: {error}") from error
+                raise UserError(f"{server.client.url}: {error}") from error
             finally:
                 with self._changed:
                     server.busy -= 1
@@ -344,15 +345,15 @@ class HttpEngine:
                     self._changed.notify_all()
             with self._changed:
                 server.failures = 0
-            return [one if one.version is not None else replace(one, version=told) for one in completions]
+            return [c if c.version is not None else replace(c, version=version) for c in completions]
 
     def _ask(self, place: _Place, requests: Sequence[Request], seconds: float) -> list[Completion]:
         server, adapter = place.server, place.adapter
         path, body = server.dialect.body(requests, server.model, adapter)
         if self._routed is not None:
-            body = body | server.dialect.routed_asked
+            body = body | server.dialect.routed_fields
         try:
-            answer = server.wire.ask(path, body, seconds)
+            answer = server.client.ask(path, body, seconds)
         except ClientError as error:
             if adapter is None or error.status != 404:
                 raise
@@ -360,7 +361,8 @@ class HttpEngine:
         completions = self._with_routed(server, answer, requests, self._read(server, answer, requests))
         if adapter is None or not server.dialect.names_versions:
             return completions
-        return [replace(one, version=place.version) for one in completions]  # the name tells, not the base's version
+        # The name tells the version, not the base's.
+        return [replace(completion, version=place.version) for completion in completions]
 
     def _choose(self, tries: _Tries) -> _Place:
         """Wait for a server that may be asked, the one with the fewest calls, and take a place there."""
@@ -369,13 +371,13 @@ class HttpEngine:
                 now = time.monotonic()
                 if self._closed or tries.stop.is_set():
                     raise UserError("the client was closed while completions were under way")
-                able = [one for one in self.servers if one.behind is None and tries.count(one.wire.url) <= self.retries]
+                able = [s for s in self.servers if s.behind is None and tries.count(s.client.url) <= self.retries]
                 if not able or now > tries.until:
                     raise UserError(self._given_up(tries))
-                free = [one for one in able if not one.is_held]
+                free = [server for server in able if not server.is_held]
                 ready = [server for server in free if server.rest_until <= now]
                 if ready:
-                    server = min(ready, key=lambda one: one.busy)
+                    server = min(ready, key=lambda server: server.busy)
                     server.busy += 1
                     if server.adapter is not None:
                         server.loaded[server.adapter] += 1
@@ -383,24 +385,25 @@ class HttpEngine:
                 self._changed.wait(max(0.01, min([tries.until, *(server.rest_until for server in free)]) - now))
 
     def _given_up(self, tries: _Tries) -> str:
-        behind = [f"{one.wire.url} did not take the last weights: {one.behind}" for one in self.servers if one.behind]
-        told = "; ".join([tries.told(), *behind])
-        return f"no server gave completions within {self.timeout:.0f} s ({told}); start them again and resume the run"
+        behind = [f"{s.client.url} did not take the last weights: {s.behind}" for s in self.servers if s.behind]
+        reasons = "; ".join([tries.summary(), *behind])
+        waited = f"within {self.timeout:.0f} s"
+        return f"no server gave completions {waited} ({reasons}); start them again and resume the run"
 
-    def _failed(self, server: ServerClient, tries: _Tries, seen: RetryableError) -> None:
-        tries.note(server.wire.url, seen)
+    def _failed(self, server: ServerClient, tries: _Tries, error: RetryableError) -> None:
+        tries.note(server.client.url, error)
         with self._changed:
             server.failures += 1
             # Calls that fail together count once.
             if server.rest_until <= time.monotonic():
                 server.rest_until = time.monotonic() + _pause(server.failures)
         if server.failures == 1:
-            self.say(f"{server.wire.url}: {seen}; trying again")
+            self.say(f"{server.client.url}: {error}; trying again")
 
     def _all(
         self, items: Sequence[Item], act: Callable[[Item, threading.Event], T], ask_stop: AskStop | None = None
     ) -> list[T]:
-        """`act(item, stop)` for all items, in threads; the first error ends the others' calls and is raised."""
+        """Run `act(item, stop)` for all items, in threads; the first error ends the others' calls and is raised."""
         if not items:
             return []
         stop = threading.Event()
@@ -417,7 +420,7 @@ class HttpEngine:
 
 
 def _check(completion: Completion, most: int, version: int | None) -> None:
-    """Raises UserError for a completion that `most` tokens do not explain, and RetryableError for one of older
+    """Raise UserError for a completion that `most` tokens do not explain, and RetryableError for one of older
     weights."""
     count = len(completion.ids)
     if count > most or (not count and most) or (completion.finish == "length" and count != most):
@@ -431,7 +434,7 @@ def _check(completion: Completion, most: int, version: int | None) -> None:
 
 
 def wait_for(futures: Sequence[Future], ask_stop: AskStop | None = None) -> None:
-    """Until all are done. Raises the first error among them, and Interrupted where `ask_stop` says yes before."""
+    """Wait until all are done. Raises the first error among them, and Interrupted where `ask_stop` says yes before."""
     missing: Collection[Future] = futures
     while missing:
         done, missing = wait(missing, None if ask_stop is None else ASK_EVERY, FIRST_EXCEPTION)
@@ -442,7 +445,7 @@ def wait_for(futures: Sequence[Future], ask_stop: AskStop | None = None) -> None
 
 
 def group(requests: Sequence[Request], most: int | None = None) -> list[list[int]]:
-    """Indices of requests that are samples of one prompt with ascending sample_index, at most `most` together."""
+    """Group the indices of requests that are samples of one prompt with ascending sample_index, at most `most` each."""
     groups: list[list[int]] = []
     for index, request in enumerate(requests):
         has_room = groups and len(groups[-1]) < (most or len(requests))
@@ -454,7 +457,7 @@ def group(requests: Sequence[Request], most: int | None = None) -> list[list[int
 
 
 def read_key(file: str | Path | None) -> str | None:
-    """The API key that is the one line of `file`. Raises UserError."""
+    """Return the API key that is the only line of `file`. Raises UserError."""
     if file is None:
         return None
     try:

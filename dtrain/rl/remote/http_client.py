@@ -1,4 +1,4 @@
-"""One HTTP call to a server: JSON in, JSON out, and what became of it in words. Standard library only, no torch."""
+"""Client of an HTTP server: JSON in, JSON out, errors with a plain message. Standard library only, no torch."""
 
 import http.client
 import json
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from dtrain.base.errors import UserError
 
 CONNECT_SECONDS = 10.0
-LARGEST = 1 << 32  # bytes of an answer; experts that are told for many long completions are some hundred MB
+LARGEST = 1 << 32  # bytes of an answer; the experts of many long completions are some hundred MB
 AT_ONCE = 1 << 20  # bytes that are read at once
 # Answers after which the same call may succeed: too many at once, starting, ending, or a gateway's bad moment.
 PASSING = {408, 425, 429, 500, 502, 503, 504}
@@ -54,8 +54,8 @@ class HttpClient:
         self._lock = threading.Lock()
 
     def ask(self, path: str, body: dict[str, Any] | None, seconds: float, *, is_json: bool = True) -> Any:
-        """The JSON that the server answers with 200, to a POST of `body`, else to a GET; without `is_json` an answer
-        in another form is its text. Raises RetryableError and ClientError."""
+        """Return the JSON that the server answers with 200, to a POST of `body`, else to a GET; without `is_json` an
+        answer in another form is its text. Raises RetryableError and ClientError."""
         method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         connection = self._kind(self.host, self._port, timeout=min(CONNECT_SECONDS, seconds))
         until = time.monotonic() + seconds
@@ -70,7 +70,7 @@ class HttpClient:
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, TimeoutError) or time.monotonic() >= until:
                 raise RetryableError(f"no answer within {seconds:.0f} s") from error
-            raise RetryableError(_in_words(error)) from error
+            raise RetryableError(_describe(error)) from error
         finally:
             connection.close()
         return _read(response.status, raw, is_json)
@@ -83,8 +83,8 @@ class HttpClient:
 
     @contextmanager
     def _cut_off(self, sock: socket.socket, until: float) -> Iterator[None]:
-        """Within the block `hang_up` ends what is sent and read, and so does the time: a socket's own timeout is for
-        each part that comes, and they may trickle."""
+        """Let `hang_up` and the time end what the block sends and reads: a socket's own timeout is for each part that
+        comes, and they may trickle."""
         seconds = min(max(until - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
         timer = threading.Timer(seconds, _shut_down, (sock,))
         timer.daemon = True
@@ -105,13 +105,13 @@ def _shut_down(sock: socket.socket) -> None:
 
 
 def _body(response: http.client.HTTPResponse) -> bytearray:
-    """Raises RetryableError for more than LARGEST bytes, and as `HTTPResponse.read`."""
+    """Return the bytes of an answer. Raises RetryableError for more than LARGEST, and as `HTTPResponse.read`."""
     raw = bytearray()
     while part := response.read(AT_ONCE):
         raw += part
         if len(raw) > LARGEST:
             raise RetryableError(f"an answer of more than {LARGEST >> 20} MiB")
-    if response.length:  # of what it said that it would send
+    if response.length:  # bytes of the announced length are missing
         raise http.client.IncompleteRead(bytes(raw), response.length)
     return raw
 
@@ -130,15 +130,15 @@ def _read(status: int, raw: bytes | bytearray, is_json: bool) -> Any:
 
 
 def _message(answer: Any) -> str:
-    """What an error's body says: OpenAI's error object, FastAPI's detail, SGLang's words, or the text itself."""
+    """Return the message in an error's body: OpenAI's error object, FastAPI's detail, SGLang's message, or the text."""
     if isinstance(answer, dict):
-        known = ("error", "detail", "message", "error_message")
-        error = next((answer[key] for key in known if key in answer), answer)
+        keys = ("error", "detail", "message", "error_message")
+        error = next((answer[key] for key in keys if key in answer), answer)
         return str(error.get("message", error) if isinstance(error, dict) else error)
     return str(answer) or "no explanation"
 
 
-def _in_words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, http.client.IncompleteRead):
         return f"the answer broke off after {len(error.partial)} bytes"
     if isinstance(error, OSError) and error.strerror:

@@ -1,8 +1,8 @@
 """Reward: another model's points for an answer, asked at a server that speaks OpenAI's chat completions. No torch.
 
 The judge reads the question, the data's `answer` where a row has one, the answer and the rubric, and gives 0 to 10
-points, drawn by its likeliest tokens; the reward is a tenth of them. What was judged is remembered: the same words to
-the same judge are asked once.
+points, drawn by its likeliest tokens; the reward is a tenth of them. Points are remembered: the same text is sent to
+the same judge once.
 """
 
 import json
@@ -27,7 +27,7 @@ TRIES = 2  # of one question
 CONCURRENCY, TIMEOUT = 8, 30.0
 ROUNDS = 2  # of questions in one call
 POINTS = 10
-ASKED = """You judge an answer that a language model gave. What a good answer is:
+INSTRUCTIONS = """You judge an answer that a language model gave. What a good answer is:
 
 {rubric}
 
@@ -37,7 +37,9 @@ _SCORE = re.compile(r'"?score"?\s*[:=]\s*"?(-?\d+(?:\.\d+)?)', re.IGNORECASE)
 
 
 class Judge:
-    """url: with or without /v1. rubric: what a good answer is. concurrency: questions under way at once. timeout:
+    """Reward function that asks another model for points.
+
+    url: with or without /v1. rubric: what a good answer is. concurrency: questions under way at once. timeout:
     seconds that one may take, a second try included. api_key_file: a file with the server's key. cache: a file that
     keeps what was judged, a line each.
 
@@ -55,7 +57,7 @@ class Judge:
         api_key_file: str | None = None,
         cache: str | None = None,
     ):
-        self._wire, self._model, self._rubric = HttpClient(url, read_key(api_key_file)), model, rubric
+        self._client, self._model, self._rubric = HttpClient(url, read_key(api_key_file)), model, rubric
         self._concurrency, self._timeout = concurrency, timeout
         self._cache, self._lock = Path(cache) if cache else None, Lock()
         self._known = _read(self._cache) if self._cache else {}
@@ -65,62 +67,62 @@ class Judge:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | None]:
-        """From 0 to 1 for each completion; None where the judge failed."""
+        """Return a reward from 0 to 1 for each completion; None where the judge failed."""
         answers = columns.get("answer") or [None] * len(completions)
-        asked = [self._messages(*one) for one in zip(prompts, completions, answers, strict=True)]
-        keys = [digest(self._wire.url, self._model, one) for one in asked]
-        new = {key: one for key, one in zip(keys, asked, strict=True) if key not in self._known}
+        questions = [self._messages(*row) for row in zip(prompts, completions, answers, strict=True)]
+        keys = [digest(self._client.url, self._model, messages) for messages in questions]
+        new = {key: messages for key, messages in zip(keys, questions, strict=True) if key not in self._known}
         self._failed, self.missed = 0, None
         with ThreadPoolExecutor(self._concurrency, "judge") as pool:
-            for key, found in zip(new, pool.map(self._ask, new.values()), strict=True):
-                if isinstance(found, str):
-                    self.missed = self.missed or f"{self._wire.url}: {found}; what it did not judge has no reward"
+            for key, reward in zip(new, pool.map(self._ask, new.values()), strict=True):
+                if isinstance(reward, str):
+                    self.missed = self.missed or f"{self._client.url}: {reward}; what it did not judge has no reward"
                 else:
-                    self._keep(key, found)
+                    self._keep(key, reward)
         return [self._known.get(key) for key in keys]
 
     def look(self) -> None:
-        """Raises UserError where no server answers, or it names its models and has none of this name."""
+        """Check that the server is up. Raises UserError where none answers, or it lists its models without this one."""
         try:
-            told = self._wire.ask("/v1/models", None, LOOK_SECONDS)
-        except ClientError:  # a server need not tell what it has
+            answer = self._client.ask("/v1/models", None, LOOK_SECONDS)
+        except ClientError:  # a server need not list its models
             return
         except RetryableError as error:
-            raise UserError(f"{self._wire.url} does not answer: {error}; start it, or name another") from error
-        listed = told.get("data") if isinstance(told, dict) else None
-        names = [str(one.get("id")) for one in listed or [] if isinstance(one, dict)]
+            raise UserError(f"{self._client.url} does not answer: {error}; start it, or name another") from error
+        models = answer.get("data") if isinstance(answer, dict) else None
+        names = [str(model.get("id")) for model in models or [] if isinstance(model, dict)]
         if names and self._model not in names:
-            raise UserError(f"{self._wire.url} has no model {self._model}; it has {', '.join(names[:10])}")
+            raise UserError(f"{self._client.url} has no model {self._model}; it has {', '.join(names[:10])}")
 
     def _messages(self, prompt: Any, completion: str, answer: Any) -> list[dict[str, str]]:
-        told = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-        right = "" if answer in (None, "") else f"\n\nThe right answer:\n{answer}"
-        said = f"The question:\n{told}{right}\n\nThe answer to judge:\n{completion}"
+        question = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+        reference = "" if answer in (None, "") else f"\n\nThe right answer:\n{answer}"
+        content = f"The question:\n{question}{reference}\n\nThe answer to judge:\n{completion}"
         return [
-            {"role": "system", "content": ASKED.replace("{rubric}", self._rubric)},
-            {"role": "user", "content": said},
+            {"role": "system", "content": INSTRUCTIONS.replace("{rubric}", self._rubric)},
+            {"role": "user", "content": content},
         ]
 
     def _ask(self, messages: list[dict[str, str]]) -> float | str:
-        """The reward, or why there is none."""
+        """Return the reward, or why there is none."""
         body = {"model": self._model, "messages": messages, "temperature": 0}
-        until, seen = time.monotonic() + self._timeout, "it failed so often in a row that the rest was not asked"
+        until, problem = time.monotonic() + self._timeout, "it failed so often in a row that the rest was not asked"
         for _ in range(TRIES):
             left = until - time.monotonic()
             if self._failed >= IN_A_ROW or left <= 0:
                 break
             try:
-                found = _points(self._wire.ask("/v1/chat/completions", body, left))
+                reward = _points(self._client.ask("/v1/chat/completions", body, left))
                 self._failed = 0
-                return found
+                return reward
             except RetryableError as error:
-                seen = str(error)
+                problem = str(error)
             except ClientError as error:
-                seen = str(error)
+                problem = str(error)
                 break
         with self._lock:
             self._failed += 1
-        return seen
+        return problem
 
     def _keep(self, key: str, reward: float) -> None:
         self._known[key] = reward
@@ -132,18 +134,18 @@ class Judge:
 
 
 def together(options: Mapping[str, Any]) -> int:
-    """How many answers to give a judge with these options in a call that shall not take long."""
+    """Return how many answers a judge with these options gets in a call that shall not take long."""
     return ROUNDS * options.get("concurrency", CONCURRENCY)
 
 
 def seconds_for(options: Mapping[str, Any], count: int) -> float:
-    """How long a judge with these options may take over so many answers."""
+    """Return the seconds that a judge with these options may take for `count` answers."""
     rounds = math.ceil(count / options.get("concurrency", CONCURRENCY))
     return rounds * options.get("timeout", TIMEOUT) + LOOK_SECONDS
 
 
 def _points(answer: Any) -> float:
-    """The reward in a chat completion. Raises RetryableError where there is none.
+    """Return the reward in a chat completion. Raises RetryableError where there is none.
 
     >>> _points({"choices": [{"message": {"content": 'Short and right: {"score": 7}'}}]})
     0.7
@@ -152,14 +154,14 @@ def _points(answer: Any) -> float:
         text = str(answer["choices"][0]["message"]["content"])
     except (KeyError, IndexError, TypeError):
         raise RetryableError("an answer that is no chat completion") from None
-    found = _SCORE.findall(text)
-    if not found or not 0 <= float(found[-1]) <= POINTS:
+    scores = _SCORE.findall(text)
+    if not scores or not 0 <= float(scores[-1]) <= POINTS:
         raise RetryableError(f"it gave no score from 0 to {POINTS}, but {text[-80:]!r}")
-    return float(found[-1]) / POINTS
+    return float(scores[-1]) / POINTS
 
 
 def _read(cache: Path) -> dict[str, float]:
-    """What a file keeps; a line that a kill tore is passed over."""
+    """Return the rewards that a file keeps, by key; a line that a kill tore is skipped."""
     known: dict[str, float] = {}
     with suppress(OSError):
         for line in cache.read_text(encoding="utf-8", errors="replace").splitlines():

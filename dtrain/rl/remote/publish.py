@@ -1,4 +1,4 @@
-"""From the trainer to the servers of an `HttpEngine`: new weights, by a shared directory or by a broadcast.
+"""Publishers of new weights to the servers of an `HttpEngine`, by a shared directory or by a broadcast.
 
 Both are collective over the run's ranks; only rank 0 has the engine, the others pass None. An error on rank 0 is a
 UserError on every rank, after all of them have gathered every weight: none is left in a collective.
@@ -29,7 +29,7 @@ QUICK_SECONDS = 10.0  # for a question that costs a server nothing
 
 
 class Publisher:
-    """engine: on rank 0, None elsewhere. dtype: of what is published (None: the model's)."""
+    """Base of the publishers. engine: on rank 0, None elsewhere. dtype: of what is published (None: the model's)."""
 
     def __init__(self, engine: HttpEngine | None, dtype: torch.dtype | None):
         self._engine, self.dtype, self.ranks = engine, dtype, Ranks()
@@ -42,7 +42,7 @@ class Publisher:
 
 
 class DirectoryPublisher(Publisher):
-    """Writes `shared`/step-N, marked when it is whole, and has the servers read it.
+    """Publisher that writes `shared`/step-N, marked when it is whole, and has the servers read it.
 
     shared: a directory that trainer and servers see under the same path. source: as of `write_directory`, the directory
     that the model came from. keep: how many step-N stay.
@@ -61,8 +61,8 @@ class DirectoryPublisher(Publisher):
         self.shared, self.source, self.keep = Path(shared).absolute(), source, keep
 
     def publish(self, model: nn.Module, version: int) -> None:
-        """Collective; one all-gather per sharded tensor, as `write_directory`. Raises UserError where the directory
-        cannot be written or no server took it."""
+        """Write `model` and have the servers read it. Collective; one all-gather per sharded tensor, as
+        `write_directory`. Raises UserError where the directory cannot be written or no server took it."""
         directory = step_directory(self.shared, version)
         write_directory(model, directory, self.source, self.dtype, replace=True, ranks=self.ranks)
 
@@ -75,11 +75,11 @@ class DirectoryPublisher(Publisher):
 
 
 class StreamPublisher(Publisher):
-    """Broadcasts weights to the servers over a process group of its own, a bucket in memory at a time.
+    """Publisher that broadcasts weights to the servers over its own process group, a bucket in memory at a time.
 
     device: where the tensors are; the group is nccl on CUDA, else gloo, and the servers' must be of the same kind. It
     meets at a free port of this machine's address on the way to the first server. For `dtrain serve`, and SGLang, whose
-    words and group these are; vLLM's wants its own code on the trainer's side: use DirectoryPublisher there.
+    routes and group these are; vLLM's wants its own code on the trainer's side: use DirectoryPublisher there.
 
     The group meets at the first `publish`, and anew where a server has gone or come back since. Building one is
     collective. Raises UserError for a server that takes no stream.
@@ -102,8 +102,9 @@ class StreamPublisher(Publisher):
         self.ranks.first(self._check)
 
     def publish(self, source: WeightSource, version: int) -> None:
-        """Collective; the all-gathers of `source.full_tensors`. Raises UserError where no server can take part, or one
-        breaks off under way; such a server decodes nothing until it got a whole version."""
+        """Broadcast the weights of `source` to the servers. Collective; the all-gathers of `source.full_tensors`.
+        Raises UserError where no server can take part, or one breaks off under way; such a server decodes nothing until
+        it got a whole version."""
         info = source.prepare_refit_info(self.dtype)
         self.ranks.first(lambda: self._meet(info))
         parts = buckets(info, self.bucket_bytes)
@@ -126,7 +127,7 @@ class StreamPublisher(Publisher):
         for server in self.engine.servers:
             if not server.dialect.streams:
                 raise UserError(
-                    f"{server.wire.url} is a {server.dialect.name} server, which takes no streamed weights from "
+                    f"{server.client.url} is a {server.dialect.name} server, which takes no streamed weights from "
                     "dtrain; publish by a shared directory"
                 )
 
@@ -137,7 +138,8 @@ class StreamPublisher(Publisher):
     def _meet(self, info: Info) -> None:
         alive = [server for server in self.engine.servers if self._is_alive(server)]
         if not alive:
-            raise UserError(f"no server is there to take weights: {', '.join(s.wire.url for s in self.engine.servers)}")
+            urls = ", ".join(server.client.url for server in self.engine.servers)
+            raise UserError(f"no server is there to take weights: {urls}")
         if self._group is None or alive != self._members:
             self.close()
             self._form(alive, info)
@@ -147,9 +149,9 @@ class StreamPublisher(Publisher):
             raise UserError(str(problem))
 
     def _tell_members(self, posts: Callable[[Dialect], Sequence[Post]]) -> Exception | None:
-        """Every member, whatever others answer; the first error."""
-        told = [(server, *post) for server in self._members for post in posts(server.dialect)]
-        problems = [_attempt(self._ask, *one) for one in told]
+        """Post to every member, whatever others answer, and return the first error."""
+        calls = [(server, *post) for server in self._members for post in posts(server.dialect)]
+        problems = [_attempt(self._ask, *call) for call in calls]
         return next((problem for problem in problems if problem is not None), None)
 
     def _form(self, servers: list[ServerClient], info: Info) -> None:
@@ -161,7 +163,7 @@ class StreamPublisher(Publisher):
             else:
                 sizes.append(int(self._ask(server, "/get_server_info").get("tp_size", 1)))
         self._meetings += 1
-        address = own_address(servers[0].wire.host, 9) or socket.gethostname()
+        address = own_address(servers[0].client.host, 9) or socket.gethostname()
         with listen(address, 0) as probe:  # a free port
             port = probe.getsockname()[1]
         meeting = {
@@ -204,25 +206,25 @@ class StreamPublisher(Publisher):
         problem = problem or resumed
         for server in self.engine.servers:
             was_there = server in self._members
-            server.given(version, None if was_there and problem is None else str(problem or "it was not there"))
+            server.record_update(version, None if was_there and problem is None else str(problem or "it was not there"))
         if problem is not None:
             raise UserError(f"version {version} of the weights did not reach the servers: {problem}")
 
     def _ask(self, server: ServerClient, path: str, body: dict[str, Any] | None = None) -> Any:
-        """One call without a second try: a broadcast has none either. Raises UserError."""
+        """Return the answer to a call without a second try: a broadcast has none either. Raises UserError."""
         try:
-            answer = server.wire.ask(path, body, QUICK_SECONDS if body is None else self.engine.timeout)
+            answer = server.client.ask(path, body, QUICK_SECONDS if body is None else self.engine.timeout)
         except (RetryableError, ClientError) as error:
-            raise UserError(f"{server.wire.url}{path}: {error}") from error
+            raise UserError(f"{server.client.url}{path}: {error}") from error
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise UserError(f"{server.wire.url}{path}: {answer.get('message')}")
+            raise UserError(f"{server.client.url}{path}: {answer.get('message')}")
         return answer
 
     def _is_alive(self, server: ServerClient) -> bool:
         try:
-            server.wire.ask("/v1/models", None, QUICK_SECONDS)
+            server.client.ask("/v1/models", None, QUICK_SECONDS)
         except (RetryableError, ClientError) as error:
-            self.engine.say(f"{server.wire.url} takes no part in this update: {error}")
+            self.engine.say(f"{server.client.url} takes no part in this update: {error}")
             return False
         return True
 
@@ -236,7 +238,7 @@ def _described(info: Info, names: list[str]) -> dict[str, Any]:
 
 
 def _attempt(act: Callable[..., Any], *arguments: Any) -> Exception | None:
-    """Why `act` failed, for reasons that lie with a server or the network; else None."""
+    """Return why `act` failed, for reasons that lie with a server or the network; else None."""
     try:
         act(*arguments)
     except (UserError, RuntimeError) as error:  # RuntimeError: torch's word for a peer that is gone
@@ -245,7 +247,7 @@ def _attempt(act: Callable[..., Any], *arguments: Any) -> Exception | None:
 
 
 def _in_thread(act: Callable[..., Any], *arguments: Any) -> Future:
-    """The outcome of `act` in a thread that nobody has to wait for."""
+    """Run `act` in a thread that nobody has to wait for; return its future outcome."""
     future: Future = Future()
 
     def run() -> None:

@@ -20,12 +20,13 @@ def step_directory(shared: Path, version: int) -> Path:
 
 
 def mark(directory: Path) -> None:
-    """Say that everything in `directory` is written. Synced to disk."""
+    """Mark `directory` as whole, with everything written. Synced to disk."""
     replace_text(directory / MARKER, secrets.token_hex(8))
 
 
 def mark_of(directory: Path) -> str:
-    """What tells these weights from others in a directory of this name. OSError where it has been deleted."""
+    """Return the mark that tells these weights from others in a directory of this name. Raises OSError where it has
+    been deleted."""
     marker = directory / MARKER
     stat = marker.stat()
     return marker.read_text(errors="replace") or f"{stat.st_ino} {stat.st_mtime_ns}"  # of a writer that is not ours
@@ -36,13 +37,13 @@ def is_whole(directory: Path) -> bool:
 
 
 def version_of(directory: Path) -> int | None:
-    """N of a directory named step-N."""
-    found = _NAME.fullmatch(directory.name)
-    return int(found[1]) if found else None
+    """Return N of a directory named step-N; None for other names."""
+    match = _NAME.fullmatch(directory.name)
+    return int(match[1]) if match else None
 
 
 def newest(shared: Path) -> tuple[int, Path] | None:
-    """The whole `step-N` with the highest N, and N; None where there is none yet."""
+    """Return the highest N of a whole `step-N`, and its directory; None where there is none yet."""
     return max(_whole(shared).items(), default=None)
 
 

@@ -1,4 +1,4 @@
-"""Servers as the engine of a training run: given the weights whenever these change, asked by rank 0 alone."""
+"""Servers as the engine of a training run: they get the weights whenever these change; rank 0 alone talks to them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -20,7 +20,7 @@ from dtrain.rl.routed import RoutedReader
 
 
 class OverHttp:
-    """Servers, which are given the weights whenever these have changed. Rank 0 alone talks to them.
+    """Servers as an engine, which get the weights whenever these have changed. Rank 0 alone talks to them.
 
     A version of the weights is the number of optimizer steps behind them. Raises Unavailable, on every rank, where the
     servers fail, and Interrupted where rank 0 is asked to stop while they come up.
@@ -29,7 +29,7 @@ class OverHttp:
     def __init__(self, recipe: Recipe, policy: Policy, run: RunContext):
         section = recipe.grpo.server
         self.policy, self.offload, self.ranks = policy, recipe.grpo.offload, Ranks()
-        self._ahead: RolloutPrefetcher | None = None
+        self._prefetcher: RolloutPrefetcher | None = None
         self._published: int | None = None
         self._publisher: AdapterPublisher | DirectoryPublisher | StreamPublisher
 
@@ -56,8 +56,8 @@ class OverHttp:
             except Interrupted:
                 return False
             if recipe.grpo.max_off_policy_steps:
-                self._ahead = RolloutPrefetcher(engine, recipe.grpo.max_off_policy_steps, run.metrics.say)
-                run.stack.callback(self._ahead.close)
+                self._prefetcher = RolloutPrefetcher(engine, recipe.grpo.max_off_policy_steps, run.metrics.say)
+                run.stack.callback(self._prefetcher.close)
             run.stack.callback(engine.close)  # runs first, and ends what is under way
             return True
 
@@ -72,8 +72,8 @@ class OverHttp:
             )
         )
         if way == "adapter" and config is not None:
-            alone = self._publisher = AdapterPublisher(shared, recipe.model.directory, config, engine)
-            self._publish: Callable[[int], None] = lambda version: alone.publish(policy.model, version)
+            adapters = self._publisher = AdapterPublisher(shared, recipe.model.directory, config, engine)
+            self._publish: Callable[[int], None] = lambda version: adapters.publish(policy.model, version)
         elif way == "broadcast":
             stream = self._publisher = StreamPublisher(engine, device=policy.device, dtype=dtype)
             run.stack.callback(stream.close)
@@ -100,21 +100,21 @@ class OverHttp:
         return drawn
 
     def expect(self, requests: Sequence[Request], version: int) -> None:
-        if self._ahead is not None and requests:
-            self._ahead.begin(requests, version)
+        if self._prefetcher is not None and requests:
+            self._prefetcher.begin(requests, version)
 
     def _draw(self, requests: list[Request], version: int, ask_stop: AskStop | None) -> list[Completion] | None:
-        """None: rank 0 was asked to stop."""
+        """Return the completions; None where rank 0 was asked to stop."""
         try:
-            if self._ahead is not None and self._ahead.is_under_way and requests == self._ahead.requests:
-                return self._ahead.take(version, ask_stop)
+            if self._prefetcher is not None and self._prefetcher.is_under_way and requests == self._prefetcher.requests:
+                return self._prefetcher.take(version, ask_stop)
             return self._publisher.engine.generate(requests, ask_stop)
         except Interrupted:
             return None
 
 
 def _choose_way(
-    asked: str,
+    requested: str,
     config: AdapterConfig | None,
     engine: HttpEngine | None,
     say: Callable[[str], None],
@@ -122,20 +122,20 @@ def _choose_way(
     is_rounded: bool = False,
     is_held: bool = False,
 ) -> str:
-    """How weights travel: of `auto` the adapter alone where there is one and all servers take it, else a directory of
-    whole weights; says which, and why. is_rounded: whether the adapter is trained beside weights in 4 bits, which are
-    not those that servers have; is_held: beside weights that are in the run's checkpoints alone. Raises UserError where
-    `adapter` was asked for and cannot be."""
+    """Return how weights travel: for `auto` the adapter alone where there is one and all servers take it, else a
+    directory of whole weights; says which, and why. is_rounded: whether the adapter is trained beside weights in 4
+    bits, which are not those that servers have; is_held: beside weights that are in the run's checkpoints alone. Raises
+    UserError where `adapter` was asked for and cannot be."""
     if engine is None:
         raise ValueError("rank 0 talks to the servers, and was given none")
-    if config is None or asked not in ("auto", "adapter"):
-        return "directory" if asked == "auto" else asked
+    if config is None or requested not in ("auto", "adapter"):
+        return "directory" if requested == "auto" else requested
     held = "its base is in this run's checkpoints alone (checkpoint.init_from, model.init), where no server finds it"
     why_not = held if is_held else refusal(engine, config)
-    if why_not is not None and asked == "adapter":
+    if why_not is not None and requested == "adapter":
         raise UserError(f"grpo.server.weights=adapter: {why_not}; or {MERGED}")
     rounded = "lora.quantize=nf4 trains beside weights in 4 bits, which servers of the same model do not draw with"
-    if asked == "auto" and is_rounded:
+    if requested == "auto" and is_rounded:
         why_not = rounded
     if why_not is not None:
         say(f"the servers get merged weights, not the adapter alone: {why_not}")
