@@ -186,7 +186,7 @@ def filter_probabilities(
 
 
 def _least_of_top_p(probabilities: Tensor, top_p: Tensor, share: Tensor, most: int) -> Tensor:
-    """Return the smallest probability that top_p keeps, [m, 1]; the `most` likeliest are searched for the share first."""
+    """Return the smallest probability that top_p keeps, [m, 1]; the `most` likeliest are searched for it first."""
     size = probabilities.shape[1]
     if most < size:
         largest = probabilities.topk(most, -1).values
@@ -220,7 +220,7 @@ def look_up(probabilities: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _fall(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index [n, 1] of the weight in which a share [n, 1] of the sum falls, and how far into it, in [0, 1]."""
+    """Return the index [n, 1] of the weight in which a share [n, 1] of the sum falls, and how far into it, in 0 to 1."""
     sums = weights.cumsum(-1, dtype=torch.float64)  # [n, m]
     total = sums[:, -1:]
     # Below the total, whatever the product is rounded to: the first larger sum is then of a weight above 0.
