@@ -220,7 +220,7 @@ def look_up(probabilities: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _fall(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index [n, 1] of the weight in which a share [n, 1] of the sum falls, and how far into it, in 0 to 1."""
+    """Return the index [n, 1] of the weight in which a share [n, 1] of the sum falls, and the part of it below that."""
     sums = weights.cumsum(-1, dtype=torch.float64)  # [n, m]
     total = sums[:, -1:]
     # Below the total, whatever the product is rounded to: the first larger sum is then of a weight above 0.

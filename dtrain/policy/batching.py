@@ -214,7 +214,7 @@ class MicroBatch(dict[str, Tensor]):
 def assemble(
     batch: Batch, plan: Sequence[Sequence[int]], count: int, packs: bool, by_row: Collection[str] = ()
 ) -> list[MicroBatch]:
-    """Return the micro-batches of `plan`, and padding up to `count` of them, so that every rank runs as many collectives.
+    """Return the micro-batches of `plan`, then padding up to `count` of them: every rank runs as many collectives.
 
     Packed rows keep their streams of `by_row` (and any [n]) as they are, one value behind the other.
     """
@@ -231,7 +231,7 @@ def assemble(
 
 
 def scatter(values: Sequence[Tensor], batch: Batch, plan: Sequence[Sequence[int]], packs: bool) -> Tensor:
-    """Return the values of each micro-batch, [b, s, ..] each, where the batch has its tokens: [n, S, ..], 0 on padding."""
+    """Return the values of micro-batches, [b, s, ..] each, where the batch has the tokens: [n, S, ..], 0 on padding."""
     count, length = batch["input_ids"].shape
     out = values[0].new_zeros(count, length, *values[0].shape[2:])
     lengths = row_lengths(batch)

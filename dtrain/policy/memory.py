@@ -121,7 +121,7 @@ class Memory:
 
 
 def _is_step(key: str) -> bool:
-    """Return whether `key` is Adam's count of steps, a scalar that torch keeps on the host for all but its fused kind."""
+    """Return whether `key` is Adam's count of steps, which torch keeps on the host for all but its fused kind."""
     return key == "step"
 
 

@@ -55,7 +55,7 @@ class Policy(Saved, Memory, WeightsOut):
         self.device = runtime.device
         self.offloaded = recipe.parallel.cpu_offload and runtime.device.type != "cpu"
         self.optimizer_offloaded = recipe.parallel.optimizer_offload and runtime.device.type == "cuda"
-        self.visited = self.device if self.optimizer_offloaded else None  # by the optimizer's state
+        self.offload_device = self.device if self.optimizer_offloaded else None  # of the optimizer's state
         self.precision = choose_precision(recipe.train.dtype, runtime.device.type, recipe.train.masters)
         self.model = build(recipe, config, mesh, self.precision, runtime.device)
         self.scorer = Scorer(self.model, mesh, self.device)
@@ -77,7 +77,7 @@ class Policy(Saved, Memory, WeightsOut):
 
             self._sums = GradientSums(self.model.named_parameters(), self.recipe.run.seed)
         named = self.model.named_parameters()
-        self.optimizer = build_optimizer(self.recipe.optimizer, named, self.recipe.run.seed, self.visited)
+        self.optimizer = build_optimizer(self.recipe.optimizer, named, self.recipe.run.seed, self.offload_device)
         self._updater = Updater(
             self.model,
             self.optimizer,
@@ -205,7 +205,7 @@ class Policy(Saved, Memory, WeightsOut):
         """Keep a copy of the trained weights as they are now, or of all weights of the model at `path`, which must be
         of the same shapes. Collective with a path. Raises UserError where that model does not fit.
 
-        base: keep the model without its adapters, as it is done too where they are new: nothing of these is copied then.
+        base: keep the model without its adapters, as happens too where they are new: nothing of these is copied then.
         """
         if path is not None:
             self.reference = Reference(self.model, whole=True, adapters=False)

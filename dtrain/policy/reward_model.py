@@ -42,9 +42,9 @@ class RewardModel:
 
     def rate(self, prompts: Sequence[Any], completions: Sequence[str]) -> Tensor:
         """Return the scores [N], float64 on the CPU, the same on every rank, of N prompts (texts or lists of messages)
-        with their completions. Each dp rank computes every dp-th; an all-reduce and two all-gathers beside the forwards'.
-        A text beyond the model's positions loses its beginning. Raises UserError as the template does, and for a score
-        that is NaN, or too large to compute with."""
+        with their completions. Each dp rank computes every dp-th; an all-reduce and two all-gathers beside those of
+        forwards. A text beyond the model's positions loses its beginning. Raises UserError as the template does, and
+        for a score that is NaN, or too large to compute with."""
         policy = self._policy
         mine = range(policy.mesh.dp_rank, len(prompts), policy.mesh.dp_size)
         rows = [_row(self._ids(prompts[index], completions[index])) for index in mine]
