@@ -3,7 +3,7 @@
 request                the request to an engine, and the completion that it gives
 engine, native         continuous batching on one rank; on a mesh
 kv_cache, graphs       keys and values of running sequences; a decoding step as a CUDA graph
-sampling, stopping     the next token; when a completion ends
+sampling, stopping     the next token; stop texts
 budget                 rows and memory of one engine, and its share of the requests
 generate               completions in one call
 scores                 log-probabilities of a prompt's tokens

@@ -1,4 +1,4 @@
-"""What one engine takes on: its share of the requests, the rows it decodes together, and the memory of their keys.
+"""Budget of one engine: its share of the requests, the rows it decodes together, and the memory of their keys.
 
 Shares (`share_out`) are of like cost, and the same on every rank that asks; the samples of one prompt stay together
 where that is even.
@@ -27,8 +27,8 @@ _SLACK = 1.1
 
 @dataclass(frozen=True)
 class Budget:
-    """rows: decoded together; tokens: positions of keys and values held; prefill: prompt tokens read in one forward,
-    enough for full-sized products, little beside the activations of training."""
+    """Limits of one engine. rows: decoded together; tokens: positions of keys and values held; prefill: prompt tokens
+    read in one forward, enough for full-sized products, little beside the activations of training."""
 
     rows: int
     tokens: int
@@ -36,7 +36,7 @@ class Budget:
 
 
 def choose_budget(model: CausalLM, device: torch.device, ranks: int = 1, tp: int = 1) -> Budget:
-    """The budget of one of at most `ranks` engines that share a host, with its part of the heads under `tp`.
+    """Return the budget of one of at most `ranks` engines that share a host, with its part of the heads under `tp`.
 
     What layers of linear attention keep of rows and their prompts takes half of the memory at most.
     """
@@ -54,8 +54,8 @@ def choose_budget(model: CausalLM, device: torch.device, ranks: int = 1, tp: int
 
 
 def position_bytes(config: ModelConfig, dtype: torch.dtype, tp: int = 1) -> int:
-    """What a position of keys and values takes: in every layer that keeps keys, though those with a window keep fewer
-    positions, and in the parameters' dtype."""
+    """Return the bytes of a position of keys and values: in every layer that keeps keys, though those with a window
+    keep fewer positions, and in the parameters' dtype."""
     widths = [
         max(1, (heads := config.heads_of(kind)).count // tp) * heads.size
         for index, kind in enumerate(config.layer_types)
@@ -64,8 +64,8 @@ def position_bytes(config: ModelConfig, dtype: torch.dtype, tp: int = 1) -> int:
     return 2 * sum(widths) * dtype.itemsize
 
 
-def share_out(requests: Sequence[Request], places: int) -> list[list[int]]:
-    """The indices of `requests` for each of `places` ranks, ascending; the same on every rank that asks.
+def share_out(requests: Sequence[Request], ranks: int) -> list[list[int]]:
+    """Return the indices of `requests` for each of `ranks` ranks, ascending; the same on every rank that asks.
 
     The work of a request is taken from its max_new_tokens, for nobody knows where it will stop. What is dealt are whole
     groups of equal prompts, or their halves, quarters and so on until the shares are even.
@@ -79,11 +79,11 @@ def share_out(requests: Sequence[Request], places: int) -> list[list[int]]:
     while True:
         pieces = [piece for members in groups.values() for piece in _cut(members, parts)]
         costs = [_work(requests, piece) for piece in pieces]
-        dealt = deal(costs, places)
+        dealt = deal(costs, ranks)
         load = max(sum(costs[piece] for piece in share) for share in dealt)
         if best is None or load < best[0]:
             best = load, [sorted(index for piece in share for index in pieces[piece]) for share in dealt]
-        mean = sum(_work(requests, piece) for piece in groups.values()) / places
+        mean = sum(_work(requests, piece) for piece in groups.values()) / ranks
         if best[0] <= _SLACK * mean or parts >= largest:
             return best[1]
         parts *= 2

@@ -45,28 +45,28 @@ class NotFinite(UserError):
 
 
 class Peers:
-    """What an engine does together with other ranks: nothing, where it is alone. `native` derives those that do."""
+    """Actions of an engine together with other ranks: none, where it is alone. `native` derives those that act."""
 
     def before_forward(self) -> None:
-        """Called before every forward of the model."""
+        """Prepare a forward; called before every one of the model."""
 
     def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [R] int64 and logprobs [R], as drawn: the same on all ranks that compute the same rows."""
+        """Return tokens [R] int64 and logprobs [R], as drawn: the same on all ranks that compute the same rows."""
         return tokens, logprobs
 
     def give_up(self) -> bool:
-        """Whether to stop between two steps; the same answer on all ranks that compute the same rows."""
+        """Return whether to stop between two steps; the same answer on all ranks that compute the same rows."""
         return False
 
 
 class Engine:
-    """One rank's requests on a model that is whole on its device, gathered, or one of several tp ranks in step.
+    """Engine of one rank, on a model that is whole on its device, gathered, or split over tp ranks that run in step.
 
     decode: token ids → text; needed for stop texts only. max_rows: sequences decoded together. max_tokens: positions
     of keys and values held at a time, in slots of powers of two. Both are chosen by default, see `budget`.
     A request is let in only when its whole length fits, so that none is ever thrown out.
     graphs: makes what captures decoding steps (`graphs.CudaGraphs`), for a model that is whole on its device and whose
-    weights are gathered; rows then have room for all their tokens from the beginning. notes_experts: keeps where the
+    weights are gathered; rows then have slots for all their tokens from the beginning. notes_experts: keeps where the
     tokens of prompts went, so that requests may ask for it; of a mixture of experts, without graphs.
     """
 
@@ -103,7 +103,7 @@ class Engine:
         self._clear()
 
     def _clear(self) -> None:
-        """An engine without work holds no memory: between calls the weights, and the batch, are others."""
+        """Drop cache and rows: an engine without work holds no memory, for weights and batch change between calls."""
         self._store = KeyValues(self._windows)
         self._waiting: dict[tuple[int, ...], deque[_Sequence]] = {}  # by prompt, the first that came first
         self._prompts: dict[tuple[int, ...], _Prompt] = {}  # in the cache
@@ -117,36 +117,36 @@ class Engine:
             self._steps = import_module("dtrain.inference.graphs").Steps(self.model, self._graphs(self.device))
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """The completions of `requests`, in order. The engine must hold no other work. Raises UserError, and
+        """Return the completions of `requests`, in order. The engine must hold no other work. Raises UserError, and
         Interrupted where its peers give up."""
         if self.has_work:
             raise ValueError("generate needs an engine without work; use add and step beside others")
         for index, request in enumerate(requests):
             self.check(request, f"request {index}")
         tickets = [self._enqueue(request) for request in requests]
-        found: dict[Ticket, Completion] = {}
+        completions: dict[Ticket, Completion] = {}
         try:
             while self.has_work:
                 if not self._fresh and self._peers.give_up():  # just looked: the answer waits for no device
                     raise Interrupted
-                found.update(self.step())
+                completions.update(self.step())
         finally:
             self.abandon()
-        return [found[ticket] for ticket in tickets]
+        return [completions[ticket] for ticket in tickets]
 
     def add(self, request: Request) -> Ticket:
-        """Put a request in the queue; the ticket names it from here on. Raises UserError for a bad request."""
+        """Put a request in the queue and return its ticket, its name from here on. Raises UserError for a bad one."""
         self.check(request, "the request")
         return self._enqueue(request)
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or is being decoded, or a completion is still to be handed out by `step`."""
+        """Return whether a request waits or is being decoded, or `step` has a completion still to hand out."""
         return bool(self._sequences or self._finished)
 
     def progress(self, ticket: Ticket, start: int = 0) -> tuple[list[int], list[float]]:
-        """Token ids and logprobs of an unfinished ticket so far, from the `start`-th on. For streaming: `step` makes
-        them more. Raises KeyError where the ticket has ended."""
+        """Return token ids and logprobs of an unfinished ticket so far, from the `start`-th on. For streaming: `step`
+        adds to them. Raises KeyError where the ticket has ended."""
         sequence = self._sequences[ticket]
         return sequence.ids[start:], sequence.logprobs[start:]
 
@@ -168,7 +168,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[tuple[Ticket, Completion]]:
-        """Let waiting requests in and decode one token of every row; returns what has ended, in no given order.
+        """Let waiting requests in, decode one token of every row, and return what has ended, in no fixed order.
 
         On CUDA completions come up to 16 steps late: looking at tokens waits for the device. Without work it returns
         nothing. Raises NotFinite for rows whose logits are not; what has ended beside them comes with the next step.
@@ -177,7 +177,7 @@ class Engine:
         self.model.eval()
         try:
             if self._sequences:
-                self._make_room()
+                self._drop_ended()
                 decoding = self._lay_out(*self._read_prompts(self._admit()))
                 if decoding is not None:
                     self._decode(decoding)
@@ -212,15 +212,15 @@ class Engine:
         self._clear()
 
     def _admit(self) -> list["_Sequence"]:
-        """The waiting sequences that rows and memory have room for; new prompts get their places, not yet read.
+        """Return the waiting sequences that rows and memory suffice for; new prompts get their slots, not yet read.
 
-        Those whose prompt is in the cache first, then by arrival; none overtakes one that must wait for memory.
+        Those whose prompt is in the cache come first, then by arrival; none overtakes one that must wait for memory.
         """
         entering = self._admit_within(self.budget.rows - len(self._rows))
         if not entering and not self._rows:
             # Prompts kept for samples that wait may fill the memory that one of these needs.
             idle = list(self._prompts)
-            self._store.release([self._prompts[ids].place for ids in idle])
+            self._store.release([self._prompts[ids].slot for ids in idle])
             self._prompts.clear()
             self._held = 0
             entering = self._admit_within(self.budget.rows)
@@ -232,7 +232,7 @@ class Engine:
             queue = self._waiting[prompt]
             is_held = prompt in self._prompts
             while queue and len(entering) < rows:
-                needed = queue[0].room + (0 if is_held else slot_size(len(prompt)))
+                needed = queue[0].capacity + (0 if is_held else slot_size(len(prompt)))
                 if self._held + needed > self.budget.tokens:
                     break
                 self._held += needed
@@ -244,10 +244,10 @@ class Engine:
         return entering
 
     def _read_prompts(self, entering: list["_Sequence"]) -> tuple[list["_Sequence"], Tensor]:
-        """Read the prompts that `entering` needs and draw the first tokens; the rows that go on, and theirs, [rows]."""
+        """Read the prompts that `entering` needs, draw first tokens; return the rows that go on, and theirs [rows]."""
         if not entering:
             return [], self._index([])
-        # Of one size together: little is padding, and their slots lie side by side.
+        # Prompts of one size together: little is padding, and their slots lie side by side.
         by_size: dict[int, list[tuple[int, ...]]] = {}
         for ids in dict.fromkeys(row.prompt for row in entering):
             if ids not in self._prompts:
@@ -269,19 +269,19 @@ class Engine:
         return [entering[index] for index in staying], tokens[self._index(staying)]
 
     def _read(self, prompts: list[tuple[int, ...]]) -> None:
-        places = [self._store.new_prompt(len(ids)) for ids in prompts]
+        slots = [self._store.new_prompt(len(ids)) for ids in prompts]
         longest = max(map(len, prompts))
         # With a token of its own: a NaN that padding brings in would be one after the masked product too.
         padded = [[*ids, *ids[-1:] * (longest - len(ids))] for ids in prompts]
         self._peers.before_forward()
-        cache = Prefill(self._store, places, self.device)
+        cache = Prefill(self._store, slots, self.device)
         logits, routed = self._forward(self._index(padded), cache, self._notes_experts)  # [B, V], [B, S, layers, k]
-        for index, (ids, place, row) in enumerate(zip(prompts, places, logits, strict=True)):
-            where = None if routed is None else routed[index, : len(ids)].clone()
-            self._prompts[ids] = _Prompt(place, row, where)
+        for index, (ids, slot, row) in enumerate(zip(prompts, slots, logits, strict=True)):
+            experts = None if routed is None else routed[index, : len(ids)].clone()
+            self._prompts[ids] = _Prompt(slot, row, experts)
 
     def _forward(self, tokens: Tensor, cache: Prefill | Decode, notes: bool) -> tuple[Tensor, Tensor | None]:
-        """`next_logits`, and with `notes` where the tokens [B, S] went, [B, S, layers, k] int16."""
+        """Return `next_logits`, and with `notes` the experts of the tokens [B, S], [B, S, layers, k] int16."""
         routing = self.model.routing
         if not notes or routing is None:
             return self.model.next_logits(tokens, cache), None
@@ -299,11 +299,11 @@ class Engine:
             if self._steps is None:
                 self._store.new_row(row)
             else:
-                self._store.new_row(row, row.room)
+                self._store.new_row(row, row.capacity)
         if self._store.grow() or entering or (self._decoding is not None and self._decoding.decode.is_full):
             self._decoding = None
         if self._decoding is None:
-            self._rows = [place.owner for place in self._store.rows_in_order()]
+            self._rows = [slot.owner for slot in self._store.rows_in_order()]
             order = self._index([old[id(row)] for row in self._rows])
             self._tokens = torch.cat([self._tokens, first_tokens])[order]
             if self._rows:
@@ -311,20 +311,20 @@ class Engine:
         return self._decoding
 
     def _decoding_of(self, rows: list["_Sequence"]) -> "_Decoding":
-        prompts = [self._prompts[row.prompt].place for row in rows]
+        prompts = [self._prompts[row.prompt].slot for row in rows]
         decode = Decode(self._store, prompts, self.device, fixed=self._steps is not None)
         if self._steps is None or decode.live is None:
             return _Decoding(decode, self._sampler(rows))
         every = [rows[0]] * decode.rows  # what is drawn for the others is not read
-        for place, row in zip(decode.live.tolist(), rows, strict=True):
-            every[place] = row
+        for index, row in zip(decode.live.tolist(), rows, strict=True):
+            every[index] = row
         tokens = self._tokens.new_zeros(decode.rows)
         tokens[decode.live] = self._tokens
         sampler = self._sampler(every)
         return _Decoding(decode, sampler, self._steps.open(decode, sampler, tokens))
 
     def _decode(self, decoding: "_Decoding") -> None:
-        """One token of every row."""
+        """Decode one token of every row."""
         self._peers.before_forward()
         decode, step = decoding.decode, decoding.step
         if step is None:
@@ -362,16 +362,16 @@ class Engine:
 
     def _look(self) -> None:
         """Read what was drawn since the last look, and find the completions that have ended."""
-        tokens = torch.cat([one.tokens for one in self._fresh]).tolist()
-        logprobs = torch.cat([one.logprobs for one in self._fresh]).tolist()
-        rows = [row for one in self._fresh for row in one.rows]
-        routed = [where for one in self._fresh for where in one.routed_of_rows()]
+        tokens = torch.cat([drawn.tokens for drawn in self._fresh]).tolist()
+        logprobs = torch.cat([drawn.logprobs for drawn in self._fresh]).tolist()
+        rows = [row for drawn in self._fresh for row in drawn.rows]
+        routed = [experts for drawn in self._fresh for experts in drawn.routed_of_rows()]
         self._fresh = []
-        for row, token, logprob, where in zip(rows, tokens, logprobs, routed, strict=True):
+        for row, token, logprob, experts in zip(rows, tokens, logprobs, routed, strict=True):
             if row.is_done:
                 continue
-            if where is not None and row.request.routed:
-                row.routed.append(where)
+            if experts is not None and row.request.routed:
+                row.routed.append(experts)
             if logprob != logprob:
                 self._failed.append(row.ticket)
             elif (finish := row.push(token, logprob)) is not None:
@@ -381,22 +381,22 @@ class Engine:
             row.is_done = True
             del self._sequences[row.ticket]
 
-    def _make_room(self) -> None:
+    def _drop_ended(self) -> None:
         """Take rows that have ended, or whose tokens are all drawn, out of the cache, and prompts without use."""
         gone = [row for row in self._rows if row.has_ended]
         if not gone:
             return
         kept = [index for index, row in enumerate(self._rows) if not row.has_ended]
-        self._store.release([place for place in self._store.rows_in_order() if place.owner.has_ended])
+        self._store.release([slot for slot in self._store.rows_in_order() if slot.owner.has_ended])
         self._rows = [self._rows[index] for index in kept]
         self._tokens = self._tokens[self._index(kept)]
         self._decoding = None
         self._give_back(gone)
 
     def _give_back(self, gone: list["_Sequence"]) -> None:
-        """Give back what the rows `gone`, which are in no slot any more, have held."""
+        """Free the positions that the rows `gone`, which are in no slot any more, have held."""
         for row in gone:
-            self._held -= row.room
+            self._held -= row.capacity
             self._prompts[row.prompt].users -= 1
         self._drop_unused({row.prompt: None for row in gone})
 
@@ -404,12 +404,12 @@ class Engine:
         held = [ids for ids in prompts if ids in self._prompts and ids not in self._waiting]
         unused = [ids for ids in held if not self._prompts[ids].users]
         if unused:
-            self._store.release([self._prompts.pop(ids).place for ids in unused])
+            self._store.release([self._prompts.pop(ids).slot for ids in unused])
             self._held -= sum(slot_size(len(ids)) for ids in unused)
             self._decoding = None
 
     def check(self, request: Request, name: str) -> None:
-        """Raises UserError for a bad request, and where model or memory do not hold it even alone."""
+        """Raise UserError for a bad request, and where model or memory do not hold it even alone."""
         config = self.model.config
         check_request(request, config.vocab_size, name, has_decode=self._decode_text is not None)
         longest, most = len(request.prompt) + request.sampling.max_new_tokens, config.most_positions
@@ -430,7 +430,7 @@ class Engine:
 
 
 class _Sequence:
-    """One request on its way."""
+    """State of one request from the queue to its completion."""
 
     def __init__(self, ticket: Ticket, request: Request, decode: Callable[[list[int]], str] | None):
         self.ticket, self.request = ticket, request
@@ -446,8 +446,8 @@ class _Sequence:
         self._texts = StopTexts(request.sampling.stop, decode) if request.sampling.stop and decode else None
 
     @property
-    def room(self) -> int:
-        """Positions that its own tokens may come to fill."""
+    def capacity(self) -> int:
+        """Number of positions that its own tokens may come to fill."""
         return slot_size(self.request.sampling.max_new_tokens)
 
     @property
@@ -456,11 +456,11 @@ class _Sequence:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it needs no row any more; what was drawn may not have been looked at."""
+        """Return whether it needs no row any more; what was drawn may not have been looked at."""
         return self.is_done or self.has_all
 
     def push(self, token: int, logprob: float) -> Literal["stop", "length"] | None:
-        """Take a token; how the completion ends with it, if it does."""
+        """Take a token. Return how the completion ends with it, None where it goes on."""
         self.ids.append(token)
         self.logprobs.append(logprob)
         if token in self._stop_ids or (self._texts is not None and self._texts.complete(self.ids)):
@@ -468,7 +468,7 @@ class _Sequence:
         return "length" if len(self.ids) == self.request.sampling.max_new_tokens else None
 
     def all_routed(self) -> Tensor | None:
-        """`Completion.routed`."""
+        """Return `Completion.routed`."""
         if not self.request.routed or self.prompt_routed is None:
             return None
         prompt = self.prompt_routed.cpu()
@@ -477,8 +477,8 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """Tokens [R] int64 of rows, their logprobs [R], and where the tokens that were read for them went, [R, 1, layers,
-    k], where it was noted."""
+    """Tokens [R] int64 of rows, their logprobs [R], and the experts that the tokens read for them went to, [R, 1,
+    layers, k], where these were noted."""
 
     rows: list[_Sequence]
     tokens: Tensor
@@ -486,13 +486,13 @@ class _Drawn:
     routed: Tensor | None
 
     def routed_of_rows(self) -> Sequence[Tensor | None]:
-        """[1, layers, k] of each row, on the host."""
+        """Return `routed` of each row, [1, layers, k] on the host, or None."""
         return [None] * len(self.rows) if self.routed is None else self.routed.cpu().unbind(0)
 
 
 @dataclass
 class _Decoding:
-    """Rows that are being decoded. step: where steps are captured."""
+    """Rows that are being decoded. step: the captured one, None without graphs."""
 
     decode: Decode
     sampler: Sampler
@@ -501,10 +501,10 @@ class _Decoding:
 
 @dataclass
 class _Prompt:
-    """A prompt in the cache: its place, the logits [V] after it, where its tokens went, [P, layers, k], where that is
-    noted, and how many rows use it."""
+    """Prompt in the cache: its slot, the logits [V] after it, the experts that its tokens went to, [P, layers, k], if
+    these are noted, and the number of rows that use it."""
 
-    place: KVSlot
+    slot: KVSlot
     logits: Tensor
     routed: Tensor | None
     users: int = 0

@@ -38,7 +38,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> list[list[int]]:
-    """Completions of `prompts` (token ids, lengths may differ), in order; each ends with the EOS token that stopped it.
+    """Return completions of `prompts` (token ids of any lengths), in order; each ends with the EOS token that ended it.
 
     model: one of dtrain's, whole on one device (not sharded). temperature 0 is greedy. A draw depends on seed, the
     prompt's index and the position in the completion, not on what else is in the batch. No collective. Raises
@@ -62,7 +62,7 @@ def generate_text(
     dtype: str = "auto",
     device: str = "auto",
 ) -> Iterator[str]:
-    """The completion of each prompt as text, special tokens left out, in order, each as soon as those before it are.
+    """Yield the completion of each prompt as text, without special tokens, in order, each once those before it are out.
 
     directory: in Hugging Face's layout, or an adapter's in PEFT's; or a run's, of which `export/` serves where it is of
     the newest checkpoint, else that checkpoint; or a checkpoint's. A prompt is a user's message in the model's chat
@@ -87,14 +87,14 @@ def generate_text(
 def load(
     directory: Path, dtype: torch.dtype, device: torch.device, classifiers: bool = False
 ) -> tuple[CausalLM, Tokenizer]:
-    """Model and tokenizer of a Hugging Face directory, or of a hub's id that is in the cache; an adapter's in PEFT's
-    layout (with its base; the tokenizer is its own, else the base's), a run's directory or a checkpoint's. Raises
-    UserError, for a classifier too unless `classifiers`."""
+    """Return model and tokenizer of a Hugging Face directory, or of a hub's id that is in the cache; an adapter's in
+    PEFT's layout (with its base; the tokenizer is its own, else the base's), a run's directory or a checkpoint's.
+    Raises UserError, for a classifier too unless `classifiers`."""
     directory = hub.find_directory(directory)
     directory = step_around(directory) or directory
     for candidate in (directory, directory / "export"):
-        is_one = (candidate / CONFIG).is_file() or is_adapter_directory(candidate)
-        if is_one and (candidate == directory or _is_newest(candidate)):
+        holds_model = (candidate / CONFIG).is_file() or is_adapter_directory(candidate)
+        if holds_model and (candidate == directory or _is_newest(candidate)):
             return _model_in(candidate, dtype, device, 0 if classifiers else None), _tokenizer(candidate)
     is_run = (directory / "checkpoints").is_dir()
     if not is_run and step_of(directory.absolute()) is None:
@@ -108,19 +108,20 @@ def load(
 
 
 def _model_in(directory: Path, dtype: torch.dtype, device: torch.device, labels: int | None) -> CausalLM:
-    """The model of a Hugging Face directory; of a run's exported adapter with its base as the run trained beside it."""
+    """Return the model of a Hugging Face directory; a run's exported adapter gets its base as the run trained on it."""
     if not is_adapter_directory(directory):
         return models.from_pretrained(directory, dtype, device, labels=labels)
     in_4_bits, kept = trained_beside(directory)
     model = models.from_pretrained(directory, dtype, device, nf4=in_4_bits, labels=labels)
     config = read_adapter_config(directory)
-    _round([one for name, one in model_tensors(model).items() if not peft_names(name, config, model.config)], kept)
+    tensors = model_tensors(model).items()
+    _round([tensor for name, tensor in tensors if not peft_names(name, config, model.config)], kept)
     return model
 
 
 @torch.no_grad()
 def _round(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
-    """To what `dtype` has room for; None leaves them."""
+    """Round tensors in place to the values of `dtype`; None leaves them."""
     for tensor in tensors:
         if dtype is not None and tensor.is_floating_point():
             tensor.copy_(tensor.to(dtype))
@@ -134,7 +135,7 @@ def _tokenizer(directory: Path) -> Tokenizer:
 
 
 def _model_of(store: CheckpointStore, step: int, source: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """The model of a run's step: what the step lacks is read from the run's base."""
+    """Return the model of a run's step: tensors that are not in the step are read from the run's base."""
     sizes = store.tensors(step)
     if SCORE in sizes:
         raise UserError(
@@ -153,14 +154,14 @@ def _model_of(store: CheckpointStore, step: int, source: Path, dtype: torch.dtyp
     if facts.freezes and len(held) < len(tensors):
         state = store.read_state(step)
         read_weights(model, facts.base(state))
-        _round([one for name, one in tensors.items() if name not in held], facts.trained_in(state))
+        _round([tensor for name, tensor in tensors.items() if name not in held], facts.trained_in(state))
         tensors = held
     store.load(step, tensors, only=True, cast=tensors)
     return model.to(device)
 
 
 def _is_newest(export: Path) -> bool:
-    """Whether the run that `export` lies in holds no checkpoint beyond it, nor one of another training."""
+    """Return whether the run that `export` lies in holds no checkpoint beyond it, nor one of another training."""
     store = CheckpointStore(export.parent / "checkpoints", Ranks(alone=True))
     step, held = store.latest(), held_by(export)
     if step is None or is_adapter_directory(export):  # whose base may be in the step alone
@@ -170,7 +171,7 @@ def _is_newest(export: Path) -> bool:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, raw: bool) -> list[int]:
-    """Token ids of a user's message, ready for the assistant's answer; of the bare text if `raw` or no template."""
+    """Return token ids of a user's message, ready for the answer; of the bare text if `raw` or without a template."""
     template = None if raw else choose_template(tokenizer.directory, tokenizer.special_tokens)
     if template is None:
         return tokenizer.encode(prompt, add_special_tokens=True)
@@ -179,7 +180,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, raw: bool) -> list[int]:
 
 
 def choose_device(name: str) -> torch.device:
-    """auto, cpu or cuda. Raises UserError."""
+    """Return the device of a name: auto, cpu or cuda. Raises UserError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -190,7 +191,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto (bfloat16 on CUDA, else float32) or a name. Raises UserError."""
+    """Return the dtype of a name, or of auto: bfloat16 on CUDA, else float32. Raises UserError."""
     names = ("bfloat16", "float16", "float32", "float64")
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32

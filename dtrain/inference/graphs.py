@@ -23,15 +23,15 @@ Replay = Callable[[], None]
 
 
 class GraphMaker(Protocol):
-    """What captures; one for each run of work, since its graphs share memory until the last one goes."""
+    """Maker of graphs; one for each run of work, since its graphs share memory until the last one goes."""
 
     def capture(self, step: Callable[[], None]) -> Replay:
-        """Note a step's kernels without running them; what it returns runs them."""
+        """Record a step's kernels without running them. Return the function that runs them."""
         ...
 
 
 class CudaGraphs:
-    """torch.cuda.CUDAGraph, all of them in one pool of memory: no two run at a time, and none leaves anything there."""
+    """Maker of CUDA graphs, all of them in one pool of memory: no two run at a time, and none leaves anything there."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -50,14 +50,14 @@ class CudaGraphs:
 
 
 class Steps:
-    """The steps of one engine for as long as it has work, by their shapes."""
+    """Steps of one engine for as long as it has work, by their shapes."""
 
     def __init__(self, model: CausalLM, maker: GraphMaker):
         self._model, self._maker = model, maker
         self._held: dict[tuple[object, ...], Step] = {}  # the one last asked for stands last
 
     def open(self, decode: Decode, sampler: Sampler, tokens: Tensor) -> "Step":
-        """The step for other rows; tokens: the last ones of decode's R, [R] int64."""
+        """Return the step for other rows; tokens: the last ones of decode's R, [R] int64."""
         sampler.prepare(self._model.config.vocab_size)
         shape = decode.shape, sampler.shape
         step = self._held.pop(shape, None)
@@ -72,8 +72,8 @@ class Steps:
 
 
 class Step:
-    """One token more of every row, on memory of its own. tokens: the last ones, [R] int64; logprobs: theirs, [R] in
-    max(float32, the dtype)."""
+    """Step that decodes one token more of every row, on memory of its own. tokens: the last ones, [R] int64; logprobs:
+    theirs, [R] in max(float32, the dtype)."""
 
     logprobs: Tensor
 
@@ -97,7 +97,7 @@ class Step:
             self._run()
             self._is_warm = True
             return
-        addresses = self._lie()
+        addresses = self._current_addresses()
         if self._replay is None or self._addresses != addresses:
             self._replay, self._addresses = None, addresses
             self._replay = self._maker.capture(self._run)
@@ -114,7 +114,7 @@ class Step:
         self.logprobs.copy_(logprobs)
         self._decode.end()
 
-    def _lie(self) -> list[int]:
-        """Where weights, keys and values lie."""
+    def _current_addresses(self) -> list[int]:
+        """Return the addresses of weights, keys and values."""
         weights = (held[name] for held, name in self._weights)
         return [*(weight.data_ptr() for weight in weights if weight is not None), *self._decode.addresses()]

@@ -1,18 +1,18 @@
 """Decoding: the keys and values of running sequences, and the attention of a forward over them.
 
-They lie on shelves of slots of one size, a prompt's apart from its rows'. The samples of one prompt share its slot;
-what a row adds lies in a slot of its own, on a larger shelf as it grows, so that at most half of a slot is empty. The
-slots of a shelf that are in use are its first ones: attention reads them as one tensor, without an index. Layers with
-a sliding window keep no more than a later token can see. Layers of linear attention keep, in place of keys, what
-`attention.delta` goes on from, of one size whatever the length; a row begins with its prompt's.
+They lie in pools of slots of one size, a prompt's apart from its rows'. The samples of one prompt share its slot; what
+a row adds lies in a slot of its own, in a pool of larger ones as it grows, so that at most half of a slot is empty. The
+slots of a pool that are in use are its first ones: attention reads them as one tensor, without an index. Layers with a
+sliding window keep no more than a later token can see. Layers of linear attention keep, in place of keys, the states
+that `attention.delta` goes on from, of one size whatever the length; a row begins with its prompt's.
 
 A forward reads whole prompts (`Prefill`), or one more token of every running row (`Decode`). The model hands `attend`
 each layer's queries, keys and values. A row's softmax runs over two parts: its prompt, which the rows of a group
 multiply together, and what it has added itself; the parts are joined by their partition sums.
 
-A step can be captured and replayed (`rollout.graphs`): with `fixed`, sizes are rounded up, so that few shapes occur,
+A step can be captured and replayed (`inference.graphs`): with `fixed`, sizes are rounded up, so that few shapes occur,
 and all that a step reads and writes lies where it lay in the step before.
-Letters: R rows, G prompts of a shelf, n rows of the largest group, kv key heads, rep query heads of each, L keys.
+Letters: R rows, G prompts of a pool, n rows of the largest group, kv key heads, rep query heads of each, L keys.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ SMALLEST_SLOT = 32
 
 
 def slot_size(length: int) -> int:
-    """The capacity of the smallest slot for `length` positions: a power of two."""
+    """Return the capacity of the smallest slot for `length` positions: a power of two."""
     return max(SMALLEST_SLOT, _power_of_two(length))
 
 
@@ -39,17 +39,17 @@ def _power_of_two(count: int) -> int:
 
 
 def rounded(count: int) -> int:
-    """`count` rounded up to one of four sizes between two powers of two: at most a quarter is too much."""
+    """Return `count` rounded up to one of four sizes between two powers of two: at most a quarter is too much."""
     unit = 1 << max(0, (count - 1).bit_length() - 3)
     return -(-count // unit) * unit
 
 
 @dataclass(eq=False)
 class KVSlot:
-    """Where one sequence lies: `length` positions of it are in slot `slot` of `shelf`. owner: whoever asked for it."""
+    """Slot of one sequence: number `index` of `pool`, of which `length` positions are filled. owner: whose it is."""
 
-    shelf: "KVSlotPool"
-    slot: int
+    pool: "KVSlotPool"
+    index: int
     length: int = 0
     owner: Any = None
 
@@ -63,39 +63,39 @@ class KVSlotPool:
 
     def __init__(self, capacity: int, kept: Sequence[int | None]):
         self.capacity = capacity
-        self.places: list[KVSlot] = []  # by slot
-        self.least = 0  # slots that there is room for, used or not
+        self.slots: list[KVSlot] = []  # by index
+        self.min_slots = 0  # slots that there is room for, used or not
         self._sizes = [capacity if most is None else min(capacity, most) for most in kept]
         self._linear: set[int] = set()  # layers that keep states
         self._layers: list[tuple[Tensor, ...] | None] = [None] * len(kept)
 
     def take(self) -> KVSlot:
-        place = KVSlot(self, len(self.places))
-        self.places.append(place)
-        return place
+        slot = KVSlot(self, len(self.slots))
+        self.slots.append(slot)
+        return slot
 
     def size(self, layer: int) -> int:
-        """How many positions a slot has in this layer."""
+        """Return the number of positions that a slot has in this layer."""
         return self._sizes[layer]
 
     def layer(self, index: int, like: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values of a layer, with room for every slot in use; like: [..., kv, hd] of what is to be written."""
+        """Return keys and values of a layer for every slot in use; like: [..., kv, hd] of what is to be written."""
         shape = (like.shape[-2], self._sizes[index], like.shape[-1])
-        return self._room(index, [(shape, like), (shape, like)])
+        return self._grown(index, [(shape, like), (shape, like)])
 
     def states(self, index: int, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What a layer of linear attention keeps, [slots, ..] each, with room for every slot in use; like: [.., ..] of
+        """Return the states of a layer of linear attention for every slot in use, [slots, ..] each; like: [.., ..] of
         what is to be written."""
         self._linear.add(index)
-        return self._room(index, [(tuple(one.shape[1:]), one) for one in like])
+        return self._grown(index, [(tuple(state.shape[1:]), state) for state in like])
 
-    def _room(self, index: int, kinds: Sequence[tuple[tuple[int, ...], Tensor]]) -> tuple[Tensor, ...]:
+    def _grown(self, index: int, kinds: Sequence[tuple[tuple[int, ...], Tensor]]) -> tuple[Tensor, ...]:
         held = self._layers[index]
-        used = max(len(self.places), self.least)
+        used = max(len(self.slots), self.min_slots)
         if held is None or held[0].shape[0] < used:
             # Zeros, not whatever the memory holds: a NaN that is hidden would still be one after the product.
-            slots = used if held is None else max(used, held[0].shape[0] * 3 // 2)
-            fresh = tuple(like.new_zeros((slots, *shape)) for shape, like in kinds)
+            count = used if held is None else max(used, held[0].shape[0] * 3 // 2)
+            fresh = tuple(like.new_zeros((count, *shape)) for shape, like in kinds)
             if held is not None:
                 for new, old in zip(fresh, held, strict=True):
                     new[: old.shape[0]] = old
@@ -103,54 +103,54 @@ class KVSlotPool:
         return held
 
     def held(self, index: int) -> tuple[Tensor, ...]:
-        """What a layer of linear attention keeps, room for every slot in use being there."""
+        """Return the states of a layer of linear attention, grown to every slot in use. Raises ValueError without."""
         held = self._layers[index]
         if held is None:
             raise ValueError(f"layer {index} has kept nothing yet")
         return self.states(index, held)
 
-    def begin(self, slots: Sequence[int], source: "KVSlotPool", sources: Sequence[int]) -> None:
-        """Let the sequences in `slots` go on from the states of those in the slots `sources` of a shelf."""
+    def begin(self, targets: Sequence[int], source: "KVSlotPool", sources: Sequence[int]) -> None:
+        """Let the sequences in the slots `targets` go on from the states of those in the slots `sources` of a pool."""
         for layer in source._linear:
             held = source._layers[layer]
             assert held is not None
-            whither, whence = (torch.tensor(one, device=held[0].device) for one in (slots, sources))
+            to_index, from_index = (torch.tensor(indices, device=held[0].device) for indices in (targets, sources))
             for mine, theirs in zip(self.states(layer, held), held, strict=True):
-                mine[whither] = theirs[whence]
+                mine[to_index] = theirs[from_index]
 
     def addresses(self) -> list[int]:
-        """Where its memory lies."""
+        """Return the addresses of its memory."""
         return [tensor.data_ptr() for held in self._layers if held is not None for tensor in held]
 
     def release(self, gone: Sequence[KVSlot]) -> None:
         """Empty the slots of `gone`; the last ones in use move into the holes. Free slots are zeros, as new ones."""
-        leaving = {place.slot for place in gone}
-        left = len(self.places) - len(leaving)
-        holes = sorted(slot for slot in leaving if slot < left)
-        movers = [slot for slot in range(left, len(self.places)) if slot not in leaving]
+        leaving = {slot.index for slot in gone}
+        left = len(self.slots) - len(leaving)
+        holes = sorted(index for index in leaving if index < left)
+        movers = [index for index in range(left, len(self.slots)) if index not in leaving]
         for hole, mover in zip(holes, movers, strict=True):
-            self.places[hole] = self.places[mover]
-            self.places[hole].slot = hole
-        del self.places[left:]
+            self.slots[hole] = self.slots[mover]
+            self.slots[hole].index = hole
+        del self.slots[left:]
         self._copy(self, movers, holes)
         for tensor in (tensor for held in self._layers if held is not None for tensor in held):
             tensor[left : left + len(leaving)] = 0
 
-    def receive(self, places: Sequence[KVSlot]) -> None:
-        """Take over sequences from smaller slots of one other shelf, which keeps none of them."""
-        source = places[0].shelf
-        first = len(self.places)
-        self.places += places
-        slots = [place.slot for place in places]
+    def receive(self, slots: Sequence[KVSlot]) -> None:
+        """Take over sequences from smaller slots of one other pool, which keeps none of them."""
+        source = slots[0].pool
+        first = len(self.slots)
+        self.slots += slots
+        indices = [slot.index for slot in slots]
         for layer, held in enumerate(source._layers):
             if held is not None and layer in source._linear:
                 self.states(layer, held)
             elif held is not None:
                 self.layer(layer, held[0][:, :, 0])
-        source._copy(self, slots, list(range(first, len(self.places))))
-        source.release([KVSlot(source, slot) for slot in slots])
-        for slot, place in enumerate(places, first):
-            place.shelf, place.slot = self, slot
+        source._copy(self, indices, list(range(first, len(self.slots))))
+        source.release([KVSlot(source, index) for index in indices])
+        for index, slot in enumerate(slots, first):
+            slot.pool, slot.index = self, index
 
     def _copy(self, target: "KVSlotPool", sources: list[int], targets: list[int]) -> None:
         if not sources:
@@ -159,13 +159,13 @@ class KVSlotPool:
             if held is None or into is None:
                 continue
             device = held[0].device
-            whence, whither = (torch.tensor(slots, device=device) for slots in (sources, targets))
+            from_index, to_index = (torch.tensor(indices, device=device) for indices in (sources, targets))
             for old, new in zip(held, into, strict=True):
-                new[whither, :, : old.shape[2]] = old[whence]  # a larger slot has more positions
+                new[to_index, :, : old.shape[2]] = old[from_index]  # a larger slot has more positions
 
 
 class KeyValues:
-    """The shelves of one engine, for a model whose layers have these windows (None: a layer that sees everything)."""
+    """Pools of one engine, for a model whose layers have these windows (None: a layer that sees everything)."""
 
     def __init__(self, windows: Sequence[int | None]):
         self.windows = tuple(windows)
@@ -175,35 +175,35 @@ class KeyValues:
         self._prompt_keeps = [None if window is None else max(window - 1, 1) for window in windows]
 
     def new_prompt(self, length: int) -> KVSlot:
-        place = _shelf(self.prompts, slot_size(length), self._prompt_keeps).take()
-        place.length = length
-        return place
+        slot = _pool(self.prompts, slot_size(length), self._prompt_keeps).take()
+        slot.length = length
+        return slot
 
     def new_row(self, owner: Any = None, capacity: int = SMALLEST_SLOT) -> KVSlot:
-        place = _shelf(self.rows, capacity, self.windows).take()
-        place.owner = owner
-        return place
+        slot = _pool(self.rows, capacity, self.windows).take()
+        slot.owner = owner
+        return slot
 
     def grow(self) -> bool:
-        """Move rows whose slot is full to a larger one; whether there were any."""
+        """Move rows whose slot is full to a larger one. Return whether there were any."""
         moved = False
-        for capacity, shelf in sorted(self.rows.items(), reverse=True):
-            if full := [place for place in shelf.places if place.length == capacity]:
-                _shelf(self.rows, 2 * capacity, self.windows).receive(full)
+        for capacity, pool in sorted(self.rows.items(), reverse=True):
+            if full := [slot for slot in pool.slots if slot.length == capacity]:
+                _pool(self.rows, 2 * capacity, self.windows).receive(full)
                 moved = True
         return moved
 
-    def release(self, places: Sequence[KVSlot]) -> None:
-        for shelf in {place.shelf: None for place in places}:
-            shelf.release([place for place in places if place.shelf is shelf])
+    def release(self, slots: Sequence[KVSlot]) -> None:
+        for pool in {slot.pool: None for slot in slots}:
+            pool.release([slot for slot in slots if slot.pool is pool])
 
     def rows_in_order(self) -> list[KVSlot]:
-        """Every row, shelf by shelf and slot by slot: the order in which `Decode` wants them."""
-        return [place for _, shelf in sorted(self.rows.items()) for place in shelf.places]
+        """Return every row, pool by pool and slot by slot: the order in which `Decode` wants them."""
+        return [slot for _, pool in sorted(self.rows.items()) for slot in pool.slots]
 
 
-def _shelf(shelves: dict[int, KVSlotPool], capacity: int, kept: Sequence[int | None]) -> KVSlotPool:
-    return shelves.setdefault(capacity, KVSlotPool(capacity, kept))
+def _pool(pools: dict[int, KVSlotPool], capacity: int, kept: Sequence[int | None]) -> KVSlotPool:
+    return pools.setdefault(capacity, KVSlotPool(capacity, kept))
 
 
 class Part(NamedTuple):
@@ -217,18 +217,18 @@ class Part(NamedTuple):
 class Prefill:
     """Prompts read from their beginnings, [B, S], padded on the right; their keys go into the cache.
 
-    places: new ones, in consecutive slots of one shelf, in the batch's order. Padding is never seen: it stands to the
+    slots: new ones, consecutive ones of one pool, in the batch's order. Padding is never seen: it stands to the
     right of every token, and what it writes is hidden by the prompt's length.
     """
 
     bare = False
 
-    def __init__(self, store: KeyValues, places: Sequence[KVSlot], device: torch.device):
+    def __init__(self, store: KeyValues, slots: Sequence[KVSlot], device: torch.device):
         self._windows = store.windows
-        self._shelf = places[0].shelf
-        self._slots = slice(places[0].slot, places[0].slot + len(places))
-        self._length = max(place.length for place in places)
-        self._lengths = torch.tensor([place.length for place in places], device=device)
+        self._pool = slots[0].pool
+        self._indices = slice(slots[0].index, slots[0].index + len(slots))
+        self._length = max(slot.length for slot in slots)
+        self._lengths = torch.tensor([slot.length for slot in slots], device=device)
         self._kernel = KERNELS["sdpa"]
         self._masks: dict[int | None, object] = {}
         self.turns: dict[Any, Tensor] = {}
@@ -245,7 +245,7 @@ class Prefill:
         held: bool = False,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
+        """Write keys and values, and return the attention: q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
         if not held:
             self._write(layer, k, v)
         window = self._windows[layer]
@@ -255,34 +255,34 @@ class Prefill:
         return self._kernel(q, k, v, self._masks[window], scale, sinks)
 
     def _write(self, layer: int, *fresh_ones: Tensor) -> None:
-        """k and v [B, S, kv, hd], or the last of them that the layer keeps."""
-        size = self._shelf.size(layer)
-        for tensor, fresh in zip(self._shelf.layer(layer, fresh_ones[0]), fresh_ones, strict=True):
+        """Write k and v [B, S, kv, hd], or the last of them that the layer keeps."""
+        size = self._pool.size(layer)
+        for tensor, fresh in zip(self._pool.layer(layer, fresh_ones[0]), fresh_ones, strict=True):
             if self._length > size:
                 start = (self._lengths - size).clamp(min=0)  # [B]
                 columns = (start[:, None] + torch.arange(size, device=fresh.device)).clamp(max=self._length - 1)
                 fresh = fresh[torch.arange(fresh.shape[0], device=fresh.device)[:, None], columns]  # [B, size, kv, hd]
-            tensor[self._slots, :, : fresh.shape[1]] = fresh.transpose(1, 2)
+            tensor[self._indices, :, : fresh.shape[1]] = fresh.transpose(1, 2)
 
     def linear_mask(self, width: int) -> LinearMask:
-        """Of the prompts, each a document."""
+        """Return the mask of the prompts, each a document."""
         return LinearMask.of_lengths(self._lengths, self._length, width)
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         raise ValueError("a prompt goes on from nothing")
 
     def keep(self, layer: int, *states: Tensor) -> None:
-        """[B, ..] each, after the prompts' last tokens."""
-        for held, fresh in zip(self._shelf.states(layer, states), states, strict=True):
-            held[self._slots] = fresh
+        """Store the states [B, ..] after the prompts' last tokens."""
+        for held, fresh in zip(self._pool.states(layer, states), states, strict=True):
+            held[self._indices] = fresh
 
 
 class Decode:
-    """One token of every row in the cache, step after step until rows come, go or change shelves.
+    """Cache of decoding steps: one token of every row, step after step until rows come, go or change pools.
 
     prompts: the prompt of each row of `store.rows_in_order()`. Between `begin` and `end` one forward of [R, 1] tokens;
     `lengthen` tells the host's side of it, before the next step.
-    fixed: R is more than the rows; each stands at its place in `live`, and what the others compute is not to be read.
+    fixed: R is more than the rows; `live` says where each stands, and what the others compute is not to be read.
     A Decode of equal `shape` then takes the same steps, once it has `load`ed another's rows; until it `is_full`.
     """
 
@@ -293,19 +293,19 @@ class Decode:
         self.turns: dict[Any, Tensor] = {}
         self._windows = store.windows
         self._kinds = {window: layer for layer, window in enumerate(store.windows)}  # a layer with each window
-        self._places = store.rows_in_order()
+        self._slots = store.rows_in_order()
         self._device = device
         self._heads: dict[int, Tensor] = {}  # [kv, 1] by the number of key heads, from the first step on
         self._own: list[_Own] = []
         live: list[int] = []
         start = 0
-        for _, shelf in sorted(store.rows.items()):
-            if used := len(shelf.places):
+        for _, pool in sorted(store.rows.items()):
+            if used := len(pool.slots):
                 count = rounded(used) if fixed else used
-                shelf.least = max(shelf.least, count if fixed else 0)
-                reach = slot_size(max(place.length for place in shelf.places) + 1) if fixed else None
-                slots = torch.arange(count, device=device)
-                self._own.append(_Own(shelf, slice(start, start + count), slots, reach))
+                pool.min_slots = max(pool.min_slots, count if fixed else 0)
+                reach = slot_size(max(slot.length for slot in pool.slots) + 1) if fixed else None
+                indices = torch.arange(count, device=device)
+                self._own.append(_Own(pool, slice(start, start + count), indices, reach))
                 live += range(start, start + used)
                 start += count
         self.rows = start  # R
@@ -314,94 +314,95 @@ class Decode:
         self._lay_prompts(store, prompts, live, fixed)
         self._begin_rows(prompts)
         added, before = [0] * start, [0] * start
-        for row, place, prompt in zip(live, self._places, prompts, strict=True):
-            added[row], before[row] = place.length, prompt.length
+        for row, slot, prompt in zip(live, self._slots, prompts, strict=True):
+            added[row], before[row] = slot.length, prompt.length
         self._added = torch.tensor(added, device=device)  # [R] own tokens in the cache
         self._before = torch.tensor(before, device=device)
-        # A row that none stands at stays at its slot's beginning, which the next sequence there overwrites.
+        # A row without a sequence stays at its slot's beginning, which the next sequence there overwrites.
         step = [0] * start
         for row in live:
             step[row] = 1
         self._step: Tensor | int = torch.tensor(step, device=device) if fixed else 1
 
     def _lay_prompts(self, store: KeyValues, prompts: Sequence[KVSlot], live: list[int], fixed: bool) -> None:
-        """Which rows go on from each prompt, and where each row finds what its prompt gave."""
-        members: dict[KVSlot, list[int]] = {place: [] for shelf in store.prompts.values() for place in shelf.places}
+        """Set tables of the rows that go on from each prompt, and of where each row finds what its prompt gave."""
+        members: dict[KVSlot, list[int]] = {slot: [] for pool in store.prompts.values() for slot in pool.slots}
         for row, prompt in zip(live, prompts, strict=True):
             members[prompt].append(row)
         self._shared: list[_Shared] = []
         groups_of, index_of, offset_of = ([0] * self.rows for _ in range(3))
         offset = 0
-        for shelf in store.prompts.values():
-            groups = [members[place] for place in shelf.places]
+        for pool in store.prompts.values():
+            groups = [members[slot] for slot in pool.slots]
             count = max(map(len, groups), default=0)
             if count == 0:
                 continue
-            lengths = [place.length for place in shelf.places]
+            lengths = [slot.length for slot in pool.slots]
             longest = max(lengths)
             if fixed:
-                count, longest = _power_of_two(count), shelf.capacity
+                count, longest = _power_of_two(count), pool.capacity
                 more = _power_of_two(len(groups)) - len(groups)
                 groups, lengths = groups + [[]] * more, lengths + [1] * more
-                shelf.least = max(shelf.least, len(groups))
+                pool.min_slots = max(pool.min_slots, len(groups))
             for group, rows in enumerate(groups):
                 for index, row in enumerate(rows):
                     groups_of[row], index_of[row], offset_of[row] = group, index, offset + group * count + index
             offset += len(groups) * count
             # A short group's table goes on with row 0: computed, and never read.
             table = self._index([rows + [0] * (count - len(rows)) for rows in groups])
-            self._shared.append(_Shared(shelf, table, self._index(lengths), longest))
+            self._shared.append(_Shared(pool, table, self._index(lengths), longest))
         # Where each row is its own prompt's only one, in their order, nothing is to be sorted.
         is_one = len(self._shared) == 1 and self._shared[0].table.shape == (self.rows, 1)
         self._is_sorted = is_one and groups_of == list(range(self.rows))
         self._back = self._index([groups_of, index_of] if len(self._shared) == 1 else offset_of)
 
     def _begin_rows(self, prompts: Sequence[KVSlot]) -> None:
-        """Rows without a token of their own yet go on from their prompts' states."""
+        """Let rows without a token of their own yet go on from their prompts' states."""
         fresh: dict[tuple[KVSlotPool, KVSlotPool], list[tuple[int, int]]] = {}
-        for place, prompt in zip(self._places, prompts, strict=True):
-            if place.length == 0:
-                fresh.setdefault((place.shelf, prompt.shelf), []).append((place.slot, prompt.slot))
-        for (shelf, source), slots in fresh.items():
-            shelf.begin([slot for slot, _ in slots], source, [slot for _, slot in slots])
+        for slot, prompt in zip(self._slots, prompts, strict=True):
+            if slot.length == 0:
+                fresh.setdefault((slot.pool, prompt.pool), []).append((slot.index, prompt.index))
+        for (pool, source), pairs in fresh.items():
+            pool.begin([index for index, _ in pairs], source, [index for _, index in pairs])
 
     def linear_mask(self, width: int) -> None:
         return None
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
-        """[R, ..] each."""
-        held = [[one[: len(own.slots)] for one in own.shelf.held(layer)] for own in self._own]
+        """Return the states of a layer, [R, ..] each."""
+        held = [[state[: len(own.indices)] for state in own.pool.held(layer)] for own in self._own]
         return tuple(held[0]) if len(held) == 1 else tuple(torch.cat(parts) for parts in zip(*held, strict=True))
 
     def keep(self, layer: int, *states: Tensor) -> None:
-        """[R, ..] each."""
+        """Store the states of a layer, [R, ..] each."""
         for own in self._own:
-            for held, fresh in zip(own.shelf.held(layer), states, strict=True):
-                held[: len(own.slots)] = fresh[own.rows]
+            for held, fresh in zip(own.pool.held(layer), states, strict=True):
+                held[: len(own.indices)] = fresh[own.rows]
 
     def _index(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     @property
     def drawn(self) -> Tensor:
-        """[R]: how many tokens each row's completion has before this step's draw."""
+        """Number of tokens [R] that each row's completion has before this step's draw."""
         return self._added + 1
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """What a step's kernels depend on beside the values of tensors."""
-        own = tuple((one.shelf.capacity, len(one.slots), one.reach) for one in self._own)
-        return own, tuple((one.shelf.capacity, *one.table.shape) for one in self._shared), self._is_sorted
+        """Sizes that a step's kernels depend on, beside the values of tensors."""
+        rows = tuple((own.pool.capacity, len(own.indices), own.reach) for own in self._own)
+        prompts = tuple((shared.pool.capacity, *shared.table.shape) for shared in self._shared)
+        return rows, prompts, self._is_sorted
 
     @property
     def is_full(self) -> bool:
-        """With `fixed`: whether a row has come to the last key that a step looks at."""
-        return self.bare and any(max(one.length for one in own.shelf.places) == own.reach for own in self._own)
+        """Return whether, with `fixed`, a row has come to the last key that a step looks at."""
+        return self.bare and any(max(slot.length for slot in own.pool.slots) == own.reach for own in self._own)
 
     def addresses(self) -> list[int]:
-        """Where the keys and values lie."""
-        shelves = [*(own.shelf for own in self._own), *(shared.shelf for shared in self._shared)]
-        return [address for shelf in shelves for address in shelf.addresses()]
+        """Return the addresses of keys and values."""
+        pools = [*(own.pool for own in self._own), *(shared.pool for shared in self._shared)]
+        return [address for pool in pools for address in pool.addresses()]
 
     def load(self, other: "Decode") -> None:
         """Take over the rows of another of the same shape, into the memory that this one has."""
@@ -409,35 +410,35 @@ class Decode:
             mine.copy_(theirs)
 
     def _tensors(self) -> list[Tensor]:
-        of_prompts = [tensor for one in self._shared for tensor in (one.table, one.lengths)]
+        of_prompts = [tensor for shared in self._shared for tensor in (shared.table, shared.lengths)]
         step = [self._step] if isinstance(self._step, Tensor) else []
         return [self._added, self._before, *step, self._back, *of_prompts]
 
     def begin(self) -> None:
-        """Before the forward of a step."""
+        """Prepare positions and masks before the forward of a step."""
         self.positions = (self._before + self._added)[:, None]  # [R, 1]
         for own in self._own:
             added = self._added[own.rows]
-            longest = own.reach or max(place.length for place in own.shelf.places) + 1
+            longest = own.reach or max(slot.length for slot in own.pool.slots) + 1
             for window, layer in self._kinds.items():
-                size = own.shelf.size(layer)
+                size = own.pool.size(layer)
                 seen = min(longest, size)
-                slots = torch.arange(seen, device=self._device)
-                # A window's slots are a ring: once all are written, they hold just what the token sees.
-                own.views[window] = _View(seen, slots <= added[:, None], added if longest <= size else added % size)
+                columns = torch.arange(seen, device=self._device)
+                # A window's positions are a ring: once all are written, they hold just what the token sees.
+                own.views[window] = _View(seen, columns <= added[:, None], added if longest <= size else added % size)
         for shared in self._shared:
             for window, layer in self._kinds.items():
-                size = shared.shelf.size(layer)
-                slots = torch.arange(min(shared.longest, size), device=self._device)
+                size = shared.pool.size(layer)
+                columns = torch.arange(min(shared.longest, size), device=self._device)
                 stored = shared.lengths.clamp(max=size)[:, None, None]  # [G, 1, 1]
-                visible = slots < stored  # [G, 1, L]
+                visible = columns < stored  # [G, 1, L]
                 if window is not None:
                     first = self._added[shared.table][..., None] + stored - window + 1  # [G, n, 1]
-                    visible = visible & (slots >= first)
-                shared.views[window] = _View(slots.shape[0], visible)
+                    visible = visible & (columns >= first)
+                shared.views[window] = _View(columns.shape[0], visible)
 
     def end(self) -> None:
-        """After the forward: every row has one token more in the cache."""
+        """Count one token more in the cache for every row, after the forward."""
         self._added += self._step
         for own in self._own:
             own.views.clear()
@@ -445,9 +446,9 @@ class Decode:
             shared.views.clear()
 
     def lengthen(self) -> None:
-        """After a step: the places know it too."""
-        for place in self._places:
-            place.length += 1
+        """Count one token more in the slots, on the host, after a step."""
+        for slot in self._slots:
+            slot.length += 1
 
     def attend(
         self,
@@ -459,17 +460,17 @@ class Decode:
         held: bool = False,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q [R, 1, H, hd], k and v [R, 1, kv, hd] → [R, 1, H, hd]."""
+        """Write keys and values, and return the attention: q [R, 1, H, hd], k and v [R, 1, kv, hd] → [R, 1, H, hd]."""
         window, heads, key_heads = self._windows[layer], q.shape[2], k.shape[2]
         grouped = (q[:, 0] * scale).unflatten(1, (key_heads, heads // key_heads))  # [R, kv, rep, hd]
         parts = []
         for own in self._own:
             view = own.views[window]
-            keys, values = own.shelf.layer(layer, k)
+            keys, values = own.pool.layer(layer, k)
             if not held:
-                keys[own.slots, :, view.spots] = k[own.rows, 0]
-                values[own.slots, :, view.spots] = v[own.rows, 0]
-            seen = slice(len(own.slots)), slice(None), slice(view.keys)
+                keys[own.indices, :, view.columns] = k[own.rows, 0]
+                values[own.indices, :, view.columns] = v[own.rows, 0]
+            seen = slice(len(own.indices)), slice(None), slice(view.keys)
             bias = view.bias(q.dtype)[:, None, None]  # [rows, 1, 1, L]
             parts.append(_partial(grouped[own.rows], keys[seen], values[seen], bias))
         added, parts = _cat(parts), []
@@ -479,7 +480,7 @@ class Decode:
             self._heads[key_heads] = torch.arange(key_heads, device=q.device)[:, None]
         for shared in self._shared:
             view = shared.views[window]
-            keys, values = shared.shelf.layer(layer, k)
+            keys, values = shared.pool.layer(layer, k)
             groups, count = shared.table.shape
             seen = slice(groups), slice(None), slice(view.keys)
             queries = grouped
@@ -492,25 +493,25 @@ class Decode:
         return _join(added, self._by_row(parts)).to(q.dtype).flatten(1, 2)[:, None]
 
     def _by_row(self, parts: Sequence[Part]) -> Part:
-        """[G, kv, n · rep, x] of each shelf of prompts → [R, kv, rep, x]."""
+        """Reorder parts [G, kv, n · rep, x] of each pool of prompts to [R, kv, rep, x]."""
         if self._is_sorted:
             return parts[0]
         counts = [shared.table.shape[1] for shared in self._shared]
-        split = [Part(*(one.unflatten(2, (n, -1)) for one in part)) for part, n in zip(parts, counts, strict=True)]
+        split = [Part(*(term.unflatten(2, (n, -1)) for term in part)) for part, n in zip(parts, counts, strict=True)]
         if len(split) == 1:
             groups, index = self._back
-            return Part(*(one[groups, :, index] for one in split[0]))
-        # [G · n, kv, rep, x] of all shelves together
-        flat = [Part(*(one.transpose(1, 2).flatten(0, 1) for one in part)) for part in split]
-        return Part(*(one[self._back] for one in _cat(flat)))
+            return Part(*(term[groups, :, index] for term in split[0]))
+        # [G · n, kv, rep, x] of all pools together
+        flat = [Part(*(term.transpose(1, 2).flatten(0, 1) for term in part)) for part in split]
+        return Part(*(term[self._back] for term in _cat(flat)))
 
 
 class _View:
-    """What the layers of one kind see of a part in one step: `keys` slots, those that are `visible` [..., L]; and where
-    a row writes."""
+    """View of a part that the layers of one kind have in one step: the first `keys` positions, those that are `visible`
+    [..., L]; and the `columns` that the rows write."""
 
-    def __init__(self, keys: int, visible: Tensor, spots: Tensor | None = None):
-        self.keys, self.spots = keys, spots
+    def __init__(self, keys: int, visible: Tensor, columns: Tensor | None = None):
+        self.keys, self.columns = keys, columns
         self._visible = visible
         self._bias: Tensor | None = None
 
@@ -522,21 +523,21 @@ class _View:
 
 @dataclass
 class _Own:
-    """The rows of one shelf: consecutive ones, in its first slots. reach: the keys that a step looks at, where that is
-    not as many as there are."""
+    """The rows of one pool: consecutive ones, in its first slots. reach: the number of keys that a step looks at, None
+    for as many as there are."""
 
-    shelf: KVSlotPool
+    pool: KVSlotPool
     rows: slice
-    slots: Tensor
+    indices: Tensor
     reach: int | None
     views: dict[int | None, _View] = field(default_factory=dict)
 
 
 @dataclass
 class _Shared:
-    """The prompts of one shelf, and the rows [G, n] that go on from each."""
+    """The prompts of one pool, and the rows [G, n] that go on from each."""
 
-    shelf: KVSlotPool
+    pool: KVSlotPool
     table: Tensor
     lengths: Tensor  # [G]
     longest: int
@@ -544,36 +545,36 @@ class _Shared:
 
 
 def _partial(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Part:
-    """q [B, kv, m, hd], scaled; k, v [B, kv, L, hd]; bias [B, 1, 1 or m, L]. In max(float32, the dtype); products of
-    half precision are summed in float32, as the fused kernels do.
+    """Return attention over these keys: q [B, kv, m, hd], scaled; k, v [B, kv, L, hd]; bias [B, 1, 1 or m, L]. In
+    max(float32, the dtype); products of half precision are summed in float32, as the fused kernels do.
     """
     half = q.dtype in (torch.bfloat16, torch.float16)
-    least = torch.finfo(torch.float32 if half else q.dtype).min
+    lowest = torch.finfo(torch.float32 if half else q.dtype).min
     if half and q.device.type == "cpu":
         out, lse = CpuFlash().forward(q, k, v, bias.expand(-1, 1, q.shape[2], -1), 1.0)
-        return Part(out, torch.ones_like(lse)[..., None], lse.clamp(min=least)[..., None])
+        return Part(out, torch.ones_like(lse)[..., None], lse.clamp(min=lowest)[..., None])
     scores = _products(q, k.transpose(-1, -2), half).add_(bias)
-    most = scores.amax(-1, keepdim=True).clamp_(min=least)  # -inf where nothing is seen
+    most = scores.amax(-1, keepdim=True).clamp_(min=lowest)  # -inf where nothing is seen
     weights = scores.sub_(most).exp_()
     return Part(_products(weights.to(v.dtype), v, half), weights.sum(-1, keepdim=True), most)
 
 
 def _products(a: Tensor, b: Tensor, half: bool) -> Tensor:
-    """a [B, kv, m, x] @ b [B, kv, x, n], in float32 where they are of half precision."""
+    """Return a [B, kv, m, x] @ b [B, kv, x, n], in float32 where they are of half precision."""
     flat = a.flatten(0, 1), b.flatten(0, 1)
     return (torch.bmm(*flat, out_dtype=torch.float32) if half else torch.bmm(*flat)).unflatten(0, a.shape[:2])
 
 
-def _join(one: Part, other: Part) -> Tensor:
-    """The softmax average over the keys of both."""
-    most = torch.maximum(one.most, other.most)
-    shares = (one.most - most).exp_(), (other.most - most).exp_()
-    weight = one.weight * shares[0] + other.weight * shares[1]
-    return (one.total * shares[0]).addcmul_(other.total, shares[1]).div_(weight)
+def _join(first: Part, second: Part) -> Tensor:
+    """Return the softmax average over the keys of both parts."""
+    most = torch.maximum(first.most, second.most)
+    shares = (first.most - most).exp_(), (second.most - most).exp_()
+    weight = first.weight * shares[0] + second.weight * shares[1]
+    return (first.total * shares[0]).addcmul_(second.total, shares[1]).div_(weight)
 
 
 def _with_sinks(part: Part, sinks: Tensor) -> Part:
-    """part [R, kv, rep, ..] and one more key of every query, of score `sinks` [kv, rep, 1] and value zero."""
+    """Return part [R, kv, rep, ..] with one more key of every query, of score `sinks` [kv, rep, 1] and value zero."""
     sinks = sinks.to(part.most.dtype)
     most = torch.maximum(part.most, sinks)
     share = (part.most - most).exp_()

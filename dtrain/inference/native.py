@@ -1,6 +1,6 @@
 """The native engine on a mesh: the training weights themselves, every rank's share of the requests, one result.
 
-Requests are shared out over the dp and cp ranks, which decode theirs each by itself; the tp ranks of one place decode
+Requests are shared out over the dp and cp ranks, which decode theirs each by itself; the ranks of one tp group decode
 the same rows in step. FSDP's weights are gathered once for all of it where memory allows; else layer by layer in every
 forward, in which all ranks must then take part until the last one is done. Context parallel plays no part: a cache
 attends by itself.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class NativeEngine:
-    """Completions by a model that lies on `mesh`, as it is at each call: weights may change in between.
+    """Engine of a model that lies on `mesh`, with its weights as they are at each call: they may change in between.
 
     decode: token ids → text; needed for stop texts only. unshard: whether FSDP's weights are gathered once for a whole
     rollout; "auto" where they take at most half of the memory that is free. max_rows and max_tokens: of each rank, as
@@ -64,10 +64,10 @@ class NativeEngine:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]:
-        """The completions of `requests`, in order. Collective: every rank passes all requests and gets all results.
+        """Return the completions of `requests`, in order. Collective: every rank passes all requests, gets all results.
 
-        ask_stop: asked on each rank between two tokens; once it says yes that rank gives up, and Interrupted is raised
-        on all of them, as soon as the others have given up too, or are done.
+        ask_stop: called on each rank between two tokens; once it returns True that rank gives up, and Interrupted is
+        raised on all of them, as soon as the others have given up too, or are done.
 
         Tokens are the same on every mesh in float64, and in float32 but where two tokens all but tie. Besides the
         model's own collectives: under tp one broadcast per draw; one all-reduce per forward where weights are gathered
@@ -77,8 +77,8 @@ class NativeEngine:
         """
         if not requests:
             return []
-        places = self.mesh.dp_cp.size()
-        shares = share_out(requests, places)
+        ranks = self.mesh.dp_cp.size()
+        shares = share_out(requests, ranks)
         gathers_once = self._gathers_once()
         if self._graphs is not None and self._is_sharded and not gathers_once:
             raise UserError(
@@ -91,29 +91,29 @@ class NativeEngine:
                 stack.enter_context(unsharded(self.model))
             else:
                 stack.callback(reshard_model, self.model)
-            in_step = self.mesh.ep is not None or (self._is_sharded and places > 1 and not gathers_once)
+            in_step = self.mesh.ep is not None or (self._is_sharded and ranks > 1 and not gathers_once)
             peers = _MeshPeers(self.mesh, in_step=in_step, ask_stop=ask_stop)
-            engine = self._one(requests, peers)
+            engine = self._engine(requests, peers)
             mine = [requests[index] for index in shares[self.mesh.dp_cp.get_local_rank()]]
             completions: list[Completion] | None = None
             with suppress(Interrupted):
                 completions = engine.generate(mine)
             while peers.others_go_on():
                 self._take_part()
-        everywhere = Ranks(self.mesh.dp_cp.get_group()).every(lambda: completions) if places > 1 else [completions]
-        found: dict[int, Completion] = {}
+        everywhere = Ranks(self.mesh.dp_cp.get_group()).every(lambda: completions) if ranks > 1 else [completions]
+        by_index: dict[int, Completion] = {}
         for share, drawn in zip(shares, everywhere, strict=True):
             if drawn is None:
                 raise Interrupted
-            found.update(zip(share, drawn, strict=True))
-        return [found[index] for index in range(len(requests))]
+            by_index.update(zip(share, drawn, strict=True))
+        return [by_index[index] for index in range(len(requests))]
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raises UserError, on every rank, for requests that are bad, or do not fit into memory. Collective."""
-        self._one(requests)
+        """Raise UserError, on every rank, for requests that are bad, or do not fit into memory. Collective."""
+        self._engine(requests)
 
-    def _one(self, requests: Sequence[Request], peers: Peers | None = None) -> Engine:
-        """This rank's engine, which can answer each of `requests`. Collective. Raises UserError."""
+    def _engine(self, requests: Sequence[Request], peers: Peers | None = None) -> Engine:
+        """Return this rank's engine, which can answer each of `requests`. Collective. Raises UserError."""
         budget = self._agreed_budget()
         engine = Engine(
             self.model,
@@ -129,7 +129,7 @@ class NativeEngine:
         return engine
 
     def _gathers_once(self) -> bool:
-        """The same answer on every rank. Collective where it depends on memory."""
+        """Return whether weights are gathered once, the same on every rank. Collective where it depends on memory."""
         if not self._is_sharded or self._unshard != "auto":
             return self._is_sharded and bool(self._unshard)
         whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in self.model.parameters())
@@ -137,13 +137,13 @@ class NativeEngine:
         return bool(self._least(int(2 * per_rank <= free_memory(self.device, self.mesh.size))))
 
     def _agreed_budget(self) -> Budget:
-        """What every rank has room for: the tp ranks of a place must let in the same rows. Collective."""
+        """Return the budget that suits every rank: the ranks of a tp group must let in the same rows. Collective."""
         chosen = choose_budget(self.model, self.device, self.mesh.size, self.mesh.tp.size())
         rows, tokens = self._limits
         return replace(chosen, rows=rows or chosen.rows, tokens=tokens or self._least(chosen.tokens))
 
     def _least(self, value: int) -> int:
-        """The smallest of all ranks' values."""
+        """Return the smallest of all ranks' values. An all-reduce over dp and cp, and one over tp."""
         host = torch.tensor([value])
         for mesh in (self.mesh.dp_cp, self.mesh.tp):
             if mesh.size() > 1:
@@ -151,49 +151,49 @@ class NativeEngine:
         return int(host)
 
     def _take_part(self) -> None:
-        """A forward on nothing, for the weights that the others gather in theirs, or the experts that they need."""
+        """Run a forward on nothing, for the weights that the others gather in theirs, or the experts that they need."""
         store = KeyValues([None] * self.model.config.num_hidden_layers)
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device))
 
 
 class _MeshPeers(Peers):
-    """in_step: every forward gathers weights over dp and cp, or sends tokens to experts there, so that all those ranks
-    make as many."""
+    """Peers on a mesh. in_step: every forward gathers weights over dp and cp, or sends tokens to experts there, so that
+    all those ranks make as many."""
 
     def __init__(self, mesh: Mesh, *, in_step: bool, ask_stop: AskStop | None):
-        self._tp, self._places = mesh.tp, mesh.dp_cp
+        self._tp, self._dp_cp = mesh.tp, mesh.dp_cp
         self._in_step = in_step
         self._ask_stop = ask_stop
-        self._first_asked: Tensor | None = None  # what the first tp rank's `ask_stop` said at the last draw, [R]
+        self._first_stops: Tensor | None = None  # the first tp rank's `ask_stop` at the last draw, [R]
 
     def before_forward(self) -> None:
         if self._in_step:
             self._ranks_at_work(1)
 
     def others_go_on(self) -> bool:
-        """For a rank that is done: whether it must take part in one forward more."""
+        """Return whether this rank, which is done, must take part in one forward more."""
         return self._in_step and self._ranks_at_work(0) > 0
 
     def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """The first tp rank's tokens [R] int64 and logprobs [R] float64; one broadcast. All have the same logits, but a
-        sum may be rounded in another order on a GPU."""
+        """Return the first tp rank's tokens [R] int64 and logprobs [R] float64; one broadcast. All have the same
+        logits, but a sum may be rounded in another order on a GPU."""
         if self._tp.size() == 1:
             return tokens, logprobs
-        asked = float(self._ask_stop is not None and self._ask_stop())
+        stops = float(self._ask_stop is not None and self._ask_stop())
         logprobs = logprobs.to(torch.float64)
-        drawn = torch.stack([tokens.to(torch.float64), logprobs, torch.full_like(logprobs, asked)])
+        drawn = torch.stack([tokens.to(torch.float64), logprobs, torch.full_like(logprobs, stops)])
         dist.broadcast(drawn, group=self._tp.get_group(), group_src=0)
-        self._first_asked = drawn[2]
+        self._first_stops = drawn[2]
         return drawn[0].to(torch.int64), drawn[1]
 
     def give_up(self) -> bool:
-        """Each tp rank may have been asked between two draws: the first one's answer counts, as its draws do."""
+        """Return whether to stop: of the tp ranks' answers the first one's counts, as its draws do."""
         if self._tp.size() > 1:
-            return self._first_asked is not None and bool(self._first_asked.any())
+            return self._first_stops is not None and bool(self._first_stops.any())
         return self._ask_stop is not None and self._ask_stop()
 
     def _ranks_at_work(self, mine: int) -> int:
         count = torch.tensor([mine])
-        dist.all_reduce(count, group=self._places.get_group())
+        dist.all_reduce(count, group=self._dp_cp.get_group())
         return int(count)

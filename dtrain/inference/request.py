@@ -1,4 +1,4 @@
-"""What an engine is asked for and what it gives back: token ids in, token ids and log-probabilities out. No torch."""
+"""Requests to an engine and its completions: token ids in, token ids and log-probabilities out. No torch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ AskStop = Callable[[], bool]  # whether to give up what is being drawn
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn: logits ÷ temperature, then top-k, then top-p of what is left, then min-p, renormalised.
+    """Settings of a draw: logits ÷ temperature, then top-k, then top-p of what is left, then min-p, renormalised.
 
     temperature 0 takes the likeliest token. top_k None, top_p 1.0 and min_p 0.0 keep everything; min_p keeps tokens of
     at least min_p times the likeliest one's probability (arXiv:2407.01082). A completion ends with a token of
@@ -33,7 +33,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One completion of one prompt.
+    """Request for one completion of one prompt.
 
     The draw at position t depends on (seed, prompt_index, sample_index, t) alone: not on the batch, the mesh or the
     order of the requests. Requests with equal prompts share the work of reading the prompt. routed: whether the
@@ -50,7 +50,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens that were drawn, the stop token among them, and each one's log-probability where it was drawn.
+    """Tokens that were drawn, the stop token among them, and each one's log-probability where it was drawn.
 
     logprobs: of the distribution sampled from; at temperature 0 the log-softmax of the plain logits.
     finish: "stop" by a stop token or text, "length" by max_new_tokens.
@@ -67,12 +67,12 @@ class Completion:
 
     @property
     def longest(self) -> float:
-        """Its tokens; infinite where it was cut, for nobody knows how long it would have been."""
+        """Number of its tokens; infinite where it was cut, for nobody knows how long it would have been."""
         return math.inf if self.finish == "length" else len(self.ids)
 
 
 def check_request(request: Request, vocabulary: int, name: str, *, has_decode: bool) -> None:
-    """Raises UserError for what no model with this vocabulary can answer; `name` says which request it is."""
+    """Raise UserError for a request that no model with this vocabulary can answer; `name` says which request it is."""
     prompt, sampling = request.prompt, request.sampling
     if not prompt:
         raise UserError(f"the prompt of {name} is empty: a completion needs at least one token to follow")

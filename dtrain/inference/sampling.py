@@ -1,4 +1,4 @@
-"""From logits to the next token and its log-probability, each row by its own settings and its own random numbers.
+"""Draws of the next token and its log-probability from logits, each row by its own settings and random numbers.
 
 Every filter is a threshold on a row's probabilities, so that what is kept never depends on the order of equal ones; and
 a draw is one number looked up in the row's distribution function. Nothing that a row gets depends on the other rows.
@@ -28,12 +28,12 @@ _LIKELIEST = 1024
 
 
 def random_key(request: Request) -> int:
-    """What the draws of a request depend on: 64 bits of seed, prompt and sample."""
+    """Return the key of a request's draws: 64 bits of seed, prompt and sample."""
     return key(request.seed, request.prompt_index, request.sample_index)
 
 
 class Sampler:
-    """Draws the next token of R rows, each by its SamplingParams and the key of its random numbers."""
+    """Sampler of the next token of R rows, each by its SamplingParams and the key of its random numbers."""
 
     def __init__(self, settings: Sequence[SamplingParams], keys: Sequence[int], device: torch.device):
         self._settings = settings
@@ -51,7 +51,7 @@ class Sampler:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Once prepared: what the kernels of a draw depend on beside the values of tensors."""
+        """Sizes that the kernels of a draw depend on, beside the values of tensors, once prepared."""
         return tuple(chunk.shape for chunk in self._chunks)
 
     def load(self, other: "Sampler") -> None:
@@ -62,7 +62,7 @@ class Sampler:
                 own.copy_(new)
 
     def draw(self, logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [R] int64 and their logprobs [R] in max(float32, the dtype), from logits [R, V].
+        """Return tokens [R] int64 and their logprobs [R] in max(float32, the dtype), from logits [R, V].
 
         drawn: [R] int64, how many tokens of its completion each row has. temperature 0 takes the likeliest token, the
         first among equals, its logprob that of the plain logits; filters play no part there.
@@ -70,15 +70,15 @@ class Sampler:
         if not self._chunks:
             self.prepare(logits.shape[1])
         numbers = uniform(drawn, self._keys)
-        found = [_draw(logits[chunk.rows], numbers[chunk.rows], chunk) for chunk in self._chunks]
-        if len(found) == 1:
-            return found[0]
-        return torch.cat([tokens for tokens, _ in found]), torch.cat([logprobs for _, logprobs in found])
+        draws = [_draw(logits[chunk.rows], numbers[chunk.rows], chunk) for chunk in self._chunks]
+        if len(draws) == 1:
+            return draws[0]
+        return torch.cat([tokens for tokens, _ in draws]), torch.cat([logprobs for _, logprobs in draws])
 
 
 @dataclass
 class _Chunk:
-    """Some rows' settings as tensors on the device; None where no row needs them."""
+    """Settings of some rows as tensors on the device; None where no row needs them."""
 
     rows: slice
     temperature: Tensor | None  # [n, 1]; 1 where greedy
@@ -93,12 +93,12 @@ class _Chunk:
     @property
     def tensors(self) -> list[Tensor]:
         held = self.temperature, self.greedy, self.filtered, self.top_k, self.top_p, self.min_p
-        return [one for one in held if isinstance(one, Tensor)]
+        return [tensor for tensor in held if isinstance(tensor, Tensor)]
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
-        sizes = tuple((one.shape if isinstance(one, Tensor) else one) for one in fields if not isinstance(one, slice))
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        sizes = tuple((v.shape if isinstance(v, Tensor) else v) for v in values if not isinstance(v, slice))
         return self.rows.start, self.rows.stop, *sizes
 
     @classmethod
@@ -106,9 +106,9 @@ class _Chunk:
         def tensor(values: list) -> Tensor:
             return torch.tensor(values, device=device, dtype=torch.float64 if isinstance(values[0], float) else None)
 
-        temperatures = [float(one.temperature or 1.0) for one in settings]
-        greedy = [one.temperature == 0 for one in settings]
-        top_ks = [one.top_k if one.top_k is not None and one.top_k > 0 else 0 for one in settings]
+        temperatures = [float(row.temperature or 1.0) for row in settings]
+        greedy = [row.temperature == 0 for row in settings]
+        top_ks = [row.top_k if row.top_k is not None and row.top_k > 0 else 0 for row in settings]
         drawn = [index for index, is_greedy in enumerate(greedy) if not is_greedy]
         filtered = [i for i in drawn if top_ks[i] or settings[i].top_p < 1 or settings[i].min_p > 0]
         has_top_p, has_min_p = (
@@ -118,7 +118,7 @@ class _Chunk:
         most = max((top_ks[i] for i in filtered), default=0)
         return cls(
             rows=slice(start, start + len(settings)),
-            temperature=tensor(temperatures)[:, None] if any(one != 1.0 for one in temperatures) else None,
+            temperature=tensor(temperatures)[:, None] if any(value != 1.0 for value in temperatures) else None,
             is_cold=min(temperatures) < _COLD,
             greedy=tensor(greedy) if drawn and any(greedy) else not drawn,
             filtered=tensor(filtered) if filtered else None,
@@ -161,7 +161,7 @@ def filter_probabilities(
     min_p: Tensor | None = None,
     most: int = 0,
 ) -> Tensor:
-    """Probabilities [m, V] with 0 for what is left out, not renormalised.
+    """Return probabilities [m, V] with 0 for what is left out, not renormalised.
 
     top_k [m] int64 (0: off; `most` is the largest of them): the likeliest k. Then top_p [m, 1] (arXiv:1904.09751,
     section 3.1): of what is left, renormalised, the likeliest up to the one that reaches p, always at least one. Then
@@ -186,7 +186,7 @@ def filter_probabilities(
 
 
 def _least_of_top_p(probabilities: Tensor, top_p: Tensor, share: Tensor, most: int) -> Tensor:
-    """[m, 1]: the smallest probability that top_p keeps, whose share is looked for among the `most` likeliest first."""
+    """Return the smallest probability that top_p keeps, [m, 1]; the `most` likeliest are searched for it first."""
     size = probabilities.shape[1]
     if most < size:
         largest = probabilities.topk(most, -1).values
@@ -200,8 +200,8 @@ def _least_of_top_p(probabilities: Tensor, top_p: Tensor, share: Tensor, most: i
 
 
 def look_up(probabilities: Tensor, numbers: Tensor) -> Tensor:
-    """[n] int64: where numbers [n] float64 in (0, 1) fall in the distribution functions of probabilities [n, V], which
-    need not sum to 1. A token of probability 0 is never taken.
+    """Return the tokens [n] int64 on which numbers [n] float64 in (0, 1) fall in the distribution functions of
+    probabilities [n, V], which need not sum to 1. A token of probability 0 is never taken.
 
     In two steps, blocks of tokens and then the tokens of one: a running sum over all V costs more than the softmax.
     """
@@ -220,7 +220,7 @@ def look_up(probabilities: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _fall(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight [n, 1] in which a share [n, 1] of their sum falls, and the share of that weight below it."""
+    """Return the index [n, 1] of the weight in which a share [n, 1] of the sum falls, and the part of it below that."""
     sums = weights.cumsum(-1, dtype=torch.float64)  # [n, m]
     total = sums[:, -1:]
     # Below the total, whatever the product is rounded to: the first larger sum is then of a weight above 0.

@@ -18,12 +18,12 @@ from dtrain.parallel.masters import Master
 from dtrain.parallel.placement import local_tensor
 
 AT_ONCE = 2**22  # elements: 16 MiB in float32
-MASTER = "master"  # among what visits the device, beside the keys of the moments
+MASTER = "master"  # key of the masters among the state on the host, beside the keys of the moments
 
 
 @dataclass(frozen=True)
 class _Stepped:
-    """A parameter with its state, as a step takes it."""
+    """Parameter with its state, as a step takes it."""
 
     name: str
     place: Place
@@ -33,7 +33,7 @@ class _Stepped:
 class LowBitAdam(Optimizer):
     """AdamW, or with decoupled=False Adam (the decay is added to the gradient).
 
-    names: of the parameters, whole and on every mesh the same; seed: of what is drawn. state: how moments are kept, of
+    names: of the parameters, whole and on every mesh the same; seed: of random bits. state: the kind of the moments, of
     those parameters that `kind_of` does not leave out. Weights in bfloat16 are rounded at random, as moments are. Of
     every parameter: "step", on the host, "exp_avg" and "exp_avg_sq", and in int8 each with "_scale". offload: the
     device if these lie in pinned host memory, with the parameters (`parallel.masters`) or without: of type cuda, or
@@ -58,7 +58,7 @@ class LowBitAdam(Optimizer):
     ):
         super().__init__(groups, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         self.seed, self.decoupled = seed, decoupled
-        self._visits = StateOffloader(offload) if offload is not None and offload.type == "cuda" else None
+        self._offloader = StateOffloader(offload) if offload is not None and offload.type == "cuda" else None
         self._stepped = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -67,8 +67,8 @@ class LowBitAdam(Optimizer):
                 self._stepped[parameter] = _Stepped(name, place, (kind(place, "exp_avg"), kind(place, "exp_avg_sq")))
 
     def placed(self, parameter: Tensor, key: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return for the state `key` of `parameter` [..] the size of the whole tensor, and where this rank's part
-        begins; None where it lies as the parameter does."""
+        """Return the size of the whole tensor of state `key` of `parameter` [..], and where this rank's part begins;
+        None where it lies as the parameter does."""
         for moment in self._stepped[parameter].moments:
             if isinstance(moment, Int8) and key == moment.scales:
                 return moment.scales_at
@@ -81,21 +81,22 @@ class LowBitAdam(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here is computed twice
         parts = self._all_parts()
         held = [part.state for part in parts]
-        # strict runs the visits to their end, where the last parts' moments go back to the host.
-        for part, state in zip(parts, held if self._visits is None else self._visits.through(held), strict=True):
+        # strict runs the offloader to its end, where the last parts' moments go back to the host.
+        for part, state in zip(parts, held if self._offloader is None else self._offloader.through(held), strict=True):
             self._step_rows(part, state)
 
-    def visiting(self) -> int:
-        """Bytes of what visits the device at once in a step with the gradients that are there, if its state lies on the
-        host."""
+    def ring_bytes(self) -> int:
+        """Return the bytes of state on the device at a time, in a step with the gradients that are there, if the state
+        lies on the host."""
         return RING * largest(part.state for part in self._all_parts())
 
     def _all_parts(self) -> list["_Part"]:
         groups = [group for group in self.param_groups if self._is_adams(group)]
-        return [part for group in groups for one in group["params"] for part in self._parts(one, group)]
+        return [part for group in groups for parameter in group["params"] for part in self._parts(parameter, group)]
 
     def _parts(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator["_Part"]:
-        """Yield what is stepped at once of `parameter`, rows by rows; as many on all ranks that share a block."""
+        """Yield the parts of `parameter` that are stepped at once, rows by rows; as many on all ranks that share a
+        block."""
         if parameter.grad is None:
             return
         stepped, state = self._stepped[parameter], self.state[parameter]
@@ -106,7 +107,7 @@ class LowBitAdam(Optimizer):
             dtype = torch.promote_types(weights.dtype, torch.float32)
             for moment in stepped.moments:
                 state |= moment.allocate(local, dtype)
-            if self._visits is not None:
+            if self._offloader is not None:
                 for key, tensor in state.items():
                     state[key] = torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             state["step"] = torch.zeros(())
@@ -164,6 +165,6 @@ class _Part:
 
 
 def _rows(tensor: Tensor, place: Place) -> Tensor:
-    """A tensor of the state, [..], as [held_rows, ..]: scales are, all else has the parameter's elements."""
+    """Return a tensor of the state, [..], as [held_rows, ..]: scales are so, all else has the parameter's elements."""
     is_matrix = tensor.dim() == 2 and len(tensor) == place.held_rows
     return tensor if is_matrix else tensor.view(place.held_rows, place.held_columns)

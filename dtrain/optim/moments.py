@@ -1,9 +1,8 @@
 """Storage of a moment of a parameter between two steps: as it is, rounded to bfloat16, or in int8 by blocks.
 
 `read` gives some rows in float32, `write` takes them back; both see these rows of the state's tensors, wherever they
-lie. What is rounded is rounded up or down at random, in such
-shares that its mean is the value itself: rounded to the nearest, a moment that changes by less than half a step of its
-grid would never change. The random bits are given by the caller.
+lie. Values are rounded up or down at random, in such shares that the mean is the value itself: rounded to the nearest,
+a moment that changes by less than half a step of its grid would never change. The caller passes the random bits.
 
 int8 (after Dettmers et al., arXiv:2110.02861): blocks of `BLOCK` elements of a row of the whole tensor, each with its
 largest magnitude in float32. A first moment is sign·(code ÷ 127)² of that, a second moment (code ÷ 255)⁴: small values
@@ -25,32 +24,32 @@ FEWEST = 4096  # elements of a whole tensor; smaller ones stay float32
 State = dict[str, Tensor]
 
 
-def kind_of(name: str, size: torch.Size, asked: str) -> str:
-    """Return how the moments of parameter `name`, of so large a whole, are kept where the recipe has asked for `asked`.
+def kind_of(name: str, size: torch.Size, state: str) -> str:
+    """Return the kind of the moments of parameter `name`, of whole size `size`, under `optimizer.state` = `state`.
 
     Vectors, small tensors and embeddings (heads too that are tied to one) stay float32: they are few, and the gradients
     of an embedding's rows differ too much for one scale.
     """
     is_small = len(size) < 2 or size.numel() < FEWEST
-    return "float32" if is_small or "embed" in name else asked
+    return "float32" if is_small or "embed" in name else state
 
 
 def round_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
-    """float32 [..] rounded to bfloat16 up or down at random, by the lowest 16 of `bits`, whole numbers [..]. What
-    bfloat16 holds stays as it is, and so do infinities and NaN."""
+    """Return float32 [..] rounded to bfloat16 up or down at random, by the lowest 16 of `bits`, whole numbers [..].
+    Values that bfloat16 holds stay as they are, and so do infinities and NaN."""
     words = values.contiguous().view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
     rounded = (words & -0x10000).view(torch.float32)  # of NaN it may be infinite, or 0
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 
 
 class Plain:
-    """A moment in the dtype of arithmetic."""
+    """Moment in the dtype of arithmetic."""
 
     def __init__(self, place: Place, key: str):
         self.place, self.key = place, key
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
-        """The state of a moment of zeros; like: this rank's part [..] of the parameter."""
+        """Return the state of a moment of zeros; like: this rank's part [..] of the parameter."""
         return {self.key: torch.zeros_like(like, dtype=dtype)}
 
     @property
@@ -59,7 +58,7 @@ class Plain:
         return (self.key,)
 
     def read(self, rows: State) -> Tensor:
-        """[rows, held_columns], the state itself or a copy."""
+        """Return [rows, held_columns], the state itself or a copy."""
         return rows[self.key]
 
     def write(self, rows: State, values: Tensor, bits: Tensor) -> None:
@@ -67,14 +66,14 @@ class Plain:
 
 
 class Bfloat16(Plain):
-    """A moment in bfloat16."""
+    """Moment in bfloat16."""
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
         """Override `Plain.allocate`: [..] in bfloat16."""
         return {self.key: torch.zeros_like(like, dtype=torch.bfloat16)}
 
     def read(self, rows: State) -> Tensor:
-        """[rows, held_columns] in float32."""
+        """Override `Plain.read`: [rows, held_columns] in float32."""
         return rows[self.key].float()
 
     def write(self, rows: State, values: Tensor, bits: Tensor) -> None:
@@ -83,7 +82,7 @@ class Bfloat16(Plain):
 
 
 class Int8(Plain):
-    """A moment in codes of 8 bits and a float32 scale for each block."""
+    """Moment in codes of 8 bits and a float32 scale for each block."""
 
     def __init__(self, place: Place, key: str):
         super().__init__(place, key)
@@ -98,7 +97,7 @@ class Int8(Plain):
 
     @property
     def scales_at(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The size of the whole tensor of scales, and where this rank's part of it begins."""
+        """Size of the whole tensor of scales, and the indices where this rank's part of it begins."""
         return (self.place.rows, -(-self.place.columns // BLOCK)), (self.place.first_row, self.first_block)
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
@@ -116,7 +115,7 @@ class Int8(Plain):
         return self.key, self.scales
 
     def read(self, rows: State) -> Tensor:
-        """[rows, held_columns] in float32."""
+        """Override `Plain.read`: [rows, held_columns] in float32."""
         values = rows[self.key].float()
         most, exponent = self.grid
         values.mul_(1 / most)  # a GPU divides by a number that way, and a CPU does not
@@ -142,14 +141,14 @@ class Int8(Plain):
         rows[self.key].copy_(codes)
 
     def _of_elements(self, scales: Tensor) -> Tensor:
-        """A block's value [rows, blocks] for each held element: [rows, held_columns]."""
+        """Return a block's value [rows, blocks] for each held element: [rows, held_columns]."""
         whole = scales.repeat_interleave(BLOCK, 1)
         return whole[:, self.before : self.before + self.place.held_columns]
 
 
 def _codes(sizes: Tensor, share: Tensor, most: int, exponent: int) -> Tensor:
-    """For sizes [..] in [0, 1] on the grid of (k ÷ most)^exponent: k of the point below, or of the one above with the
-    probability that makes the mean right, by `share` [..] in [0, 1). Whole numbers in float32."""
+    """Return the codes of sizes [..] in [0, 1] on the grid of (k ÷ most)^exponent: k of the point below, or of the one
+    above with the probability that makes the mean right, by `share` [..] in [0, 1). Whole numbers in float32."""
     root = sizes
     for _ in range(exponent // 2):
         root = root.sqrt()
@@ -160,7 +159,7 @@ def _codes(sizes: Tensor, share: Tensor, most: int, exponent: int) -> Tensor:
 
 
 def _power(values: Tensor, exponent: int) -> Tensor:
-    """values [..] to the power of 2 or 4."""
+    """Return values [..] to the power of 2 or 4."""
     square = values * values
     return square if exponent == 2 else square.mul_(square)
 

@@ -25,7 +25,7 @@ _LEAST = 1e-7  # a matrix of zeros is divided by it
 
 
 class Muon(LowBitAdam):
-    """Matrices by Muon, but embeddings and heads; these, vectors and the rest by AdamW, at adam_lr.
+    """Muon for matrices but embeddings and heads; AdamW for these, vectors and the rest, at adam_lr.
 
     Options as torch.optim.Muon's; eps and betas are AdamW's. Computed in float32 or better. Of each matrix: "step", on
     the host, and "momentum_buffer", which lies as the parameter does. For each matrix that ranks share a reduce and a
@@ -61,10 +61,12 @@ class Muon(LowBitAdam):
         matrices: list[dict[str, Any]] = []
         others: list[dict[str, Any]] = []
         for group in groups:
-            mine = [one for one in group["params"] if is_matrix(names[one], one)]
-            rest = [one for one in group["params"] if not is_matrix(names[one], one)]
-            matrices += [{**group, **options, "params": mine}] if mine else []
-            others += [{**group, "params": rest, "lr": lr if adam_lr is None else adam_lr}] if rest else []
+            mine = [parameter for parameter in group["params"] if is_matrix(names[parameter], parameter)]
+            rest = [parameter for parameter in group["params"] if not is_matrix(names[parameter], parameter)]
+            if mine:
+                matrices.append({**group, **options, "params": mine})
+            if rest:
+                others.append({**group, "params": rest, "lr": lr if adam_lr is None else adam_lr})
         super().__init__([*matrices, *others], names=names, lr=lr, state="float32", **adam)
 
     def _is_adams(self, group: dict[str, Any]) -> bool:
@@ -74,18 +76,18 @@ class Muon(LowBitAdam):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # as of its base
         super().step()
         matrices = (
-            (one, group)
+            (parameter, group)
             for group in self.param_groups
             if not self._is_adams(group)
-            for one in group["params"]
-            if one.grad is not None
+            for parameter in group["params"]
+            if parameter.grad is not None
         )
         turns: dict[str, int] = {}
         while wave := list(_wave(matrices)):
             self._step_wave(wave, turns)
 
     def _step_wave(self, wave: list[tuple[nn.Parameter, dict[str, Any]]], turns: dict[str, int]) -> None:
-        """turns: by group of ranks, how many matrices it has worked on."""
+        """Step the matrices of a wave. turns: by group of ranks, the number of matrices that it has worked on."""
         owned: list[tuple[int, dist.ProcessGroup | None]] = []
         held: list[Tensor | None] = []
         for parameter, group in wave:
@@ -110,7 +112,7 @@ class Muon(LowBitAdam):
             self._apply(parameter, whole, group)
 
     def _direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Return what is orthogonalised: this rank's part [held_rows, held_columns]. Moves the momentum."""
+        """Update the momentum and return this rank's part [held_rows, held_columns] of the matrix to orthogonalise."""
         place, state = self._stepped[parameter].place, self.state[parameter]
         if not state:
             local = local_tensor(parameter).detach()
@@ -129,7 +131,7 @@ class Muon(LowBitAdam):
     def _gather(
         self, parameter: nn.Parameter, part: Tensor, owner: int, groups: list[dist.ProcessGroup]
     ) -> Tensor | None:
-        """The whole of `part` [held_rows, held_columns], [rows, columns], on the owner; None elsewhere."""
+        """Return the whole of `part` [held_rows, held_columns], [rows, columns], on the owner; None elsewhere."""
         place = self._stepped[parameter].place
         if not groups:
             return part
@@ -178,8 +180,8 @@ def scale(adjust_lr_fn: str, rows: int, columns: int) -> float:
 
 
 def orthogonalize(matrix: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
-    """matrix [rows, columns] with its singular values brought near 1, in its own dtype: Newton-Schulz's iteration by a
-    polynomial of fifth degree."""
+    """Return matrix [rows, columns] with its singular values brought near 1, in its own dtype, by Newton-Schulz's
+    iteration with a polynomial of fifth degree."""
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
@@ -198,7 +200,7 @@ def _groups(parameter: Tensor) -> list[dist.ProcessGroup]:
 
 
 def _wave(matrices: Iterator[tuple[nn.Parameter, dict[str, Any]]]) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-    """The next matrices that ranks work on side by side: as many as share the first."""
+    """Yield the next matrices that ranks work on side by side: as many as there are ranks that share the first."""
     for first in matrices:
         yield first
         groups = _groups(first[0])

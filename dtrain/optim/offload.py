@@ -1,7 +1,7 @@
-"""An optimizer's state in pinned host memory, whose parts visit the device for their step.
+"""Optimizer state in pinned host memory, whose parts are copied to the device for their step.
 
-Copies run on two streams of their own, in and out, beside the arithmetic of other parts. What the device holds of it is
-a ring of buffers: one that is computed with, the next on its way in, the last on its way out.
+Copies run on two streams of their own, in and out, beside the arithmetic of other parts. The device holds a ring of
+buffers of it: one that is computed with, the next on its way in, the last on its way out.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ _ALIGNED = 256  # bytes
 
 @dataclass
 class _Buffer:
-    """arrived, left: when its contents are on the device, and back on the host."""
+    """Buffer of the ring. arrived, left: its contents are on the device, and back on the host."""
 
     memory: Tensor | None = None
     arrived: torch.cuda.Event = field(default_factory=torch.cuda.Event)
@@ -26,7 +26,7 @@ class _Buffer:
 
 
 class StateOffloader:
-    """Brings tensors of pinned host memory to `device`, of type cuda, and back."""
+    """Copier of tensors of pinned host memory to `device`, of type cuda, and back."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -34,8 +34,8 @@ class StateOffloader:
         self._ring = [_Buffer() for _ in range(RING)]
 
     def through(self, parts: Sequence[State]) -> Iterator[State]:
-        """Each of `parts`, tensors [..] on the host, as tensors on the device for the time of one iteration; what they
-        hold at its end is what the host's will hold. At the end the host has waited for all of it."""
+        """Yield each of `parts`, tensors [..] on the host, as tensors on the device for the time of one iteration; the
+        values that these have at its end go back to the host's. At the end the host has waited for all of it."""
         main, size = torch.cuda.current_stream(self.device), largest(parts)
         for buffer in self._ring:
             if buffer.memory is None or buffer.memory.numel() < size:
@@ -61,17 +61,17 @@ class StateOffloader:
         with torch.cuda.stream(self._in):
             self._in.wait_event(buffer.left)
             for key, tensor in part.items():
-                room = buffer.memory[end : end + tensor.nbytes]
-                there[key] = room.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-                end += _room(tensor)
+                region = buffer.memory[end : end + tensor.nbytes]
+                there[key] = region.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+                end += _aligned_size(tensor)
             buffer.arrived.record(self._in)
         return there
 
 
 def largest(parts: Iterable[State]) -> int:
-    """Bytes of a buffer that holds the tensors [..] of any of `parts`; the device has `RING` of them."""
-    return max((sum(map(_room, part.values())) for part in parts), default=0)
+    """Return the bytes of a buffer that holds the tensors [..] of any of `parts`; the device has `RING` of them."""
+    return max((sum(map(_aligned_size, part.values())) for part in parts), default=0)
 
 
-def _room(tensor: Tensor) -> int:
+def _aligned_size(tensor: Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNED) * _ALIGNED

@@ -1,5 +1,4 @@
-"""The part of a whole parameter that this rank holds, as rows and columns of a matrix, and random bits for its
-elements.
+"""Part of a whole parameter that this rank holds, as rows and columns of a matrix, and random bits for its elements.
 
 The columns are the last dimension, the rows all others. A vector is a matrix of one column.
 """
@@ -17,7 +16,7 @@ from dtrain.parallel.placement import cut_by, local_bounds, local_tensor
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter [rows, columns] and the part of it that this rank holds: [held_rows, held_columns] at first_row and
+    """Parameter [rows, columns] and the part of it that this rank holds: [held_rows, held_columns] at first_row and
     first_column. groups: of the ranks that share the columns; widest: columns of the rank that has most."""
 
     rows: int
@@ -31,7 +30,8 @@ class Place:
 
     @classmethod
     def of(cls, parameter: Tensor) -> "Place":
-        """`parameter` [..] is plain or a DTensor, cut in its first dimension, its last, or both. No collective."""
+        """Return the place of `parameter` [..], plain or a DTensor cut in its first dimension, its last, or both. No
+        collective."""
         shape, bounds = tuple(parameter.shape), local_bounds(parameter)
         if len(shape) < 2:
             shape, bounds = (*shape, 1), (*bounds, (0, 1))
@@ -53,19 +53,19 @@ class Place:
         )
 
     def of_local(self, tensor: Tensor) -> Tensor:
-        """Return what this rank holds of `tensor` [..], a parameter or its like, as [held_rows, held_columns]: a view,
+        """Return this rank's part of `tensor` [..], a parameter or its like, as [held_rows, held_columns]: a view,
         where it is contiguous."""
         return local_tensor(tensor).detach().reshape(self.held_rows, self.held_columns)
 
     def bits(self, rows: slice, name: int, device: torch.device) -> Tensor:
-        """64 random bits for each element of some of the held rows: int64 [rows, held_columns]. name: of the sequence
-        (`stream`); an element's number in it is its place in the whole parameter."""
+        """Return 64 random bits for each element of some of the held rows: int64 [rows, held_columns]. name: of the
+        sequence (`stream`); an element's number in it is its index in the whole parameter."""
         row = torch.arange(self.first_row + rows.start, self.first_row + rows.stop, device=device)
         column = torch.arange(self.first_column, self.first_column + self.held_columns, device=device)
         return bits(row[:, None] * self.columns + column, name)
 
     def few_bits(self, rows: slice, name: int, device: torch.device) -> Tensor:
-        """16 random bits for each element, as `bits`, at a quarter of its cost: int32 [rows, held_columns]."""
+        """Return 16 random bits for each element, as `bits`, at a quarter of its cost: int32 [rows, held_columns]."""
         first, end = self.first_column // 4, -(-(self.first_column + self.held_columns) // 4)
         row = torch.arange(self.first_row + rows.start, self.first_row + rows.stop, device=device)
         fours = row[:, None] * -(-self.columns // 4) + torch.arange(first, end, device=device)
@@ -74,5 +74,5 @@ class Place:
 
 
 def stream(seed: int, step: int, name: str) -> int:
-    """The name of the sequence of bits that a parameter's step takes."""
+    """Return the name of the sequence of bits that a parameter's step takes."""
     return key("optimizer", seed, step, name)

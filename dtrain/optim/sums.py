@@ -15,7 +15,7 @@ from dtrain.optim.places import Place, stream
 
 
 class GradientSums:
-    """For a model under FSDP whose `named_parameters` are trained in bfloat16, its gradients reduced after each
+    """Sums of the gradients of a model under FSDP whose `named_parameters` are trained in bfloat16, reduced after each
     micro-batch. Before each backward `begin`, after the last `finish`: then `.grad` holds the sums. No collective."""
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int):
@@ -28,18 +28,18 @@ class GradientSums:
                 parameter.register_post_accumulate_grad_hook(self._take)
 
     def begin(self, step: int, index: int, is_last: bool) -> None:
-        """The next backward is that of micro-batch `index` of optimizer step `step`."""
+        """Begin the backward of micro-batch `index` of optimizer step `step`."""
         self._step, self._index, self._is_last = step, index, is_last
 
     def finish(self) -> None:
-        """Sums of parameters that had no gradient in the last backward."""
+        """Put sums of parameters that had no gradient in the last backward into their `.grad`."""
         for parameter, total in self._sums.items():
             parameter.grad = total
         self._sums.clear()
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
-        """FSDP has just reduced this one's gradient [..]."""
+        """Add the gradient [..] of `parameter`, which FSDP has just reduced, to its sum."""
         if (total := self._sums.pop(parameter, None)) is not None:
             self._add(parameter, total)
             parameter.grad = total

@@ -1,7 +1,7 @@
 """Parameter groups, optimizers and learning-rate schedules, by name, by import path, or in stages; and the update.
 
-What may be named, and which fields of the recipe each name reads, stands in the tables `OPTIMIZERS` and `SCHEDULES`.
-What follows a step's backward is `Updater`: the norm, clipping, the optimizer's step; and float16's loss scale.
+The tables `OPTIMIZERS` and `SCHEDULES` have the names, and the fields of the recipe that each name reads. `Updater` is
+all that follows a step's backward: the norm, clipping, the optimizer's step; and float16's loss scale.
 """
 
 import importlib
@@ -26,7 +26,7 @@ from dtrain.parallel.grads import clip_grads_, grad_norm, nonfinite_names, scale
 
 @dataclass(frozen=True)
 class NamedOptimizer:
-    """`reads`: the fields of the recipe's section that go to the class beside lr and weight_decay.
+    """Optimizer class of a name. reads: the fields of the recipe's section that go to it beside lr and weight_decay.
 
     fused: whether to ask for torch's fused kernel, where the parameters allow it.
     """
@@ -50,8 +50,8 @@ _SPARSE_GRADIENTS_ONLY = (torch.optim.SparseAdam,)
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: tensors of two or more dimensions, embeddings included, decay; the others, and biases of stacks of
-    experts, do not.
+    """Return two groups: tensors of two or more dimensions, embeddings included, decay; the others, and biases of
+    stacks of experts, do not.
 
     Parameters that need no gradient are left out, and so is a group without parameters.
     """
@@ -67,9 +67,9 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
 def build_optimizer(
     section, named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int = 0, offload: torch.device | None = None
 ) -> Optimizer:
-    """The optimizer of a recipe's `optimizer` section over `named_parameters` (plain tensors or DTensors). seed: of the
-    random bits that it rounds by, where it keeps weights or moments in few bits. offload: the device of the
-    gradients (`optimizers.adam`), if its state is to lie in host memory.
+    """Return the optimizer of a recipe's `optimizer` section over `named_parameters` (plain tensors or DTensors). seed:
+    of the random bits that it rounds by, where it keeps weights or moments in few bits. offload: the device of the
+    gradients (`optim.adam`), if its state is to lie in host memory.
 
     `name` is a key of `OPTIMIZERS` or the import path of a torch Optimizer class; `kwargs` go to it as they are and win
     over the section's fields. A class by import path is handed `betas` and `eps` where its signature has them in
@@ -107,7 +107,7 @@ def build_optimizer(
 
 
 def cannot_step_shards(name: str) -> str:
-    """Return what is said of `WHOLE_PARAMETERS_ONLY`, where parameters are sharded."""
+    """Return the error text of `WHOLE_PARAMETERS_ONLY`, where parameters are sharded."""
     return (
         f"optimizer.name={name} cannot step sharded parameters: torch's class changes them by operations that DTensor "
         "refuses. Take adamw, or one process (launch.nproc=1) with train.dtype=float32"
@@ -130,7 +130,7 @@ def _muon(section, named_parameters: list[tuple[str, nn.Parameter]], seed: int) 
 def _own_adam(
     section, named_parameters: list[tuple[str, nn.Parameter]], seed: int, offload: torch.device | None
 ) -> Callable[..., Optimizer]:
-    """AdamW or Adam over weights or moments of few bits, or with moments on the host."""
+    """Return AdamW or Adam over weights or moments of few bits, or with moments on the host. Raises UserError."""
     if section.name not in ("adamw", "adam"):
         raise UserError(
             f"optimizer.name={section.name} keeps weights and state in float32 on the device: optimizer.state="
@@ -151,12 +151,12 @@ def _fused_fits(groups: list[dict[str, Any]]) -> bool:
 def _adam_like_arguments(cls: Callable) -> list[str]:
     """Return those of betas and eps that `cls` takes and means as AdamW does: two numbers, one number."""
     arguments = inspect.signature(cls).parameters
-    found = []
+    names = []
     if "betas" in arguments and len(arguments["betas"].default or ()) == 2:
-        found.append("betas")
+        names.append("betas")
     if "eps" in arguments and isinstance(arguments["eps"].default, float):
-        found.append("eps")
-    return found
+        names.append("eps")
+    return names
 
 
 def _constant(progress: float) -> float:
@@ -202,14 +202,14 @@ def factor(
 
 
 class Schedule:
-    """Learning rates by optimizer step. Its state is the number of steps taken, and nothing else.
+    """Schedule of learning rates by optimizer step. Its state is the number of steps taken, and nothing else.
 
     Loading replays that many steps on a fresh scheduler, so that one interface serves every class of torch's, whatever
     it keeps, and a recipe changed in between counts as if it had been so from the start.
     """
 
     def __init__(self, optimizer: Optimizer, make: Callable[[Optimizer], LRScheduler]):
-        """`make` builds the scheduler on an optimizer whose groups hold their base learning rates."""
+        """Start at step 0. make: builds the scheduler on an optimizer whose groups hold their base learning rates."""
         self._optimizer = optimizer
         self._make = make
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
@@ -223,28 +223,28 @@ class Schedule:
         self.steps = 0
 
     def step(self) -> None:
-        """Once per optimizer step, after it (also after one that was skipped)."""
+        """Go to the next step; called once after each optimizer step (also after one that was skipped)."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step")
             self._scheduler.step()
         self.steps += 1
 
     def get_last_lr(self) -> list[float]:
-        """The learning rate that the next optimizer step uses, one per parameter group."""
+        """Return the learning rates that the next optimizer step uses, one per parameter group."""
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def state_dict(self) -> dict[str, int]:
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Also sets the learning rates of the optimizer's groups."""
+        """Go to the step of `state`, and set the learning rates of the optimizer's groups."""
         self._restart()
         for _ in range(state["steps"]):
             self.step()
 
 
 def build_scheduler(section, optimizer: Optimizer, total_steps: int) -> Schedule:
-    """The schedule of a recipe's `scheduler` section, or of a list of them, over `total_steps` optimizer steps.
+    """Return the schedule of a recipe's `scheduler` section, or of a list of them, over `total_steps` optimizer steps.
 
     `name` is a key of `SCHEDULES`, or the import path of one of torch's schedulers or of any callable
     `(optimizer, **kwargs) -> LRScheduler`. In a list each stage counts its own steps from 0 over `steps` steps (the
@@ -265,7 +265,7 @@ def build_scheduler(section, optimizer: Optimizer, total_steps: int) -> Schedule
 
 
 def stage_lengths(steps: list[int | None], total_steps: int) -> list[int]:
-    """Optimizer steps of each stage; None, allowed in the last place, takes what is left (at least one)."""
+    """Return the optimizer steps of each stage; None, allowed in the last one, takes the rest (at least one)."""
     if not steps:
         raise UserError("scheduler: [] has no stages; give a list of stages with steps, or one schedule")
     for index, length in enumerate(steps):
@@ -323,7 +323,7 @@ def _construct(optimizer: Optimizer, target: Callable, name: str, kwargs: dict, 
 
 
 def _import(path: str, key: str, names: Iterable[str]) -> Any:
-    """The object at an import path `package.module.Name`."""
+    """Return the object at an import path `package.module.Name`. Raises UserError."""
     module_name, _, attribute = path.rpartition(".")
     names = list(names)
     if not module_name:
@@ -366,7 +366,7 @@ class LossScale:
 
 
 class Updater:
-    """The second half of a step: what happens between the gradients and the new weights."""
+    """Second half of a step: from the gradients to the new weights."""
 
     def __init__(
         self,

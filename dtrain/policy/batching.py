@@ -1,6 +1,6 @@
-"""From a caller's batch to micro-batches.
+"""Micro-batches of a caller's batch.
 
-At the door (`take`) each stream is known to be the same on every dp rank, or there is an error on all. A stream
+At the entry (`take`) each stream is checked to be the same on every dp rank, or there is an error on all. A stream
 [n, S, ..] has a value for each token: it is cut, packed and padded with the rows. Any other [n, ..] has one for each
 row, and stays beside it. The shape decides, so a row's own vector that may be as long as the rows is given as
 [n, 1, K]. Ranks may have any number of rows, so a rank without rows learns from the others what streams there are.
@@ -27,7 +27,7 @@ OWN = ("document_ids", "label_index")  # names that a loss finds in its micro-ba
 
 @dataclass(frozen=True)
 class Kind:
-    """A stream of one rank: its dtype, and its shape without n. per_token: of a row of `length` tokens."""
+    """Kind of a stream on one rank: its dtype, and its shape without n. per_token: of a row of `length` tokens."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -39,12 +39,12 @@ class Kind:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The same for streams that can be one."""
+        """Key that is equal for streams that can be one."""
         return (self.dtype, True, *self.shape[1:]) if self.per_token else (self.dtype, False, *self.shape)
 
 
 class Taken(NamedTuple):
-    """A batch in full (`batch.complete`), streams of the same names, dtypes and kinds on every dp rank.
+    """Batch in full (`batch.complete`), streams of the same names, dtypes and kinds on every dp rank.
 
     by_row: the streams with a value for each row; the others are per token, with their pad value on padding. most_rows:
     of all dp ranks. counted [n]: the rows that sample_mask leaves in, None for all."""
@@ -56,7 +56,7 @@ class Taken(NamedTuple):
 
 
 def take(batch: Mapping[str, Any], group: dist.ProcessGroup | None, vocab_size: int) -> Taken:
-    """This dp rank's rows of a caller's batch, checked. group: the dp ranks, None for one.
+    """Return this dp rank's rows of a caller's batch, checked. group: the dp ranks, None for one.
 
     Collective: an all-reduce of three integers, and where the ranks' streams are not alike an all-gather of what they
     are. Raises ValueError, on every dp rank alike, for what `batch.complete` refuses, a token id outside the
@@ -75,9 +75,9 @@ def take(batch: Mapping[str, Any], group: dist.ProcessGroup | None, vocab_size: 
     most_rows, is_agreed = rows, True
     if group is not None:
         digest = key(problem or sorted((name, *kind.key) for name, kind in kinds.items())) % 2**62
-        told = torch.tensor([rows, digest, -digest])
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
-        most_rows, is_agreed = int(told[0]), bool(told[1] == -told[2])
+        largest = torch.tensor([rows, digest, -digest])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        most_rows, is_agreed = int(largest[0]), bool(largest[1] == -largest[2])
     if not is_agreed:
         everyone = Ranks(group).every(lambda: (problem, rows, kinds))
         problem, kinds = _resolve(everyone)
@@ -104,7 +104,7 @@ def _kinds(batch: Mapping[str, Any], vocab_size: int) -> dict[str, Kind]:
         if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < vocab_size:
             low, high = int(values.min()), int(values.max())
             raise ValueError(f"{name} are from {low} to {high}, and the model has {vocab_size} tokens")
-    found = {}
+    kinds = {}
     for name, value in batch.items():
         if name in ROW_STREAMS:
             continue
@@ -117,22 +117,22 @@ def _kinds(batch: Mapping[str, Any], vocab_size: int) -> dict[str, Kind]:
             raise ValueError(
                 f"stream {name} is {list(value.shape)} beside input_ids {list(ids.shape)}: its first axis is the rows"
             )
-        found[name] = Kind(value.dtype, tuple(value.shape[1:]), ids.shape[1])
-    return found
+        kinds[name] = Kind(value.dtype, tuple(value.shape[1:]), ids.shape[1])
+    return kinds
 
 
 def _resolve(everyone: list[tuple[str | None, int, dict[str, Kind]]]) -> tuple[str | None, dict[str, Kind]]:
-    """Return what is wrong, and the kinds that the streams have on all ranks; ranks without rows have no say."""
+    """Return the problem, None without, and the kinds of the streams on all ranks; ranks without rows play no part."""
     problems = [f"dp rank {rank}: {problem}" for rank, (problem, *_) in enumerate(everyone) if problem is not None]
     if problems:
         return "\n".join(problems), {}
-    told = {rank: kinds for rank, (_, rows, kinds) in enumerate(everyone) if rows}
+    kinds_of = {rank: kinds for rank, (_, rows, kinds) in enumerate(everyone) if rows}
     agreed = {}
-    for name in dict.fromkeys(name for kinds in told.values() for name in kinds):
-        without = [rank for rank, kinds in told.items() if name not in kinds]
+    for name in dict.fromkeys(name for kinds in kinds_of.values() for name in kinds):
+        without = [rank for rank, kinds in kinds_of.items() if name not in kinds]
         if without:
             return f"stream {name} is missing on dp rank {without[0]}, which has rows", {}
-        kinds = {rank: kinds[name] for rank, kinds in told.items()}
+        kinds = {rank: kinds[name] for rank, kinds in kinds_of.items()}
         first = next(iter(kinds.values()))
         if len({kind.key for kind in kinds.values()}) == 1:
             agreed[name] = first
@@ -146,20 +146,20 @@ def _resolve(everyone: list[tuple[str | None, int, dict[str, Kind]]]) -> tuple[s
 
 @dataclass(frozen=True)
 class Fixed:
-    """`rows` rows in the batch's order."""
+    """Micro-batches of `rows` rows in the batch's order."""
 
     rows: int
     packs = False
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
-        """The rows of each micro-batch."""
+        """Return the rows of each micro-batch."""
         indices = list(range(len(lengths)))
         return [indices[start : start + self.rows] for start in range(0, len(indices), self.rows)]
 
 
 @dataclass(frozen=True)
 class DynamicShapes:
-    """Rows of like length together, as many as fill `tokens` with their padding; a longer row stands alone.
+    """Micro-batches of rows of like length, as many as fill `tokens` with their padding; a longer row stands alone.
 
     rows_of_a_sample: rows that follow one another and stay neighbours, as long as their longest."""
 
@@ -168,23 +168,23 @@ class DynamicShapes:
     packs = False
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
-        found: list[list[int]] = []
+        plan: list[list[int]] = []
         size, widest = self.rows_of_a_sample, 0
         samples = [range(start, min(start + size, len(lengths))) for start in range(0, len(lengths), size)]
         longest = [max(lengths[row] for row in sample) for sample in samples]
         for index in sorted(range(len(samples)), key=lambda index: (-longest[index], index)):
-            if found and (len(found[-1]) + len(samples[index])) * widest <= self.tokens:
-                found[-1] += samples[index]
+            if plan and (len(plan[-1]) + len(samples[index])) * widest <= self.tokens:
+                plan[-1] += samples[index]
             else:
-                found.append([*samples[index]])
+                plan.append([*samples[index]])
                 widest = longest[index]
-        return found
+        return plan
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows one behind the other in a single row of up to `tokens`; each document stays blind to the others. A longer
-    row stands alone."""
+    """Micro-batches of rows packed into a single row of up to `tokens`; each document stays blind to the others. A
+    longer row stands alone."""
 
     tokens: int
     packs = True
@@ -192,14 +192,14 @@ class Packed:
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         fits = [index for index, length in enumerate(lengths) if length <= self.tokens]
         alone = [[index] for index, length in enumerate(lengths) if length > self.tokens]
-        return alone + [[fits[place] for place in members] for members in pack([lengths[i] for i in fits], self.tokens)]
+        return alone + [[fits[index] for index in members] for members in pack([lengths[i] for i in fits], self.tokens)]
 
 
 Batching = Fixed | DynamicShapes | Packed
 
 
 def row_lengths(batch: Batch) -> list[int]:
-    """Tokens of each row, the padding on the right not counted. Host tensors only."""
+    """Return the number of tokens of each row, without the padding on the right. Host tensors only."""
     return (batch["seq_ids"] != PADDING_DOCUMENT).sum(1).tolist()
 
 
@@ -214,7 +214,7 @@ class MicroBatch(dict[str, Tensor]):
 def assemble(
     batch: Batch, plan: Sequence[Sequence[int]], count: int, packs: bool, by_row: Collection[str] = ()
 ) -> list[MicroBatch]:
-    """The micro-batches of `plan`, and padding up to `count` of them, so that every rank runs as many collectives.
+    """Return the micro-batches of `plan`, then padding up to `count` of them: every rank runs as many collectives.
 
     Packed rows keep their streams of `by_row` (and any [n]) as they are, one value behind the other.
     """
@@ -231,8 +231,7 @@ def assemble(
 
 
 def scatter(values: Sequence[Tensor], batch: Batch, plan: Sequence[Sequence[int]], packs: bool) -> Tensor:
-    """Return what was computed of each micro-batch, [b, s, ..] each, in the batch's own places: [n, S, ..], 0 on
-    padding."""
+    """Return the values of micro-batches, [b, s, ..] each, where the batch has the tokens: [n, S, ..], 0 on padding."""
     count, length = batch["input_ids"].shape
     out = values[0].new_zeros(count, length, *values[0].shape[2:])
     lengths = row_lengths(batch)
@@ -246,7 +245,7 @@ def scatter(values: Sequence[Tensor], batch: Batch, plan: Sequence[Sequence[int]
 
 
 def _joined(batch: Batch) -> Batch:
-    """All rows of a batch as one, without their padding, the documents numbered on."""
+    """Return all rows of a batch as one, without their padding, the documents numbered on."""
     real = batch["seq_ids"] != PADDING_DOCUMENT  # [b, S]
     per_row = batch["seq_ids"].amax(1, keepdim=True) + 1
     seq_ids = batch["seq_ids"] + per_row.cumsum(0) - per_row
@@ -254,7 +253,7 @@ def _joined(batch: Batch) -> Batch:
 
 
 def _padding(batch: Batch, by_row: Collection[str]) -> MicroBatch:
-    """A row of one token of padding: it trains nothing."""
+    """Return a row of one token of padding: it trains nothing."""
     streams = {}
     for name, tensor in batch.items():
         tail = tensor.shape[1:] if name in by_row else (1, *tensor.shape[2:])

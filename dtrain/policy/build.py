@@ -1,4 +1,4 @@
-"""From a recipe to a model that lies on its mesh, by the fixed order in which the parts can be applied.
+"""Building of a recipe's model on its mesh, in the fixed order in which the parts can be applied.
 
 1. the modules on meta, so that no rank ever holds the whole model, their adapters, and which parameters are trained;
 2. tensor parallel, which replaces parameters by their shards, and expert parallel, which does so with experts;
@@ -51,7 +51,7 @@ def build_model(
     device: torch.device,
     longest_row: int | None = None,
 ) -> CausalLM:
-    """The recipe's model, sharded over `mesh`, its trained parameters in `precision.master`, frozen ones in
+    """Return the recipe's model, sharded over `mesh`, its trained parameters in `precision.master`, frozen ones in
     `precision.compute`, on `device`.
 
     longest_row: tokens of the longest row that it will be given; None: data.max_length.
@@ -76,8 +76,8 @@ def build_model(
 
 
 def place_masters(model: CausalLM, recipe: Recipe, precision: Precision, device: torch.device) -> None:
-    """With `parallel.optimizer_offload` on CUDA the masters of `model` go to the host, where they are not what the
-    layers compute in. No collective."""
+    """Move the masters of `model` to the host with `parallel.optimizer_offload` on CUDA, unless layers compute in their
+    dtype. No collective."""
     if recipe.parallel.optimizer_offload and device.type == "cuda" and precision.master != precision.compute:
         from dtrain.parallel.masters import keep_on_host
 
@@ -93,7 +93,7 @@ def lay_out(
     kernel: Kernel | None = None,
     longest_row: int | None = None,
 ) -> CausalLM:
-    """The model as `build_model` lays it out, all but the last step: its parameters, sharded over `mesh`, are on meta.
+    """Return the model as `build_model` lays it out, but for the last step: its parameters, sharded, are on meta.
 
     kernel: in place of the one that the recipe and the device ask for, for one cp rank; it is taken over the exchange
     of the recipe. One rank that computes in its masters' dtype goes without FSDP: the same bits, and no copies.
@@ -133,7 +133,7 @@ def lay_out(
 
 
 def wants_varlen(recipe: Recipe, precision: Precision, device_type: str) -> bool:
-    """Return whether `VarlenKernel` is to be taken, where it is sound."""
+    """Return whether `VarlenKernel` is wanted, where it is sound."""
     if recipe.model.attention == "auto":
         return device_type == "cuda" and precision.compute in HALF
     return recipe.model.attention == "varlen"
@@ -147,10 +147,10 @@ def choose_attention(
     longest: int,
     every: Every | None = None,
 ) -> Kernel:
-    """`VarlenKernel` where it is wanted and sound on every cp rank, else SDPA. UserError where it is not sound and
-    `model.attention` insists, or rows, of `longest` tokens at most, are so long that a mask is out of the question.
+    """Return `VarlenKernel` where it is wanted and sound on every cp rank, else SDPA. Raises UserError where it is not
+    sound and `model.attention` insists, or rows, of `longest` tokens at most, are too long for a mask.
 
-    every: asks all cp ranks, in place of this process alone; collective then.
+    every: runs the proof on all cp ranks, in place of this process alone; collective then.
     """
     if not wants_varlen(recipe, precision, device.type):
         return choose_kernel("sdpa", device=device.type, documents=True, backward=True)
@@ -173,7 +173,7 @@ def choose_attention(
             )
             for key_heads, head_dim in sizes
         )
-        return next((one for one in problems if one is not None), None)
+        return next((problem for problem in problems if problem is not None), None)
 
     problem = _first_of(proof, every)
     if problem is None:
@@ -198,8 +198,8 @@ def choose_delta(
     device: torch.device,
     every: Every | None = None,
 ) -> "tuple[FlashDelta | None, str]":
-    """flash-linear-attention where it is wanted and sound on every cp rank, or None and why it is not taken, "" where
-    it is not wanted. UserError where it is not sound and `model.linear_attention` insists. every: as of
+    """Return flash-linear-attention where it is wanted and sound on every cp rank, or None and why it is not taken, ""
+    where it is not wanted. Raises UserError where it is not sound and `model.linear_attention` insists. every: as of
     `choose_attention`."""
     wanted, sizes, tp = recipe.model.linear_attention, config.linear, recipe.parallel.tp
     is_able = device.type == "cuda" and precision.compute in HALF
@@ -230,9 +230,9 @@ def choose_delta(
 
 
 def _first_of(proof: Proof, every: Every | None) -> str | None:
-    """The first problem that a rank's proof finds."""
-    of_ranks = [proof()] if every is None else every(proof)
-    return next((one for one in of_ranks if one is not None), None)
+    """Return the first problem that a rank's proof finds, None without."""
+    problems = [proof()] if every is None else every(proof)
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def _compile(model: CausalLM, recipe: Recipe, device: torch.device) -> None:
@@ -249,7 +249,7 @@ def _compile(model: CausalLM, recipe: Recipe, device: torch.device) -> None:
 
 
 def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:
-    """`kernel` over the keys of all cp ranks."""
+    """Return `kernel` over the keys of all cp ranks."""
     if isinstance(kernel, VarlenKernel):
         return (VarlenRingKernel if rotate == "ring" else VarlenGatherKernel)(kernel, mesh.cp)
     return (RingKernel if rotate == "ring" else GatherKernel)(kernel, mesh.cp)

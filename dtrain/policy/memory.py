@@ -1,4 +1,4 @@
-"""Places of a policy's weights and optimizer state: on its device to train, in host memory while others use the device.
+"""Moves of a policy's weights and optimizer state: to its device to train, to host memory while others use the device.
 
 On a CPU everything lies where it is, and these functions only switch between training and evaluation.
 """
@@ -19,7 +19,7 @@ from dtrain.parallel.placement import local_tensor
 
 
 class Memory:
-    """The part of `Policy` that moves it. No collective; every rank moves its own shards."""
+    """Part of `Policy` that moves it. No collective; every rank moves its own shards."""
 
     model: CausalLM
     optimizer: Optimizer | None
@@ -29,30 +29,30 @@ class Memory:
     optimizer_offloaded: bool  # parallel.optimizer_offload: so does the optimizer's state
 
     def prepare_for_training(self) -> None:
-        """Weights and optimizer state on the device, the model in training mode."""
+        """Bring weights and optimizer state to the device, and the model to training mode."""
         self._onload()
         if not self.offloaded:
             self.move_optimizer_to_device(self.device)
         self.model.train()
 
     def prepare_for_lp_inference(self) -> None:
-        """Weights on the device, the model in evaluation mode; the optimizer's state stays where it is."""
+        """Bring weights to the device, and the model to evaluation mode; the optimizer's state stays where it is."""
         self._onload()
         self.model.eval()
 
     def offload_before_refit(self) -> None:
-        """The optimizer's state to the host: the weights are about to be sent out."""
+        """Move the optimizer's state to the host: the weights are about to be sent out."""
         self.move_optimizer_to_device("cpu")
         self._free()
 
     def offload_after_refit(self) -> None:
-        """Weights and optimizer state to the host: the device is another's until `prepare_for_...`."""
+        """Move weights and optimizer state to the host: the device is another's until `prepare_for_...`."""
         self.move_to_cpu(self.model)
         self.model.eval()
         self.offload_before_refit()
 
     def move_optimizer_to_device(self, device: str | torch.device) -> None:
-        """Every tensor of the optimizer's state, but where it lives on the host."""
+        """Move every tensor of the optimizer's state, but where it lives on the host."""
         if self.optimizer is None or self.optimizer_offloaded:
             return
         for state in self.optimizer.state.values():
@@ -61,14 +61,14 @@ class Memory:
                     state[key] = value.to(device)
 
     def move_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
-        """`model`, its parameters and buffers on `device`; gathered weights are given back before. A model whose
-        masters lie on the host stays where it is, but for its buffers."""
+        """Return `model`, its parameters and buffers moved to `device`; gathered weights are resharded before. A model
+        whose masters lie on the host stays where it is, but for its buffers."""
         reshard_model(model)
-        holds_masters = any(hasattr(local_tensor(one), "rounded") for one in model.parameters())
+        holds_masters = any(hasattr(local_tensor(parameter), "rounded") for parameter in model.parameters())
         return self.move_buffer_to_device(model if holds_masters else model.to(device), device)
 
     def move_buffer_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
-        """`model` with its buffers on `device`: FSDP does not move them."""
+        """Return `model` with its buffers moved to `device`: FSDP does not move them."""
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(device)
@@ -80,11 +80,11 @@ class Memory:
         return model
 
     def move_to_cuda(self, model: nn.Module) -> nn.Module:
-        """`model` on this rank's device, whatever its kind."""
+        """Return `model`, moved to this rank's device, whatever its kind."""
         return self.move_to_device(model, self.device)
 
     def get_gpu_info(self) -> dict[str, Any]:
-        """This rank's device: rank, name, and bytes in use, at their peak and in all; 0 where it is a CPU."""
+        """Return this rank's device: rank, name, and bytes in use, at their peak and in all; 0 where it is a CPU."""
         info: dict[str, Any] = {"rank": self.rank, "device": str(self.device), "name": self.device.type}
         if self.device.type != "cuda":
             return info | {"memory_allocated": 0, "max_memory_allocated": 0, "memory_total": 0}
@@ -121,13 +121,13 @@ class Memory:
 
 
 def _is_step(key: str) -> bool:
-    """Adam's count of steps is a scalar that torch keeps on the host for all but its fused kind."""
+    """Return whether `key` is Adam's count of steps, which torch keeps on the host for all but its fused kind."""
     return key == "step"
 
 
 @torch.no_grad()
 def get_cpu_state_dict(state_generator: Iterable[tuple[str, Tensor]], pin_memory: bool = False) -> dict[str, Tensor]:
-    """This rank's part of each (name, tensor), copied to the host; scalars as they are. No collective."""
+    """Return this rank's part of each (name, tensor), copied to the host; scalars as they are. No collective."""
     copied = {}
     for name, tensor in state_generator:
         local = local_tensor(tensor).detach()
@@ -137,8 +137,8 @@ def get_cpu_state_dict(state_generator: Iterable[tuple[str, Tensor]], pin_memory
 
 @contextmanager
 def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
-    """Inside, every FSDP unit of `model` holds its weights gathered, all at once; after, its shards, whatever happens.
-    One all-gather per unit. A model without FSDP stays as it is."""
+    """Context in which every FSDP unit of `model` holds its weights gathered, all at once; after it, its shards, errors
+    included. One all-gather per unit. A model without FSDP stays as it is."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     try:
         for unit in units:

@@ -36,7 +36,7 @@ from dtrain.recipe.schema import Recipe
 
 
 class Policy(Saved, Memory, WeightsOut):
-    """Built on every rank of `mesh` (collective). `optimizer` is None until `init_optimizer`.
+    """Policy, built on every rank of `mesh` (collective). `optimizer` is None until `init_optimizer`.
 
     build: what makes the model, with `build_model`'s arguments.
     """
@@ -55,7 +55,7 @@ class Policy(Saved, Memory, WeightsOut):
         self.device = runtime.device
         self.offloaded = recipe.parallel.cpu_offload and runtime.device.type != "cpu"
         self.optimizer_offloaded = recipe.parallel.optimizer_offload and runtime.device.type == "cuda"
-        self.visited = self.device if self.optimizer_offloaded else None  # by the optimizer's state
+        self.offload_device = self.device if self.optimizer_offloaded else None  # of the optimizer's state
         self.precision = choose_precision(recipe.train.dtype, runtime.device.type, recipe.train.masters)
         self.model = build(recipe, config, mesh, self.precision, runtime.device)
         self.scorer = Scorer(self.model, mesh, self.device)
@@ -70,14 +70,14 @@ class Policy(Saved, Memory, WeightsOut):
             self._load_adapter(partial(self._read_adapter, recipe.lora.path))
 
     def init_optimizer(self, total_steps: int) -> None:
-        """The recipe's optimizer over the parameters and its schedule over `total_steps` optimizer steps."""
+        """Build the recipe's optimizer over the parameters and its schedule over `total_steps` optimizer steps."""
         train = self.recipe.train
         if self.precision.master == torch.bfloat16 and self.recipe.parallel.reduce_each:
             from dtrain.optim.sums import GradientSums
 
             self._sums = GradientSums(self.model.named_parameters(), self.recipe.run.seed)
         named = self.model.named_parameters()
-        self.optimizer = build_optimizer(self.recipe.optimizer, named, self.recipe.run.seed, self.visited)
+        self.optimizer = build_optimizer(self.recipe.optimizer, named, self.recipe.run.seed, self.offload_device)
         self._updater = Updater(
             self.model,
             self.optimizer,
@@ -149,7 +149,7 @@ class Policy(Saved, Memory, WeightsOut):
             names = list(measured[0])
             seen = [] if updater is None or routing is None else [routing.seen()]
             zero = torch.zeros((), dtype=torch.float64, device=self.device)
-            sums = [sum((one[name].detach().double() for one in measured), zero) for name in names]
+            sums = [sum((values[name].detach().double() for values in measured), zero) for name in names]
             totals.append(self._summed(torch.cat([torch.stack([loss.double(), *sums]), *seen]), self.mesh.dp_cp))
         whole = torch.stack(totals, 1).cpu()  # [1 + metrics (+ layers · experts), steps]
         return {
@@ -160,12 +160,12 @@ class Policy(Saved, Memory, WeightsOut):
             "grad_norm": norm,
             "lr": lr,
             "rank": self.rank,
-            "all_mb_metrics": {name: [one[name] for one in metrics] for name in names},
+            "all_mb_metrics": {name: [values[name] for values in metrics] for name in names},
         }
 
     def get_logprobs(self, batch: Batch, micro_batch_size: int | Batching | None = None) -> dict[str, Tensor]:
-        """{"logprobs": [n, S]} on the CPU: at position i the log-probability of token i given those before it in its
-        document, 0 at the first and on padding, whatever is trained. `batch` as for `train`.
+        """Return {"logprobs": [n, S]} on the CPU: at position i the log-probability of token i given those before it in
+        its document, 0 at the first and on padding, whatever is trained. `batch` as for `train`.
 
         The same on every cp and tp rank; max(float32, the dtype of computation). Collective.
         """
@@ -178,24 +178,24 @@ class Policy(Saved, Memory, WeightsOut):
         micro_batch_size: int | Batching | None = None,
         sampling: TrainingSamplingParams | None = None,
     ) -> Tensor:
-        """log p(labels) where there are labels, else 0: [n, S] on the CPU, in the labels' places. `batch` as for
-        `train`; what has no label costs no product of the head. sampling: of the distribution after this temperature
-        and these filters, −inf where they leave a label out. Collective."""
+        """Return log p(labels) at the labels, else 0: [n, S] on the CPU. `batch` as for `train`; a token without a
+        label costs no product of the head. sampling: of the distribution after this temperature and these filters,
+        −inf where they leave a label out. Collective."""
         return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.logprobs(rows, sampling)])[0]
 
     def label_entropies(
         self, batch: Batch, micro_batch_size: int | Batching | None, sampling: TrainingSamplingParams
     ) -> Tensor:
-        """Entropies of the distributions that labels were drawn from (before top-k and top-p), else 0: [n, S] on the
-        CPU, in the labels' places. `batch` as for `train`. Collective."""
+        """Return entropies of the distributions that labels were drawn from (before top-k and top-p), at the labels,
+        else 0: [n, S] on the CPU. `batch` as for `train`. Collective."""
         return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.entropies(rows, sampling)])[0]
 
     def get_topk_logits(
         self, batch: Batch, k: int, micro_batch_size: int | Batching | None = None
     ) -> dict[str, Tensor]:
-        """{"topk_logits", "topk_indices"}, both [n, S, k] on the CPU: at every position the k largest logits (after the
-        model's softcap), descending, and their token ids, equal ones by ascending id; 0 on padding. `batch` as for
-        `train`; its labels play no part. k > V means V. The same on every cp and tp rank. Collective.
+        """Return {"topk_logits", "topk_indices"}, both [n, S, k] on the CPU: at every position the k largest logits
+        (after the model's softcap), descending, and their token ids, equal ones by ascending id; 0 on padding. `batch`
+        as for `train`; its labels play no part. k > V means V. The same on every cp and tp rank. Collective.
         """
         score = partial(self.scorer.topk_logits, k=k)
         logits, ids = self._scored(batch, micro_batch_size, score, every_token=True)
@@ -205,8 +205,7 @@ class Policy(Saved, Memory, WeightsOut):
         """Keep a copy of the trained weights as they are now, or of all weights of the model at `path`, which must be
         of the same shapes. Collective with a path. Raises UserError where that model does not fit.
 
-        base: the model without its adapters, as are the weights of a model whose adapters are new: nothing of these is
-        copied then.
+        base: keep the model without its adapters, as happens too where they are new: nothing of these is copied then.
         """
         if path is not None:
             self.reference = Reference(self.model, whole=True, adapters=False)
@@ -221,8 +220,8 @@ class Policy(Saved, Memory, WeightsOut):
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
-        """Inside, the model holds the reference's weights, and their router decides, whatever `routed_experts` say;
-        after, its own again, whatever happens. No collective."""
+        """Context in which the model holds the reference's weights, and their router decides, whatever `routed_experts`
+        say; after it, its own again, errors included. No collective."""
         if self.reference is None:
             raise RuntimeError("use_reference_model needs init_reference_model first")
         with self.reference.in_place(), self.scorer.without_replay():
@@ -231,7 +230,7 @@ class Policy(Saved, Memory, WeightsOut):
     def get_reference_policy_logprobs(
         self, batch: Batch, micro_batch_size: int | Batching | None = None
     ) -> dict[str, Tensor]:
-        """`get_logprobs` of the reference: {"reference_logprobs": [n, S]}."""
+        """Return `get_logprobs` of the reference: {"reference_logprobs": [n, S]}."""
         with self.use_reference_model():
             return {"reference_logprobs": self.get_logprobs(batch, micro_batch_size)["logprobs"]}
 
@@ -248,9 +247,9 @@ class Policy(Saved, Memory, WeightsOut):
         score: Callable[[Batch], Sequence[Tensor]],
         every_token: bool = False,
     ) -> list[Tensor]:
-        """The tensors [b, s, ..] that `score` gives of each host micro-batch, as [n, S, ..] of the batch on the CPU.
-        Streams beside the rows' own and `routed_experts` are not read; every_token: nor are labels, but `next_tokens`
-        in their place."""
+        """Return the tensors [b, s, ..] that `score` gives of each host micro-batch, as [n, S, ..] of the batch on the
+        CPU. Streams beside the rows' own and `routed_experts` are not read; every_token: nor are labels, but
+        `next_tokens` in their place."""
         names = {*COMPLETED, "routed_experts"} - ({"labels", "token_mask", "sample_mask"} if every_token else set())
         batch, _, most_rows, _ = self._take({name: value for name, value in batch.items() if name in names})
         if every_token:
@@ -258,9 +257,9 @@ class Policy(Saved, Memory, WeightsOut):
         batching = self._batching(micro_batch_size)
         batches, plan = self._micro_batches(batch, batching, most_rows)
         self.model.eval()
-        found = [[one.cpu() for one in score(rows)] for rows in batches]
+        scores = [[tensor.cpu() for tensor in score(rows)] for rows in batches]
         reshard_model(self.model)
-        return [scatter(parts, batch, plan, batching.packs) for parts in zip(*found, strict=True)]
+        return [scatter(parts, batch, plan, batching.packs) for parts in zip(*scores, strict=True)]
 
     def _take(self, batch: Mapping[str, Any]) -> Taken:
         group = self.mesh.dp.get_group() if self.mesh.dp_size > 1 else None
@@ -272,20 +271,20 @@ class Policy(Saved, Memory, WeightsOut):
     def _micro_batches(
         self, rows: Batch, batching: Batching, most_rows: int, by_row: Collection[str] = ()
     ) -> tuple[list[MicroBatch], list[list[int]]]:
-        """The micro-batches of a step, as many on every rank, and which of the rows each holds. most_rows: of all
-        ranks; by_row: streams with a value for each row."""
+        """Return the micro-batches of a step, as many on every rank, and the indices of the rows that each holds.
+        most_rows: of all ranks; by_row: streams with a value for each row."""
         plan = batching.plan(row_lengths(rows))
         passes = -(-most_rows // batching.rows) if isinstance(batching, Fixed) else self.most_over_dp(len(plan))
         return assemble(rows, plan, max(1, passes), batching.packs, by_row), plan
 
     def most_over_dp(self, value: int) -> int:
-        """The largest of the dp ranks' values. One all-reduce."""
+        """Return the largest of the dp ranks' values. One all-reduce."""
         return int(self._summed(torch.tensor([value]), self.mesh.dp, dist.ReduceOp.MAX))
 
     def _backward(
         self, batches: Sequence[Batch], loss_fn: Loss, divisors: Sequence[Tensor]
     ) -> tuple[Tensor, list[dict[str, Tensor]]]:
-        """Gradients of the sum of `loss_fn` over the micro-batches, times the loss scale, into `.grad`; reduced once,
+        """Add gradients of the sum of `loss_fn` over the micro-batches, times the loss scale, to `.grad`; reduced once,
         at the last, or with `parallel.reduce_each` over the shards at every one.
 
         Returns this rank's loss (a detached scalar, unscaled, a mixture's balance loss with it) and the metrics of each
@@ -322,11 +321,11 @@ class Policy(Saved, Memory, WeightsOut):
         return torch.stack([loss for loss, _ in results]).sum(), [measured for _, measured in results]
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
-        """Host `values` [..], summed in place over the ranks that hold different samples. One all-reduce."""
+        """Return host `values` [..], summed in place over the ranks that hold different samples. One all-reduce."""
         return self._summed(values, self.mesh.dp)
 
     def gather_over_dp(self, rows: Tensor) -> tuple[Tensor, int]:
-        """Host rows [n, ..] of every dp rank, in the ranks' order, and where this rank's begin; n may differ.
+        """Return host rows [n, ..] of every dp rank, in the ranks' order, and where this rank's begin; n may differ.
 
         Two all-gathers."""
         size = self.mesh.dp_size
@@ -344,7 +343,7 @@ class Policy(Saved, Memory, WeightsOut):
 
     @staticmethod
     def _summed(values: Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """`values` reduced in place over the ranks of a one-dimensional mesh."""
+        """Return `values`, reduced in place over the ranks of a one-dimensional mesh."""
         if mesh.size() > 1:
             dist.all_reduce(values, op, group=mesh.get_group())
         return values

@@ -1,4 +1,4 @@
-"""The dtypes of a run: what weights are kept in, what layers compute in, what gradients are reduced in."""
+"""Dtypes of a run: of weights, of the computation in layers, of the reduction of gradients."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Precision:
-    """master: trained weights; compute: layers; reduce: gradients on the wire, and summed over micro-batches. `reason`
-    explains `auto`."""
+    """Dtypes of a run. master: of trained weights; compute: of layers; reduce: of gradients on the wire, and summed
+    over micro-batches. `reason` explains `auto`."""
 
     master: torch.dtype
     compute: torch.dtype
@@ -28,8 +28,9 @@ class Precision:
 
 
 def choose_precision(name: str, device_type: str, masters: str = "float32") -> Precision:
-    """`train.dtype` and `train.masters` on a device: bfloat16 on CUDA and float32 on the CPU for auto; masters are
-    float32 or better, or bfloat16, which the layers then compute in; gradients are reduced in float32 or better."""
+    """Return the dtypes of `train.dtype` and `train.masters` on a device: bfloat16 on CUDA and float32 on the CPU for
+    auto; masters are float32 or better, or bfloat16, which the layers then compute in; gradients are reduced in float32
+    or better."""
     reason = "train.dtype"
     if name == "auto":
         name = "bfloat16" if device_type == "cuda" or masters == "bfloat16" else "float32"

@@ -14,7 +14,7 @@ from dtrain.parallel.placement import local_tensor, on_its_device
 
 
 class Reference:
-    """A copy of `model`'s weights as they are now, sharded as they are, on their device. No collective, ever.
+    """Copy of `model`'s weights as they are now, sharded as they are, on their device. No collective, ever.
 
     whole: of the frozen ones too, which are the model's own otherwise. adapters: with the adapters that the model has;
     without, they are switched off while the reference is in place, and nothing of them is copied. `tensors` are plain
@@ -34,28 +34,28 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model holds the reference's weights inside, and its own again after, whatever happens. Shard by shard the
-        two trade places, so that no third copy exists."""
+        """Context in which the model holds the reference's weights; after it, its own again, errors included. Shard by
+        shard the two are swapped, so that no third copy exists."""
         if self._is_in:
             raise RuntimeError("the reference is in the model already: use_reference_model() does not nest")
-        self._trade()
+        self._swap()
         self._is_in = True
         try:
             with nullcontext() if self._adapters else adapters_off(self._model):
                 yield
         finally:
-            self._trade()
+            self._swap()
             self._is_in = False
 
     @torch.no_grad()
     def follow(self, mix: float) -> None:
-        """reference ← mix · policy + (1 − mix) · reference (TR-DPO, arXiv:2404.09656, eq. 8)."""
+        """Set reference ← mix · policy + (1 − mix) · reference (TR-DPO, arXiv:2404.09656, eq. 8)."""
         reshard_model(self._model)
         for own, tensor in self._pairs():
             own.lerp_(tensor.to(own.device), mix)  # a master may lie on the host
 
     @torch.no_grad()
-    def _trade(self) -> None:
+    def _swap(self) -> None:
         reshard_model(self._model)  # what is gathered is of the other weights
         for own, tensor in self._pairs():
             kept = tensor.clone()
@@ -64,6 +64,6 @@ class Reference:
         weights_changed(self._model)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """The reference's tensors and the model's, as this rank holds them."""
+        """Return the reference's tensors and the model's, as this rank holds them."""
         tensors = model_tensors(self._model)
         return [(local_tensor(own), local_tensor(tensors[name]).detach()) for name, own in self.tensors.items()]

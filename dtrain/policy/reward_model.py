@@ -24,7 +24,7 @@ from dtrain.policy.teacher import beside
 
 
 class RewardModel:
-    """Scores that the classifier of one output at `path` gives for prompts and their completions. Collective.
+    """Classifier of one output, read from `path`, that scores prompts and their completions. Collective.
 
     It reads text, with its own chat template and its own tokenizer, as `method: reward` trains it: another family than
     the policy's will do. Its weights lie on the mesh as a teacher's do. Raises UserError where it cannot be read.
@@ -41,27 +41,28 @@ class RewardModel:
         self._batching = DynamicShapes(recipe.train.micro_batch * recipe.data.max_length)
 
     def rate(self, prompts: Sequence[Any], completions: Sequence[str]) -> Tensor:
-        """The scores [N], float64 on the CPU, the same on every rank, of N prompts (texts or lists of messages) with
-        their completions. Each dp rank computes every dp-th; an all-reduce and two all-gathers beside the forwards'.
-        A text beyond the model's positions loses its beginning. Raises UserError as the template does, and for a score
-        that is NaN, or too large to compute with."""
+        """Return the scores [N], float64 on the CPU, the same on every rank, of N prompts (texts or lists of messages)
+        with their completions. Each dp rank computes every dp-th; an all-reduce and two all-gathers beside those of
+        forwards. A text beyond the model's positions loses its beginning. Raises UserError as the template does, and
+        for a score that is NaN, or too large to compute with."""
         policy = self._policy
         mine = range(policy.mesh.dp_rank, len(prompts), policy.mesh.dp_size)
         rows = [_row(self._ids(prompts[index], completions[index])) for index in mine]
         plan = self._batching.plan([len(row["input_ids"]) for row in rows])
-        found = torch.zeros(len(rows), dtype=torch.float64)
+        own_scores = torch.zeros(len(rows), dtype=torch.float64)
         count = max(1, policy.most_over_dp(len(plan)))
         batches = assemble(collate(rows), plan, count, packs=False)
         with torch.no_grad():
-            for place, batch in enumerate(batches):
+            for index, batch in enumerate(batches):
                 scored = at_the_ends(batch, torch.zeros(rows_in(batch), dtype=torch.float64), self._pad)
                 scores = self._scorer.at_head(scored, lambda source, _: source.scores())
-                if place < len(plan):
-                    found[plan[place]] = scores[:, 0].double().cpu()
+                if index < len(plan):
+                    own_scores[plan[index]] = scores[:, 0].double().cpu()
         reshard_model(self.model)
-        everyone, _ = policy.gather_over_dp(found)
-        places = [one for rank in range(policy.mesh.dp_size) for one in range(rank, len(prompts), policy.mesh.dp_size)]
-        scores = torch.empty_like(everyone).index_copy(0, torch.tensor(places, dtype=torch.int64), everyone)
+        gathered, _ = policy.gather_over_dp(own_scores)
+        dp_size = policy.mesh.dp_size
+        order = [index for rank in range(dp_size) for index in range(rank, len(prompts), dp_size)]
+        scores = torch.empty_like(gathered).index_copy(0, torch.tensor(order, dtype=torch.int64), gathered)
         unusable = (~(scores.abs() <= LARGEST_REWARD)).nonzero()
         if len(unusable):
             raise UserError(
@@ -91,14 +92,14 @@ def _row(ids: list[int]) -> dict[str, Tensor]:
 
 
 def at_the_ends(batch: Batch, values: Tensor, pad: int | None) -> Batch:
-    """The batch [n, S] with a label (0) at the last token of each document that is not `pad` (its first, where all
-    are), and `values` [documents] there as the stream `targets`. On the host."""
-    ids, places = document_ids(batch), torch.arange(batch["input_ids"].numel())
+    """Return the batch [n, S] with a label (0) at the last token of each document that is not `pad` (its first, where
+    all are), and `values` [documents] there as the stream `targets`. On the host."""
+    ids, positions = document_ids(batch), torch.arange(batch["input_ids"].numel())
     flat = ids.flatten()
-    read = places + 1 if pad is None else torch.where(batch["input_ids"].flatten() == pad, 0, places + 1)
+    read = positions + 1 if pad is None else torch.where(batch["input_ids"].flatten() == pad, 0, positions + 1)
     real = flat != PADDING_DOCUMENT
     ends = torch.zeros(len(values), dtype=torch.int64).scatter_reduce(0, flat[real], read[real], "amax")
-    firsts = torch.full_like(ends, len(flat)).scatter_reduce(0, flat[real], places[real], "amin")
+    firsts = torch.full_like(ends, len(flat)).scatter_reduce(0, flat[real], positions[real], "amin")
     ends = torch.where(ends > 0, ends - 1, firsts)
     labels = torch.full_like(flat, IGNORE).index_fill(0, ends, 0)
     targets = torch.zeros(len(flat), dtype=STREAMS["targets"].dtype).index_copy(0, ends, values)

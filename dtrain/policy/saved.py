@@ -38,7 +38,7 @@ from dtrain.recipe.schema import Recipe
 
 
 class Saved:
-    """The part of `Policy` that does it."""
+    """Part of `Policy` that saves and loads."""
 
     recipe: Recipe
     precision: Precision
@@ -54,12 +54,12 @@ class Saved:
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds of the model and of the optimizer's state, under its names: what is trained,
-        and the frozen parameters that no files hold. No collective."""
+        """Return the tensors that a checkpoint holds of model and optimizer, under its names: those that are trained,
+        their state, and the frozen parameters that no files hold. No collective."""
         return training_tensors(self.model, self.optimizer, frozen=self._saves_frozen)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside `tensors`, as JSON: optimizer options, schedule, loss scale."""
+        """Return the part of a checkpoint beside `tensors`, as JSON: optimizer options, schedule, loss scale."""
         return {
             "optimizer": optimizer_state(self.model, self._updating.optimizer),
             "scheduler": self._updating.scheduler.state_dict(),
@@ -89,7 +89,7 @@ class Saved:
         self._load_scalars(state)
 
     def find_base(self, store: CheckpointStore, step: int) -> None:
-        """Learn where the frozen parameters are that `load` will fill: in this checkpoint, or in files."""
+        """Find where the frozen parameters are that `load` will fill: in this checkpoint, or in files."""
         self._saves_frozen = self._holds_frozen(store, step)
 
     @property
@@ -99,21 +99,21 @@ class Saved:
 
     def load_weights(self, store: CheckpointStore, step: int) -> bool:
         """Fill the model alone from a checkpoint of whatever mesh: with all weights, or with the trained ones alone
-        where it holds no others; whether it held all. New adapters stay as they are where it has none. Collective.
-        UserError where it does not fit.
+        where it holds no others. Return whether it held all. New adapters stay as they are where it has none.
+        Collective. Raises UserError where it does not fit.
         """
-        found = weights_of(self.model, store, step)
+        weights = weights_of(self.model, store, step)
 
         def load() -> None:
-            store.load(step, found.wanted, only=True, cast=found.cast)
+            store.load(step, weights.wanted, only=True, cast=weights.cast)
             weights_changed(self.model)
 
-        self._load_adapter(load) if found.has_adapters else load()
-        self._saves_frozen |= found.holds_frozen
-        return found.is_whole
+        self._load_adapter(load) if weights.has_adapters else load()
+        self._saves_frozen |= weights.holds_frozen
+        return weights.is_whole
 
     def _load_adapter(self, load: Callable[[], None]) -> None:
-        """Keep what the model is without its adapters, then `load` these and what is trained whole beside them."""
+        """Keep the model without its adapters as its base, then `load` these and the modules trained beside them."""
         self._base = self._base or Reference(self.model, whole=False, adapters=False)
         load()
 
@@ -131,9 +131,8 @@ class Saved:
         optimizer_path: str | Path | None = None,
         tokenizer_path: str | Path | None = None,
     ) -> None:
-        """The weights that `tensors` has under `weights_path`, and where they are asked for the optimizer's state (with
-        its schedule and loss scale) and the tokenizer's files, each in a directory that holds no other save.
-        Collective.
+        """Save the weights that `tensors` has to `weights_path`, and with a path for it the optimizer's state (with its
+        schedule and loss scale) and the tokenizer's files, each in a directory that holds no other save. Collective.
 
         Written in full before it returns, for any mesh to load. Raises UserError where there is a save already.
         """
@@ -147,7 +146,7 @@ class Saved:
             Ranks().first(lambda: copy_companions(self.recipe.model.directory, target))
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
-        """Load what `save_checkpoint` wrote, on whatever mesh. Collective. Raises UserError where it does not fit."""
+        """Load a save of `save_checkpoint`, on whatever mesh. Collective. Raises UserError where it does not fit."""
         self.load_weights(CheckpointStore(weights_path), 0)
         if optimizer_path is None:
             return
@@ -158,13 +157,13 @@ class Saved:
         self._load_scalars(state)
 
     def return_state_dict(self) -> dict[str, Any]:
-        """The model's state dict, DTensors where it is sharded. No collective."""
+        """Return the model's state dict, DTensors where it is sharded. No collective."""
         reshard_model(self.model)
-        return {name: on_its_device(one) for name, one in self.model.state_dict(keep_vars=True).items()}
+        return {name: on_its_device(tensor) for name, tensor in self.model.state_dict(keep_vars=True).items()}
 
     def export(self, out: Path, source: Path, held: Mapping[str, Any] | None = None) -> None:
-        """The model as a Hugging Face directory, in the dtype that the run computes in; of an adapter that alone, in
-        PEFT's layout and its own dtype, or merged where no files hold its base. Collective.
+        """Write the model as a Hugging Face directory, in the dtype that the run computes in; of an adapter that alone,
+        in PEFT's layout and its own dtype, or merged where no files hold its base. Collective.
 
         source: gives config.json, the tokenizer, and weights that the model has no module for (a vision tower). held:
         as of `write_directory`. `out` is replaced once the new directory is complete.
@@ -188,7 +187,7 @@ class Saved:
 
     @property
     def beside(self) -> Beside | None:
-        """The writer of the adapter, in PEFT's layout, into each checkpoint of a run that trains one."""
+        """Writer of the adapter, in PEFT's layout, into each checkpoint of a run that trains one; None for others."""
         adapters = self.model.adapters
         if adapters is None:
             return None
@@ -202,7 +201,7 @@ class Saved:
 
     @property
     def chat_template(self) -> str | None:
-        """The text of the recipe's own chat template; None where the model's is used."""
+        """Text of the recipe's own chat template; None where the model's is used."""
         path = self.recipe.data.chat_template
         return Path(path).read_text() if path else None
 
@@ -234,7 +233,7 @@ def weights_of(model: CausalLM, store: CheckpointStore, step: int) -> Weights:
     adapters = {name for name in stored if is_adapter(name) and name.startswith("model.")}
     if adapters - tensors.keys():
         raise UserError(
-            f"{store.path(step)} has an adapter that this run lacks ({min(adapters - tensors.keys())}): set lora "
+            f"{store.path(step)} has an adapter that this run has not ({min(adapters - tensors.keys())}): set lora "
             "as its run has it, or merge it (`dtrain export RUN OUT --merged`) and set model.path=OUT"
         )
     if SCORE in tensors and SCORE not in stored:
@@ -251,7 +250,7 @@ def weights_of(model: CausalLM, store: CheckpointStore, step: int) -> Weights:
     held = frozen & stored.keys()
     if held and held < frozen:
         raise UserError(
-            f"{store.path(step)} holds some of the weights that this run freezes, such as {min(held)}, and lacks "
+            f"{store.path(step)} holds some of the weights that this run freezes, such as {min(held)}, and not "
             f"others, such as {min(frozen - held)}: its run trained other parts of the model. Freeze the same ones "
             "(lora.modules_to_save, train.freeze, train.train_only), or export it and set model.path=OUT"
         )
@@ -265,6 +264,7 @@ def weights_of(model: CausalLM, store: CheckpointStore, step: int) -> Weights:
 
 
 def _in_bfloat16(tensors: Mapping[str, Tensor], stored: Sizes) -> set[str]:
-    """Names of those that are kept in bfloat16 (`train.masters`) in the run or in the checkpoint: starting from weights
-    is no resume, so they may be rounded."""
-    return {name for name, one in tensors.items() if name in stored and torch.bfloat16 in (one.dtype, stored[name][1])}
+    """Return the names of those that are kept in bfloat16 (`train.masters`) in the run or in the checkpoint: starting
+    from weights is no resume, so they may be rounded."""
+    kept = {name: (tensor.dtype, stored[name][1]) for name, tensor in tensors.items() if name in stored}
+    return {name for name, dtypes in kept.items() if torch.bfloat16 in dtypes}

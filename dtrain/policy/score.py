@@ -51,7 +51,7 @@ Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str
 
 
 class LogprobSource:
-    """The head of one micro-batch's forward. Valid only inside the loss it is handed to."""
+    """Head of one micro-batch's forward. Valid only inside the loss it is handed to."""
 
     def __init__(
         self,
@@ -71,18 +71,18 @@ class LogprobSource:
 
     @property
     def head_input(self) -> HeadInput:
-        """Hidden states and weight behind the logits of this rank's positions, [B · S/cp, D], for losses of a method's
+        """Hidden states [B · S/cp, D] and weight behind the logits of this rank's positions, for losses of a method's
         own."""
         return HeadInput(self._hidden.flatten(0, 1), self._head_weight, self._softcap)
 
     @property
     def shard(self) -> VocabShard | None:
-        """The part of the vocabulary that the head's weight is; None for all of it."""
+        """Part of the vocabulary that the head's weight is; None for all of it."""
         return self._shard
 
     def token_loss_sums(self, loss: TokenLossFn, *, label_smoothing: float = 0.0) -> TokenSums:
-        """Sums over this rank's labelled positions, scalars, the same on every tp rank: of `loss` of log p(label),
-        which may be smoothed, and of labels that are the likeliest token. See `losses.token_loss_sums`."""
+        """Return sums over this rank's labelled positions, scalars, the same on every tp rank: of `loss` of log
+        p(label), which may be smoothed, and of labels that are the likeliest token. See `losses.token_loss_sums`."""
         index = self._batch["label_index"]
         return token_loss_sums(
             self._hidden.flatten(0, 1),
@@ -96,7 +96,7 @@ class LogprobSource:
         )
 
     def weighted_sum(self, token_weights: Tensor | None = None) -> Tensor:
-        """Σ token_weights · log p(label) over this rank's labelled positions, a scalar, the same on every tp rank.
+        """Return Σ token_weights · log p(label) over this rank's labelled positions, a scalar, alike on every tp rank.
 
         token_weights: [B, S/cp], constants, not read where there is no label; None for ones.
         """
@@ -119,8 +119,8 @@ class LogprobSource:
     def logprobs(
         self, *, temperature: float = 1.0, entropy: bool = False, top1: bool = False, log_p2: bool = False
     ) -> HeadLogprobs:
-        """log p(label) of every position of this rank, [B, S/cp], 0 where there is no label; on request the entropy,
-        whether the label is the likeliest token, and log Σ p². The same on every tp rank; the first two are
+        """Return log p(label) of every position of this rank, [B, S/cp], 0 where there is no label; on request the
+        entropy, whether the label is the likeliest token, and log Σ p². The same on every tp rank; the first two are
         differentiable, whatever the loss does with them. For a sum with known weights `weighted_sum` is cheaper.
         """
         return logprobs_from_hidden_states(
@@ -154,7 +154,7 @@ class LogprobSource:
         return HeadLogprobs(logprobs, entropies)
 
     def by_document(self, values: Tensor) -> Tensor:
-        """Σ of `values` [.., B, S/cp] over each document of the micro-batch, [.., documents], whole on every cp rank.
+        """Return Σ of `values` [.., B, S/cp] over each document of the micro-batch, [.., documents], on every cp rank.
 
         The documents are counted row by row, as in `batch.document_ids`. Under cp one all-reduce, which the derivative
         passes by: the losses that the cp ranks go on with must be the same.
@@ -163,7 +163,7 @@ class LogprobSource:
         return sums if self._cp.size() == 1 else leave_region(sums, self._cp.get_group())
 
     def scores(self) -> Tensor:
-        """A classifier's outputs [documents, labels], each read at its document's one label, in max(float32, the
+        """Return a classifier's outputs [documents, labels], each read at its document's one label, in max(float32, the
         dtype); whole on every rank of tp and cp, as `by_document`. Over tp one all-reduce, over cp another."""
         if self._score is None:
             raise ValueError("this model has a vocabulary's head, and gives no scores")
@@ -172,16 +172,16 @@ class LogprobSource:
         hidden = self._hidden.flatten(0, 1).index_select(0, index).to(dtype)  # [T, D]
         values = self._score.product(hidden, self._head_weight.to(dtype))  # [T, labels]
         ids = self._batch["document_ids"].flatten().index_select(0, index)
-        found = values.new_zeros(self.documents, values.shape[1]).index_add(0, ids, values)
-        return found if self._cp.size() == 1 else leave_region(found, self._cp.get_group())
+        outputs = values.new_zeros(self.documents, values.shape[1]).index_add(0, ids, values)
+        return outputs if self._cp.size() == 1 else leave_region(outputs, self._cp.get_group())
 
     def sequences(self, mask: Tensor) -> Documents:
-        """The documents of the micro-batch as a policy loss takes them; mask [B, S/cp]: the tokens that count. Under cp
-        one all-reduce."""
+        """Return the documents of the micro-batch as a policy loss takes them; mask [B, S/cp]: the tokens that count.
+        Under cp one all-reduce."""
         return Documents(self._batch["document_ids"], self.documents, mask, self._cp.get_group())
 
     def shared(self, value: Tensor) -> Tensor:
-        """A value [..] that every cp rank computes alike from `by_document`, as this rank's share: what is summed over
+        """Return a value [..] that every cp rank computes alike from `by_document`, as this rank's share: a sum over
         the ranks counts it once. Its gradient stays whole, for each rank sends it to its own tokens only."""
         if self._cp.size() == 1:
             return value
@@ -217,8 +217,8 @@ class Scorer:
         self._replays = True
 
     def at_head(self, batch: Batch, fn: Callable[..., Any], *more: Any) -> Any:
-        """`fn(source, local, *more)` inside the root's forward of one host micro-batch, the graph ready for backward: a
-        `Loss` with the global counts, scalars on the device, gives its loss and metrics.
+        """Return `fn(source, local, *more)`, called inside the root's forward of one host micro-batch, the graph ready
+        for backward: a `Loss` with the global counts, scalars on the device, gives its loss and metrics.
 
         batch: whole rows; local: this rank's part of every stream, on the device. Rows of one document each, with
         positions from 0, take the plain causal kernel.
@@ -252,14 +252,14 @@ class Scorer:
         def within(hidden: Tensor, head_weight: Tensor) -> Any:
             return fn(LogprobSource(hidden, head_weight, local, inputs, count, self._head), local, *more)
 
-        found = self.model.with_head(within, **inputs)
+        result = self.model.with_head(within, **inputs)
         if routing is not None and not torch.is_grad_enabled():  # else layers may yet be computed again
             routing.replayed = None
-        return found
+        return result
 
     @contextmanager
     def without_replay(self) -> Iterator[None]:
-        """Inside, the model's router decides alone: its weights are others than those that `routed_experts` are of."""
+        """Context in which the model's router decides alone: its weights are not those that `routed_experts` are of."""
         self._replays = False
         try:
             yield
@@ -279,8 +279,9 @@ class Scorer:
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, sampling: TrainingSamplingParams | None = None) -> Tensor:
-        """log p(label) at every position of one host micro-batch [B, S], 0 where there is none; on the device, the same
-        on every cp and tp rank, in the order of the batch. sampling: as labels were drawn. Under cp one all-gather."""
+        """Return log p(label) at every position of one host micro-batch [B, S], 0 where there is none; on the device,
+        the same on every cp and tp rank, in the order of the batch. sampling: as labels were drawn. Under cp one
+        all-gather."""
         sampling = sampling or TrainingSamplingParams()
         return self._of_labels(batch, lambda source: source.sampled_logprobs(sampling).logprobs)
 
@@ -290,31 +291,33 @@ class Scorer:
         return self._of_labels(batch, lambda source: source.sampled_logprobs(sampling, entropy=True).entropy)
 
     def _of_labels(self, batch: Batch, fn: Callable[[LogprobSource], Tensor | None]) -> Tensor:
-        """`fn`'s values [B, S/cp] as [B, S] on every rank."""
+        """Return `fn`'s values [B, S/cp] as [B, S] on every rank."""
         local = self.at_head(batch, lambda source, _: fn(source))
         cp = self.mesh.cp
         return local if cp.size() == 1 else gather_tokens(local, cp, batch["input_ids"].shape[1])
 
     @torch.no_grad()
     def topk_logits(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest logits at every position of one host micro-batch and their ids, both [B, S, k], 0 on padding;
-        on the device, the same on every cp and tp rank, in the order of the batch. Under cp two all-gathers."""
+        """Return the k largest logits at every position of one host micro-batch and their ids, both [B, S, k], 0 on
+        padding; on the device, the same on every cp and tp rank, in the order of the batch. Under cp two all-gathers.
+        """
 
         def at_head(source: LogprobSource, local: Batch) -> list[Tensor]:
             index = (local["seq_ids"].flatten() != PADDING_DOCUMENT).nonzero().squeeze(1)
-            found = topk_logits_from_hidden_states(source.head_input, k, index, shard=source.shard)
+            topk = topk_logits_from_hidden_states(source.head_input, k, index, shard=source.shard)
             shape = local["seq_ids"].shape
             return [
-                one.new_zeros(shape.numel(), one.shape[1]).index_copy(0, index, one).view(*shape, -1) for one in found
+                part.new_zeros(shape.numel(), part.shape[1]).index_copy(0, index, part).view(*shape, -1)
+                for part in topk
             ]
 
         cp, length = self.mesh.cp, batch["input_ids"].shape[1]
-        values, ids = (gather_tokens(one, cp, length) for one in self.at_head(batch, at_head))
+        values, ids = (gather_tokens(part, cp, length) for part in self.at_head(batch, at_head))
         return values, ids
 
 
 def _check_routed(batch: Batch, model: CausalLM) -> None:
-    """Raises ValueError for `routed_experts` of another model."""
+    """Raise ValueError for `routed_experts` of another model."""
     if (routed := batch.get("routed_experts")) is None:
         return
     sizes = model.config.experts
@@ -328,20 +331,21 @@ def _check_routed(batch: Batch, model: CausalLM) -> None:
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:
-    """A host micro-batch on `device`, with `label_index` [T]: the flat positions that have a label.
+    """Return a host micro-batch on `device`, with `label_index` [T]: the flat positions that have a label.
 
     The index is made on the host, where it costs no synchronisation. To a GPU all goes in one copy out of pinned
     memory, which the host does not wait for; the streams are views of it.
     """
     streams = {**batch, "label_index": (batch["labels"].flatten() != IGNORE).nonzero().squeeze(1)}
     if device.type != "cuda":
-        return {name: one.to(device) for name, one in streams.items()}
-    ends = list(accumulate((-(-one.nbytes // _ALIGNED) * _ALIGNED for one in streams.values()), initial=0))
-    here = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+        return {name: stream.to(device) for name, stream in streams.items()}
+    sizes = (-(-stream.nbytes // _ALIGNED) * _ALIGNED for stream in streams.values())
+    starts = list(accumulate(sizes, initial=0))
+    here = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
 
     def views(buffer: Tensor) -> Batch:
-        places = zip(streams.items(), ends, strict=False)
-        return {n: buffer[at : at + one.nbytes].view(one.dtype).view(one.shape) for (n, one), at in places}
+        pairs = zip(streams.items(), starts, strict=False)
+        return {n: buffer[at : at + s.nbytes].view(s.dtype).view(s.shape) for (n, s), at in pairs}
 
     for name, view in views(here).items():
         view.copy_(streams[name])

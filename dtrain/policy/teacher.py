@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class Teacher:
-    """The model at `path`, of any size, with the policy's vocabulary. Collective.
+    """Teacher: the model at `path`, of any size, with the policy's vocabulary. Collective.
 
     Its weights lie on the mesh as the policy's do (FSDP2, tensor and context parallel, the same plan), in the dtype of
     computation: no optimizer, no gradient, no master copy. A forward gathers one layer at a time, and embedding and
@@ -45,8 +45,9 @@ class Teacher:
             )
 
     def at_head(self, inputs: Inputs, fn: Callable[[HeadInput], Result]) -> Result:
-        """`fn(the teacher's HeadInput)` for the positions of a source's `inputs`, inside the teacher's forward, where
-        its head's weight is whole but for tp. `fn` runs in the caller's grad mode; the teacher gets no gradient."""
+        """Return `fn(the teacher's HeadInput)` for the positions of a source's `inputs`, called inside the teacher's
+        forward, where its head's weight is whole but for tp. `fn` runs in the caller's grad mode; the teacher gets no
+        gradient."""
         with_grad = torch.is_grad_enabled()
 
         def at_head(hidden: Tensor, head_weight: Tensor) -> Result:
@@ -58,7 +59,7 @@ class Teacher:
 
 
 def beside(policy: Policy, path: str, config: ModelConfig, build: Callable[..., CausalLM] = build_model) -> CausalLM:
-    """Another model, frozen, that lies on the mesh as the policy's does, in the dtype of computation. Collective."""
+    """Return another model, frozen, that lies on the mesh as the policy's, in the dtype of computation. Collective."""
     recipe, compute = policy.recipe, policy.precision.compute
     own = replace(
         recipe,

@@ -1,5 +1,5 @@
-"""The parameters that are trained, by `train.train_only` and `train.freeze` or an adapter; and the dtype of the
-others."""
+"""Choice of the parameters that are trained, by `train.train_only` and `train.freeze` or an adapter; and the dtype of
+the others."""
 
 from collections.abc import Collection
 from dataclasses import asdict
@@ -43,7 +43,7 @@ def choose_trained(model: CausalLM, recipe: Recipe, dtype: torch.dtype) -> None:
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """All names of each parameter."""
+    """Return all names of each parameter."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -51,8 +51,8 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _left_out(names: dict[nn.Parameter, list[str]], section: Train) -> set[nn.Parameter]:
-    """Return what the patterns of `section` leave out. A pattern names parameters as `named_parameters` does; `*`
-    stands for any part. A parameter of several names (a tied head) matches if one of its names does."""
+    """Return the parameters that the patterns of `section` leave out. A pattern names parameters as `named_parameters`
+    does; `*` stands for any part. A parameter of several names (a tied head) matches if one of its names does."""
     if problems := unmatched(section.parameter_patterns, [name for known in names.values() for name in known]):
         raise UserError(problems[0])
     only, frozen = section.train_only, section.freeze
@@ -65,10 +65,12 @@ def _left_out(names: dict[nn.Parameter, list[str]], section: Train) -> set[nn.Pa
 
 
 def _freeze(model: nn.Module, frozen: Collection[nn.Parameter], dtype: torch.dtype) -> None:
-    exact = {one for module in exact_modules(model).values() for one in module.parameters()}
+    exact = {parameter for module in exact_modules(model).values() for parameter in module.parameters()}
     wide = torch.promote_types(dtype, torch.float32)
-    floats = ((one, wide if one in exact else dtype) for one in frozen if one.is_floating_point())
-    copies = {one: nn.Parameter(one.detach().to(own), requires_grad=False) for one, own in floats}
+    floats = (
+        (parameter, wide if parameter in exact else dtype) for parameter in frozen if parameter.is_floating_point()
+    )
+    copies = {parameter: nn.Parameter(parameter.detach().to(own), requires_grad=False) for parameter, own in floats}
     for module in model.modules():
         for name, held in module._parameters.items():
             if held is not None and held in copies:

@@ -23,18 +23,18 @@ MEETING = timedelta(minutes=5)
 
 
 class WeightSource(Protocol):
-    """The interface of a source of weights; `Policy` is one. Every rank calls each function."""
+    """Interface of a source of weights; `Policy` is one. Every rank calls each function."""
 
     def prepare_refit_info(self, dtype: torch.dtype | None = None) -> Info: ...
 
     def full_tensors(
         self, dtype: torch.dtype | None = None, names: Sequence[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor [..]) in the order of the info, of `names` alone where they are given."""
+        """Yield (name, whole tensor [..]) in the order of the info, or of `names` alone."""
 
 
 class WeightReceiver:
-    """The other end of `Policy.init_collective`, in another process: rank 1 to world_size - 1 of the group."""
+    """Receiving end of `Policy.init_collective`, in another process: rank 1 to world_size - 1 of the group."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class WeightReceiver:
         self._group = weight_group(ip, port, rank, world_size, self.device, name=name, wait=wait)
 
     def receive(self, info: Info, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor [..]) of what `info` (the sender's `prepare_refit_info`) lists, in its shape. One broadcast per
-        bucket, whose tensors share one memory: copy what is kept."""
+        """Yield (name, tensor [..]) for all of `info` (the sender's `prepare_refit_info`), in its shape. One broadcast
+        per bucket, whose tensors share one memory: copy what is kept."""
         for names in buckets(info, bucket_bytes):
             yield from self.receive_bucket({name: info[name] for name in names})
 
     def receive_bucket(self, info: Info) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor [..] in its shape) of one message that holds all of `info`: one broadcast, [bytes] uint8.
-        RuntimeError where the sender is gone."""
+        """Yield (name, tensor [..] in its shape) of one message that holds all of `info`: one broadcast, [bytes] uint8.
+        Raises RuntimeError where the sender is gone."""
         sizes = [nbytes(*info[name]) for name in info]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         self._group.broadcast(flat, 0).wait()
@@ -68,17 +68,17 @@ class WeightReceiver:
 
 
 def buckets(info: Mapping[str, tuple[torch.Size, torch.dtype]], most: int) -> list[list[str]]:
-    """The names in their order, cut so that each part has at most `most` bytes or one tensor."""
-    found: list[list[str]] = []
-    room = 0
+    """Return the names in their order, cut so that each part has at most `most` bytes or one tensor."""
+    parts: list[list[str]] = []
+    free = 0
     for name, (shape, dtype) in info.items():
         size = nbytes(shape, dtype)
-        if not found or size > room:
-            found.append([])
-            room = most
-        found[-1].append(name)
-        room -= size
-    return found
+        if not parts or size > free:
+            parts.append([])
+            free = most
+        parts[-1].append(name)
+        free -= size
+    return parts
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -100,7 +100,7 @@ def weight_group(
     name: str = GROUP,
     wait: timedelta = MEETING,
 ) -> Any:
-    """A process group beside the run's own, which torch.distributed's functions do not know: gloo on a CPU, else nccl.
+    """Return a process group beside the run's own, unknown to torch.distributed's functions: gloo on a CPU, else nccl.
 
     Rank 0 listens at ip:port, and gloo at each end's address on the way there. Waits until all are there, at most
     `wait`, which bounds each message too. The keys are those of torch's `_new_process_group_helper` on a store prefixed

@@ -22,7 +22,7 @@ __all__ = ["BUCKET_BYTES", "Info", "WeightReceiver", "WeightsOut", "buckets"]
 
 
 class WeightsOut:
-    """The part of `Policy` that gives its weights away. Every rank calls each function: the shards are gathered."""
+    """Part of `Policy` that sends its weights. Every rank calls each function: the shards are gathered."""
 
     model: CausalLM
     rank: int
@@ -31,14 +31,14 @@ class WeightsOut:
     _receivers: dist.ProcessGroup | None = None  # on rank 0, after `init_collective`
 
     def prepare_refit_info(self, dtype: torch.dtype | None = None) -> Info:
-        """Name → (shape, dtype) of what will be sent, in its order, tied weights once; `dtype`: None for that of
-        computation; what must keep its precision is sent in float32 at least. No collective."""
+        """Return name → (shape, dtype) of the tensors that will be sent, in order, tied weights once; `dtype`: None for
+        that of computation; what must keep its precision is sent in float32 at least. No collective."""
         dtype = dtype or self.precision.compute
         return {name: (weight.shape, wider(dtype, weight.exact)) for name, weight in whole_weights(self.model).items()}
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None = None, names: Sequence[str] | None = None) -> Iterator:
-        """(name, full tensor) of each weight, one in memory at a time, on this rank's device; in order of
+        """Yield (name, full tensor) of each weight, one in memory at a time, on this rank's device; in order of
         `prepare_refit_info`, or of `names`. An all-gather per sharded weight, and of an adapter's parts."""
         reshard_model(self.model)
         dtype = dtype or self.precision.compute
@@ -47,7 +47,7 @@ class WeightsOut:
             yield name, weights[name].read(wider(dtype, weights[name].exact)).to(self.device)
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Meet `world_size` − 1 receivers at ip:port, where this run's rank 0 listens; its other ranks return at once.
+        """Connect to `world_size` − 1 receivers at ip:port, where rank 0 listens; other ranks return at once.
 
         Waits until all are there, at most five minutes. gloo where the device is a CPU, else nccl.
         """
@@ -58,7 +58,7 @@ class WeightsOut:
     def broadcast_weights_for_collective(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        """Send every weight to the receivers, in buckets of about `bucket_bytes`, which they must be told.
+        """Send every weight to the receivers, in buckets of about `bucket_bytes`, a number that they must know.
 
         Collective over the run, whose shards are gathered; one broadcast per bucket. RuntimeError before
         `init_collective`.
@@ -74,13 +74,13 @@ class WeightsOut:
     def prepare_weights_for_ipc(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
     ) -> list[list[str]]:
-        """The buckets of names to ask `get_weights_ipc_handles` for, one after the other. No collective."""
+        """Return the buckets of names to ask `get_weights_ipc_handles` for, one after the other. No collective."""
         self._ipc_dtype = dtype or self.precision.compute
         return buckets(self.prepare_refit_info(self._ipc_dtype), bucket_bytes)
 
     def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, tuple]:
-        """Name → (function, arguments) that rebuild the full tensor in another process of this host: CUDA IPC on a GPU,
-        shared memory on a CPU. Send them by `multiprocessing.reduction.ForkingPickler`.
+        """Return name → (function, arguments) that rebuild the full tensor in another process of this host: CUDA IPC on
+        a GPU, shared memory on a CPU. Send them by `multiprocessing.reduction.ForkingPickler`.
 
         The tensors live until the next call; the receiver copies what it keeps. Collective.
         """

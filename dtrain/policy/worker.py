@@ -1,6 +1,6 @@
-"""The policy under NeMo-RL's name and keywords, for callers who bring its code: a thin class over `Policy`, no Ray.
+"""Policy under NeMo-RL's name and keywords, for callers who bring its code: a thin class over `Policy`, no Ray.
 
-What its worker does and this one cannot is a NotImplementedError that says why.
+A function that NeMo-RL's worker has and this one cannot raises a NotImplementedError that says why.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -74,7 +74,7 @@ class DTensorPolicyWorker(Policy):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """`Policy.train` on `data`, a mapping of tensors such as a BatchedDataDict; gbs: default `train.global_batch`.
+        """Call `Policy.train` on `data`, a mapping of tensors as a BatchedDataDict; gbs: default `train.global_batch`.
 
         Returns also `gpu_name` and `model_dtype`; `grad_norm` is a tensor [1], or None. Raises NotImplementedError for
         a loss of NeMo-RL's, known by its `loss_type`.
@@ -98,19 +98,19 @@ class DTensorPolicyWorker(Policy):
     def get_logprobs(  # type: ignore[override]
         self, data: Any, micro_batch_size: int | None = None
     ) -> dict[str, Tensor]:
-        """`Policy.get_logprobs`."""
+        """Return `Policy.get_logprobs`."""
         return super().get_logprobs(data, micro_batch_size)
 
     def get_reference_policy_logprobs(  # type: ignore[override]
         self, data: Any, micro_batch_size: int | None = None
     ) -> dict[str, Tensor]:
-        """`Policy.get_reference_policy_logprobs`."""
+        """Return `Policy.get_reference_policy_logprobs`."""
         return super().get_reference_policy_logprobs(data, micro_batch_size)
 
     def get_topk_logits(  # type: ignore[override]
         self, data: Any, k: int, micro_batch_size: int | None = None
     ) -> dict[str, Tensor]:
-        """`Policy.get_topk_logits`."""
+        """Return `Policy.get_topk_logits`."""
         return super().get_topk_logits(data, k, micro_batch_size)
 
     @staticmethod
@@ -121,7 +121,7 @@ class DTensorPolicyWorker(Policy):
         cp_no_restore_buffers: Collection[Tensor],
         cp_rotate_method: str | None = None,
     ) -> AbstractContextManager[None]:
-        """`dtrain.parallel.context.create_context_parallel_ctx`."""
+        """Return `dtrain.parallel.context.create_context_parallel_ctx`."""
         return context.create_context_parallel_ctx(
             cp_mesh, cp_buffers, cp_seq_dims, cp_no_restore_buffers, cp_rotate_method
         )
@@ -132,23 +132,23 @@ class DTensorPolicyWorker(Policy):
         return context.get_train_context(False, False, cp_context)()
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """`Policy.prepare_for_training`; arguments are taken and play no part, as in NeMo-RL."""
+        """Call `Policy.prepare_for_training`; arguments are taken and play no part, as in NeMo-RL."""
         super().prepare_for_training()
 
     def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int | None = None) -> None:
-        """`Policy.init_collective`. train_world_size: NeMo-RL counts that many training ranks in `world_size`, of which
-        rank 0 alone sends here."""
+        """Call `Policy.init_collective`. train_world_size: NeMo-RL counts that many training ranks in `world_size`, of
+        which rank 0 alone sends here."""
         super().init_collective(ip, port, world_size - (train_world_size or 1) + 1)
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:  # type: ignore[override]
-        """([(name, bytes of the full tensor in the dtype of computation)], bytes that are free for them on the device,
-        of a CPU a share of its memory). No collective."""
+        """Return ([(name, bytes of the full tensor in the dtype of computation)], bytes that are free for them on the
+        device, of a CPU a share of its memory). No collective."""
         super().prepare_weights_for_ipc()
         sizes = [(name, shape.numel() * dtype.itemsize) for name, (shape, dtype) in self.prepare_refit_info().items()]
         return sizes, float(self.get_free_memory_bytes())
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
-        """{`report_device_id()`: (False, [(name, (function, arguments))])}: the handles of
+        """Return {`report_device_id()`: (False, [(name, (function, arguments))])}: the handles of
         `Policy.get_weights_ipc_handles`, none of which packs several tensors. Collective. Raises RuntimeError before
         `prepare_weights_for_ipc`."""
         if not hasattr(self, "_ipc_dtype"):
@@ -156,19 +156,19 @@ class DTensorPolicyWorker(Policy):
         return {self.report_device_id(): (False, list(super().get_weights_ipc_handles(list(keys)).items()))}
 
     def get_free_memory_bytes(self) -> int:
-        """Bytes that other tensors may take on this rank's device: four fifths of what is free, of a CPU a share of its
-        memory."""
+        """Return the bytes that other tensors may take on this rank's device: four fifths of what is free, of a CPU a
+        share of its memory."""
         return free_memory(self.device, self._runtime.world_size)
 
     def get_gpu_info(self) -> dict[str, Any]:
-        """This rank's place and device under NeMo-RL's keys, memory in MiB, 0 on a CPU.
+        """Return this rank's numbers and device under NeMo-RL's keys, memory in MiB, 0 on a CPU.
 
-        env_vars has what a launcher says of the rank. global_device_id is None: the environment, which maps a process's
-        devices to the host's, is not read here.
+        env_vars has a launcher's variables of the rank. global_device_id is None: the environment, which maps a
+        process's devices to the host's, is not read here.
         """
         rank, info, is_gpu = self._runtime, super().get_gpu_info(), self.device.type == "cuda"
         reserved = (torch.cuda.memory_reserved, torch.cuda.max_memory_reserved)
-        sample = next(((name, one) for name, one in self.model.named_parameters() if one.requires_grad), None)
+        sample = next(((name, p) for name, p in self.model.named_parameters() if p.requires_grad), None)
         return {
             "rank": rank.rank,
             "world_size": rank.world_size,
@@ -190,17 +190,17 @@ class DTensorPolicyWorker(Policy):
         }
 
     def report_device_id(self) -> str:
-        """The UUID of this rank's GPU, "GPU-...", as nvidia-smi has it; "cpu" on a CPU."""
+        """Return the UUID of this rank's GPU, "GPU-...", as nvidia-smi has it; "cpu" on a CPU."""
         if self.device.type != "cuda":
             return self.device.type
         return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
 
     def return_model_config(self) -> ModelConfig:
-        """The model's config."""
+        """Return the model's config."""
         return self.model.config
 
     def is_alive(self) -> bool:
-        """True: it answers."""
+        """Return True: it answers."""
         return True
 
     def shutdown(self) -> None:
@@ -208,23 +208,23 @@ class DTensorPolicyWorker(Policy):
         self._receivers, self._shared = None, {}
 
     def score(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here: a policy's head is a language model's."""
+        """Raise NotImplementedError: a policy's head is a language model's."""
         _refuse("score", "a policy has the head of a language model: train a rating model with method=reward")
 
     def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here: nothing speaks ZMQ."""
+        """Raise NotImplementedError: nothing speaks ZMQ."""
         _refuse("stream_weights_via_ipc_zmq", _NO_ZMQ)
 
     def get_zmq_address(self) -> NoReturn:
-        """Not here: nothing speaks ZMQ."""
+        """Raise NotImplementedError: nothing speaks ZMQ."""
         _refuse("get_zmq_address", _NO_ZMQ)
 
     def maybe_init_zmq(self) -> NoReturn:
-        """Not here: nothing speaks ZMQ."""
+        """Raise NotImplementedError: nothing speaks ZMQ."""
         _refuse("maybe_init_zmq", _NO_ZMQ)
 
     def report_node_ip_and_gpu_id(self) -> NoReturn:
-        """Not here: Ray knows nodes."""
+        """Raise NotImplementedError: Ray knows nodes."""
         _refuse("report_node_ip_and_gpu_id", "places on nodes are Ray's; report_device_id names the device")
 
 
@@ -239,7 +239,7 @@ def _refuse(name: str, why: str) -> NoReturn:
 
 
 def _described(parameter: Tensor) -> dict[str, Any]:
-    """Device and dtype of a parameter [any shape], and its whole shape."""
+    """Return device and dtype of a parameter [any shape], and its whole shape."""
     return {
         "device": str(local_tensor(parameter).device),
         "shape": list(parameter.shape),

@@ -447,7 +447,7 @@ def _weights(directory: Path, otherwise: str = "", key: str = "model.path") -> l
             continue
         if lacking:
             first = f"first {lacking[0]}; download the model again"
-            problems.append(f"{directory / name} lacks {len(lacking)} tensors that {INDEX} places there, {first}")
+            problems.append(f"{directory / name} is without {len(lacking)} tensors that {INDEX} places there, {first}")
     return problems
 
 
@@ -626,7 +626,7 @@ def _checkpoint(recipe: Recipe) -> list[str]:
     is_adapter = any(any(Path(init_from).glob(place)) for place in ("adapter", "checkpoints/step-*/adapter"))
     if recipe.lora is None and is_adapter:
         problems.append(
-            f"checkpoint.init_from={init_from} has an adapter that this run lacks: set lora as it was there, or "
+            f"checkpoint.init_from={init_from} has an adapter that this run has not: set lora as it was there, or "
             f"`dtrain export {init_from} OUT`, and set model.path=OUT and checkpoint.init_from=null"
         )
     if recipe.lora is not None and recipe.lora.quantize == "nf4" and not is_adapter:

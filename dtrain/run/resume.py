@@ -309,7 +309,9 @@ def _read_state(store: CheckpointStore, step: int) -> dict[str, Any]:
     if not lacking and [type(place) for place in state["cursor"]] != [int, int]:
         lacking = ["cursor"]
     if lacking:
-        raise UserError(f"{store.path(step)}: no run of this version of dtrain saved it, it lacks {', '.join(lacking)}")
+        raise UserError(
+            f"{store.path(step)}: no run of this version of dtrain saved it, it has no {', '.join(lacking)}"
+        )
     return state
 
 

@@ -1,4 +1,4 @@
-"""Shelves: slots in use come first, what leaves is filled from the end, growth keeps what was written."""
+"""Pools: slots in use come first, what leaves is filled from the end, growth keeps what was written."""
 
 import pytest
 import torch
@@ -13,57 +13,57 @@ def test_slots_are_powers_of_two(length, size):
 
 def written(store, count, layers=(0, 1)):
     """Rows whose keys and values say which row they are."""
-    places = [store.new_row(row) for row in range(count)]
+    slots = [store.new_row(row) for row in range(count)]
     for layer in layers:
-        keys, values = places[0].shelf.layer(layer, torch.zeros(1, 2, 4))
-        for place in places:
-            keys[place.slot] = place.owner
-            values[place.slot] = -place.owner
-    return places
+        keys, values = slots[0].pool.layer(layer, torch.zeros(1, 2, 4))
+        for slot in slots:
+            keys[slot.index] = slot.owner
+            values[slot.index] = -slot.owner
+    return slots
 
 
 def check(store):
     seen = []
-    for shelf in store.rows.values():
-        for slot, place in enumerate(shelf.places):
-            assert place.shelf is shelf and place.slot == slot
-            seen.append(place.owner)
+    for pool in store.rows.values():
+        for index, slot in enumerate(pool.slots):
+            assert slot.pool is pool and slot.index == index
+            seen.append(slot.owner)
             for layer in (0, 1):
-                keys, values = shelf.layer(layer, torch.zeros(1, 2, 4))
-                used = min(place.length, shelf.size(layer))
-                assert (keys[slot, :, :used] == place.owner).all()
-                assert (values[slot, :, :used] == -place.owner).all()
+                keys, values = pool.layer(layer, torch.zeros(1, 2, 4))
+                used = min(slot.length, pool.size(layer))
+                assert (keys[index, :, :used] == slot.owner).all()
+                assert (values[index, :, :used] == -slot.owner).all()
     return seen
 
 
 @pytest.mark.parametrize("gone", [[0], [4], [0, 4], [1, 2, 3], [0, 1, 2, 3, 4], [3, 4]])
 def test_holes_are_filled_from_the_end(gone):
     store = KeyValues([None, 7])
-    places = written(store, 5)
-    for place in places:
-        place.length = 9
-    store.release([places[row] for row in gone])
+    slots = written(store, 5)
+    for slot in slots:
+        slot.length = 9
+    store.release([slots[row] for row in gone])
     assert sorted(check(store)) == [row for row in range(5) if row not in gone]
-    assert [place.owner for place in store.rows_in_order()] == check(store)
+    assert [slot.owner for slot in store.rows_in_order()] == check(store)
 
 
 def test_rows_that_are_full_move_to_larger_slots():
     store = KeyValues([None, 40])
-    places = written(store, 5)
-    for place in places:
-        place.length = SMALLEST_SLOT if place.owner in (1, 3, 4) else 5
+    slots = written(store, 5)
+    for slot in slots:
+        slot.length = SMALLEST_SLOT if slot.owner in (1, 3, 4) else 5
     assert store.grow() and not store.grow()
     assert sorted(check(store)) == [0, 1, 2, 3, 4]
-    assert {place.owner for place in store.rows[2 * SMALLEST_SLOT].places} == {1, 3, 4}
+    assert {slot.owner for slot in store.rows[2 * SMALLEST_SLOT].slots} == {1, 3, 4}
     assert store.rows[2 * SMALLEST_SLOT].size(1) == 40  # a window keeps no more
-    assert places[3].shelf.capacity == 2 * SMALLEST_SLOT and places[0].shelf.capacity == SMALLEST_SLOT
+    assert slots[3].pool.capacity == 2 * SMALLEST_SLOT and slots[0].pool.capacity == SMALLEST_SLOT
 
 
 def test_more_slots_keep_what_the_first_hold():
     store = KeyValues([None, None])
     first = written(store, 2)
-    for place in first:
-        place.length = 3
+    for slot in first:
+        slot.length = 3
     for row in range(2, 9):
         store.new_row(row)
     check(store)
@@ -71,5 +71,5 @@ def test_more_slots_keep_what_the_first_hold():
 
 def test_a_window_keeps_of_a_prompt_what_the_next_token_sees():
     store = KeyValues([None, 5, 1])
-    shelf = store.new_prompt(50).shelf
-    assert [shelf.size(layer) for layer in range(3)] == [64, 4, 1]
+    pool = store.new_prompt(50).pool
+    assert [pool.size(layer) for layer in range(3)] == [64, 4, 1]

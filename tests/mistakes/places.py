@@ -117,7 +117,7 @@ WEIGHTS = (
     _one("model.path={root}/wide  model.init=pretrained", "shape: model.embed_tokens.weight", "config.json"),
     _one("model.path={root}/deep  model.init=pretrained", "missing: model.layers.2.", "config.json"),
     _one("model.path={root}/shallow  model.init=pretrained", "unexpected: model.layers.1."),
-    _one("model.path={root}/sharded  model.init=pretrained", "sharded/one.safetensors", "lacks 1 tensors", "nowhere"),
+    _one("model.path={root}/sharded  model.init=pretrained", "sharded/one.safetensors", "without 1 tensors", "nowhere"),
     _one("model.path={root}/gone  model.init=pretrained", "gone", "two.safetensors", "not there"),
     _one("model.path={root}/damaged  model.init=pretrained", "damaged/model.safetensors", "download it again"),
     _one("dpo.reference={root}/cut", "cut/model.safetensors", "dpo.reference", base="dpo"),

@@ -47,7 +47,7 @@ def store_of(model):
 )
 @torch.no_grad()
 def test_cached_decoding_is_a_whole_forward(variant):
-    """Prompts shorter and longer than the window, on shelves of two sizes; three rows of one, and rows that outgrow
+    """Prompts shorter and longer than the window, in pools of two sizes; three rows of one, and rows that outgrow
     their first slots."""
     model, store, cpu = build(variant), store_of(build(variant)), torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ def test_cached_decoding_is_a_whole_forward(variant):
 
     whole = [model(torch.cat([prompts[sample], added[row]])[None])[0] for row, sample in enumerate(samples)]
     places = {}
-    for some in ([0, 1], [2]):  # one shelf each
+    for some in ([0, 1], [2]):  # one pool each
         taken = [store.new_prompt(len(prompts[index])) for index in some]
         padded = torch.nn.utils.rnn.pad_sequence([prompts[index] for index in some], batch_first=True)
         logits = model.next_logits(padded, Prefill(store, taken, cpu))

@@ -54,7 +54,7 @@ def test_one_sample_of_each_prompt():
     model, makers = build("qwen3"), Makers()
     asked = [Request(prompt, SamplingParams(20), 1, index) for index, prompt in enumerate(PROMPTS[:2] + PROMPTS[4:])]
     same(Engine(model, graphs=makers).generate(asked), Engine(model).generate(asked))
-    # Three rows on one shelf, which begins with 32 keys: one shape.
+    # Three rows in one pool, which begins with 32 keys: one shape.
     assert makers.total("captured") == 1 and makers.total("replayed") == 18
 
 

@@ -79,7 +79,7 @@ class PlannedPolicy(Policy):
     def init_optimizer(self, total_steps: int) -> None:
         """Build the recipe's optimizer as it is from its second step on. Its state is left out of the timeline, its
         cost to the estimate. torch's own step plain tensors here: DTensors would take minutes."""
-        self.visited = torch.device("meta") if self.optimizer_offloaded else None
+        self.offload_device = torch.device("meta") if self.optimizer_offloaded else None
         super().init_optimizer(total_steps)
         parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         shards: dict[str, nn.Parameter] = parameters
@@ -90,7 +90,7 @@ class PlannedPolicy(Policy):
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)
         with MetaKernels():
-            visiting = optimizer.visiting() if type(optimizer) is LowBitAdam else optimizer.step()
+            visiting = optimizer.ring_bytes() if type(optimizer) is LowBitAdam else optimizer.step()
         self.state_bytes = visiting if self.optimizer_offloaded and visiting is not None else state_bytes(optimizer)
         optimizer.zero_grad()
         self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
