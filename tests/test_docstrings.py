@@ -1,4 +1,4 @@
-"""Public functions on tensors say the shapes of what they take and give."""
+"""Docstrings begin with what the thing does or is; public functions on tensors say shapes."""
 
 import ast
 import re
@@ -11,6 +11,7 @@ PACKAGE = Path(dtrain.__file__).parent
 PART = r"(?:\.\.\.?|[A-Za-z0-9][\w/+*.· -]*)"
 SHAPE = re.compile(rf"(?<!\w)\[{PART}(?:, {PART})*\]|\bscalar")  # [B, S/cp], [T, V/tp], [rows], [..., 2], a scalar
 LEAST = 0.8
+CLAUSE = re.compile(r"(What|Whether|Of|As|Where|How|That|One|Those|Which|Who|When)\b")
 
 
 def on_tensors(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -33,3 +34,22 @@ def test_functions_on_tensors_tell_shapes():
             silent += [] if SHAPE.search(text) else [f"{path.relative_to(PACKAGE)}: {name}"]
     share = told / (told + len(silent))
     assert share >= LEAST, f"{share:.0%} tell shapes; silent: " + "; ".join(silent)
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(name, docstring) of the module, its classes and functions, as far as they have one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "name", "module"), text
+
+
+def test_docstrings_begin_with_what_the_thing_does_or_is():
+    clauses = [
+        f"{path.relative_to(PACKAGE)}: {name}: {text.splitlines()[0]}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for name, text in docstrings(ast.parse(path.read_text()))
+        if CLAUSE.match(text)
+    ]
+    assert not clauses, "\n".join(clauses)

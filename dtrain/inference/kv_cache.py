@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from dtrain.attention.blocks import CpuFlash
-from dtrain.attention.kernels import KERNELS, Visibility, additive
+from dtrain.attention.kernels import KERNELS
 from dtrain.attention.linear.layer import LinearMask
+from dtrain.attention.visibility import Visibility, additive
 
 SMALLEST_SLOT = 32
 

@@ -27,9 +27,9 @@ class Cost(NamedTuple):
 MEMORY = {
     "a mask where none is needed": Cost("policy.build", "        return kernel\n", "        return SdpaKernel()\n"),
     "distances of int64": Cost(
-        "attention.kernels",
-        "asked, held = self.query_positions.int(), self.key_positions.int()",
-        "asked, held = self.query_positions, self.key_positions",
+        "attention.visibility",
+        "q_pos, k_pos = self.query_positions.int(), self.key_positions.int()",
+        "q_pos, k_pos = self.query_positions, self.key_positions",
         "float32",
         8192,
         301,

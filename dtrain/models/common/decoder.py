@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.attention.kernels import Kernel, Visibility
+from dtrain.attention.kernels import Kernel
+from dtrain.attention.visibility import Visibility
 from dtrain.base.batch import PADDING_DOCUMENT
 from dtrain.models.common import nf4
 from dtrain.models.common.cache import Cached
