@@ -11,7 +11,7 @@ from tools.count_way import count, tiny
 MOST = {  # files of a step; files of the whole way; frames to the loss
     "sft": (17, 37, 8),
     "dpo": (20, 41, 8),
-    "distill": (19, 39, 8),
+    "distill": (20, 40, 8),
     "grpo": (21, 54, 8),
 }
 
