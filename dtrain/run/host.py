@@ -11,7 +11,6 @@ from dtrain import recipe as config
 from dtrain.base.errors import UserError, in_words
 from dtrain.base.ranks import Ranks
 from dtrain.parallel.runtime import Runtime
-from dtrain.recipe import Recipe
 from dtrain.run import metrics
 from dtrain.run.metrics import Recorder
 from dtrain.run.preflight import has_urls
@@ -54,9 +53,9 @@ class Host:
     def note(self, lines: Sequence[str]) -> None:
         """Leave notes on the sizes to the lines with which the run opens."""
 
-    def cache_dir(self, recipe: Recipe) -> Path | None:
+    def cache_dir(self, spec: "RunSpec") -> Path | None:
         """Return where tokenised rows and copies of URLs are kept."""
-        return recipe.cache
+        return spec.recipe.cache
 
     def open_outputs(self, spec: "RunSpec") -> None:
         """Take the run's directory and open the sinks of its metrics. Collective."""
@@ -106,9 +105,9 @@ class DryHost(Host):
         """Keep lines for the user."""
         self.notes += lines
 
-    def cache_dir(self, recipe: Recipe) -> Path | None:
+    def cache_dir(self, spec: "RunSpec") -> Path | None:
         """Return where copies of URLs are; rows are kept nowhere."""
-        return recipe.cache if has_urls(recipe) else None
+        return spec.recipe.cache if has_urls(spec.recipe) else None
 
     def open_outputs(self, spec: "RunSpec") -> None:
         """Look whether the run's directory could be taken and its metrics' packages are there."""

@@ -16,7 +16,6 @@ from dtrain.data import Rows, open_rows
 from dtrain.data.formats.plain_prompts import describe
 from dtrain.data.sources.sources import Look, looks
 from dtrain.methods.spec import spec_of
-from dtrain.recipe import Recipe
 from dtrain.run import eval_sets
 from dtrain.run.host import DryHost, Host
 from dtrain.run.preflight import to_copy
@@ -36,7 +35,7 @@ def resolve(spec: "RunSpec", host: Host) -> bool:
         if not host.known:
             _look_at_sets(spec, host)
         return not host.known
-    for split in _splits(spec.recipe):
+    for split in _splits(spec):
         spec.rows[split] = _open(spec, split, host)
     for split, rows in spec.rows.items():
         host.ranks.same(rows.fingerprint, f"data.{split} is not the same on every host")
@@ -49,8 +48,8 @@ def resolve(spec: "RunSpec", host: Host) -> bool:
     return True
 
 
-def _splits(recipe: Recipe) -> list[str]:
-    return ["train"] if recipe.data.val is None else ["train", "val"]
+def _splits(spec: "RunSpec") -> list[str]:
+    return ["train"] if spec.recipe.data.val is None else ["train", "val"]
 
 
 def _options(spec: "RunSpec", cache_dir: Path | None) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def _options(spec: "RunSpec", cache_dir: Path | None) -> dict[str, Any]:
 
 def _open(spec: "RunSpec", split: str, host: Host) -> Rows:
     recipe, is_shown = spec.recipe, not isinstance(host, DryHost) and host.ranks.is_first
-    options = _options(spec, host.cache_dir(recipe))
+    options = _options(spec, host.cache_dir(spec))
     return open_rows(recipe.data, split=split, epochs=recipe.train.epochs, say=host.say, progress=is_shown, **options)
 
 
@@ -78,13 +77,13 @@ def _look(spec: "RunSpec", host: DryHost) -> None:
     recipe, before = spec.recipe, len(host.problems)
     of_rows = ("data.", "data=", "grpo.tools")
     is_unread = any(line.startswith(of_rows) for line in (*host.known, *host.awaited)) or to_copy(recipe)
-    options = None if is_unread else host.ask(_options, spec, host.cache_dir(recipe))
+    options = None if is_unread else host.ask(_options, spec, host.cache_dir(spec))
     if options is None:
         return
     plain: dict[str, int] = {}
     files: list[tuple[str, Look]] = []
     start = len(host.problems)
-    for split in _splits(recipe):
+    for split in _splits(spec):
         opened = host.ask(partial(looks, recipe.data, split=split, **options)) or []
         files += [(f"data.{split}", look) for look in opened]
         chunks = [host.ask(look.first) for look in opened]
@@ -118,7 +117,7 @@ def _look_at_sets(spec: "RunSpec", host: DryHost) -> None:
 
 
 def _open_small(spec: "RunSpec", host: DryHost) -> None:
-    spec.rows = {split: _open(spec, split, host) for split in _splits(spec.recipe)}
+    spec.rows = {split: _open(spec, split, host) for split in _splits(spec)}
     spec.columns = {split: rows.samples.column_names() for split, rows in spec.rows.items()}
 
 

@@ -13,7 +13,6 @@ from dtrain.methods.spec import spec_of
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import SCHEDULES, build_scheduler
 from dtrain.policy.saved import weights_of
-from dtrain.recipe import Recipe
 from dtrain.run import resume
 from dtrain.run.host import DryHost, Host
 
@@ -72,7 +71,7 @@ def _look(spec: "RunSpec", model: CausalLM, host: DryHost) -> None:
     if not host.awaited and sum(file.stat().st_size for file in weights) <= SMALL_WEIGHTS:
         known = resume.identities(recipe, spec.tokenizer, ranks)
     if start.weights is not None:
-        _weights(recipe, model, start, known)
+        _weights(spec, model, start, known)
     if start.state is None:
         return
     for split, key in (("train", "data.fingerprint"), ("val", "data.val.fingerprint")):
@@ -84,11 +83,11 @@ def _look(spec: "RunSpec", model: CausalLM, host: DryHost) -> None:
     resume.compare(replace(recipe, checkpoint=allowed), start, known, spec.rows.get("train"))
 
 
-def _weights(recipe: Recipe, model: CausalLM, start: resume.Start, known: dict[str, str]) -> None:
+def _weights(spec: "RunSpec", model: CausalLM, start: resume.Start, known: dict[str, str]) -> None:
     """Check that the weights of `checkpoint.init_from` are of this model."""
     assert start.weights is not None
     store, step = start.weights
-    resume.refuse_other_adapter(recipe, model, start)
+    resume.refuse_other_adapter(spec.written, model, start)
     weights = weights_of(model, store, step)
     if not weights.is_whole and known:
         resume.refuse_other_base(start, known)
