@@ -186,7 +186,7 @@ def gradients_on_rank(rank, recipe, world_size):
     torch.use_deterministic_algorithms(True)
     found = []
     with ExitStack() as stack:
-        trainer = Trainer(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack)
+        trainer = Trainer.open(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack)
         named = dict(trainer.policy.model.named_parameters())
 
         def keep(*_):
@@ -214,7 +214,7 @@ def replayed_on_rank(rank, recipe, world_size, batching):
         "routed_experts": routed,
     }
     with ExitStack() as stack:
-        policy = Trainer(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack).policy
+        policy = Trainer.open(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack).policy
         mine = torch.arange(policy.mesh.dp_rank, 6, policy.mesh.dp_size)
         batch = {name: tensor[mine] for name, tensor in whole.items()}
         said = []

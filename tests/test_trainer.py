@@ -195,7 +195,7 @@ def stopped_at(rank, recipe, world_size, step):
         if world_size == 1:
             init_one_process_group("cpu")
             stack.callback(torch.distributed.destroy_process_group)
-        trainer = Watched(recipe, runtime, stack)
+        trainer = Watched.open(recipe, runtime, stack)
         trainer.loop(trainer.resume())
 
 

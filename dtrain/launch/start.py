@@ -56,13 +56,13 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     size = loaded.launch.nproc if world_size is None else world_size
     problems = together([*problems, *refused], preflight(loaded, size, awaited))
     dry_run = import_module("dtrain.launch.dry_run").dry_run  # with torch
-    result = dry_run(loaded, max(size, 1), os.environ, here=here, known=problems, awaited=awaited)
-    problems = list(dict.fromkeys([*problems, *(redact(problem, loaded) for problem in result.problems)]))
+    spec, host = dry_run(loaded, max(size, 1), os.environ, here=here, known=problems, awaited=awaited)
+    problems = list(dict.fromkeys([*problems, *(redact(problem, loaded) for problem in host.problems)]))
     if problems:
         raise RecipeError(problems)
-    steps = f", {result.steps} step{'s' if result.steps != 1 else ''}" if result.steps is not None else ""
+    steps = f", {spec.steps} step{'s' if spec.steps != 1 else ''}" if spec.steps is not None else ""
     verdict = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' if size != 1 else ''}{steps}"
-    lines = [verdict, str(sizes(result.sized or loaded, size)), *notes(loaded), *result.notes]
+    lines = [verdict, str(sizes(spec.recipe, size)), *notes(loaded), *host.notes]
     lines += [*awaited.values(), *to_copy(loaded)]
     return [redact(line, loaded) for line in lines]
 

@@ -6,8 +6,8 @@ trainer                       the loop
 check, preflight              the problems of a recipe; of the files that it names
 lora_section, eval_section    the same of its sections `lora` and `eval`
 eval_sets                     the sets of `eval`
-dry_run                       model and optimizer on meta, before the data are read
-sizes                         the batch and steps that the data make
+spec, stages                  everything that a recipe, its files and a world decide: `resolve`, stage by stage
+host                          the hosts of `resolve`: a rank of a run, and the dry run of `dtrain validate`
 resume, directory             the start of a run; its directory and lock
 evaluations                   judged answers within a run
 summary                       the first and last lines on the terminal

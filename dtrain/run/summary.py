@@ -12,9 +12,9 @@ from dtrain.methods.spec import spec_of
 from dtrain.models.common.decoder import weights_in
 from dtrain.recipe.schema import DataSource, Recipe
 from dtrain.run import eval_sets
-from dtrain.run import sizes as sizing
 from dtrain.run.metrics import records
 from dtrain.run.metrics.terminal import one_line, plot
+from dtrain.run.stages import sizes as sizing
 
 if TYPE_CHECKING:
     from dtrain.run.trainer import Trainer
@@ -32,7 +32,7 @@ def labelled(label: str, text: str) -> str:
 def opening(trainer: "Trainer", written: Recipe) -> Iterator[str]:
     """The sizes of a run that is built: model, rows, mesh, batch, steps; then the choices that were made for it.
     written: the recipe before `train.global_batch=auto` had a number."""
-    recipe, sizes, policy, rows = trainer.recipe, trainer.sizes, trainer.policy, trainer.rows
+    recipe, sizes, policy, rows = trainer.recipe, trainer.spec.sizes, trainer.policy, trainer.rows
     count, trained = _parameters(trainer)
     size, part = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in (count, trained))
     of_it = "" if trained == count else f" ({part} of them trained)"
@@ -75,9 +75,9 @@ def about(trainer: "Trainer", planned: int = 0) -> dict[str, Any]:
         "torch": torch.__version__,
         "started": time.time(),
         "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
-        "world_size": trainer.sizes.world_size,
-        "mesh": {**trainer.sizes.shape, "ep": trainer.sizes.ep},
-        "batch": {name: getattr(trainer.sizes, name) for name in ("global_batch", "micro_batch", "accumulation")},
+        "world_size": trainer.spec.sizes.world_size,
+        "mesh": {**trainer.spec.sizes.shape, "ep": trainer.spec.sizes.ep},
+        "batch": {name: getattr(trainer.spec.sizes, name) for name in ("global_batch", "micro_batch", "accumulation")},
         "compute": str(trainer.policy.precision.compute).removeprefix("torch."),
         "parameters": parameters,
         "trained": trained,

@@ -25,30 +25,23 @@ import torch.distributed as dist
 
 from dtrain import recipe as config
 from dtrain.base.errors import Interrupted, RecipeError, Stopped, Unavailable, UserError
-from dtrain.base.files import refuse_unwritable, replace_text
-from dtrain.base.ranks import Ranks
+from dtrain.base.files import replace_text
 from dtrain.base.run_context import RunContext
 from dtrain.checkpoint.dcp.background import Saver
 from dtrain.checkpoint.dcp.origin import run_of
 from dtrain.checkpoint.dcp.retention import Patience, Retention
-from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.huggingface.model_files import held_by
-from dtrain.data import Cursor, Rows, Tokenizer, open_rows
-from dtrain.methods import METHODS
-from dtrain.methods.spec import spec_of
-from dtrain.models.read_config import read_config
+from dtrain.data import Cursor
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.build import build_model
 from dtrain.recipe.schema import Recipe
 from dtrain.run import metrics, resume
-from dtrain.run.directory import RunDirectory
-from dtrain.run.dry_run import dry_run
 from dtrain.run.eval_sets import better
 from dtrain.run.preflight import shapes
 from dtrain.run.resume import Start
-from dtrain.run.sizes import refuse_idle, resolve_batch_size
+from dtrain.run.spec import Host, RunSpec, World, resolve
 from dtrain.run.summary import about, closing, opening
 
 if TYPE_CHECKING:
@@ -77,7 +70,7 @@ def train_checked(recipe: Recipe, runtime: Runtime) -> None:
         if not dist.is_initialized():
             init_one_process_group(runtime.device.type)
             stack.callback(dist.destroy_process_group)
-        trainer = Trainer(recipe, runtime, stack)
+        trainer = Trainer.open(recipe, runtime, stack)
         start = trainer.resume()
         if trainer.measure(start.step, start.step >= trainer.total_steps):
             trainer.stop_if_asked()
@@ -96,71 +89,23 @@ def train_checked(recipe: Recipe, runtime: Runtime) -> None:
 class Trainer:
     """A run on one rank: its data, its policy and its directory. `loop` is the run."""
 
-    def __init__(self, recipe: Recipe, runtime: Runtime, stack: ExitStack):
-        self.recipe, self.runtime, self._stack = recipe, runtime, stack
-        self._asked = recipe
-        self.ranks = Ranks()
-        self.run = RunDirectory(recipe.run.directory)
-        self.ranks.first(self._hold)
-        if recipe.checkpoint.export != "none":
-            self.ranks.first(lambda: refuse_unwritable(self.run.export))
-        if runtime.is_main:
-            stack.callback(self.run.release)
-        self._recipe_text = config.to_yaml(recipe)
-        self.metrics = metrics.build(recipe.metrics, self.run.path, self._recipe_text, runtime.is_main)
-        self.metrics.hide = lambda text: config.redact(text, recipe)
-        stack.callback(self.metrics.close)
-        self.tokenizer = Tokenizer.from_directory(recipe.model.directory)
-        self.ranks.first(lambda: dry_run(recipe, runtime.device.type, runtime.world_size))
-        self.identities = resume.identities(recipe, self.tokenizer, self.ranks)
-        model_config = read_config(recipe.model.directory, spec_of(recipe).labels(recipe))
-        self.rows = self._open_rows("train")
-        self.recipe = recipe = resolve_batch_size(recipe, self.rows, runtime.world_size)
-        self.val_rows = None if recipe.data.val is None else self._open_rows("val")
-        self.ranks.same(self.rows.fingerprint, "data.train is not the same on every host")
-        if self.val_rows:
-            self.ranks.same(self.val_rows.fingerprint, "data.val is not the same on every host")
-            self.identities["data.val.fingerprint"] = self.val_rows.samples.identity
-        self.identities["data.fingerprint"] = self.rows.samples.identity
-        self.method = METHODS[recipe.method](recipe)
-        refuse_idle(recipe, self.rows, recipe.train.steps or self.method.steps_left(self.rows, Cursor(), {}))
-        self.splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
-        columns = {name: rows.samples.column_names() for name, rows in self.splits.items()}
-        samples = {name: len(rows.samples) for name, rows in self.splits.items()}
-        self.ranks.first(lambda: self.method.examine(columns, samples))  # it may start a process
-        self.sizes = sizes = config.sizes(recipe, runtime.world_size)
-        mesh = build_mesh(runtime, **sizes.shape, ep=sizes.ep)
+    def __init__(self, spec: RunSpec, host: Host, stack: ExitStack):
+        recipe, runtime = spec.recipe, host.runtime
+        self.spec, self.recipe, self.runtime, self._stack = spec, recipe, runtime, stack
+        self.ranks, self.metrics = host.ranks, host.recorder
+        self.run, self.method, self.store = spec.run, spec.method, spec.store
+        self.rows, self.val_rows = spec.rows["train"], spec.rows.get("val")
+        self.start, self.identities, self.total_steps = spec.start, spec.identities, spec.total_steps
+        self._recipe_text = config.to_yaml(spec.written)
+        mesh = build_mesh(runtime, **spec.sizes.shape, ep=spec.sizes.ep)
         self.before_gib = metrics.memory_gib(runtime.device)
         build = partial(build_model, longest_row=self.method.spec.longest_row(recipe))
-        self.policy = Policy(recipe, model_config, mesh, runtime, build)
+        self.policy = Policy(recipe, spec.model_config, mesh, runtime, build)
         # Of the decoder: losses and decoding call it inside the model's other methods. A sign of life for each
         # micro-batch and each drawn token.
         self.policy.model.model.register_forward_pre_hook(runtime.stop.tick)
-        self.store = CheckpointStore(self.run.checkpoints, self.ranks)
-        needs_start, say = self.method.needs_start, self.metrics.say
-        self.start = resume.find_start(recipe, self.run, self.store, needs_start is not None, self.ranks, say)
-        if needs_start is not None:
-            identity = resume.start_identity(recipe, self.start, self.identities, needs_start)
-            self.identities[f"{recipe.method}.reference"] = identity
-        self.total_steps = recipe.train.steps or self._last_step_of_epochs()
         self.policy.init_optimizer(self.total_steps)
-        keep = recipe.checkpoint
-        direction = better(keep.keep_best or "", recipe)
-        retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, direction)
-        self.patience = Patience(keep.keep_best, direction, recipe.train.patience)
-        on_host = recipe.parallel.optimizer_offload and runtime.device.type == "cuda"  # a copy there would double it
-        background = keep.async_save and keep.every is not None and not on_host
-        beside = self.policy.beside
-        wait = runtime.collective_timeout
-        saver = Saver(
-            self.run.checkpoints,
-            retention,
-            runtime.device,
-            background=background,
-            beside=beside,
-            collective_timeout=wait,
-        )
-        self.saver = stack.enter_context(saver)
+        self.saver, self.patience = self._open_saver()
         stack.callback(setattr, runtime.stop, "is_saving", True)  # closing may take as long as a save: it is no hang
         self._measured: dict[str, float] = {}  # metrics of the last finished step
         self._cursor = self.start.cursor  # the data position after that step
@@ -172,16 +117,34 @@ class Trainer:
         self.evaluations: Evaluations | None = None
         if recipe.eval is not None:
             module = import_module("dtrain.run.evaluations")
-            plain = self.rows.samples.meta["plain_prompts"]
             run = self._as_the_method_sees_it()
-            self.evaluations = module.Evaluations(recipe, self.policy, self.tokenizer, run, plain)
+            self.evaluations = module.Evaluations(recipe, self.policy, spec.tokenizer, run, spec.plain_prompts)
         self._planned = runtime.planned  # asks the plan beside the run; None once its answer was shown
         if runtime.is_main:
-            for line in opening(self, self._asked):
+            for line in opening(self, spec.written):
                 self.metrics.say(line)
 
-    def _hold(self) -> None:
-        self.run.hold(tell=print)
+    @classmethod
+    def open(cls, recipe: Recipe, runtime: Runtime, stack: ExitStack) -> "Trainer":
+        """Resolve `recipe` on this rank and build its trainer; `stack` closes what they open. Collective."""
+        host = Host(runtime, stack)
+        return cls(resolve(recipe, World(runtime.world_size, runtime.device.type), host), host, stack)
+
+    def _open_saver(self) -> tuple[Saver, Patience]:
+        """Return what saves, closed with the run, and what ends a run that gets no better."""
+        recipe, runtime, keep = self.recipe, self.runtime, self.recipe.checkpoint
+        direction = better(keep.keep_best or "", recipe)
+        retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, direction)
+        on_host = recipe.parallel.optimizer_offload and runtime.device.type == "cuda"  # a copy there would double it
+        saver = Saver(
+            self.run.checkpoints,
+            retention,
+            runtime.device,
+            background=keep.async_save and keep.every is not None and not on_host,
+            beside=self.policy.beside,
+            collective_timeout=runtime.collective_timeout,
+        )
+        return self._stack.enter_context(saver), Patience(keep.keep_best, direction, recipe.train.patience)
 
     def resume(self) -> Start:
         """Load the checkpoint that `checkpoint.resume` picked, or begin, and return where the run starts.
@@ -192,7 +155,7 @@ class Trainer:
         start = self.start
         changed = []
         if start.state is not None:
-            changed = resume.compare(self._asked, start, self.identities, self.rows)
+            changed = resume.compare(self.spec.written, start, self.identities, self.rows)
         if start.weights is not None:
             store, step = start.weights
             resume.refuse_other_adapter(self.recipe, self.policy.model, start)
@@ -202,7 +165,7 @@ class Trainer:
         if start.state is not None and start.store is not None:
             self.policy.find_base(start.store, start.step)
         try:
-            self.method.begin(self.policy, self.splits, self._as_the_method_sees_it())
+            self.method.begin(self.policy, self.spec.rows, self._as_the_method_sees_it())
         except Interrupted:
             raise Stopped(self._agreed_signal(), NOTHING_LOST) from None
         if start.state is not None:
@@ -213,7 +176,7 @@ class Trainer:
         if self.runtime.is_main:
             replace_text(self.run.began, json.dumps(start.began))
             self.run.write_config(self._recipe_text)
-            self.run.write_data({split: rows.samples.summary for split, rows in self.splits.items()})
+            self.run.write_data({split: rows.samples.summary for split, rows in self.spec.rows.items()})
             self.run.write_about(about(self))
             self.run.keep_model_files(self.recipe.model.directory, self.policy.chat_template)
         self.metrics.resume_at(start.step)
@@ -352,29 +315,6 @@ class Trainer:
         Collective."""
         is_due = self.ranks.first(lambda: held_by(self.run.export) != self._held)
         return self.recipe.checkpoint.export != "none" and is_due
-
-    def _open_rows(self, split: str) -> Rows:
-        """The rows of data.train or data.val; the first process to come tokenises, the others wait for its cache."""
-        recipe, is_main, spec = self.recipe, self.runtime.is_main, spec_of(self.recipe)
-        return open_rows(
-            recipe.data,
-            split=split,
-            tokenizer=self.tokenizer,
-            seed=recipe.run.seed,
-            epochs=recipe.train.epochs,
-            cache_dir=recipe.cache,
-            say=self.metrics.say,
-            progress=is_main,
-            kind=spec.kind,
-            prompts=spec.prompts(recipe),
-            label=spec.label(recipe),
-        )
-
-    def _last_step_of_epochs(self) -> int:
-        """The step that `train.epochs` ends with: those of the start and what is left. Where the start was saved with
-        other epochs or another global_batch, its rows are not step × batch."""
-        saved = self.start.state["method"] if self.start.state else {}
-        return self.start.step + self.method.steps_left(self.rows, Cursor(*self.start.cursor), saved)
 
     def _log(self, step: int, epoch: float, result: dict, began: float, data_time: float) -> None:
         """Write the step's row. began: the time at which the step did; data_time: seconds until its batch was there."""

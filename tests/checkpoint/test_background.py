@@ -153,7 +153,7 @@ def full_disk_on_one_rank(rank, recipe, world_size):
                 self.saver._flying.exception()
 
     with ExitStack() as stack:
-        trainer = Filling(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack)
+        trainer = Filling.open(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack)
         try:
             trainer.loop(trainer.resume())
         except UserError as error:

@@ -16,6 +16,7 @@ from dtrain.methods.sft import SftMethod
 from dtrain.parallel.runtime import Runtime
 from dtrain.run import trainer
 from dtrain.run.preflight import preflight
+from dtrain.run.stages import sizes
 from tests.checkpoint.processes import checkpoints
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_rows
@@ -182,11 +183,11 @@ class Counting(SftMethod):
 
 
 def with_counting(rank, recipe, world_size):
-    trainer.METHODS = {**METHODS, "sft": Counting}
+    sizes.METHODS = {**METHODS, "sft": Counting}
     try:
         trainer.train(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size))
     finally:
-        trainer.METHODS = METHODS
+        sizes.METHODS = METHODS
 
 
 def counted(recipe, world_size):

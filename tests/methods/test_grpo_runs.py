@@ -198,7 +198,7 @@ def stopped_while_drawing(rank, recipe, world_size, step, told, where=""):
         if world_size == 1:
             init_one_process_group("cpu")
             stack.callback(dist.destroy_process_group)
-        trainer = Trainer(recipe, runtime, stack)
+        trainer = Trainer.open(recipe, runtime, stack)
         trainer.metrics.__class__ = Armed
         start = trainer.resume()
         if step == start.step:
@@ -245,7 +245,7 @@ def test_a_signal_ends_the_wait_for_servers(tmp_path, answers):
         recipe = tiny_grpo(tmp_path, "grpo.engine=http", server, "grpo.server.start_timeout=20")
         init_one_process_group("cpu")
         stack.callback(dist.destroy_process_group)
-        trainer, began = Trainer(recipe, Runtime(stop=flag), stack), time.monotonic()
+        trainer, began = Trainer.open(recipe, Runtime(stop=flag), stack), time.monotonic()
         with pytest.raises(Stopped, match="stopped before the first step: nothing is lost") as caught:
             trainer.resume()
         assert caught.value.signum == signal.SIGTERM and time.monotonic() - began < 10

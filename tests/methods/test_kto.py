@@ -223,4 +223,4 @@ def test_what_cannot_be_is_told_before_the_run(tmp_path):
     assert any("are both 0" in one for one in found)
     one = recipe_of(tmp_path, f"data.val.path={tmp_path / 'one.jsonl'}", "train.validate_every=1", "launch.device=cpu")
     (tmp_path / "one.jsonl").write_text((tmp_path / "labelled.jsonl").read_text().splitlines()[0])
-    assert any("data.val has one reply" in said for said in dry_run(one, 1, {}, here=True).problems)
+    assert any("data.val has one reply" in said for said in dry_run(one, 1, {}, here=True)[1].problems)

@@ -71,7 +71,7 @@ def trained(rank, recipe, world_size):
         changed = config.load(recipe, [f"train.steps={steps}", f"run.name=steps{steps}", "scheduler.warmup_steps=0"])
         counted = Sent()
         with ExitStack() as stack:
-            trainer = Trainer(changed, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack)
+            trainer = Trainer.open(changed, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack)
             start = trainer.resume()
             policy = trainer.policy
 

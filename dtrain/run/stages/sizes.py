@@ -1,15 +1,50 @@
-"""Sizes that a run's data decide: `train.global_batch=auto`, and runs that would train nothing."""
+"""Stage sizes: the method, and what the data decide: `train.global_batch=auto`, the steps, runs that would train
+nothing."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from dtrain import recipe as config
 from dtrain.base.errors import UserError
+from dtrain.data import Cursor
 from dtrain.data.rows.rows import Rows
+from dtrain.methods import METHODS
 from dtrain.methods.spec import spec_of
 from dtrain.recipe.schema import SCHEDULES, Recipe, Scheduler, Stage
-from dtrain.recipe.world import sizes
+from dtrain.run.host import DryHost, Host
+
+if TYPE_CHECKING:
+    from dtrain.run.spec import RunSpec
 
 FEWEST_STEPS = 5
 SHARE = "scheduler.warmup=0.03, a share of the steps, and scheduler.warmup_steps=null"
+
+
+def resolve(spec: "RunSpec", host: Host) -> bool:
+    """Give the recipe its sizes, make its method, and refuse a run of next to no steps."""
+    rows, world_size = spec.rows.get("train"), spec.world.size
+    recipe = spec.recipe if rows is None else host.ask(resolve_batch_size, spec.recipe, rows, world_size)
+    method = None if recipe is None else host.ask(METHODS[recipe.method], recipe)
+    if recipe is None or method is None:
+        return False
+    spec.recipe, spec.method = recipe, method
+    if rows is not None:
+        spec.steps = host.ask(_steps, spec, rows)
+    steps = spec.steps or recipe.train.steps
+    if steps is not None:
+        host.note(notes(recipe, steps))
+    if spec.is_data_read:
+        samples = {split: len(rows_of.samples) for split, rows_of in spec.rows.items()}
+        host.first(lambda: method.examine(spec.columns, samples))  # it may start a process
+    if not isinstance(host, DryHost):
+        spec.sizes = config.sizes(recipe, world_size)
+    return True
+
+
+def _steps(spec: "RunSpec", rows: Rows) -> int:
+    steps = spec.recipe.train.steps or spec.method.steps_left(rows, Cursor(), {})
+    refuse_idle(spec.recipe, rows, steps)
+    return steps
 
 
 def resolve_batch_size(recipe: Recipe, rows: Rows, world_size: int) -> Recipe:
@@ -27,7 +62,7 @@ def resolve_batch_size(recipe: Recipe, rows: Rows, world_size: int) -> Recipe:
         return recipe
     per_pass = rows.rows_in_epoch(0)
     total = spec_of(recipe).automatic_batch(recipe, per_pass)
-    dp = sizes(recipe, world_size).dp
+    dp = config.sizes(recipe, world_size).dp
     if total % dp:
         raise UserError(
             f"train.global_batch=auto comes to {total} for this data ({per_pass} rows a pass), which {dp} "
