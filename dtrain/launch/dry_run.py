@@ -15,7 +15,7 @@ from dtrain.base.errors import UserError
 from dtrain.launch.devices import choose_device, problems, start_device
 from dtrain.launch.place import RankPlace
 from dtrain.recipe import Recipe
-from dtrain.run.host import DryHost
+from dtrain.run.dry_run import DryHost
 from dtrain.run.spec import RunSpec, World, resolve
 
 

@@ -7,7 +7,7 @@ check, preflight              the problems of a recipe; of the files that it nam
 lora_section, eval_section    the same of its sections `lora` and `eval`
 eval_sets                     the sets of `eval`
 spec, stages                  everything that a recipe, its files and a world decide: `resolve`, stage by stage
-host                          the hosts of `resolve`: a rank of a run, and the dry run of `dtrain validate`
+host, dry_run                 the hosts of `resolve`: a rank of a run; the dry run of `dtrain validate`
 resume, directory             the start of a run; its directory and lock
 evaluations                   judged answers within a run
 summary                       the first and last lines on the terminal

@@ -1,19 +1,18 @@
-"""Hosts of `resolve`: a rank of a run, whose first problem ends the run, and the dry run of `dtrain validate`, which
-collects problems.
-"""
+"""Host of `resolve`: a rank of a run, whose first problem ends the run."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtrain import recipe as config
-from dtrain.base.errors import UserError, in_words
 from dtrain.base.ranks import Ranks
+from dtrain.methods.spec import spec_of
+from dtrain.models.read_config import read_config
 from dtrain.parallel.runtime import Runtime
-from dtrain.run import metrics
+from dtrain.run import metrics, resume
 from dtrain.run.metrics import Recorder
-from dtrain.run.preflight import has_urls
+from dtrain.run.stages import Stage
 
 if TYPE_CHECKING:
     from dtrain.run.spec import RunSpec
@@ -26,17 +25,12 @@ class Host:
 
     known: Sequence[str] = ()
     awaited: Collection[str] = ()
+    stages: Mapping[str, Stage] = MappingProxyType({})  # in place of `spec.STAGES` of the same names
 
     def __init__(self, runtime: Runtime, stack: ExitStack):
         self.runtime, self._stack = runtime, stack
         self.ranks = Ranks()
-        self._recorder: Recorder | None = None
-
-    @property
-    def recorder(self) -> Recorder:
-        """The sinks of the run's metrics, which the stage outputs opens."""
-        assert self._recorder is not None
-        return self._recorder
+        self.recorder: Recorder  # the sinks of the run's metrics, which the stage outputs opens
 
     def ask(self, act: Callable[..., T], *arguments: Any) -> T | None:
         """Return `act(*arguments)`."""
@@ -46,16 +40,14 @@ class Host:
         """Call `act` on the first rank; its UserError is raised on every rank. Collective: one broadcast."""
         self.ranks.first(act)
 
-    def say(self, line: str) -> None:
-        """Print a line on the first rank's terminal."""
-        self.recorder.say(line)
-
     def note(self, lines: Sequence[str]) -> None:
         """Leave notes on the sizes to the lines with which the run opens."""
 
-    def cache_dir(self, spec: "RunSpec") -> Path | None:
-        """Return where tokenised rows and copies of URLs are kept."""
-        return spec.recipe.cache
+    def identify(self, spec: "RunSpec") -> None:
+        """Read the model's config and the digests of what the run reads at its start. Collective."""
+        recipe = spec.recipe
+        spec.model_config = read_config(recipe.model.directory, spec_of(recipe).labels(recipe))
+        spec.identities = resume.identities(recipe, spec.tokenizer, self.ranks)
 
     def open_outputs(self, spec: "RunSpec") -> None:
         """Take the run's directory and open the sinks of its metrics. Collective."""
@@ -70,46 +62,4 @@ class Host:
         recorder = metrics.build(recipe.metrics, spec.run.path, config.to_yaml(recipe), self.runtime.is_main)
         recorder.hide = lambda text: config.redact(text, recipe)
         self._stack.callback(recorder.close)
-        self._recorder = recorder
-
-
-class DryHost(Host):
-    """`dtrain validate`: problems are collected, one process stands for all, and no file stays behind.
-
-    known: what is known to be wrong; with that only what stands by itself is looked at. awaited: keys of what the run
-    downloads first: weights that are not looked at, or data. notes: lines for the user.
-    """
-
-    def __init__(self, known: Sequence[str] = (), awaited: Collection[str] = ()):
-        self.known, self.awaited = known, awaited
-        self.ranks = Ranks(alone=True)
-        self.problems: list[str] = []
-        self.notes: list[str] = []
-
-    def ask(self, act: Callable[..., T], *arguments: Any) -> T | None:
-        """Return `act(*arguments)`; or None, and what it refuses is one of the problems."""
-        try:
-            return act(*arguments)
-        except (OSError, UserError) as error:
-            self.problems.append(in_words(error))
-            return None
-
-    def first(self, act: Callable[[], None]) -> None:
-        """Do as `ask`."""
-        self.ask(act)
-
-    def say(self, line: str) -> None:
-        """Drop what a run would say while it reads."""
-
-    def note(self, lines: Sequence[str]) -> None:
-        """Keep lines for the user."""
-        self.notes += lines
-
-    def cache_dir(self, spec: "RunSpec") -> Path | None:
-        """Return where copies of URLs are; rows are kept nowhere."""
-        return spec.recipe.cache if has_urls(spec.recipe) else None
-
-    def open_outputs(self, spec: "RunSpec") -> None:
-        """Look whether the run's directory could be taken and its metrics' packages are there."""
-        self.problems += metrics.lacking(spec.recipe.metrics)
-        self.ask(spec.run.look)
+        self.recorder = recorder

@@ -21,7 +21,7 @@ from dtrain.recipe import Recipe, Sizes
 from dtrain.run.directory import RunDirectory
 from dtrain.run.host import Host
 from dtrain.run.resume import Start
-from dtrain.run.stages import Stage, data, kernels, model, outputs, sizes, start, tokenizer
+from dtrain.run.stages import Stage, data, model, outputs, sizes, start, tokenizer
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,6 @@ STAGES: Mapping[str, Stage] = {
     "model": model.resolve,
     "data": data.resolve,
     "sizes": sizes.resolve,
-    "kernels": kernels.resolve,
     "start": start.resolve,
 }
 
@@ -87,11 +86,11 @@ STAGES: Mapping[str, Stage] = {
 def resolve(recipe: Recipe, world: World, host: Host, until: str = "start") -> RunSpec:
     """Return the spec of `recipe` in `world`, resolved up to the stage `until`. Collective on the ranks of a run.
 
-    A stage that lacks what an earlier one could not give is left out; its problem is told already. Raises UserError;
-    with a `DryHost` all problems are in `host.problems`.
+    A dry run ends with the stage after which nothing can be looked at; its problems are in `host.problems`. Raises
+    UserError.
     """
     spec = RunSpec(recipe, world)
-    for name, stage in STAGES.items():
+    for name, stage in {**STAGES, **host.stages}.items():
         if not stage(spec, host) or name == until:
             break
     return spec

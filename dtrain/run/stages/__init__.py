@@ -3,9 +3,8 @@
 outputs      the run's directory, its metrics, its export
 tokenizer    the tokenizer
 model        precision, the models and the optimizer on meta, digests of what is read
-data         the rows of the splits, the sets of `eval`
+data         the rows of the splits
 sizes        the method, the batch and the steps
-kernels      the attention that the device gives
 start        the checkpoint that the run goes on from
 
 A stage fills its fields of the `RunSpec`, and returns whether the next one has what it needs.

@@ -17,8 +17,7 @@ from dtrain.optim.update import NAMES, WHOLE_PARAMETERS_ONLY, build_optimizer, c
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.trained import choose_trained
-from dtrain.run import resume
-from dtrain.run.host import DryHost, Host
+from dtrain.run.host import Host
 
 if TYPE_CHECKING:
     from dtrain.run.spec import RunSpec
@@ -36,9 +35,7 @@ def resolve(spec: "RunSpec", host: Host) -> bool:
         if key not in host.awaited:
             host.first(partial(_check_other_model, Path(path), is_classifier=key == REWARD_MODEL))
     host.first(partial(_build_optimizer, spec))
-    if not isinstance(host, DryHost):
-        spec.model_config = models.read_config(recipe.model.directory, spec_of(recipe).labels(recipe))
-        spec.identities = resume.identities(recipe, spec.tokenizer, host.ranks)
+    host.identify(spec)
     return True
 
 

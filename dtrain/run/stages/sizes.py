@@ -11,7 +11,7 @@ from dtrain.data.rows.rows import Rows
 from dtrain.methods import METHODS
 from dtrain.methods.spec import spec_of
 from dtrain.recipe.schema import SCHEDULES, Recipe, Scheduler, Stage
-from dtrain.run.host import DryHost, Host
+from dtrain.run.host import Host
 
 if TYPE_CHECKING:
     from dtrain.run.spec import RunSpec
@@ -36,8 +36,7 @@ def resolve(spec: "RunSpec", host: Host) -> bool:
     if spec.is_data_read:
         samples = {split: len(rows_of.samples) for split, rows_of in spec.rows.items()}
         host.first(lambda: method.examine(spec.columns, samples))  # it may start a process
-    if not isinstance(host, DryHost):
-        spec.sizes = config.sizes(recipe, world_size)
+    spec.sizes = config.sizes(recipe, world_size)
     return True
 
 
