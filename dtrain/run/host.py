@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -60,6 +61,6 @@ class Host:
         if self.runtime.is_main:
             self._stack.callback(spec.run.release)
         recorder = metrics.build(recipe.metrics, spec.run.path, config.to_yaml(recipe), self.runtime.is_main)
-        recorder.hide = lambda text: config.redact(text, recipe)
+        recorder.hide = partial(config.redact, recipe=recipe)
         self._stack.callback(recorder.close)
         self.recorder = recorder
