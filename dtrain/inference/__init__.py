@@ -2,7 +2,10 @@
 
 request                the request to an engine, and the completion that it gives
 engine, native         continuous batching on one rank; on a mesh
-kv_cache, graphs       keys and values of running sequences; a decoding step as a CUDA graph
+sequence               the state that the engine keeps of a request
+kv_cache               keys and values of running sequences
+cached_attention       the attention of a forward over them
+graphs                 a decoding step as a CUDA graph
 sampling, stopping     the next token; stop texts
 budget                 rows and memory of one engine, and its share of the requests
 generate               completions in one call

@@ -7,26 +7,26 @@ leave. What a completion is does not depend on what else is in the batch, but fo
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.budget import choose_budget
-from dtrain.inference.kv_cache import Decode, KeyValues, KVSlot, Prefill, slot_size
+from dtrain.inference.cached_attention import Decode, Prefill
+from dtrain.inference.kv_cache import KeyValues, slot_size
 from dtrain.inference.request import Completion, Request, check_request
-from dtrain.inference.sampling import Sampler, random_key
-from dtrain.inference.stopping import StopTexts
+from dtrain.inference.sampling import Sampler
+from dtrain.inference.sequence import CachedPrompt, DecodingRows, DrawnTokens, RunningSequence, Ticket
 from dtrain.models.common.config import SLIDING
 from dtrain.models.common.decoder import CausalLM
 
 if TYPE_CHECKING:
-    from dtrain.inference.graphs import GraphMaker, Step
+    from dtrain.inference.graphs import GraphMaker
 
-Ticket = int
 
 # How many tokens are decoded between looks at which rows have ended: on CUDA each look waits for the device.
 _LOOK_EVERY = {"cpu": 1}
@@ -97,7 +97,7 @@ class Engine:
         self._windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
         self._look_every = _LOOK_EVERY.get(self.device.type, _LOOK_EVERY_ELSEWHERE)
         self._tickets = 0
-        self._sequences: dict[Ticket, _Sequence] = {}  # unfinished ones
+        self._sequences: dict[Ticket, RunningSequence] = {}  # unfinished ones
         self._finished: list[tuple[Ticket, Completion]] = []  # to be handed out
         self._failed: list[Ticket] = []
         self._clear()
@@ -105,13 +105,13 @@ class Engine:
     def _clear(self) -> None:
         """Drop cache and rows: an engine without work holds no memory, for weights and batch change between calls."""
         self._store = KeyValues(self._windows)
-        self._waiting: dict[tuple[int, ...], deque[_Sequence]] = {}  # by prompt, the first that came first
-        self._prompts: dict[tuple[int, ...], _Prompt] = {}  # in the cache
+        self._waiting: dict[tuple[int, ...], deque[RunningSequence]] = {}  # by prompt, the first that came first
+        self._prompts: dict[tuple[int, ...], CachedPrompt] = {}  # in the cache
         self._held = 0  # positions that prompts and rows may come to fill
-        self._rows: list[_Sequence] = []  # decoding, in the cache's order
-        self._fresh: list[_Drawn] = []  # since the last look
+        self._rows: list[RunningSequence] = []  # decoding, in the cache's order
+        self._fresh: list[DrawnTokens] = []  # since the last look
         self._tokens = self._index([])  # the last ones drawn, [R]
-        self._decoding: _Decoding | None = None  # None: rows came, went or grew
+        self._decoding: DecodingRows | None = None  # None: rows came, went or grew
         self._steps = None
         if self._graphs is not None:
             self._steps = import_module("dtrain.inference.graphs").Steps(self.model, self._graphs(self.device))
@@ -199,7 +199,7 @@ class Engine:
         if request.sampling.max_new_tokens == 0:
             self._finished.append((ticket, Completion()))
             return ticket
-        sequence = _Sequence(ticket, request, self._decode_text)
+        sequence = RunningSequence(ticket, request, self._decode_text)
         self._sequences[ticket] = sequence
         self._waiting.setdefault(sequence.prompt, deque()).append(sequence)
         return ticket
@@ -211,7 +211,7 @@ class Engine:
         self._failed.clear()
         self._clear()
 
-    def _admit(self) -> list["_Sequence"]:
+    def _admit(self) -> list[RunningSequence]:
         """Return the waiting sequences that rows and memory suffice for; new prompts get their slots, not yet read.
 
         Those whose prompt is in the cache come first, then by arrival; none overtakes one that must wait for memory.
@@ -226,8 +226,8 @@ class Engine:
             entering = self._admit_within(self.budget.rows)
         return entering
 
-    def _admit_within(self, rows: int) -> list["_Sequence"]:
-        entering: list[_Sequence] = []
+    def _admit_within(self, rows: int) -> list[RunningSequence]:
+        entering: list[RunningSequence] = []
         for prompt in sorted(self._waiting, key=lambda prompt: prompt not in self._prompts):
             queue = self._waiting[prompt]
             is_held = prompt in self._prompts
@@ -243,7 +243,7 @@ class Engine:
             del self._waiting[prompt]
         return entering
 
-    def _read_prompts(self, entering: list["_Sequence"]) -> tuple[list["_Sequence"], Tensor]:
+    def _read_prompts(self, entering: list[RunningSequence]) -> tuple[list[RunningSequence], Tensor]:
         """Read the prompts that `entering` needs, draw first tokens; return the rows that go on, and theirs [rows]."""
         if not entering:
             return [], self._index([])
@@ -278,7 +278,7 @@ class Engine:
         logits, routed = self._forward(self._index(padded), cache, self._notes_experts)  # [B, V], [B, S, layers, k]
         for index, (ids, slot, row) in enumerate(zip(prompts, slots, logits, strict=True)):
             experts = None if routed is None else routed[index, : len(ids)].clone()
-            self._prompts[ids] = _Prompt(slot, row, experts)
+            self._prompts[ids] = CachedPrompt(slot, row, experts)
 
     def _forward(self, tokens: Tensor, cache: Prefill | Decode, notes: bool) -> tuple[Tensor, Tensor | None]:
         """Return `next_logits`, and with `notes` the experts of the tokens [B, S], [B, S, layers, k] int16."""
@@ -291,7 +291,7 @@ class Engine:
         finally:
             routing.noted = None
 
-    def _lay_out(self, entering: list["_Sequence"], first_tokens: Tensor) -> "_Decoding | None":
+    def _lay_out(self, entering: list[RunningSequence], first_tokens: Tensor) -> DecodingRows | None:
         """Bring the rows, their tokens and settings in the cache's order, where rows came, went or grew; None without
         rows."""
         old = {id(row): index for index, row in enumerate([*self._rows, *entering])}
@@ -310,20 +310,20 @@ class Engine:
                 self._decoding = self._decoding_of(self._rows)
         return self._decoding
 
-    def _decoding_of(self, rows: list["_Sequence"]) -> "_Decoding":
+    def _decoding_of(self, rows: list[RunningSequence]) -> DecodingRows:
         prompts = [self._prompts[row.prompt].slot for row in rows]
         decode = Decode(self._store, prompts, self.device, fixed=self._steps is not None)
         if self._steps is None or decode.live is None:
-            return _Decoding(decode, self._sampler(rows))
+            return DecodingRows(decode, self._sampler(rows))
         every = [rows[0]] * decode.rows  # what is drawn for the others is not read
         for index, row in zip(decode.live.tolist(), rows, strict=True):
             every[index] = row
         tokens = self._tokens.new_zeros(decode.rows)
         tokens[decode.live] = self._tokens
         sampler = self._sampler(every)
-        return _Decoding(decode, sampler, self._steps.open(decode, sampler, tokens))
+        return DecodingRows(decode, sampler, self._steps.open(decode, sampler, tokens))
 
-    def _decode(self, decoding: "_Decoding") -> None:
+    def _decode(self, decoding: DecodingRows) -> None:
         """Decode one token of every row."""
         self._peers.before_forward()
         decode, step = decoding.decode, decoding.step
@@ -338,7 +338,7 @@ class Engine:
             self._tokens = self._keep(self._rows, step.tokens[decode.live], step.logprobs[decode.live])
         decode.lengthen()
 
-    def _sampler(self, rows: list["_Sequence"]) -> Sampler:
+    def _sampler(self, rows: list[RunningSequence]) -> Sampler:
         return Sampler([row.request.sampling for row in rows], [row.key for row in rows], self.device)
 
     def _index(self, values: list[int] | list[list[int]]) -> Tensor:
@@ -346,7 +346,7 @@ class Engine:
 
     def _draw(
         self,
-        rows: list["_Sequence"],
+        rows: list[RunningSequence],
         logits: Tensor,
         sampler: Sampler,
         drawn: Tensor,
@@ -354,8 +354,10 @@ class Engine:
     ) -> Tensor:
         return self._keep(rows, *self._peers.agree(*sampler.draw(logits, drawn)), routed)
 
-    def _keep(self, rows: list["_Sequence"], tokens: Tensor, logprobs: Tensor, routed: Tensor | None = None) -> Tensor:
-        self._fresh.append(_Drawn(rows, tokens, logprobs, routed))
+    def _keep(
+        self, rows: list[RunningSequence], tokens: Tensor, logprobs: Tensor, routed: Tensor | None = None
+    ) -> Tensor:
+        self._fresh.append(DrawnTokens(rows, tokens, logprobs, routed))
         for row in rows:
             row.drawn += 1
         return tokens
@@ -393,7 +395,7 @@ class Engine:
         self._decoding = None
         self._give_back(gone)
 
-    def _give_back(self, gone: list["_Sequence"]) -> None:
+    def _give_back(self, gone: list[RunningSequence]) -> None:
         """Free the positions that the rows `gone`, which are in no slot any more, have held."""
         for row in gone:
             self._held -= row.capacity
@@ -427,84 +429,3 @@ class Engine:
                 f"room for {self.budget.tokens}; lower max_new_tokens={request.sampling.max_new_tokens}, or give it "
                 "more memory"
             )
-
-
-class _Sequence:
-    """State of one request from the queue to its completion."""
-
-    def __init__(self, ticket: Ticket, request: Request, decode: Callable[[list[int]], str] | None):
-        self.ticket, self.request = ticket, request
-        self.prompt = tuple(request.prompt)
-        self.key = random_key(request)
-        self.ids: list[int] = []  # seen by the host
-        self.logprobs: list[float] = []
-        self.drawn = 0  # tokens drawn, seen or not
-        self.prompt_routed: Tensor | None = None  # [P, layers, k]
-        self.routed: list[Tensor] = []  # of the tokens seen by the host, but the last one, [1, layers, k] each
-        self.is_done = False
-        self._stop_ids = frozenset(request.sampling.stop_ids)
-        self._texts = StopTexts(request.sampling.stop, decode) if request.sampling.stop and decode else None
-
-    @property
-    def capacity(self) -> int:
-        """Number of positions that its own tokens may come to fill."""
-        return slot_size(self.request.sampling.max_new_tokens)
-
-    @property
-    def has_all(self) -> bool:
-        return self.drawn == self.request.sampling.max_new_tokens
-
-    @property
-    def has_ended(self) -> bool:
-        """Return whether it needs no row any more; what was drawn may not have been looked at."""
-        return self.is_done or self.has_all
-
-    def push(self, token: int, logprob: float) -> Literal["stop", "length"] | None:
-        """Take a token. Return how the completion ends with it, None where it goes on."""
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        if token in self._stop_ids or (self._texts is not None and self._texts.complete(self.ids)):
-            return "stop"
-        return "length" if len(self.ids) == self.request.sampling.max_new_tokens else None
-
-    def all_routed(self) -> Tensor | None:
-        """Return `Completion.routed`."""
-        if not self.request.routed or self.prompt_routed is None:
-            return None
-        prompt = self.prompt_routed.cpu()
-        return torch.cat([prompt, *self.routed, prompt.new_full((1, *prompt.shape[1:]), -1)])
-
-
-@dataclass(frozen=True)
-class _Drawn:
-    """Tokens [R] int64 of rows, their logprobs [R], and the experts that the tokens read for them went to, [R, 1,
-    layers, k], where these were noted."""
-
-    rows: list[_Sequence]
-    tokens: Tensor
-    logprobs: Tensor
-    routed: Tensor | None
-
-    def routed_of_rows(self) -> Sequence[Tensor | None]:
-        """Return `routed` of each row, [1, layers, k] on the host, or None."""
-        return [None] * len(self.rows) if self.routed is None else self.routed.cpu().unbind(0)
-
-
-@dataclass
-class _Decoding:
-    """Rows that are being decoded. step: the captured one, None without graphs."""
-
-    decode: Decode
-    sampler: Sampler
-    step: "Step | None" = None
-
-
-@dataclass
-class _Prompt:
-    """Prompt in the cache: its slot, the logits [V] after it, the experts that its tokens went to, [P, layers, k], if
-    these are noted, and the number of rows that use it."""
-
-    slot: KVSlot
-    logits: Tensor
-    routed: Tensor | None
-    users: int = 0

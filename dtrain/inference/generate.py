@@ -16,8 +16,9 @@ from dtrain.checkpoint.dcp.training_state import SCORE, model_tensors, training_
 from dtrain.checkpoint.huggingface.base_weights import RunFacts, step_around, trained_beside
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.checkpoint.huggingface.read import read_weights
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, base_of, is_adapter_directory, peft_names, read_adapter_config
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, base_of, is_adapter_directory, read_adapter_config
 from dtrain.checkpoint.peft.files import ADAPTER
+from dtrain.checkpoint.peft.tensors import peft_names
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.engine import Engine

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dtrain.inference.kv_cache import Decode
+from dtrain.inference.cached_attention import Decode
 from dtrain.inference.sampling import Sampler
 from dtrain.models.common.decoder import CausalLM
 

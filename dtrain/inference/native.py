@@ -20,8 +20,9 @@ from dtrain.base.errors import Interrupted, UserError
 from dtrain.base.hardware import free_memory
 from dtrain.base.ranks import Ranks
 from dtrain.inference.budget import Budget, choose_budget, share_out
+from dtrain.inference.cached_attention import Prefill
 from dtrain.inference.engine import Engine, Peers
-from dtrain.inference.kv_cache import KeyValues, Prefill
+from dtrain.inference.kv_cache import KeyValues
 from dtrain.inference.request import AskStop, Completion, Request
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.fsdp import reshard_model, unsharded

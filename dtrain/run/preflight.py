@@ -23,7 +23,8 @@ from dtrain.base.hub import cached, download, is_id, look
 from dtrain.base.model_directory import CONFIG, INDEX, SINGLE, TOKENIZER, indexed_files
 from dtrain.base.patterns import unmatched
 from dtrain.base.ranges import beside
-from dtrain.checkpoint.peft.config import base_of, is_adapter_directory, read_header
+from dtrain.checkpoint.peft.config import base_of, is_adapter_directory
+from dtrain.checkpoint.peft.tensors import read_header
 from dtrain.data.formats.plain_prompts import refuse_without_template
 from dtrain.data.sources import hub as data_hub
 from dtrain.data.sources import urls

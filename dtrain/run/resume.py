@@ -24,8 +24,9 @@ from dtrain.checkpoint.dcp.rng import random_state, set_random_state
 from dtrain.checkpoint.dcp.store import CheckpointStore, locate
 from dtrain.checkpoint.huggingface.model_files import read_model_config
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, read_adapter_config
 from dtrain.checkpoint.peft.files import ADAPTER
+from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
 from dtrain.data import Rows, Tokenizer, choose_template
 from dtrain.data.sources.sources import packs_by_itself
 from dtrain.methods import Method

@@ -20,7 +20,6 @@ from dtrain.checkpoint.dcp.training_state import model_tensors
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.peft.config import (
     ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
     adapter_of,
     adapter_problems,
     base_of,
@@ -29,6 +28,7 @@ from dtrain.checkpoint.peft.config import (
     read_adapter_config,
 )
 from dtrain.checkpoint.peft.files import read_adapter, write_adapter
+from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
 from dtrain.models.common.adapter_config import AdapterConfig, linears, modules
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.inference.kv_cache import SMALLEST_SLOT, Decode, KeyValues, Prefill
+from dtrain.inference.cached_attention import Decode, Prefill
+from dtrain.inference.kv_cache import SMALLEST_SLOT, KeyValues
 from dtrain.models.common.config import SLIDING
 from tests.models.oracle import VARIANTS, VOCAB
 

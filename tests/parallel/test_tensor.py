@@ -140,7 +140,8 @@ def test_a_head_used_outside_the_roots_forward_is_refused(tmp_path, fsdp):
 
 
 def generate_from_a_cache(rank, config):
-    from dtrain.inference.kv_cache import Decode, KeyValues, Prefill
+    from dtrain.inference.cached_attention import Decode, Prefill
+    from dtrain.inference.kv_cache import KeyValues
 
     model = random_model(config)
     model.use_kernel(KERNELS["sdpa"])

@@ -81,7 +81,7 @@ PLACES = {
         make=lora,
     ),
     "lengths in a cache": Place(
-        "inference.kv_cache", "self._before = torch.tensor(before, device=device)", ", device=device", make=grpo
+        "inference.cached_attention", "self._before = torch.tensor(before, device=device)", ", device=device", make=grpo
     ),
     "keys of the draws": Place(
         "inference.sampling", "self._keys = torch.tensor(keys, dtype=torch.int64, device=device)", ", device=device",

@@ -21,9 +21,10 @@ from dtrain.checkpoint.huggingface.model_files import has_untrained_parts, read_
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import BY_NAME, WeightFiles
 from dtrain.checkpoint.huggingface.write import Entry, Layout, joined, layout_of, matrix_of, write_entries
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory, outputs_in
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
 from dtrain.checkpoint.peft.export import StoredAdapter
 from dtrain.checkpoint.peft.files import ADAPTER
+from dtrain.checkpoint.peft.tensors import outputs_in
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.decoder import CausalLM
 

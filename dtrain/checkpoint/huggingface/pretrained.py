@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 
 from dtrain.checkpoint.huggingface.read import read_weights
-from dtrain.checkpoint.peft.config import base_of, is_adapter_directory, outputs_in, read_adapter_config
+from dtrain.checkpoint.peft.config import base_of, is_adapter_directory, read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
+from dtrain.checkpoint.peft.tensors import outputs_in
 from dtrain.models.common.adapter_config import linears
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.nf4 import quantize_linears

@@ -9,7 +9,8 @@ from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.model_directory import INDEX, SINGLE, indexed_files
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory, read_header
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
+from dtrain.checkpoint.peft.tensors import read_header
 
 _COMPARED = 4096  # bytes of a tensor; training changes some of them
 

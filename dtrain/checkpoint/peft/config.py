@@ -12,36 +12,36 @@ from typing import Any
 
 from dtrain.base import hub
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import SMALL, loads, read_json
+from dtrain.base.json_files import read_json
 from dtrain.base.model_directory import CONFIG, INDEX, SINGLE
 from dtrain.base.name_patterns import fullmatch, of_end, pattern_error
-from dtrain.checkpoint.huggingface.file_rows import joints, places, shape_in_files
+from dtrain.checkpoint.peft.tensors import (
+    ADAPTER_WEIGHTS,
+    PREFIX,
+    adapter_shapes,
+    is_natural,
+    mismatches,
+    no_weights_problem,
+    stored_shapes,
+)
 from dtrain.models.common.adapter_config import (
     ALL_LINEAR,
     ENDS,
     AdapterConfig,
-    adaptable,
     by_end,
     by_pattern,
     in_tower,
-    is_adapter,
-    is_stack,
     linears,
     modules,
     out_of_tower,
     parameter_name,
     parameters,
 )
-from dtrain.models.common.config import STACKS, ModelConfig
+from dtrain.models.common.config import ModelConfig
 
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE = "base_model_name_or_path"
-_PICKLE = "adapter_model.bin"
-_PREFIX = "base_model.model."
-_LISTED = 10
 _LONGEST = 200  # characters of a value that messages show
-_FIRST, _SECOND = STACKS
 
 # Fields that change no number of an adapter that is there: how it began, or where it came from.
 _FREE = frozenset(
@@ -119,26 +119,6 @@ def base_of(directory: Path) -> Path:
     return cached
 
 
-def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str]:
-    """PEFT's names for the parameter `name` of a model of this kind, or for what the files join it in: of an adapter,
-    or of a module that is trained whole; none for another. A tied embedding is written under two."""
-    module, _, parameter = name.rpartition(".")
-    module = model.whole(module)
-    if is_adapter(name):
-        if is_stack(module):
-            # PEFT wraps a module once for each of its parameters that it adapts, the first one innermost.
-            parent, _, stack = module.rpartition(".")
-            module = f"{parent}.base_layer" if stack == _FIRST and config.adapted([f"{parent}.{_SECOND}"]) else parent
-        kind = "lora_magnitude_vector" if parameter == "lora_magnitude" else f"{parameter}.weight"
-        return [_outer(f"{module}.{kind}", model)]
-    both = list(ENDS) if model.tie_word_embeddings and module in ENDS else [module]
-    return [_outer(f"{saved_module}.{parameter}", model) for saved_module in both] if config.saved(both) else []
-
-
-def _outer(name: str, model: ModelConfig) -> str:
-    return _PREFIX + (in_tower(name) if model.is_text_tower else name)
-
-
 def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> dict[str, Any]:
     """adapter_config.json of an adapter of a model of this kind, which lies at `base`.
 
@@ -199,107 +179,9 @@ def _whole(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
-def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors of an adapter's file, by name, from its header. Raises UserError."""
-    path = directory / ADAPTER_WEIGHTS
-    if not path.is_file():
-        raise UserError(_no_weights(directory))
-    return {name: tuple(entry["shape"]) for name, entry in read_header(path)[0].items()}
-
-
-def outputs_in(directory: Path) -> int | None:
-    """Return how many outputs the head of rewards or classes has that an adapter's file holds; None where it holds
-    none. Raises UserError."""
-    shape = stored_shapes(directory).get(f"{_PREFIX}score.weight")
-    return shape[0] if shape else None
-
-
-def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return of a safetensors file each tensor's dtype, shape and data_offsets, and where its data begin. Raises
-    UserError."""
-    try:
-        with path.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if not 0 < size <= SMALL:
-                raise ValueError(f"a header of {size} bytes")
-            header = loads(stream.read(size))
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        for entry in entries.values():
-            begin, end = entry["data_offsets"]
-            if not (_is_natural(begin) and _is_natural(end) and begin <= end and isinstance(entry["shape"], list)):
-                raise ValueError("an entry of another form")
-        ends = [entry["data_offsets"][1] for entry in entries.values()]
-        if path.stat().st_size != 8 + size + max(ends, default=0):
-            raise ValueError("its header tells of another size")
-        return entries, 8 + size
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: cut short or damaged ({error}); download it again") from error
-
-
-def mismatches(
-    directory: Path,
-    stored: Mapping[str, tuple[int, ...]],
-    wanted: Mapping[str, tuple[int, ...]],
-    free: Callable[[str], bool] = lambda name: False,
-    *,
-    is_tied: bool = False,
-) -> list[str]:
-    """Return what of an adapter's tensors, by PEFT's names, does not fit a model that wants others; nothing where all
-    do. free: names of tensors that are no mistake beside these. is_tied: the model's head is its embedding."""
-    missing = [
-        f"missing: {name}{_TIED if is_tied and 'lm_head' in name else ''}" for name in wanted if name not in stored
-    ]
-    shapes = [
-        f"shape: {name} is {list(shape)}, the model has {list(wanted[name])}"
-        for name, shape in stored.items()
-        if name in wanted and shape != wanted[name]
-    ]
-    unknown = [name for name in sorted(stored.keys() - wanted) if not free(name)]
-    unexpected = [f"unexpected: {name}{_hint(name)}" for name in unknown]
-    problems = []
-    for group in (missing, shapes, unexpected):
-        problems += group[:_LISTED]
-        if len(group) > _LISTED:
-            problems.append(f"... and {len(group) - _LISTED} more {group[0].split(':')[0]}")
-    file = directory / ADAPTER_WEIGHTS
-    return [f"{file}: {problem}; is it an adapter of this model?" for problem in problems]
-
-
-_TIED = " (the head is tied to the embedding: PEFT's ensure_weight_tying writes both, with equal values)"
-
-
-def _hint(name: str) -> str:
-    if "_orig_mod." in name:
-        return " (of a compiled model: leave `_orig_mod.` out of its names)"
-    if ".default" in name:
-        return " (an adapter's own name, which PEFT leaves out in files: save it with save_pretrained)"
-    if re.search(r"\.experts\.\d+\.", name):
-        return " (of each expert, as transformers 4 had them: PEFT's from_pretrained and save_pretrained make stacks)"
-    if not name.startswith(_PREFIX):
-        return f" (PEFT's names begin with {_PREFIX})"
-    return ""
-
-
-def adapter_shapes(
-    config: AdapterConfig, model: ModelConfig, parameters: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
-    """PEFT's names and the shapes of an adapter's tensors, for a model of this kind with these parameters of its own:
-    those of adapted layers, and what is trained whole."""
-    shapes = adaptable(model)
-    wanted = {fused.name: places(fused, fused.name, parameters)[0] for fused in joints(model, parameters)}
-    for name, layer in config.adapted(shapes).items():
-        *experts, rows, columns = shapes[name]
-        a, b = (*experts, layer.rank, columns), (*experts, rows, layer.rank)
-        wanted |= {part: shape_in_files(part, shape) for part, shape in ((f"{name}.lora_A", a), (f"{name}.lora_B", b))}
-        wanted |= {f"{name}.lora_magnitude": (rows,)} if config.dora else {}
-    return {outer: shape for name, shape in wanted.items() for outer in peft_names(name, config, model)}
-
-
 def _is_saved(name: str, config: AdapterConfig) -> bool:
     """Return whether a tensor may be of a module other than embedding and head that is trained whole."""
-    module = out_of_tower(name.removeprefix(_PREFIX)).rpartition(".")[0]
+    module = out_of_tower(name.removeprefix(PREFIX)).rpartition(".")[0]
     return module not in ENDS and bool(config.saved([module]))
 
 
@@ -328,7 +210,7 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
     if not fields["target_modules"] and not (_is_names(fields["target_parameters"]) and fields["target_parameters"]):
         problems.append(f"{file}: target_modules must be a list of names of layers, or a regular expression for them")
     if not (directory / ADAPTER_WEIGHTS).is_file():
-        problems.append(_no_weights(directory))
+        problems.append(no_weights_problem(directory))
     if problems:
         return None, problems
     config = _config(fields, _is_of_tower(directory))
@@ -348,7 +230,7 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
 def _is_of_tower(directory: Path) -> bool:
     """Return whether an adapter's tensors are those of a multimodal model's text tower."""
     try:
-        names = [name.removeprefix(_PREFIX) for name in stored_shapes(directory)]
+        names = [name.removeprefix(PREFIX) for name in stored_shapes(directory)]
     except UserError:  # told by whoever reads them
         return False
     return any(out_of_tower(name) != name for name in names)
@@ -428,16 +310,6 @@ def _shown(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _no_weights(directory: Path) -> str:
-    if (directory / _PICKLE).is_file():
-        return (
-            f"{directory} has its tensors as {_PICKLE}, a pickle, which dtrain does not open. Convert it with PEFT, "
-            'once: python -c "from peft import AutoPeftModelForCausalLM as M; '
-            f"M.from_pretrained('{directory}').save_pretrained('{directory}-safetensors')\""
-        )
-    return f"{directory} has no {ADAPTER_WEIGHTS}: the adapter is not whole; copy or save it again"
-
-
 def _is_pattern(value: Any) -> bool:
     return isinstance(value, str) and value != "" and pattern_error(value) is None
 
@@ -448,10 +320,6 @@ def _is_names(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_natural(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_table(value: Any, holds: Callable[[Any], bool]) -> bool:
@@ -478,7 +346,7 @@ def _means_layers(value: Any) -> bool:
 _USED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "peft_type": ("LORA", lambda v: v == "LORA", f"LORA: {_MERGE}"),
     "task_type": (None, lambda v: v in (None, "CAUSAL_LM", "SEQ_CLS"), f"CAUSAL_LM or SEQ_CLS: {_MERGE}"),
-    "r": (8, lambda v: _is_natural(v) and v > 0, "a whole number, at least 1"),
+    "r": (8, lambda v: is_natural(v) and v > 0, "a whole number, at least 1"),
     "lora_alpha": (8, _is_number, "a number"),
     "lora_dropout": (0.0, lambda v: v is None or (_is_number(v) and 0 <= v < 1), "a number from 0 up to 1"),
     "target_modules": (
@@ -494,7 +362,7 @@ _USED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     ),
     "layers_to_transform": (
         None,
-        lambda v: v is None or _is_natural(v) or (isinstance(v, list) and all(map(_is_natural, v))),
+        lambda v: v is None or is_natural(v) or (isinstance(v, list) and all(map(is_natural, v))),
         "the numbers of layers, or null",
     ),
     "layers_pattern": (
@@ -504,7 +372,7 @@ _USED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     ),
     "rank_pattern": (
         None,
-        lambda v: _is_table(v, lambda rank: _is_natural(rank) and rank > 0),
+        lambda v: _is_table(v, lambda rank: is_natural(rank) and rank > 0),
         "a table of regular expressions for names and ranks",
     ),
     "alpha_pattern": (None, lambda v: _is_table(v, _is_number), "a table of regular expressions for names and numbers"),

@@ -19,15 +19,9 @@ from dtrain.checkpoint.huggingface.merged import folded, merge
 from dtrain.checkpoint.huggingface.model_files import copy_companions
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.huggingface.write import Entry, write_files
-from dtrain.checkpoint.peft.config import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    BASE,
-    adapter_shapes,
-    peft_names,
-    read_adapter_config,
-)
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, read_adapter_config
 from dtrain.checkpoint.peft.files import AdapterFiles, adapter_weights
+from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS, adapter_shapes, peft_names
 from dtrain.models.common.adapter_config import AdapterConfig, LoraLayer, adaptable, linears
 from dtrain.models.common.decoder import CausalLM
 

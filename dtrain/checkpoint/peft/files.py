@@ -23,14 +23,8 @@ from dtrain.checkpoint.huggingface.merged import gathered
 from dtrain.checkpoint.huggingface.model_files import copy_companions
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.huggingface.write import Entry, SafetensorsFile, joined, write_files
-from dtrain.checkpoint.peft.config import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    mismatches,
-    peft_config,
-    peft_names,
-    read_adapter_config,
-)
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, peft_config, read_adapter_config
+from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS, mismatches, peft_names
 from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM

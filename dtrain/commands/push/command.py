@@ -12,7 +12,8 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import LARGE, read_json, read_text
 from dtrain.base.model_directory import COMPANIONS, CONFIG, INDEX
 from dtrain.checkpoint.huggingface.model_files import held_by
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE
+from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
 from dtrain.commands.push import curve
 from dtrain.commands.push.card import CURVE, Run, base_of_recipe, card
 from dtrain.data.sources.hub import README

@@ -160,85 +160,146 @@ def policy_terms(
     (the sampler does not know) the weight is 1. Any other NaN reaches the loss. The gradient of a mask without a token
     is zero. Raises ValueError for what `spec` needs and is not given.
     """
-    options, dtype = spec.options, torch.promote_types(logps.dtype, torch.float32)
-    mask = mask.bool()
+    known = _Known.of(logps, old_logps, mask.bool(), ref_logps, sampling_logps, entropies)
+    advantages = known.at(known.mask, advantages.detach())
+    tokens = _tokens(spec, known, advantages, sequences)
+    own = {name: spec.options[name] for name in spec.loss.options}
+    surrogate = getattr(formulas, spec.loss.function)(tokens, **own)
+    loss, kept, is_near = _loss_of_tokens(spec, known, tokens, surrogate.loss, entropy_threshold)
+    if spec.loss.normalisation == "sequences":
+        loss = loss / sequences.spread(sequences.lengths.clamp(min=1))
+    total = torch.where(known.mask, loss, 0.0).sum() / spec.divisor(counts)
+    if spec.options["entropy_coef"]:
+        among = counts.tokens if counts.high_entropy_tokens is None else counts.high_entropy_tokens
+        bonus = torch.where(kept, _given(known.entropies, _NEEDS_ENTROPIES), 0.0).sum() / _or_one(among)
+        total = total - spec.options["entropy_coef"] * bonus
+    return total, _metric_sums(known, tokens, surrogate[1:], is_near)
 
-    def at(where: Tensor, values: Tensor) -> Tensor:
-        return torch.where(where, values.to(dtype), 0.0)
 
-    old_logps = logps if old_logps is None else old_logps
-    possible = is_known(old_logps, is_known(logps, mask))
-    has_reference, is_sampled = is_known(ref_logps, possible), is_known(sampling_logps, possible)
-    reference = None if ref_logps is None else at(has_reference, ref_logps.detach())
-    sampler = None
-    if sampling_logps is not None:
-        is_sampled = is_sampled & ~sampling_logps.isnan()
-        sampler = at(is_sampled, sampling_logps.detach())
-    old_logps, advantages = at(possible, old_logps.detach()), at(mask, advantages.detach())
-    logps, entropies = at(possible, logps), None if entropies is None else at(possible, entropies)
+@dataclass(frozen=True)
+class _Known:
+    """Streams of a micro-batch [n, S] in max(float32, the dtype of logps), 0 where nothing is known, and masks [n, S]
+    of where something is: possible, for π and π_old; has_reference; is_sampled. Only logps and entropies have a
+    gradient.
+    """
 
-    log_ratio = logps - old_logps
+    logps: Tensor
+    old_logps: Tensor
+    mask: Tensor
+    possible: Tensor
+    reference: Tensor | None
+    has_reference: Tensor
+    sampler: Tensor | None
+    is_sampled: Tensor
+    entropies: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        logps: Tensor,
+        old_logps: Tensor | None,
+        mask: Tensor,
+        ref_logps: Tensor | None,
+        sampling_logps: Tensor | None,
+        entropies: Tensor | None,
+    ) -> "_Known":
+        dtype = torch.promote_types(logps.dtype, torch.float32)
+
+        def at(where: Tensor, values: Tensor) -> Tensor:
+            return torch.where(where, values.to(dtype), 0.0)
+
+        old_logps = logps if old_logps is None else old_logps
+        possible = is_known(old_logps, is_known(logps, mask))
+        has_reference, is_sampled = is_known(ref_logps, possible), is_known(sampling_logps, possible)
+        reference = None if ref_logps is None else at(has_reference, ref_logps.detach())
+        sampler = None
+        if sampling_logps is not None:
+            is_sampled = is_sampled & ~sampling_logps.isnan()
+            sampler = at(is_sampled, sampling_logps.detach())
+        old = at(possible, old_logps.detach())
+        known_entropies = None if entropies is None else at(possible, entropies)
+        logps = at(possible, logps)
+        return cls(logps, old, mask, possible, reference, has_reference, sampler, is_sampled, known_entropies)
+
+    def at(self, where: Tensor, values: Tensor) -> Tensor:
+        """Return `values` [n, S] where `where` [n, S] holds, 0 elsewhere, in the dtype of the streams."""
+        return torch.where(where, values.to(self.logps.dtype), 0.0)
+
+
+def _tokens(spec: PolicySpec, known: _Known, advantages: Tensor, sequences: Sequences) -> Tokens:
+    """Return what the surrogates read: ratios at the level of importance sampling, and the weights for the mismatch of
+    the sampler, where it is known."""
+    options, log_ratio = spec.options, known.logps - known.old_logps
     level = options["importance_sampling_level"] or spec.loss.level
-    ratio = _ratio(level, logps, log_ratio, possible, sequences)
+    ratio = _ratio(level, known.logps, log_ratio, known.possible, sequences)
     weights = None
-    if sampler is not None:
+    if known.sampler is not None:
         weights = correction(
-            old_logps,
-            sampler,
-            is_sampled,
+            known.old_logps,
+            known.sampler,
+            known.is_sampled,
             sequences,
             mode=options["sampling_correction"],
             smallest=options["sampling_clip_min"],
             largest=options["sampling_clip_max"],
         )
-    tokens = Tokens(logps, old_logps, log_ratio, ratio, advantages, possible, sequences, spec.clip, weights)
-    own = {name: options[name] for name in spec.loss.options}
-    surrogate = getattr(formulas, spec.loss.function)(tokens, **own)
+    possible, clip = known.possible, spec.clip
+    return Tokens(known.logps, known.old_logps, log_ratio, ratio, advantages, possible, sequences, clip, weights)
 
-    loss, kept, is_near = surrogate.loss, mask, None
+
+def _loss_of_tokens(
+    spec: PolicySpec, known: _Known, tokens: Tokens, loss: Tensor, entropy_threshold: Tensor | float | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the loss [n, S] of a surrogate with what `spec` masks, weighs and adds; the tokens kept [n, S]; and those
+    of sequences near enough to the sampler [n, S], None where none is left out."""
+    options, kept, is_near = spec.options, known.mask, None
     if options["off_policy_mask_threshold"] is not None:
-        drawn, by = (old_logps, possible) if sampler is None else (sampler, is_sampled)
-        is_near = off_policy_mask(logps, drawn, advantages, by, sequences, options["off_policy_mask_threshold"])
+        drawn, by = known.old_logps, known.possible
+        if known.sampler is not None:
+            drawn, by = known.sampler, known.is_sampled
+        threshold = options["off_policy_mask_threshold"]
+        is_near = off_policy_mask(known.logps, drawn, tokens.advantages, by, tokens.sequences, threshold)
         loss = torch.where(is_near, loss, 0.0)
     if options["top_entropy_quantile"] < 1:
-        deciding = _given(entropies, _NEEDS_ENTROPIES)
+        deciding = _given(known.entropies, _NEEDS_ENTROPIES)
         if entropy_threshold is None:
             raise ValueError("top_entropy_quantile needs entropy_threshold: top_entropy_threshold of the global batch")
-        kept = mask & (deciding >= entropy_threshold)
+        kept = known.mask & (deciding >= entropy_threshold)
         loss = torch.where(kept, loss, 0.0)
-    if weights is not None and not spec.loss.corrects_itself:
-        loss = loss * weights.weights
+    if tokens.correction is not None and not spec.loss.corrects_itself:
+        loss = loss * tokens.correction.weights
     if spec.beta:
-        ref_logps = _given(reference, f"beta={spec.beta} needs ref_logps")
-        kl = kl_term(logps, ref_logps, ratio, options["kl_estimator"], options["kl_gradient"])
-        loss = loss + spec.beta * torch.where(has_reference, kl, 0.0)
+        ref_logps = _given(known.reference, f"beta={spec.beta} needs ref_logps")
+        kl = kl_term(known.logps, ref_logps, tokens.ratio, options["kl_estimator"], options["kl_gradient"])
+        loss = loss + spec.beta * torch.where(known.has_reference, kl, 0.0)
     if options["old_kl_coef"]:
-        loss = loss + options["old_kl_coef"] * log_ratio.square()
-    if spec.loss.normalisation == "sequences":
-        loss = loss / sequences.spread(sequences.lengths.clamp(min=1))
-    total = torch.where(mask, loss, 0.0).sum() / spec.divisor(counts)
-    if options["entropy_coef"]:
-        among = counts.tokens if counts.high_entropy_tokens is None else counts.high_entropy_tokens
-        bonus = torch.where(kept, _given(entropies, _NEEDS_ENTROPIES), 0.0).sum() / _or_one(among)
-        total = total - options["entropy_coef"] * bonus
+        loss = loss + options["old_kl_coef"] * tokens.log_ratio.square()
+    return loss, kept, is_near
 
-    with torch.no_grad():
-        nowhere = torch.zeros_like(ratio)
-        low, high = (nowhere if clipped is None else clipped.to(nowhere) for clipped in surrogate[1:])
-        sums = _sums(possible, "known_tokens", approx_kl=k3_of(old_logps, logps), ratio=ratio)
-        sums |= _sums(mask, "tokens", clip_low=low, clip_high=high)
-        if reference is not None:
-            sums |= _sums(has_reference, "kl_tokens", kl=k3_of(logps, reference))
-        if entropies is not None:
-            sums |= _sums(possible, "entropy_tokens", entropy=entropies)
-        if sampler is not None:
-            gap, drift = (sampler - old_logps).abs(), k3_of(sampler, old_logps)
-            sums |= _sums(is_sampled, "sampled_tokens", mismatch_kl=drift, mismatch_abs=gap)
-        if weights is not None:
-            sums |= _sums(mask, "corrected_tokens", correction=weights.weights, oob_frac=weights.outside.to(dtype))
-        if is_near is not None:
-            sums |= _sums(mask, "tokens", off_policy_frac=(~is_near).to(dtype))
-    return total, sums
+
+@torch.no_grad()
+def _metric_sums(
+    known: _Known, tokens: Tokens, clipped: Sequence[Tensor | None], is_near: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the sums that `MEANS` is made from; clipped: the tokens [n, S] that a bound below and above cut."""
+    nowhere = torch.zeros_like(tokens.ratio)
+    low, high = (nowhere if part is None else part.to(nowhere) for part in clipped)
+    old_logps, logps, weights = known.old_logps, known.logps, tokens.correction
+    sums = _sums(known.possible, "known_tokens", approx_kl=k3_of(old_logps, logps), ratio=tokens.ratio)
+    sums |= _sums(known.mask, "tokens", clip_low=low, clip_high=high)
+    if known.reference is not None:
+        sums |= _sums(known.has_reference, "kl_tokens", kl=k3_of(logps, known.reference))
+    if known.entropies is not None:
+        sums |= _sums(known.possible, "entropy_tokens", entropy=known.entropies)
+    if known.sampler is not None:
+        gap, drift = (known.sampler - old_logps).abs(), k3_of(known.sampler, old_logps)
+        sums |= _sums(known.is_sampled, "sampled_tokens", mismatch_kl=drift, mismatch_abs=gap)
+    if weights is not None:
+        outside = weights.outside.to(logps.dtype)
+        sums |= _sums(known.mask, "corrected_tokens", correction=weights.weights, oob_frac=outside)
+    if is_near is not None:
+        sums |= _sums(known.mask, "tokens", off_policy_frac=(~is_near).to(logps.dtype))
+    return sums
 
 
 def top_entropy_threshold(entropies: Tensor, quantile: float) -> tuple[Tensor, Tensor]:

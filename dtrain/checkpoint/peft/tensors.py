@@ -1,0 +1,157 @@
+"""Tensors of an adapter's file: their names, shapes and headers, compared with a model's. Imports no torch."""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import SMALL, loads
+from dtrain.checkpoint.huggingface.file_rows import joints, places, shape_in_files
+from dtrain.models.common.adapter_config import (
+    ENDS,
+    AdapterConfig,
+    adaptable,
+    in_tower,
+    is_adapter,
+    is_stack,
+)
+from dtrain.models.common.config import STACKS, ModelConfig
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
+PREFIX = "base_model.model."
+_FIRST, _SECOND = STACKS
+_LISTED = 10
+
+
+def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str]:
+    """PEFT's names for the parameter `name` of a model of this kind, or for what the files join it in: of an adapter,
+    or of a module that is trained whole; none for another. A tied embedding is written under two."""
+    module, _, parameter = name.rpartition(".")
+    module = model.whole(module)
+    if is_adapter(name):
+        if is_stack(module):
+            # PEFT wraps a module once for each of its parameters that it adapts, the first one innermost.
+            parent, _, stack = module.rpartition(".")
+            module = f"{parent}.base_layer" if stack == _FIRST and config.adapted([f"{parent}.{_SECOND}"]) else parent
+        kind = "lora_magnitude_vector" if parameter == "lora_magnitude" else f"{parameter}.weight"
+        return [_outer(f"{module}.{kind}", model)]
+    both = list(ENDS) if model.tie_word_embeddings and module in ENDS else [module]
+    return [_outer(f"{saved_module}.{parameter}", model) for saved_module in both] if config.saved(both) else []
+
+
+def _outer(name: str, model: ModelConfig) -> str:
+    return PREFIX + (in_tower(name) if model.is_text_tower else name)
+
+
+def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors of an adapter's file, by name, from its header. Raises UserError."""
+    path = directory / ADAPTER_WEIGHTS
+    if not path.is_file():
+        raise UserError(no_weights_problem(directory))
+    return {name: tuple(entry["shape"]) for name, entry in read_header(path)[0].items()}
+
+
+def outputs_in(directory: Path) -> int | None:
+    """Return how many outputs the head of rewards or classes has that an adapter's file holds; None where it holds
+    none. Raises UserError."""
+    shape = stored_shapes(directory).get(f"{PREFIX}score.weight")
+    return shape[0] if shape else None
+
+
+def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return of a safetensors file each tensor's dtype, shape and data_offsets, and where its data begin. Raises
+    UserError."""
+    try:
+        with path.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if not 0 < size <= SMALL:
+                raise ValueError(f"a header of {size} bytes")
+            header = loads(stream.read(size))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        for entry in entries.values():
+            begin, end = entry["data_offsets"]
+            if not (is_natural(begin) and is_natural(end) and begin <= end and isinstance(entry["shape"], list)):
+                raise ValueError("an entry of another form")
+        ends = [entry["data_offsets"][1] for entry in entries.values()]
+        if path.stat().st_size != 8 + size + max(ends, default=0):
+            raise ValueError("its header tells of another size")
+        return entries, 8 + size
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: cut short or damaged ({error}); download it again") from error
+
+
+def mismatches(
+    directory: Path,
+    stored: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, tuple[int, ...]],
+    free: Callable[[str], bool] = lambda name: False,
+    *,
+    is_tied: bool = False,
+) -> list[str]:
+    """Return what of an adapter's tensors, by PEFT's names, does not fit a model that wants others; nothing where all
+    do. free: names of tensors that are no mistake beside these. is_tied: the model's head is its embedding."""
+    missing = [
+        f"missing: {name}{_TIED if is_tied and 'lm_head' in name else ''}" for name in wanted if name not in stored
+    ]
+    shapes = [
+        f"shape: {name} is {list(shape)}, the model has {list(wanted[name])}"
+        for name, shape in stored.items()
+        if name in wanted and shape != wanted[name]
+    ]
+    unknown = [name for name in sorted(stored.keys() - wanted) if not free(name)]
+    unexpected = [f"unexpected: {name}{_hint(name)}" for name in unknown]
+    problems = []
+    for group in (missing, shapes, unexpected):
+        problems += group[:_LISTED]
+        if len(group) > _LISTED:
+            problems.append(f"... and {len(group) - _LISTED} more {group[0].split(':')[0]}")
+    file = directory / ADAPTER_WEIGHTS
+    return [f"{file}: {problem}; is it an adapter of this model?" for problem in problems]
+
+
+_TIED = " (the head is tied to the embedding: PEFT's ensure_weight_tying writes both, with equal values)"
+
+
+def _hint(name: str) -> str:
+    if "_orig_mod." in name:
+        return " (of a compiled model: leave `_orig_mod.` out of its names)"
+    if ".default" in name:
+        return " (an adapter's own name, which PEFT leaves out in files: save it with save_pretrained)"
+    if re.search(r"\.experts\.\d+\.", name):
+        return " (of each expert, as transformers 4 had them: PEFT's from_pretrained and save_pretrained make stacks)"
+    if not name.startswith(PREFIX):
+        return f" (PEFT's names begin with {PREFIX})"
+    return ""
+
+
+def adapter_shapes(
+    config: AdapterConfig, model: ModelConfig, parameters: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """PEFT's names and the shapes of an adapter's tensors, for a model of this kind with these parameters of its own:
+    those of adapted layers, and what is trained whole."""
+    shapes = adaptable(model)
+    wanted = {fused.name: places(fused, fused.name, parameters)[0] for fused in joints(model, parameters)}
+    for name, layer in config.adapted(shapes).items():
+        *experts, rows, columns = shapes[name]
+        a, b = (*experts, layer.rank, columns), (*experts, rows, layer.rank)
+        wanted |= {part: shape_in_files(part, shape) for part, shape in ((f"{name}.lora_A", a), (f"{name}.lora_B", b))}
+        wanted |= {f"{name}.lora_magnitude": (rows,)} if config.dora else {}
+    return {outer: shape for name, shape in wanted.items() for outer in peft_names(name, config, model)}
+
+
+def no_weights_problem(directory: Path) -> str:
+    if (directory / _PICKLE).is_file():
+        return (
+            f"{directory} has its tensors as {_PICKLE}, a pickle, which dtrain does not open. Convert it with PEFT, "
+            'once: python -c "from peft import AutoPeftModelForCausalLM as M; '
+            f"M.from_pretrained('{directory}').save_pretrained('{directory}-safetensors')\""
+        )
+    return f"{directory} has no {ADAPTER_WEIGHTS}: the adapter is not whole; copy or save it again"
+
+
+def is_natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,401 @@
+"""Attention of a forward over the cache: whole prompts (`Prefill`), or one more token of every running row (`Decode`).
+
+The model hands `attend` each layer's queries, keys and values. A row's softmax runs over two parts: its prompt, which
+the rows of a group multiply together, and what it has added itself; the parts are joined by their partition sums.
+
+A step can be captured and replayed (`inference.graphs`): with `fixed`, sizes are rounded up, so that few shapes occur,
+and all that a step reads and writes lies where it lay in the step before.
+Letters: R rows, G prompts of a pool, n rows of the largest group, kv key heads, rep query heads of each, L keys.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtrain.attention.blocks import CpuFlash
+from dtrain.attention.kernels import KERNELS
+from dtrain.attention.linear.layer import LinearMask
+from dtrain.attention.visibility import Visibility, additive
+from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two, rounded, slot_size
+
+
+class Part(NamedTuple):
+    """Attention over some of the keys: Σ w·v, Σ w [..., 1] and the largest score m [..., 1], w = exp(score − m)."""
+
+    total: Tensor
+    weight: Tensor
+    most: Tensor
+
+
+class Prefill:
+    """Prompts read from their beginnings, [B, S], padded on the right; their keys go into the cache.
+
+    slots: new ones, consecutive ones of one pool, in the batch's order. Padding is never seen: it stands to the
+    right of every token, and what it writes is hidden by the prompt's length.
+    """
+
+    bare = False
+
+    def __init__(self, store: KeyValues, slots: Sequence[KVSlot], device: torch.device):
+        self._windows = store.windows
+        self._pool = slots[0].pool
+        self._indices = slice(slots[0].index, slots[0].index + len(slots))
+        self._length = max(slot.length for slot in slots)
+        self._lengths = torch.tensor([slot.length for slot in slots], device=device)
+        self._kernel = KERNELS["sdpa"]
+        self._masks: dict[int | None, object] = {}
+        self.turns: dict[Any, Tensor] = {}
+        self.positions = torch.arange(self._length, device=device)[None]  # [1, S]
+        self.last: Tensor | None = self._lengths - 1
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        held: bool = False,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write keys and values, and return the attention: q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
+        if not held:
+            self._write(layer, k, v)
+        window = self._windows[layer]
+        if window not in self._masks:
+            visibility = Visibility(self._length, self._length, window)
+            self._masks[window] = self._kernel.prepare(visibility, q.dtype, q.device)
+        return self._kernel(q, k, v, self._masks[window], scale, sinks)
+
+    def _write(self, layer: int, *fresh_ones: Tensor) -> None:
+        """Write k and v [B, S, kv, hd], or the last of them that the layer keeps."""
+        size = self._pool.size(layer)
+        for tensor, fresh in zip(self._pool.layer(layer, fresh_ones[0]), fresh_ones, strict=True):
+            if self._length > size:
+                start = (self._lengths - size).clamp(min=0)  # [B]
+                columns = (start[:, None] + torch.arange(size, device=fresh.device)).clamp(max=self._length - 1)
+                fresh = fresh[torch.arange(fresh.shape[0], device=fresh.device)[:, None], columns]  # [B, size, kv, hd]
+            tensor[self._indices, :, : fresh.shape[1]] = fresh.transpose(1, 2)
+
+    def linear_mask(self, width: int) -> LinearMask:
+        """Return the mask of the prompts, each a document."""
+        return LinearMask.of_lengths(self._lengths, self._length, width)
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        raise ValueError("a prompt goes on from nothing")
+
+    def keep(self, layer: int, *states: Tensor) -> None:
+        """Store the states [B, ..] after the prompts' last tokens."""
+        for held, fresh in zip(self._pool.states(layer, states), states, strict=True):
+            held[self._indices] = fresh
+
+
+class Decode:
+    """Cache of decoding steps: one token of every row, step after step until rows come, go or change pools.
+
+    prompts: the prompt of each row of `store.rows_in_order()`. Between `begin` and `end` one forward of [R, 1] tokens;
+    `lengthen` tells the host's side of it, before the next step.
+    fixed: R is more than the rows; `live` says where each stands, and what the others compute is not to be read.
+    A Decode of equal `shape` then takes the same steps, once it has `load`ed another's rows; until it `is_full`.
+    """
+
+    last: Tensor | None = None
+
+    def __init__(self, store: KeyValues, prompts: Sequence[KVSlot], device: torch.device, *, fixed: bool = False):
+        self.bare = fixed
+        self.turns: dict[Any, Tensor] = {}
+        self._windows = store.windows
+        self._kinds = {window: layer for layer, window in enumerate(store.windows)}  # a layer with each window
+        self._slots = store.rows_in_order()
+        self._device = device
+        self._heads: dict[int, Tensor] = {}  # [kv, 1] by the number of key heads, from the first step on
+        self._own: list[_Own] = []
+        live: list[int] = []
+        start = 0
+        for _, pool in sorted(store.rows.items()):
+            if used := len(pool.slots):
+                count = rounded(used) if fixed else used
+                pool.min_slots = max(pool.min_slots, count if fixed else 0)
+                reach = slot_size(max(slot.length for slot in pool.slots) + 1) if fixed else None
+                indices = torch.arange(count, device=device)
+                self._own.append(_Own(pool, slice(start, start + count), indices, reach))
+                live += range(start, start + used)
+                start += count
+        self.rows = start  # R
+        # [rows]: where each row of the cache stands among the R; None where there are no others.
+        self.live = torch.tensor(live, device=device) if fixed else None
+        self._lay_prompts(store, prompts, live, fixed)
+        self._begin_rows(prompts)
+        added, before = [0] * start, [0] * start
+        for row, slot, prompt in zip(live, self._slots, prompts, strict=True):
+            added[row], before[row] = slot.length, prompt.length
+        self._added = torch.tensor(added, device=device)  # [R] own tokens in the cache
+        self._before = torch.tensor(before, device=device)
+        # A row without a sequence stays at its slot's beginning, which the next sequence there overwrites.
+        step = [0] * start
+        for row in live:
+            step[row] = 1
+        self._step: Tensor | int = torch.tensor(step, device=device) if fixed else 1
+
+    def _lay_prompts(self, store: KeyValues, prompts: Sequence[KVSlot], live: list[int], fixed: bool) -> None:
+        """Set tables of the rows that go on from each prompt, and of where each row finds what its prompt gave."""
+        members: dict[KVSlot, list[int]] = {slot: [] for pool in store.prompts.values() for slot in pool.slots}
+        for row, prompt in zip(live, prompts, strict=True):
+            members[prompt].append(row)
+        self._shared: list[_Shared] = []
+        groups_of, index_of, offset_of = ([0] * self.rows for _ in range(3))
+        offset = 0
+        for pool in store.prompts.values():
+            groups = [members[slot] for slot in pool.slots]
+            count = max(map(len, groups), default=0)
+            if count == 0:
+                continue
+            lengths = [slot.length for slot in pool.slots]
+            longest = max(lengths)
+            if fixed:
+                count, longest = power_of_two(count), pool.capacity
+                more = power_of_two(len(groups)) - len(groups)
+                groups, lengths = groups + [[]] * more, lengths + [1] * more
+                pool.min_slots = max(pool.min_slots, len(groups))
+            for group, rows in enumerate(groups):
+                for index, row in enumerate(rows):
+                    groups_of[row], index_of[row], offset_of[row] = group, index, offset + group * count + index
+            offset += len(groups) * count
+            # A short group's table goes on with row 0: computed, and never read.
+            table = self._index([rows + [0] * (count - len(rows)) for rows in groups])
+            self._shared.append(_Shared(pool, table, self._index(lengths), longest))
+        # Where each row is its own prompt's only one, in their order, nothing is to be sorted.
+        is_one = len(self._shared) == 1 and self._shared[0].table.shape == (self.rows, 1)
+        self._is_sorted = is_one and groups_of == list(range(self.rows))
+        self._back = self._index([groups_of, index_of] if len(self._shared) == 1 else offset_of)
+
+    def _begin_rows(self, prompts: Sequence[KVSlot]) -> None:
+        """Let rows without a token of their own yet go on from their prompts' states."""
+        fresh: dict[tuple[KVSlotPool, KVSlotPool], list[tuple[int, int]]] = {}
+        for slot, prompt in zip(self._slots, prompts, strict=True):
+            if slot.length == 0:
+                fresh.setdefault((slot.pool, prompt.pool), []).append((slot.index, prompt.index))
+        for (pool, source), pairs in fresh.items():
+            pool.begin([index for index, _ in pairs], source, [index for _, index in pairs])
+
+    def linear_mask(self, width: int) -> None:
+        return None
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        """Return the states of a layer, [R, ..] each."""
+        held = [[state[: len(own.indices)] for state in own.pool.held(layer)] for own in self._own]
+        return tuple(held[0]) if len(held) == 1 else tuple(torch.cat(parts) for parts in zip(*held, strict=True))
+
+    def keep(self, layer: int, *states: Tensor) -> None:
+        """Store the states of a layer, [R, ..] each."""
+        for own in self._own:
+            for held, fresh in zip(own.pool.held(layer), states, strict=True):
+                held[: len(own.indices)] = fresh[own.rows]
+
+    def _index(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    @property
+    def drawn(self) -> Tensor:
+        """Number of tokens [R] that each row's completion has before this step's draw."""
+        return self._added + 1
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Sizes that a step's kernels depend on, beside the values of tensors."""
+        rows = tuple((own.pool.capacity, len(own.indices), own.reach) for own in self._own)
+        prompts = tuple((shared.pool.capacity, *shared.table.shape) for shared in self._shared)
+        return rows, prompts, self._is_sorted
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether, with `fixed`, a row has come to the last key that a step looks at."""
+        return self.bare and any(max(slot.length for slot in own.pool.slots) == own.reach for own in self._own)
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of keys and values."""
+        pools = [*(own.pool for own in self._own), *(shared.pool for shared in self._shared)]
+        return [address for pool in pools for address in pool.addresses()]
+
+    def load(self, other: "Decode") -> None:
+        """Take over the rows of another of the same shape, into the memory that this one has."""
+        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            mine.copy_(theirs)
+
+    def _tensors(self) -> list[Tensor]:
+        of_prompts = [tensor for shared in self._shared for tensor in (shared.table, shared.lengths)]
+        step = [self._step] if isinstance(self._step, Tensor) else []
+        return [self._added, self._before, *step, self._back, *of_prompts]
+
+    def begin(self) -> None:
+        """Prepare positions and masks before the forward of a step."""
+        self.positions = (self._before + self._added)[:, None]  # [R, 1]
+        for own in self._own:
+            added = self._added[own.rows]
+            longest = own.reach or max(slot.length for slot in own.pool.slots) + 1
+            for window, layer in self._kinds.items():
+                size = own.pool.size(layer)
+                seen = min(longest, size)
+                columns = torch.arange(seen, device=self._device)
+                # A window's positions are a ring: once all are written, they hold just what the token sees.
+                own.views[window] = _View(seen, columns <= added[:, None], added if longest <= size else added % size)
+        for shared in self._shared:
+            for window, layer in self._kinds.items():
+                size = shared.pool.size(layer)
+                columns = torch.arange(min(shared.longest, size), device=self._device)
+                stored = shared.lengths.clamp(max=size)[:, None, None]  # [G, 1, 1]
+                visible = columns < stored  # [G, 1, L]
+                if window is not None:
+                    first = self._added[shared.table][..., None] + stored - window + 1  # [G, n, 1]
+                    visible = visible & (columns >= first)
+                shared.views[window] = _View(columns.shape[0], visible)
+
+    def end(self) -> None:
+        """Count one token more in the cache for every row, after the forward."""
+        self._added += self._step
+        for own in self._own:
+            own.views.clear()
+        for shared in self._shared:
+            shared.views.clear()
+
+    def lengthen(self) -> None:
+        """Count one token more in the slots, on the host, after a step."""
+        for slot in self._slots:
+            slot.length += 1
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        held: bool = False,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write keys and values, and return the attention: q [R, 1, H, hd], k and v [R, 1, kv, hd] → [R, 1, H, hd]."""
+        window, heads, key_heads = self._windows[layer], q.shape[2], k.shape[2]
+        grouped = (q[:, 0] * scale).unflatten(1, (key_heads, heads // key_heads))  # [R, kv, rep, hd]
+        parts = []
+        for own in self._own:
+            view = own.views[window]
+            keys, values = own.pool.layer(layer, k)
+            if not held:
+                keys[own.indices, :, view.columns] = k[own.rows, 0]
+                values[own.indices, :, view.columns] = v[own.rows, 0]
+            seen = slice(len(own.indices)), slice(None), slice(view.keys)
+            bias = view.bias(q.dtype)[:, None, None]  # [rows, 1, 1, L]
+            parts.append(_partial(grouped[own.rows], keys[seen], values[seen], bias))
+        added, parts = _cat(parts), []
+        if sinks is not None:
+            added = _with_sinks(added, sinks.view(key_heads, -1, 1))
+        if key_heads not in self._heads:
+            self._heads[key_heads] = torch.arange(key_heads, device=q.device)[:, None]
+        for shared in self._shared:
+            view = shared.views[window]
+            keys, values = shared.pool.layer(layer, k)
+            groups, count = shared.table.shape
+            seen = slice(groups), slice(None), slice(view.keys)
+            queries = grouped
+            if not self._is_sorted:
+                queries = grouped[shared.table[:, None], self._heads[key_heads]].flatten(2, 3)  # [G, kv, n · rep, hd]
+            bias = view.bias(q.dtype)[:, None, :, None]  # [G, 1, 1 or n, 1, L]
+            if bias.shape[2] > 1:
+                bias = bias.expand(-1, -1, -1, heads // key_heads, -1)
+            parts.append(_partial(queries, keys[seen], values[seen], bias.flatten(2, 3)))
+        return _join(added, self._by_row(parts)).to(q.dtype).flatten(1, 2)[:, None]
+
+    def _by_row(self, parts: Sequence[Part]) -> Part:
+        """Reorder parts [G, kv, n · rep, x] of each pool of prompts to [R, kv, rep, x]."""
+        if self._is_sorted:
+            return parts[0]
+        counts = [shared.table.shape[1] for shared in self._shared]
+        split = [Part(*(term.unflatten(2, (n, -1)) for term in part)) for part, n in zip(parts, counts, strict=True)]
+        if len(split) == 1:
+            groups, index = self._back
+            return Part(*(term[groups, :, index] for term in split[0]))
+        # [G · n, kv, rep, x] of all pools together
+        flat = [Part(*(term.transpose(1, 2).flatten(0, 1) for term in part)) for part in split]
+        return Part(*(term[self._back] for term in _cat(flat)))
+
+
+class _View:
+    """View of a part that the layers of one kind have in one step: the first `keys` positions, those that are `visible`
+    [..., L]; and the `columns` that the rows write."""
+
+    def __init__(self, keys: int, visible: Tensor, columns: Tensor | None = None):
+        self.keys, self.columns = keys, columns
+        self._visible = visible
+        self._bias: Tensor | None = None
+
+    def bias(self, dtype: torch.dtype) -> Tensor:
+        if self._bias is None:
+            self._bias = additive(self._visible, dtype)
+        return self._bias
+
+
+@dataclass
+class _Own:
+    """The rows of one pool: consecutive ones, in its first slots. reach: the number of keys that a step looks at, None
+    for as many as there are."""
+
+    pool: KVSlotPool
+    rows: slice
+    indices: Tensor
+    reach: int | None
+    views: dict[int | None, _View] = field(default_factory=dict)
+
+
+@dataclass
+class _Shared:
+    """The prompts of one pool, and the rows [G, n] that go on from each."""
+
+    pool: KVSlotPool
+    table: Tensor
+    lengths: Tensor  # [G]
+    longest: int
+    views: dict[int | None, _View] = field(default_factory=dict)
+
+
+def _partial(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Part:
+    """Return attention over these keys: q [B, kv, m, hd], scaled; k, v [B, kv, L, hd]; bias [B, 1, 1 or m, L]. In
+    max(float32, the dtype); products of half precision are summed in float32, as the fused kernels do.
+    """
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    lowest = torch.finfo(torch.float32 if half else q.dtype).min
+    if half and q.device.type == "cpu":
+        out, lse = CpuFlash().forward(q, k, v, bias.expand(-1, 1, q.shape[2], -1), 1.0)
+        return Part(out, torch.ones_like(lse)[..., None], lse.clamp(min=lowest)[..., None])
+    scores = _products(q, k.transpose(-1, -2), half).add_(bias)
+    most = scores.amax(-1, keepdim=True).clamp_(min=lowest)  # -inf where nothing is seen
+    weights = scores.sub_(most).exp_()
+    return Part(_products(weights.to(v.dtype), v, half), weights.sum(-1, keepdim=True), most)
+
+
+def _products(a: Tensor, b: Tensor, half: bool) -> Tensor:
+    """Return a [B, kv, m, x] @ b [B, kv, x, n], in float32 where they are of half precision."""
+    flat = a.flatten(0, 1), b.flatten(0, 1)
+    return (torch.bmm(*flat, out_dtype=torch.float32) if half else torch.bmm(*flat)).unflatten(0, a.shape[:2])
+
+
+def _join(first: Part, second: Part) -> Tensor:
+    """Return the softmax average over the keys of both parts."""
+    most = torch.maximum(first.most, second.most)
+    shares = (first.most - most).exp_(), (second.most - most).exp_()
+    weight = first.weight * shares[0] + second.weight * shares[1]
+    return (first.total * shares[0]).addcmul_(second.total, shares[1]).div_(weight)
+
+
+def _with_sinks(part: Part, sinks: Tensor) -> Part:
+    """Return part [R, kv, rep, ..] with one more key of every query, of score `sinks` [kv, rep, 1] and value zero."""
+    sinks = sinks.to(part.most.dtype)
+    most = torch.maximum(part.most, sinks)
+    share = (part.most - most).exp_()
+    return Part(part.total * share, part.weight * share + (sinks - most).exp_(), most)
+
+
+def _cat(parts: Sequence[Part]) -> Part:
+    return parts[0] if len(parts) == 1 else Part(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))

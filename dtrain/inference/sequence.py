@@ -1,0 +1,101 @@
+"""State that the engine keeps: of each request from the queue to its completion, of prompts in the cache, of drawn
+tokens."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from dtrain.inference.cached_attention import Decode
+from dtrain.inference.kv_cache import KVSlot, slot_size
+from dtrain.inference.request import Request
+from dtrain.inference.sampling import Sampler, random_key
+from dtrain.inference.stopping import StopTexts
+
+if TYPE_CHECKING:
+    from dtrain.inference.graphs import Step
+
+Ticket = int
+
+
+class RunningSequence:
+    """State of one request from the queue to its completion."""
+
+    def __init__(self, ticket: Ticket, request: Request, decode: Callable[[list[int]], str] | None):
+        self.ticket, self.request = ticket, request
+        self.prompt = tuple(request.prompt)
+        self.key = random_key(request)
+        self.ids: list[int] = []  # seen by the host
+        self.logprobs: list[float] = []
+        self.drawn = 0  # tokens drawn, seen or not
+        self.prompt_routed: Tensor | None = None  # [P, layers, k]
+        self.routed: list[Tensor] = []  # of the tokens seen by the host, but the last one, [1, layers, k] each
+        self.is_done = False
+        self._stop_ids = frozenset(request.sampling.stop_ids)
+        self._texts = StopTexts(request.sampling.stop, decode) if request.sampling.stop and decode else None
+
+    @property
+    def capacity(self) -> int:
+        """Number of positions that its own tokens may come to fill."""
+        return slot_size(self.request.sampling.max_new_tokens)
+
+    @property
+    def has_all(self) -> bool:
+        return self.drawn == self.request.sampling.max_new_tokens
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether it needs no row any more; what was drawn may not have been looked at."""
+        return self.is_done or self.has_all
+
+    def push(self, token: int, logprob: float) -> Literal["stop", "length"] | None:
+        """Take a token. Return how the completion ends with it, None where it goes on."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if token in self._stop_ids or (self._texts is not None and self._texts.complete(self.ids)):
+            return "stop"
+        return "length" if len(self.ids) == self.request.sampling.max_new_tokens else None
+
+    def all_routed(self) -> Tensor | None:
+        """Return `Completion.routed`."""
+        if not self.request.routed or self.prompt_routed is None:
+            return None
+        prompt = self.prompt_routed.cpu()
+        return torch.cat([prompt, *self.routed, prompt.new_full((1, *prompt.shape[1:]), -1)])
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """Tokens [R] int64 of rows, their logprobs [R], and the experts that the tokens read for them went to, [R, 1,
+    layers, k], where these were noted."""
+
+    rows: list[RunningSequence]
+    tokens: Tensor
+    logprobs: Tensor
+    routed: Tensor | None
+
+    def routed_of_rows(self) -> Sequence[Tensor | None]:
+        """Return `routed` of each row, [1, layers, k] on the host, or None."""
+        return [None] * len(self.rows) if self.routed is None else self.routed.cpu().unbind(0)
+
+
+@dataclass
+class DecodingRows:
+    """Rows that are being decoded. step: the captured one, None without graphs."""
+
+    decode: Decode
+    sampler: Sampler
+    step: "Step | None" = None
+
+
+@dataclass
+class CachedPrompt:
+    """Prompt in the cache: its slot, the logits [V] after it, the experts that its tokens went to, [P, layers, k], if
+    these are noted, and the number of rows that use it."""
+
+    slot: KVSlot
+    logits: Tensor
+    routed: Tensor | None
+    users: int = 0
