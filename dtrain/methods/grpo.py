@@ -82,7 +82,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
             import_module("dtrain.rl.remote.http").read_key(section.server.api_key_file)
 
     def refuse_device(self, device: torch.device) -> None:
-        refuse_graphs(self.recipe, device)
+        refuse_graphs(self.recipe.grpo, device)
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""
@@ -94,12 +94,12 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
         self._table = SampleTable(run.metrics, section.show)
         self._collector = Collector(
             section,
-            engine=open_engine(self.recipe, policy, tokenizer, run),
+            engine=open_engine(section, policy, tokenizer, run, self.recipe.model.directory, self.recipe.lora),
             rows=splits["train"],
             tokenizer=tokenizer,
             rewards=open_rewards(section, run),
             rates=None if section.reward_model.path is None else RewardModel(policy, section.reward_model.path),
-            episodes=open_episodes(self.recipe, tokenizer, run),
+            episodes=open_episodes(section, self.recipe.data, tokenizer, run),
             max_length=self.recipe.data.max_length,
             seed=self.recipe.run.seed,
             ask_stop=run.ask_stop,

@@ -55,7 +55,7 @@ class OnPolicyDistillMethod(RolloutMethod, DistillMethod):
         self._collector: StudentCollector = StudentCollector(
             Fraction(str(recipe.distill.student_share)),
             recipe.grpo,
-            engine=open_engine(recipe, policy, tokenizer, run),
+            engine=open_engine(recipe.grpo, policy, tokenizer, run, recipe.model.directory, recipe.lora),
             rows=splits["train"],
             tokenizer=tokenizer,
             rewards=None,

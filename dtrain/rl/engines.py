@@ -3,6 +3,7 @@ the recipe's `grpo` section says."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from dtrain.data import Tokenizer
 from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import AskStop, Completion, Request
 from dtrain.policy import Policy
-from dtrain.recipe.schema import Grpo, Recipe
+from dtrain.recipe.schema import Data, Grpo, Lora
 from dtrain.rl.engine_interfaces import EpisodePlayer, RolloutEngine
 from dtrain.rl.rewards import Rewards
 
@@ -25,16 +26,16 @@ if TYPE_CHECKING:
 class OnTheMesh:
     """The native engine on the policy's own weights; with `offload` the optimizer's state waits in host memory."""
 
-    def __init__(self, recipe: Recipe, policy: Policy, tokenizer: Tokenizer):
-        refuse_graphs(recipe, policy.device)
-        self.policy, self.offload = policy, recipe.grpo.offload
+    def __init__(self, section: Grpo, policy: Policy, tokenizer: Tokenizer):
+        refuse_graphs(section, policy.device)
+        self.policy, self.offload = policy, section.offload
         self.engine = NativeEngine(
             policy.model,
             policy.mesh,
             policy.device,
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-            unshard=recipe.grpo.unshard,
-            graphs=_graphs() if recipe.grpo.cuda_graphs else None,
+            unshard=section.unshard,
+            graphs=_graphs() if section.cuda_graphs else None,
         )
 
     def generate(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
@@ -50,9 +51,9 @@ class OnTheMesh:
         """Do nothing: this engine cannot draw ahead, since the weights are training meanwhile."""
 
 
-def refuse_graphs(recipe: Recipe, device: torch.device) -> None:
+def refuse_graphs(section: Grpo, device: torch.device) -> None:
     """Raise UserError for CUDA graphs on another device."""
-    if recipe.grpo.engine == "native" and recipe.grpo.cuda_graphs and device.type != "cuda":
+    if section.engine == "native" and section.cuda_graphs and device.type != "cuda":
         raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
 
 
@@ -61,11 +62,14 @@ def _graphs() -> "Callable[[torch.device], GraphMaker]":
     return import_module("dtrain.inference.graphs").CudaGraphs
 
 
-def open_engine(recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: RunContext) -> RolloutEngine:
-    """Return the engine of `grpo.engine`. Collective. Raises UserError."""
-    if recipe.grpo.engine == "http":
-        return import_module("dtrain.rl.remote.training").OverHttp(recipe, policy, run)
-    return OnTheMesh(recipe, policy, tokenizer)
+def open_engine(
+    section: Grpo, policy: Policy, tokenizer: Tokenizer, run: RunContext, base: Path, lora: Lora | None
+) -> RolloutEngine:
+    """Return the engine of `grpo.engine`. base: the directory of the model that training began with, and lora: the
+    adapter that trains, for servers that are sent it. Collective. Raises UserError."""
+    if section.engine == "http":
+        return import_module("dtrain.rl.remote.training").OverHttp(section, policy, run, base, lora)
+    return OnTheMesh(section, policy, tokenizer)
 
 
 def open_rewards(section: Grpo, run: RunContext) -> Rewards | None:
@@ -82,9 +86,9 @@ def open_rewards(section: Grpo, run: RunContext) -> Rewards | None:
     return opened[0] if opened else None
 
 
-def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> EpisodePlayer | None:
+def open_episodes(section: Grpo, data: Data, tokenizer: Tokenizer, run: RunContext) -> EpisodePlayer | None:
     """Return the player of completions in the environment that `grpo.environment` or `grpo.verifiers` names, or with
     `grpo.tools` (`environments.play.Episodes`); None where there are none. Collective. Raises UserError."""
-    if not recipe.grpo.has_episodes:
+    if not section.has_episodes:
         return None
-    return import_module("dtrain.rl.environments.play").open_episodes(recipe, tokenizer, run)
+    return import_module("dtrain.rl.environments.play").open_episodes(section, data, tokenizer, run)

@@ -11,7 +11,7 @@ from dtrain.data import Tokenizer
 from dtrain.data.text.template import ChatTemplate, choose_template
 from dtrain.data.text.tool_format import ToolFormat, learn_tool_format
 from dtrain.inference.request import AskStop, Completion, Request
-from dtrain.recipe.schema import Recipe
+from dtrain.recipe.schema import Data, Grpo
 from dtrain.rl.buffer import Sample
 from dtrain.rl.engine_interfaces import RolloutEngine
 from dtrain.rl.environments.episodes import environment_seed, run_episodes
@@ -101,10 +101,10 @@ class Episodes:
         ]
 
 
-def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> Episodes:
-    """Open the environments of `recipe`, or its tools, in their own process, on rank 0 alone; the run closes it.
+def open_episodes(section: Grpo, data: Data, tokenizer: Tokenizer, run: RunContext) -> Episodes:
+    """Open the environments of `section`, or its tools, in their own process, on rank 0 alone; the run closes it.
     Collective. Raises UserError."""
-    section, data, library = recipe.grpo, recipe.data, recipe.grpo.verifiers
+    library = section.verifiers
     template = choose_template(tokenizer.directory, tokenizer.special_tokens, data.chat_template, data.template_kwargs)
     tools = tool_schemas(section.tools) if section.tools else []
     calls = learn_tool_format(template, [schema for _, schema in tools]) if tools else None

@@ -11,7 +11,7 @@ from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.inference.request import AskStop, Completion, Request
 from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.policy import Policy
-from dtrain.recipe.schema import Recipe
+from dtrain.recipe.schema import Grpo, Lora
 from dtrain.rl.remote.adapter import MERGED, AdapterPublisher, refusal
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.prefetch import RolloutPrefetcher
@@ -26,15 +26,15 @@ class OverHttp:
     servers fail, and Interrupted where rank 0 is asked to stop while they come up.
     """
 
-    def __init__(self, recipe: Recipe, policy: Policy, run: RunContext):
-        section = recipe.grpo.server
-        self.policy, self.offload, self.ranks = policy, recipe.grpo.offload, Ranks()
+    def __init__(self, grpo: Grpo, policy: Policy, run: RunContext, base: Path, lora: Lora | None):
+        section = grpo.server
+        self.policy, self.offload, self.ranks = policy, grpo.offload, Ranks()
         self._prefetcher: RolloutPrefetcher | None = None
         self._published: int | None = None
         self._publisher: AdapterPublisher | DirectoryPublisher | StreamPublisher
 
         engine: HttpEngine | None = None
-        routed = RoutedReader.of(policy.model.config) if recipe.grpo.router_replay else None
+        routed = RoutedReader.of(policy.model.config) if grpo.router_replay else None
 
         def connect() -> bool:
             nonlocal engine
@@ -55,8 +55,8 @@ class OverHttp:
                 )
             except Interrupted:
                 return False
-            if recipe.grpo.max_off_policy_steps:
-                self._prefetcher = RolloutPrefetcher(engine, recipe.grpo.max_off_policy_steps, run.metrics.say)
+            if grpo.max_off_policy_steps:
+                self._prefetcher = RolloutPrefetcher(engine, grpo.max_off_policy_steps, run.metrics.say)
                 run.stack.callback(self._prefetcher.close)
             run.stack.callback(engine.close)  # runs first, and ends what is under way
             return True
@@ -64,22 +64,22 @@ class OverHttp:
         if not self.ranks.first(connect):
             raise Interrupted
         dtype, shared = policy.precision.compute, Path(section.weights_dir or run.path / "weights")
-        config = None if recipe.lora is None else adapter_of(asdict(recipe.lora))
-        is_rounded = recipe.lora is not None and recipe.lora.quantize == "nf4"
+        config = None if lora is None else adapter_of(asdict(lora))
+        is_rounded = lora is not None and lora.quantize == "nf4"
         way = self.ranks.first(
             lambda: _choose_way(
                 section.weights, config, engine, run.metrics.say, is_rounded=is_rounded, is_held=policy.holds_base
             )
         )
         if way == "adapter" and config is not None:
-            adapters = self._publisher = AdapterPublisher(shared, recipe.model.directory, config, engine)
+            adapters = self._publisher = AdapterPublisher(shared, base, config, engine)
             self._publish: Callable[[int], None] = lambda version: adapters.publish(policy.model, version)
         elif way == "broadcast":
             stream = self._publisher = StreamPublisher(engine, device=policy.device, dtype=dtype)
             run.stack.callback(stream.close)
             self._publish = lambda version: stream.publish(policy, version)
         else:
-            files = self._publisher = DirectoryPublisher(shared, recipe.model.directory, engine, dtype=dtype)
+            files = self._publisher = DirectoryPublisher(shared, base, engine, dtype=dtype)
             self._publish = lambda version: files.publish(policy.model, version)
 
     def generate(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
