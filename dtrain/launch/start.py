@@ -20,7 +20,8 @@ from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import PlanBeside, Train, run_in_place, tell_all_ranks
 from dtrain.recipe import Recipe, read, redact, redacted_errors, sizes
 from dtrain.run.check import notes
-from dtrain.run.preflight import named_code, not_here, preflight, to_copy, together, with_local_model, with_small_files
+from dtrain.run.preflight import named_code, not_here, preflight, together, with_local_model, with_small_files
+from dtrain.run.preflight_data import to_copy
 
 
 def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, plan: PlanBeside | None = None) -> Recipe:

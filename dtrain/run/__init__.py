@@ -3,7 +3,10 @@
 `dtrain.run` is this package, and a function too: `dtrain.run(recipe, overrides)` trains, as `dtrain run` does.
 
 trainer                       the loop
-check, preflight              the problems of a recipe; of the files that it names
+check                         the problems of a recipe
+preflight                     the problems of the files that it names, without torch
+preflight_models, preflight_data
+                              those of models; of data
 lora_section, eval_section    the same of its sections `lora` and `eval`
 eval_sets                     the sets of `eval`
 spec, stages                  everything that a recipe, its files and a world decide: `resolve`, stage by stage

@@ -31,7 +31,7 @@ from dtrain.policy.build import choose_attention, choose_delta
 from dtrain.policy.saved import weights_of
 from dtrain.run import eval_sets, metrics, resume
 from dtrain.run.host import Host
-from dtrain.run.preflight import has_urls, to_copy
+from dtrain.run.preflight_data import has_urls, to_copy
 from dtrain.run.spec import RunSpec
 from dtrain.run.stages import tokenizer
 from dtrain.run.stages.data import open_split, row_options, splits
