@@ -84,7 +84,7 @@ def _work(call: Callable[[], object], niceness: int, parent: int, sender) -> Non
 
 
 def _picklable(error: Exception) -> Exception:
-    """Return `error`, with its traceback, as what can be pickled: a UserError, or a RuntimeError that names its class."""
+    """Return `error` with its traceback as what can be pickled: a UserError, or a RuntimeError that names its class."""
     picklable = (
         UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")
     )
