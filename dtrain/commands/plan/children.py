@@ -1,7 +1,8 @@
 """Functions in processes of their own, side by side.
 
 torch keeps what it learnt of a mesh for the life of a process, the names of its process groups too, so that a second
-mesh in the same process may be taken for the first one. Each trace therefore has a process, forked from this one.
+mesh in the same process may be taken for the first one. Each trace therefore has a process, forked from this one. An
+executor of the standard library would pickle the calls, and could end none that is under way.
 """
 
 import gc
@@ -79,13 +80,11 @@ def _work(call: Callable[[], object], niceness: int, parent: int, sender) -> Non
     except Exception as error:
         sender.send(_picklable(error))
     finally:
-        sender.close()
         os._exit(0)
 
 
 def _picklable(error: Exception) -> Exception:
-    """Return `error` with its traceback as an exception that can be pickled: a UserError, or a RuntimeError that names
-    the class."""
+    """Return `error` with its traceback as what can be pickled: a UserError, or a RuntimeError that names its class."""
     picklable = (
         UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")
     )

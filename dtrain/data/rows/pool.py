@@ -1,8 +1,8 @@
 """Chunks of rows to samples in parallel processes, in order, with bounded memory.
 
-The workers are plain child processes that read jobs from a pipe and write results to another: they need neither a
-guarded main module nor a fork of a process full of threads, and they end when their parent does, however it ends,
-since their pipe then does.
+The workers are plain child processes that read jobs from a pipe and write results to another. Unlike those of
+`multiprocessing` they need neither a guarded main module nor a fork of a process full of threads, and they end when
+their parent does, however it ends, since their pipe then does.
 """
 
 import collections
@@ -94,8 +94,7 @@ class Pool:
 def serve() -> None:
     """Serve as a worker: read an encoder, then jobs until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    jobs: IO[bytes] = sys.stdin.buffer
-    results: IO[bytes] = sys.stdout.buffer
+    jobs, results = sys.stdin.buffer, sys.stdout.buffer
     encoder: RowEncoder = pickle.load(jobs)
     while True:
         try:

@@ -1,9 +1,10 @@
 """The sandbox in which a chat template runs: jinja's, with a limit on its work, on what it builds and on its time.
 
 A template comes from whoever made the model. jinja's sandbox keeps it away from the machine, but lets loops turn in
-loops and a text double itself. Here each rendering has a budget. Rounds of loops, calls, filters, tests and comparisons
-count, with the parts of their arguments; so does what is built. What gives much out of little is checked before it
-runs. `Counting` puts the counters into the parsed template, as filters, whose names a template cannot take.
+loops and a text double itself; a limit of time ends no long call in C and comes after the memory is full. Here each
+rendering has a budget. Rounds of loops, calls, filters, tests and comparisons count, with the parts of their arguments;
+so does what is built. What gives much out of little is checked before it runs. `Counting` puts the counters into the
+parsed template, as filters, whose names a template cannot take.
 """
 
 import re

@@ -1,6 +1,7 @@
 """Client of a server of tools that speaks the Model Context Protocol over its standard input and output.
 
-JSON-RPC 2.0, a message a line: initialize, tools/list, tools/call (the protocol's specification of 2025-06-18).
+JSON-RPC 2.0, a message a line: initialize, tools/list, tools/call (the protocol's specification of 2025-06-18). The
+`mcp` package waits for ever on malformed answers, and keeps a line without an end until the memory is full.
 """
 
 import json
