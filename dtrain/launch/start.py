@@ -15,7 +15,6 @@ from pathlib import Path
 
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.import_paths import search_path
-from dtrain.launch import agent
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import PlanBeside, Train, run_in_place, tell_all_ranks
 from dtrain.recipe import Recipe, read, redact, redacted_errors, sizes
@@ -73,6 +72,8 @@ def _start(recipe: Recipe, place: RankPlace | None, train: Train | None, plan: P
     if place is None and recipe.launch.nproc == 1:
         _note_tasks(os.environ)
     if place is None and recipe.launch.nproc > 1:
+        from dtrain.launch import agent  # of several processes alone
+
         agent.run_workers(recipe, _threads(recipe.launch.nproc), os.environ, train, plan)
     else:
         place, run = place or RankPlace(environ=os.environ), run_in_place
@@ -120,6 +121,8 @@ def work(job: str, fd: str) -> None:
     """The main function of a process that `agent.run_workers` started. Never returns."""
     place = find_place(os.environ, 1)
     assert place is not None, "its launcher says which rank it is"
+    from dtrain.launch import agent
+
     agent.work(Path(job), int(fd), place)
 
 

@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dtrain import models
-from dtrain.attention.check_varlen import prove
-from dtrain.attention.context import GatherKernel, VarlenGatherKernel
 from dtrain.attention.kernels import HALF, Kernel, SdpaKernel, choose_kernel
-from dtrain.attention.ring import RingKernel, VarlenRingKernel
-from dtrain.attention.varlen import VarlenKernel
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.read import read_weights
@@ -28,7 +24,6 @@ from dtrain.models.common.config import SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
-from dtrain.parallel.experts import spread_experts
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.mesh import Mesh
 from dtrain.policy.precision import Precision
@@ -108,6 +103,8 @@ def lay_out(
     if model.routing is not None:
         model.routing.cp, model.routing.tp = mesh.cp, mesh.tp
     if mesh.ep is not None:
+        from dtrain.parallel.experts import spread_experts
+
         spread_experts(model, mesh.ep, mesh.tp)
     if kernel is None:
         every = Ranks(mesh.cp.get_group()).every if mesh.cp.size() > 1 else None
@@ -154,6 +151,9 @@ def choose_attention(
     """
     if not wants_varlen(recipe, precision, device.type):
         return choose_kernel("sdpa", device=device.type, documents=True, backward=True)
+    from dtrain.attention.check_varlen import prove
+    from dtrain.attention.varlen import VarlenKernel
+
     tp, kernel, exchanges = recipe.parallel.tp, VarlenKernel(), recipe.parallel.cp > 1
     window = config.sliding_window if SLIDING in config.layer_types else None
     sizes = dict.fromkeys((config.heads_of(kind).count, config.heads_of(kind).size) for kind in config.kv_heads)
@@ -250,6 +250,10 @@ def _compile(model: CausalLM, recipe: Recipe, device: torch.device) -> None:
 
 def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:
     """Return `kernel` over the keys of all cp ranks."""
+    from dtrain.attention.context import GatherKernel, VarlenGatherKernel
+    from dtrain.attention.ring import RingKernel, VarlenRingKernel
+    from dtrain.attention.varlen import VarlenKernel
+
     if isinstance(kernel, VarlenKernel):
         return (VarlenRingKernel if rotate == "ring" else VarlenGatherKernel)(kernel, mesh.cp)
     return (RingKernel if rotate == "ring" else GatherKernel)(kernel, mesh.cp)

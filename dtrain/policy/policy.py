@@ -7,7 +7,7 @@ per micro-batch (the loss is computed inside the root's forward, from hidden sta
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from dtrain.base.batch import COMPLETED, Batch, documents, next_tokens, real_tokens, trained_tokens
 from dtrain.checkpoint.huggingface.read import read_weights
-from dtrain.losses import TrainingSamplingParams
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import LossScale, Updater, build_optimizer, build_scheduler
@@ -33,6 +32,9 @@ from dtrain.policy.saved import Saved
 from dtrain.policy.score import Loss, Scorer
 from dtrain.policy.weights import WeightsOut
 from dtrain.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from dtrain.losses import TrainingSamplingParams
 
 
 class Policy(Saved, Memory, WeightsOut):
@@ -176,7 +178,7 @@ class Policy(Saved, Memory, WeightsOut):
         self,
         batch: Batch,
         micro_batch_size: int | Batching | None = None,
-        sampling: TrainingSamplingParams | None = None,
+        sampling: "TrainingSamplingParams | None" = None,
     ) -> Tensor:
         """Return log p(labels) at the labels, else 0: [n, S] on the CPU. `batch` as for `train`; a token without a
         label costs no product of the head. sampling: of the distribution after this temperature and these filters,
@@ -184,7 +186,7 @@ class Policy(Saved, Memory, WeightsOut):
         return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.logprobs(rows, sampling)])[0]
 
     def label_entropies(
-        self, batch: Batch, micro_batch_size: int | Batching | None, sampling: TrainingSamplingParams
+        self, batch: Batch, micro_batch_size: int | Batching | None, sampling: "TrainingSamplingParams"
     ) -> Tensor:
         """Return entropies of the distributions that labels were drawn from (before top-k and top-p), at the labels,
         else 0: [n, S] on the CPU. `batch` as for `train`. Collective."""

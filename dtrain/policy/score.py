@@ -5,27 +5,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtrain import losses
 from dtrain.attention.packing import Packing
 from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, document_ids, documents, sum_by_document
-from dtrain.losses import (
-    HeadInput,
-    HeadLogprobs,
-    TokenSums,
-    TrainingSamplingParams,
-    VocabShard,
-    filtered_logprobs_from_hidden_states,
-    logprobs_from_hidden_states,
-    need_top_k_or_top_p_filtering,
-    token_loss_sums,
-    topk_logits_from_hidden_states,
-    weighted_logprob_sum,
-)
 from dtrain.losses.head.vocabulary import compute_dtype
 from dtrain.losses.policy.sequences import Documents
 from dtrain.losses.token.formulas import TokenLossFn
@@ -34,6 +22,9 @@ from dtrain.parallel.collectives import leave_region
 from dtrain.parallel.context.batch import cut_streams, gather_tokens, pad_right
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import ScoreHead
+
+if TYPE_CHECKING:
+    from dtrain.losses import HeadInput, HeadLogprobs, TokenSums, TrainingSamplingParams, VocabShard
 
 
 class Inputs(TypedDict):
@@ -70,21 +61,21 @@ class LogprobSource:
         self._softcap, self._shard, self._cp, self._score = head.softcap, head.shard, head.cp, head.score
 
     @property
-    def head_input(self) -> HeadInput:
+    def head_input(self) -> "HeadInput":
         """Hidden states [B · S/cp, D] and weight behind the logits of this rank's positions, for losses of a method's
         own."""
-        return HeadInput(self._hidden.flatten(0, 1), self._head_weight, self._softcap)
+        return losses.HeadInput(self._hidden.flatten(0, 1), self._head_weight, self._softcap)
 
     @property
-    def shard(self) -> VocabShard | None:
+    def shard(self) -> "VocabShard | None":
         """Part of the vocabulary that the head's weight is; None for all of it."""
         return self._shard
 
-    def token_loss_sums(self, loss: TokenLossFn, *, label_smoothing: float = 0.0) -> TokenSums:
+    def token_loss_sums(self, loss: TokenLossFn, *, label_smoothing: float = 0.0) -> "TokenSums":
         """Return sums over this rank's labelled positions, scalars, the same on every tp rank: of `loss` of log
         p(label), which may be smoothed, and of labels that are the likeliest token. See `losses.token_loss_sums`."""
         index = self._batch["label_index"]
-        return token_loss_sums(
+        return losses.token_loss_sums(
             self._hidden.flatten(0, 1),
             self._head_weight,
             self._batch["labels"].flatten().index_select(0, index),
@@ -106,7 +97,7 @@ class LogprobSource:
             if token_weights is None
             else token_weights.flatten().index_select(0, index)
         )
-        return weighted_logprob_sum(
+        return losses.weighted_logprob_sum(
             self._hidden.flatten(0, 1),
             self._head_weight,
             self._batch["labels"].flatten().index_select(0, index),
@@ -118,12 +109,12 @@ class LogprobSource:
 
     def logprobs(
         self, *, temperature: float = 1.0, entropy: bool = False, top1: bool = False, log_p2: bool = False
-    ) -> HeadLogprobs:
+    ) -> "HeadLogprobs":
         """Return log p(label) of every position of this rank, [B, S/cp], 0 where there is no label; on request the
         entropy, whether the label is the likeliest token, and log Σ p². The same on every tp rank; the first two are
         differentiable, whatever the loss does with them. For a sum with known weights `weighted_sum` is cheaper.
         """
-        return logprobs_from_hidden_states(
+        return losses.logprobs_from_hidden_states(
             self._hidden,
             self._head_weight,
             self._batch["labels"],
@@ -136,13 +127,13 @@ class LogprobSource:
             index=self._batch["label_index"],
         )
 
-    def sampled_logprobs(self, sampling: TrainingSamplingParams, *, entropy: bool = False) -> HeadLogprobs:
+    def sampled_logprobs(self, sampling: "TrainingSamplingParams", *, entropy: bool = False) -> "HeadLogprobs":
         """Return `logprobs` of the distribution that labels were drawn from: −inf where top-k or top-p leave a label
         out. The entropy is that of all tokens."""
-        if not need_top_k_or_top_p_filtering(sampling):
+        if not losses.need_top_k_or_top_p_filtering(sampling):
             return self.logprobs(temperature=sampling.temperature, entropy=entropy)
         entropies = self.logprobs(temperature=sampling.temperature, entropy=True).entropy if entropy else None
-        logprobs = filtered_logprobs_from_hidden_states(
+        logprobs = losses.filtered_logprobs_from_hidden_states(
             self._hidden,
             self._head_weight,
             self._batch["labels"],
@@ -151,7 +142,7 @@ class LogprobSource:
             shard=self._shard,
             index=self._batch["label_index"],
         )
-        return HeadLogprobs(logprobs, entropies)
+        return losses.HeadLogprobs(logprobs, entropies)
 
     def by_document(self, values: Tensor) -> Tensor:
         """Return Σ of `values` [.., B, S/cp] over each document of the micro-batch, [.., documents], on every cp rank.
@@ -194,7 +185,7 @@ class Head:
     """Settings of the head: the model and the mesh."""
 
     softcap: float | None
-    shard: VocabShard | None
+    shard: "VocabShard | None"
     cp: DeviceMesh
     score: ScoreHead | None = None  # of a classifier
 
@@ -203,7 +194,7 @@ class Head:
         head = model.head
         start = head.vocab_start  # None too where a plan of the user's own leaves the head whole
         largest = -(-model.config.vocab_size // mesh.tp.size())
-        shard = None if start is None else VocabShard(start, mesh.tp.get_group(), largest)
+        shard = None if start is None else losses.VocabShard(start, mesh.tp.get_group(), largest)
         score = head if isinstance(head, ScoreHead) else None
         return cls(model.config.final_logit_softcapping, shard, mesh.cp, score)
 
@@ -278,15 +269,15 @@ class Scorer:
         return Packing.of(positions, *owners)
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, sampling: TrainingSamplingParams | None = None) -> Tensor:
+    def logprobs(self, batch: Batch, sampling: "TrainingSamplingParams | None" = None) -> Tensor:
         """Return log p(label) at every position of one host micro-batch [B, S], 0 where there is none; on the device,
         the same on every cp and tp rank, in the order of the batch. sampling: as labels were drawn. Under cp one
         all-gather."""
-        sampling = sampling or TrainingSamplingParams()
+        sampling = sampling or losses.TrainingSamplingParams()
         return self._of_labels(batch, lambda source: source.sampled_logprobs(sampling).logprobs)
 
     @torch.no_grad()
-    def entropies(self, batch: Batch, sampling: TrainingSamplingParams) -> Tensor:
+    def entropies(self, batch: Batch, sampling: "TrainingSamplingParams") -> Tensor:
         """Return, by position as `logprobs`, the entropy where there is a label, else 0, [B, S]."""
         return self._of_labels(batch, lambda source: source.sampled_logprobs(sampling, entropy=True).entropy)
 
@@ -304,7 +295,7 @@ class Scorer:
 
         def at_head(source: LogprobSource, local: Batch) -> list[Tensor]:
             index = (local["seq_ids"].flatten() != PADDING_DOCUMENT).nonzero().squeeze(1)
-            topk = topk_logits_from_hidden_states(source.head_input, k, index, shard=source.shard)
+            topk = losses.topk_logits_from_hidden_states(source.head_input, k, index, shard=source.shard)
             shape = local["seq_ids"].shape
             return [
                 part.new_zeros(shape.numel(), part.shape[1]).index_copy(0, index, part).view(*shape, -1)

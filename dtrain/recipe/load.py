@@ -83,7 +83,7 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
     method = (
         made.method if "method" in written or any(override.startswith("method=") for override in overrides) else None
     )
-    if foreign := translate(written, made.model.path, method):
+    if problems and (foreign := translate(written, made.model.path, method)):
         problems.append("\n      ".join(foreign.answer().splitlines()))
     if made.run.name is None:
         made.run.name = _default_name(made, stem, written)
