@@ -151,7 +151,7 @@ def choose_attention(
     """
     if not wants_varlen(recipe, precision, device.type):
         return choose_kernel("sdpa", device=device.type, documents=True, backward=True)
-    from dtrain.attention.check_varlen import prove
+    from dtrain.attention import check_varlen
     from dtrain.attention.varlen import VarlenKernel
 
     tp, kernel, exchanges = recipe.parallel.tp, VarlenKernel(), recipe.parallel.cp > 1
@@ -160,7 +160,7 @@ def choose_attention(
 
     def proof() -> str | None:
         problems = (
-            prove(
+            check_varlen.prove(
                 kernel.flash,
                 heads=config.num_attention_heads // tp,
                 key_heads=max(1, key_heads // tp),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dtrain.attention import check_varlen
 from dtrain.base.errors import UserError
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Mesh
@@ -36,9 +37,9 @@ def choices(rank, root):
 
     cuda = torch.device("cuda", 0)
     half = tiny_recipe(root, "train.dtype=bfloat16", family="gemma3")
-    own = build.prove
+    own = check_varlen.prove
     try:
-        build.prove = proof(None)
+        check_varlen.prove = proof(None)
         assert kernel_of(half, cuda).name == "varlen"
         assert asked.pop() == {
             "heads": 4, "key_heads": 2, "head_dim": 16, "window": 6, "dtype": torch.bfloat16, "device": cuda,
@@ -47,7 +48,7 @@ def choices(rank, root):
         for other in (tiny_recipe(root, "train.dtype=float32"), tiny_recipe(root, "model.attention=sdpa")):
             assert kernel_of(other, cuda).name == "sdpa"
         assert kernel_of(half, torch.device("cpu")).name == "sdpa" and not asked
-        build.prove = proof("varlen does not run here: too old")
+        check_varlen.prove = proof("varlen does not run here: too old")
         chosen = kernel_of(half, cuda)
         assert (chosen.name, chosen.note) == ("sdpa", "varlen does not run here: too old")
         wanted = tiny_recipe(root, "train.dtype=bfloat16", "model.attention=varlen")
@@ -62,11 +63,11 @@ def choices(rank, root):
         assert kernel_of(packed, cuda, longest_row=16384).name == "sdpa"
         for able in ("data.max_length=16384", "model.attention=sdpa"):
             assert kernel_of(tiny_recipe(root, "train.dtype=bfloat16", long, able), cuda).name == "sdpa"
-        build.prove = own
+        check_varlen.prove = own
         with pytest.raises(UserError, match="model.attention=varlen: varlen does not run here"):
             kernel_of(wanted, torch.device("cpu"))
     finally:
-        build.prove = own
+        check_varlen.prove = own
 
 
 def test_the_kernel_is_the_one_that_proves_itself(tmp_path):
@@ -114,17 +115,17 @@ def of_two(rank, root, rotate):
     """The kernels where rank 1 alone finds a problem, and where none does."""
     from dtrain.parallel.mesh import build_mesh
 
-    cuda, own, names = torch.device("cuda", rank), build.prove, []
+    cuda, own, names = torch.device("cuda", rank), check_varlen.prove, []
     recipe = tiny_recipe(root, "train.dtype=bfloat16", "parallel.cp=2", f"parallel.cp_rotate={rotate}")
     mesh = build_mesh(Runtime(rank=rank), dp_replicate=1, dp_shard=1, cp=2, tp=1)
     precision = choose_precision("bfloat16", "cuda")
     try:
         for problem in (None, "too old"):
-            build.prove = lambda kernel, exchange, problem=problem, **_: problem if rank == 1 else None
+            check_varlen.prove = lambda kernel, exchange, problem=problem, **_: problem if rank == 1 else None
             model = build.lay_out(recipe, read_config(recipe.model.path), mesh, precision, cuda)
             names.append((model.model.kernel.name, model.model.kernel.note))
     finally:
-        build.prove = own
+        check_varlen.prove = own
     return names
 
 
