@@ -41,8 +41,8 @@ from dtrain.optim.update import (
     build_scheduler,
 )
 from dtrain.policy.build import choose_attention, choose_delta
+from dtrain.policy.checkpoint import weights_of
 from dtrain.policy.precision import Precision, choose_precision
-from dtrain.policy.saved import weights_of
 from dtrain.recipe import Recipe
 from dtrain.run import eval_sets, metrics, resume, sizes
 from dtrain.run.directory import RunDirectory
