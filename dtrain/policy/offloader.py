@@ -59,7 +59,8 @@ class PolicyOffloader:
             return
         for state in self.updater.optimizer.state.values():
             for key, value in state.items():
-                if isinstance(value, Tensor) and (value.dim() or not _is_step(key)):
+                # torch keeps Adam's count of steps on the host, for all but its fused kind.
+                if isinstance(value, Tensor) and (value.dim() or key != "step"):
                     state[key] = value.to(device)
 
     def move_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
@@ -94,11 +95,6 @@ class PolicyOffloader:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _is_step(key: str) -> bool:
-    """Return whether `key` is Adam's count of steps, which torch keeps on the host for all but its fused kind."""
-    return key == "step"
 
 
 @torch.no_grad()

@@ -177,11 +177,11 @@ class Policy:
             if counted is not None:
                 rows = {name: tensor[counted[of_step]] for name, tensor in rows.items()}
             batches, _ = micro_batches(rows, batching, min(per_step, most_rows - start), self.mesh.dp, by_row)
-            count = all_reduced(_counts(rows), self.mesh.dp)
-            counts.append(count)
+            own_counts = torch.tensor([trained_tokens(rows), documents(rows), real_tokens(rows)])
+            counts.append(all_reduced(own_counts, self.mesh.dp))
             # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
-            both = (count[1], count[0])  # sequences, tokens
-            divisors = [n.clamp(min=1).to(self.device, non_blocking=True) for n in both]
+            tokens, sequences, _ = counts[-1].clamp(min=1)
+            divisors = [count.to(self.device, non_blocking=True) for count in (sequences, tokens)]
             if updater is None:
                 loss, measured = self._evaluate(batches, loss_fn, divisors)
             else:
@@ -346,7 +346,3 @@ class Policy:
         results = [self.scorer.at_head(batch, loss_fn, *divisors) for batch in batches]
         reshard_model(self.model)
         return torch.stack([loss for loss, _ in results]).sum(), [measured for _, measured in results]
-
-
-def _counts(rows: Batch) -> Tensor:
-    return torch.tensor([trained_tokens(rows), documents(rows), real_tokens(rows)])

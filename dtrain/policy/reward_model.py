@@ -101,11 +101,4 @@ def at_the_ends(batch: Batch, values: Tensor, pad: int | None) -> Batch:
     ends = torch.where(ends > 0, ends - 1, firsts)
     labels = torch.full_like(flat, IGNORE).index_fill(0, ends, 0)
     targets = torch.zeros(len(flat), dtype=STREAMS["targets"].dtype).index_copy(0, ends, values)
-    return (
-        {**batch, "labels": labels.view_as(ids), "targets": targets.view_as(ids)}
-        if rows_in(batch)
-        else {
-            **batch,
-            "targets": torch.zeros(ids.shape, dtype=STREAMS["targets"].dtype),
-        }
-    )
+    return {**batch, "labels": labels.view_as(ids), "targets": targets.view_as(ids)}
