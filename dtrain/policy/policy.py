@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dtrain.optim.sums import GradientSums
 
 
-def _of(part: str, method: Callable[..., Any]) -> property:
+def _method_of(part: str, method: Callable[..., Any]) -> property:
     """Return `method` of a policy's `part` as a method of the policy."""
     return property(attrgetter(f"{part}.{method.__name__}"), doc=method.__doc__)
 
@@ -68,9 +68,10 @@ class Policy:
         model = self.model = build(recipe, config, mesh, self.precision, device)
         self.scorer = Scorer(model, mesh, device)
         self.updater: Updater | None = None
-        self.sums: GradientSums | None = None  # of bfloat16
+        self.sums: GradientSums | None = None  # of gradients in bfloat16
         self.reference: Reference | None = None
-        self.state_device = device if recipe.parallel.optimizer_offload and device.type == "cuda" else None
+        is_on_host = recipe.parallel.optimizer_offload and device.type == "cuda"  # the optimizer's state
+        self.gradient_device = device if is_on_host else None
         self.checkpoint = PolicyCheckpoint(
             model,
             recipe.model.directory,
@@ -79,7 +80,7 @@ class Policy:
             holds_base=recipe.model.init == "scratch",
         )
         self.offloader = PolicyOffloader(
-            model, device, keeps_parameters=offloads(recipe, device), keeps_state=self.state_device is not None
+            model, device, keeps_parameters=offloads(recipe, device), keeps_state=is_on_host
         )
         self.weights = WeightSender(model, rank, device, self.precision.compute)
         self.monitor = DeviceMonitor(rank, device)
@@ -88,27 +89,27 @@ class Policy:
             self._read_adapter(recipe.lora.path)
 
     # Known by name to NeMo-RL's users, who call them on the policy.
-    save_checkpoint = _of("checkpoint", PolicyCheckpoint.save_checkpoint)
-    load_checkpoint = _of("checkpoint", PolicyCheckpoint.load_checkpoint)
-    return_state_dict = _of("checkpoint", PolicyCheckpoint.return_state_dict)
-    prepare_for_training = _of("offloader", PolicyOffloader.prepare_for_training)
-    prepare_for_lp_inference = _of("offloader", PolicyOffloader.prepare_for_lp_inference)
-    offload_before_refit = _of("offloader", PolicyOffloader.offload_before_refit)
-    offload_after_refit = _of("offloader", PolicyOffloader.offload_after_refit)
-    move_optimizer_to_device = _of("offloader", PolicyOffloader.move_optimizer_to_device)
-    move_to_device = _of("offloader", PolicyOffloader.move_to_device)
-    move_to_cpu = _of("offloader", PolicyOffloader.move_to_cpu)
-    move_to_cuda = _of("offloader", PolicyOffloader.move_to_cuda)
-    move_buffer_to_device = _of("offloader", PolicyOffloader.move_buffer_to_device)
-    prepare_refit_info = _of("weights", WeightSender.prepare_refit_info)
-    init_collective = _of("weights", WeightSender.init_collective)
-    broadcast_weights_for_collective = _of("weights", WeightSender.broadcast_weights_for_collective)
-    prepare_weights_for_ipc = _of("weights", WeightSender.prepare_weights_for_ipc)
-    get_weights_ipc_handles = _of("weights", WeightSender.get_weights_ipc_handles)
-    get_gpu_info = _of("monitor", DeviceMonitor.get_gpu_info)
-    reset_peak_memory_stats = _of("monitor", DeviceMonitor.reset_peak_memory_stats)
-    start_gpu_profiling = _of("monitor", DeviceMonitor.start_gpu_profiling)
-    stop_gpu_profiling = _of("monitor", DeviceMonitor.stop_gpu_profiling)
+    save_checkpoint = _method_of("checkpoint", PolicyCheckpoint.save_checkpoint)
+    load_checkpoint = _method_of("checkpoint", PolicyCheckpoint.load_checkpoint)
+    return_state_dict = _method_of("checkpoint", PolicyCheckpoint.return_state_dict)
+    prepare_for_training = _method_of("offloader", PolicyOffloader.prepare_for_training)
+    prepare_for_lp_inference = _method_of("offloader", PolicyOffloader.prepare_for_lp_inference)
+    offload_before_refit = _method_of("offloader", PolicyOffloader.offload_before_refit)
+    offload_after_refit = _method_of("offloader", PolicyOffloader.offload_after_refit)
+    move_optimizer_to_device = _method_of("offloader", PolicyOffloader.move_optimizer_to_device)
+    move_to_device = _method_of("offloader", PolicyOffloader.move_to_device)
+    move_to_cpu = _method_of("offloader", PolicyOffloader.move_to_cpu)
+    move_to_cuda = _method_of("offloader", PolicyOffloader.move_to_cuda)
+    move_buffer_to_device = _method_of("offloader", PolicyOffloader.move_buffer_to_device)
+    prepare_refit_info = _method_of("weights", WeightSender.prepare_refit_info)
+    init_collective = _method_of("weights", WeightSender.init_collective)
+    broadcast_weights_for_collective = _method_of("weights", WeightSender.broadcast_weights_for_collective)
+    prepare_weights_for_ipc = _method_of("weights", WeightSender.prepare_weights_for_ipc)
+    get_weights_ipc_handles = _method_of("weights", WeightSender.get_weights_ipc_handles)
+    get_gpu_info = _method_of("monitor", DeviceMonitor.get_gpu_info)
+    reset_peak_memory_stats = _method_of("monitor", DeviceMonitor.reset_peak_memory_stats)
+    start_gpu_profiling = _method_of("monitor", DeviceMonitor.start_gpu_profiling)
+    stop_gpu_profiling = _method_of("monitor", DeviceMonitor.stop_gpu_profiling)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -123,7 +124,7 @@ class Policy:
 
             self.sums = GradientSums(self.model.named_parameters(), recipe.run.seed)
         named = self.model.named_parameters()
-        optimizer = build_optimizer(recipe.optimizer, named, recipe.run.seed, self.state_device)
+        optimizer = build_optimizer(recipe.optimizer, named, recipe.run.seed, self.gradient_device)
         self.updater = self.checkpoint.updater = self.offloader.updater = Updater(
             self.model,
             optimizer,

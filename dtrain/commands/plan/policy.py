@@ -79,8 +79,8 @@ class PlannedPolicy(Policy):
     def init_optimizer(self, total_steps: int) -> None:
         """Build the recipe's optimizer as it is from its second step on. Its state is left out of the timeline, its
         cost to the estimate. torch's own step plain tensors here: DTensors would take minutes."""
-        is_on_host = self.state_device is not None
-        self.state_device = torch.device("meta") if is_on_host else None
+        is_on_host = self.gradient_device is not None
+        self.gradient_device = torch.device("meta") if is_on_host else None
         super().init_optimizer(total_steps)
         assert self.updater is not None
         parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
