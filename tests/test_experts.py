@@ -19,6 +19,7 @@ from dtrain.parallel.experts import spread_experts
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Packed
+from dtrain.policy.batching import all_reduced
 from dtrain.run.preflight import preflight
 from dtrain.run.trainer import Trainer
 from tests.models.oracle import VARIANTS
@@ -226,7 +227,7 @@ def replayed_on_rank(rank, recipe, world_size, batching):
         logprobs[0, mine] = policy.get_logprobs(batch, batching)["logprobs"]
         policy.init_reference_model()
         logprobs[1, mine] = policy.get_reference_policy_logprobs(batch, batching)["reference_logprobs"]
-        policy.sum_over_dp(logprobs)
+        all_reduced(logprobs, policy.mesh.dp)
         del batch["routed_experts"]
         with policy.use_reference_model():
             alone = policy.get_logprobs(batch, batching)["logprobs"]

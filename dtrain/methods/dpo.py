@@ -25,6 +25,7 @@ from dtrain.losses.preference.options import SFT, over_the_batch
 from dtrain.methods.method import MethodWithReference
 from dtrain.methods.precompute import at_first_labels, reference_table, table_name
 from dtrain.policy import Policy
+from dtrain.policy.batching import all_reduced, gather_rows
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe.schema import Dpo, Recipe
 
@@ -180,7 +181,7 @@ class DpoMethod(MethodWithReference):
                 batch["reference_logprobs"] = policy.label_logprobs(batch, self.micro_rows)
         chosen_tokens = torch.ones((), dtype=torch.int64)  # not read without an SFT term, nor counted
         if self.objective.sft_weight:
-            chosen_tokens = policy.sum_over_dp(_labels_of_chosen(batch).sum()).clamp(min=1)
+            chosen_tokens = all_reduced(_labels_of_chosen(batch).sum(), policy.mesh.dp).clamp(min=1)
         if not self.objective.whole_batch:
             return batch, partial(self.loss, chosen_tokens=chosen_tokens.to(policy.device, non_blocking=True))
         return self._weighted(policy, batch, chosen_tokens)
@@ -211,7 +212,7 @@ class DpoMethod(MethodWithReference):
         streams = PairSums.streams(batch, logprobs)  # [4, n, S]
         count, ids = documents(batch), document_ids(batch)
         local = sum_by_document(streams, ids, count)
-        gathered, first = policy.gather_over_dp(local.t())  # [documents of all ranks, 4]
+        gathered, first = gather_rows(local.t(), policy.mesh.dp)  # [documents of all ranks, 4]
         sums = PairSums.of(gathered.t())
         losses, slopes = self.objective.slopes(sums)  # [pairs], [2 · pairs]
         total = losses.sum() / max(len(losses), 1) - self.objective.sft_weight * sums.plain_chosen.sum() / chosen_tokens

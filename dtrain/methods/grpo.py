@@ -26,6 +26,7 @@ from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, 
 from dtrain.methods.method import MethodWithReference
 from dtrain.methods.rollout_method import RolloutMethod
 from dtrain.policy import DynamicShapes, Packed, Policy
+from dtrain.policy.batching import gather_rows
 from dtrain.policy.reward_model import RewardModel
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe.schema import Recipe
@@ -114,7 +115,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
         high = None
         if quantile < 1:  # the entropies of the whole minibatch decide, so they are computed beforehand
             entropies = policy.label_entropies(batch, self.micro_rows, self.sampling)
-            gathered, _ = policy.gather_over_dp(entropies[batch["labels"] != IGNORE])
+            gathered, _ = gather_rows(entropies[batch["labels"] != IGNORE], policy.mesh.dp)
             result = top_entropy_threshold(gathered, quantile)
             threshold, high = (value.to(policy.device, non_blocking=True) for value in result)
         return batch, partial(self.loss, entropy_threshold=threshold, high_entropy_tokens=high)
@@ -242,7 +243,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
         shares = self._shares(self._buffer, range(len(self._buffer)))
         mine = shares[self.policy.mesh.dp_rank]
         values = self.policy.label_logprobs(self._buffer.batch(mine), self.micro_rows, self.sampling)
-        gathered, _ = self.policy.gather_over_dp(self._buffer.flat(values, mine))
+        gathered, _ = gather_rows(self._buffer.flat(values, mine), self.policy.mesh.dp)
         self._buffer.place(name, gathered, [index for share in shares for index in share])
 
     def _check_mismatch(self, most: float) -> None:

@@ -25,6 +25,7 @@ from dtrain.data.rows.rows import row_of
 from dtrain.losses.preference import unpaired
 from dtrain.methods.method import MethodWithReference
 from dtrain.policy import Policy
+from dtrain.policy.batching import all_reduced
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe.schema import Recipe
 
@@ -114,7 +115,7 @@ class KtoMethod(MethodWithReference):
 
     def _divergence(self, policy: Policy, log_ratio: Tensor) -> Tensor:
         """The estimate of KL(p || p_ref), at least 0, a scalar; log_ratio [2], this rank's, is summed over all."""
-        total, count = policy.sum_over_dp(log_ratio)
+        total, count = all_reduced(log_ratio, policy.mesh.dp)
         return (total / count.clamp(min=1)).clamp(min=0)
 
     def loss(

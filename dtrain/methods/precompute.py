@@ -20,6 +20,7 @@ from dtrain.data import Rows
 from dtrain.data.rows.order import pack
 from dtrain.losses.preference.losses import length_desensitised_weights
 from dtrain.policy import Batching, Policy
+from dtrain.policy.batching import all_reduced
 
 WINDOW = 1024  # pairs scored between looks at how many rows they make
 
@@ -52,7 +53,7 @@ def reference_table(
     with policy.use_reference_model():
         for start in range(0, shape[0], WINDOW):
             _score(policy, rows, range(start, min(start + WINDOW, shape[0])), table, ld_alpha, micro_rows)
-    policy.sum_over_dp(table)  # each pair was scored by one rank
+    all_reduced(table, policy.mesh.dp)  # each pair was scored by one rank
     if policy.rank == 0:
         partial = file.with_suffix(f".{secrets.token_hex(8)}.part")  # another run may be at the same table
         content = table.numpy().tobytes()

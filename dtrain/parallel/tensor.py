@@ -248,8 +248,8 @@ def _add_once(module: LocalParameters, tp: TensorParallel) -> None:
     _place(module, tp, "bias", Replicate(), grad=Partial(), view=lambda whole: whole if first else whole * 0)
 
 
-def block(module: Block, tp: TensorParallel) -> None:
-    """A `Block`, whose hidden states enter it here."""
+def holder(module: Block | Stack, tp: TensorParallel) -> None:
+    """A `Block`, whose hidden states enter it here, or a `Stack`, whose hidden states come out whole."""
     module.tp = tp
 
 
@@ -271,14 +271,9 @@ def replicated(module: LocalParameters, tp: TensorParallel) -> None:
         _place(module, tp, name, Replicate())
 
 
-def head_norm(module: LocalParameters, tp: TensorParallel) -> None:
-    """A norm over each head of q or k: a rank norms its heads, and the weights' gradients are summed."""
-    _place(module, tp, "weight", Replicate(), grad=Partial())
-
-
-def router(module: LocalParameters, tp: TensorParallel) -> None:
-    """Place the weights of a block's results: whole on every rank, which weighs its share of them, so gradients are
-    summed."""
+def summed(module: LocalParameters, tp: TensorParallel) -> None:
+    """A module in a block that is whole on every rank, and whose gradients are summed: a norm over each head of q or k,
+    of which a rank norms its own, or a router, by which it weighs its share of the results."""
     for name in module._parameters:
         _place(module, tp, name, Replicate(), grad=Partial())
 
@@ -306,14 +301,8 @@ def heads(module: LocalParameters, tp: TensorParallel) -> None:
         _place(module, tp, name, Shard(0))
 
 
-def vocab_embedding(module: VocabEmbedding, tp: TensorParallel) -> None:
-    """A `VocabEmbedding` of this rank's rows of the vocabulary."""
-    _place(module, tp, "weight", Shard(0))
-    module.tp = tp
-
-
-def vocab_head(module: VocabHead, tp: TensorParallel) -> None:
-    """A `VocabHead` of this rank's rows of the vocabulary."""
+def vocab_rows(module: VocabEmbedding | VocabHead, tp: TensorParallel) -> None:
+    """A `VocabEmbedding` or `VocabHead` of this rank's rows of the vocabulary."""
     _place(module, tp, "weight", Shard(0))
     module.tp = tp
 
@@ -324,27 +313,22 @@ def score_head(module: ScoreHead, tp: TensorParallel) -> None:
     module.tp = tp
 
 
-def decoder(module: Stack, tp: TensorParallel) -> None:
-    """A `Stack`, whose hidden states come out whole."""
-    module.tp = tp
-
-
 STYLES: dict[str, Style] = {
-    "block": block,
+    "block": holder,
     "colwise": colwise,
     "colwise_kv": colwise_kv,
-    "decoder": decoder,
+    "decoder": holder,
     "expert_colwise": expert_colwise,
     "expert_rowwise": expert_rowwise,
-    "head_norm": head_norm,
+    "head_norm": summed,
     "heads": heads,
-    "router": router,
+    "router": summed,
     "rowwise": rowwise,
     "rowwise_within": rowwise_within,
     "score_head": score_head,
     "sequence": sequence,
-    "vocab_embedding": vocab_embedding,
-    "vocab_head": vocab_head,
+    "vocab_embedding": vocab_rows,
+    "vocab_head": vocab_rows,
     "within": within,
 }
 # The class of module that each style needs; those not listed here need LocalParameters.

@@ -7,18 +7,19 @@ batching              a caller's batch at the door, and its micro-batches
 score                 what a loss may ask of the model
 reference, teacher    frozen weights of the same model; another model
 reward_model          another model with a head of one output, which rates texts
-saved                 what it saves and reads
-memory                weights and optimizer state moved to host memory and back
+checkpoint            what it saves and reads
+offloader             weights and optimizer state moved to host memory and back
 weights, weight_buckets  full tensors for an engine; the buckets in which they travel
+device                memory and profiler of the rank's device
 worker                the policy under NeMo-RL's name and keywords, which training never loads
 """
 
 from typing import TYPE_CHECKING, Any
 
 from dtrain.policy.batching import Batching, DynamicShapes, Fixed, Packed
-from dtrain.policy.memory import get_cpu_state_dict, unshard_fsdp2_model
+from dtrain.policy.offloader import get_cpu_state_dict, unshard_fsdp2_model
 from dtrain.policy.policy import Policy
-from dtrain.policy.weights import WeightReceiver
+from dtrain.policy.weight_buckets import WeightReceiver
 
 if TYPE_CHECKING:
     from dtrain.policy.worker import DTensorPolicyWorker

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, ROW_STREAMS, STREAMS, Batch, complete, trim
 from dtrain.base.randomness import key
@@ -55,8 +56,8 @@ class Taken(NamedTuple):
     counted: Tensor | None
 
 
-def take(batch: Mapping[str, Any], group: dist.ProcessGroup | None, vocab_size: int) -> Taken:
-    """Return this dp rank's rows of a caller's batch, checked. group: the dp ranks, None for one.
+def take(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Taken:
+    """Return this dp rank's rows of a caller's batch, checked.
 
     Collective: an all-reduce of three integers, and where the ranks' streams are not alike an all-gather of what they
     are. Raises ValueError, on every dp rank alike, for what `batch.complete` refuses, a token id outside the
@@ -73,13 +74,12 @@ def take(batch: Mapping[str, Any], group: dist.ProcessGroup | None, vocab_size: 
         problem = str(error)
     rows = len(full["input_ids"]) if full else 0
     most_rows, is_agreed = rows, True
-    if group is not None:
+    if dp.size() > 1:
         digest = key(problem or sorted((name, *kind.key) for name, kind in kinds.items())) % 2**62
-        largest = torch.tensor([rows, digest, -digest])
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        most_rows, is_agreed = int(largest[0]), bool(largest[1] == -largest[2])
+        top = all_reduced(torch.tensor([rows, digest, -digest]), dp, dist.ReduceOp.MAX)
+        most_rows, is_agreed = int(top[0]), bool(top[1] == -top[2])
     if not is_agreed:
-        everyone = Ranks(group).every(lambda: (problem, rows, kinds))
+        everyone = Ranks(dp.get_group()).every(lambda: (problem, rows, kinds))
         problem, kinds = _resolve(everyone)
     if problem is not None:
         raise ValueError(problem)
@@ -198,6 +198,30 @@ class Packed:
 Batching = Fixed | DynamicShapes | Packed
 
 
+def all_reduced(values: Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Return `values` [..], reduced in place over the ranks of a one-dimensional mesh, as its dp ranks, which hold
+    different rows. One all-reduce."""
+    if mesh.size() > 1:
+        dist.all_reduce(values, op, group=mesh.get_group())
+    return values
+
+
+def gather_rows(rows: Tensor, mesh: DeviceMesh) -> tuple[Tensor, int]:
+    """Return host rows [n, ..] of every rank of a one-dimensional mesh, in the ranks' order, and where this rank's
+    begin; n may differ. Two all-gathers."""
+    if mesh.size() == 1:
+        return rows, 0
+    group = mesh.get_group()
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(mesh.size())]
+    dist.all_gather(counts, torch.tensor([len(rows)]), group=group)
+    lengths = [int(count) for count in counts]
+    parts = [rows.new_zeros(max(lengths), *rows.shape[1:]) for _ in lengths]
+    padded = torch.cat([rows, rows.new_zeros(max(lengths) - len(rows), *rows.shape[1:])])
+    dist.all_gather(parts, padded, group=group)
+    joined = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+    return joined, sum(lengths[: mesh.get_local_rank()])
+
+
 def row_lengths(batch: Batch) -> list[int]:
     """Return the number of tokens of each row, without the padding on the right. Host tensors only."""
     return (batch["seq_ids"] != PADDING_DOCUMENT).sum(1).tolist()
@@ -209,6 +233,20 @@ class MicroBatch(dict[str, Tensor]):
     def __init__(self, streams: Mapping[str, Tensor], by_row: Collection[str] = ()):
         super().__init__(streams)
         self.by_row = frozenset(by_row)
+
+
+def micro_batches(
+    rows: Batch, batching: Batching, most_rows: int, dp: DeviceMesh, by_row: Collection[str] = ()
+) -> tuple[list[MicroBatch], list[list[int]]]:
+    """Return the micro-batches of this dp rank's `rows`, as many on every rank, and the indices of the rows that each
+    holds. most_rows: of all ranks; by_row: streams with a value for each row. One all-reduce where the rows of a
+    micro-batch vary."""
+    plan = batching.plan(row_lengths(rows))
+    if isinstance(batching, Fixed):
+        count = -(-most_rows // batching.rows)
+    else:
+        count = int(all_reduced(torch.tensor([len(plan)]), dp, dist.ReduceOp.MAX))
+    return assemble(rows, plan, max(1, count), batching.packs, by_row), plan
 
 
 def assemble(

@@ -56,7 +56,7 @@ def build_model(
         # cuDNN builds a graph for each new shape, and the rows of a micro-batch are as long as its longest.
         torch.backends.cuda.enable_cudnn_sdp(False)
     model = lay_out(recipe, config, mesh, precision, device, longest_row=longest_row)
-    model.to_empty(device="cpu" if _offloads(recipe, device) else device)
+    model.to_empty(device="cpu" if offloads(recipe, device) else device)
     model.tie_weights()  # memory is given parameter by parameter where FSDP does not hold them
     if recipe.model.init == "scratch":
         models.init_weights(model, recipe.run.seed)
@@ -116,14 +116,14 @@ def lay_out(
     checkpoint_activations(model, recipe.train.activation_checkpointing)
     if recipe.train.compile:
         _compile(model, recipe, device)
-    if mesh.size > 1 or precision.is_mixed or _offloads(recipe, device):
+    if mesh.size > 1 or precision.is_mixed or offloads(recipe, device):
         shard_model(
             model,
             mesh.fsdp,
             compute_dtype=precision.compute,
             reduce_dtype=precision.reduce,
             reshard_after_forward=parallel.reshard_after_forward,
-            cpu_offload=_offloads(recipe, device),
+            cpu_offload=offloads(recipe, device),
             expert_mesh=mesh.expert_fsdp,
         )
     return model
@@ -259,5 +259,6 @@ def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:
     return (RingKernel if rotate == "ring" else GatherKernel)(kernel, mesh.cp)
 
 
-def _offloads(recipe: Recipe, device: torch.device) -> bool:
+def offloads(recipe: Recipe, device: torch.device) -> bool:
+    """Return whether parameters live in host memory."""
     return recipe.parallel.cpu_offload and device.type != "cpu"  # on a CPU they are there already

@@ -2,45 +2,56 @@
 
 The path of a batch: host rows of this dp rank → `batching.assemble` → counts over all ranks → `score.Scorer.at_head`
 per micro-batch (the loss is computed inside the root's forward, from hidden states) → backward → `optim.Updater`.
+
+Owners: the policy has model, updater and reference, and hands the first two to its parts; `checkpoint` has an adapter's
+base, and knows whether files hold the frozen weights; `weights` has the receivers and the tensors that are shared.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from dtrain.base.batch import COMPLETED, Batch, documents, next_tokens, real_tokens, trained_tokens
 from dtrain.checkpoint.huggingface.read import read_weights
+from dtrain.checkpoint.peft.files import read_adapter
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import LossScale, Updater, build_optimizer, build_scheduler
-from dtrain.parallel.fsdp import reshard_model, sync_gradients
+from dtrain.parallel.fsdp import reshard_model, sync_gradients, weights_changed
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
-from dtrain.policy.batching import Batching, Fixed, MicroBatch, Taken, assemble, row_lengths, scatter, take
-from dtrain.policy.build import build_model
-from dtrain.policy.memory import Memory
+from dtrain.policy.batching import Batching, Fixed, all_reduced, micro_batches, scatter, take
+from dtrain.policy.build import build_model, offloads
+from dtrain.policy.checkpoint import PolicyCheckpoint
+from dtrain.policy.device import DeviceMonitor
+from dtrain.policy.offloader import PolicyOffloader
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.reference import Reference
-from dtrain.policy.saved import Saved
 from dtrain.policy.score import Loss, Scorer
-from dtrain.policy.weights import WeightsOut
+from dtrain.policy.weights import WeightSender
 from dtrain.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams
+    from dtrain.optim.sums import GradientSums
 
 
-class Policy(Saved, Memory, WeightsOut):
+def _method_of(part: str, method: Callable[..., Any]) -> property:
+    """Return `method` of a policy's `part` as a method of the policy."""
+    return property(attrgetter(f"{part}.{method.__name__}"), doc=method.__doc__)
+
+
+class Policy:
     """Policy, built on every rank of `mesh` (collective). `optimizer` is None until `init_optimizer`.
 
-    build: what makes the model, with `build_model`'s arguments.
+    build: what makes the model, with `build_model`'s arguments. checkpoint, offloader, weights, monitor: what saves and
+    loads it, moves it to the host and back, sends its weights, and reads its device.
     """
 
     def __init__(
@@ -51,42 +62,76 @@ class Policy(Saved, Memory, WeightsOut):
         runtime: Runtime,
         build: Callable[..., CausalLM] = build_model,
     ):
-        self.recipe = recipe
-        self.mesh = mesh
-        self.rank = runtime.rank
-        self.device = runtime.device
-        self.offloaded = recipe.parallel.cpu_offload and runtime.device.type != "cpu"
-        self.optimizer_offloaded = recipe.parallel.optimizer_offload and runtime.device.type == "cuda"
-        self.offload_device = self.device if self.optimizer_offloaded else None  # of the optimizer's state
-        self.precision = choose_precision(recipe.train.dtype, runtime.device.type, recipe.train.masters)
-        self.model = build(recipe, config, mesh, self.precision, runtime.device)
-        self.scorer = Scorer(self.model, mesh, self.device)
-        self.loss_scale = LossScale() if self.precision.compute == torch.float16 else None
-        self.optimizer: Optimizer | None = None
-        self._updater: Updater | None = None
-        self._sums: Any = None  # of gradients in bfloat16
+        rank, device = self.rank, self.device = runtime.rank, runtime.device
+        self.recipe, self.mesh = recipe, mesh
+        self.precision = choose_precision(recipe.train.dtype, device.type, recipe.train.masters)
+        model = self.model = build(recipe, config, mesh, self.precision, device)
+        self.scorer = Scorer(model, mesh, device)
+        self.updater: Updater | None = None
+        self.sums: GradientSums | None = None  # of gradients in bfloat16
         self.reference: Reference | None = None
-        self._base: Reference | None = None
-        self._saves_frozen = recipe.model.init == "scratch"
+        is_on_host = recipe.parallel.optimizer_offload and device.type == "cuda"  # the optimizer's state
+        self.gradient_device = device if is_on_host else None
+        self.checkpoint = PolicyCheckpoint(
+            model,
+            recipe.model.directory,
+            self.precision.compute,
+            template=recipe.data.chat_template,
+            holds_base=recipe.model.init == "scratch",
+        )
+        self.offloader = PolicyOffloader(
+            model, device, keeps_parameters=offloads(recipe, device), keeps_state=is_on_host
+        )
+        self.weights = WeightSender(model, rank, device, self.precision.compute)
+        self.monitor = DeviceMonitor(rank, device)
         if recipe.lora is not None and recipe.lora.path is not None:
-            self._load_adapter(partial(self._read_adapter, recipe.lora.path))
+            self.checkpoint.keep_base()
+            self._read_adapter(recipe.lora.path)
+
+    # Known by name to NeMo-RL's users, who call them on the policy.
+    save_checkpoint = _method_of("checkpoint", PolicyCheckpoint.save_checkpoint)
+    load_checkpoint = _method_of("checkpoint", PolicyCheckpoint.load_checkpoint)
+    return_state_dict = _method_of("checkpoint", PolicyCheckpoint.return_state_dict)
+    prepare_for_training = _method_of("offloader", PolicyOffloader.prepare_for_training)
+    prepare_for_lp_inference = _method_of("offloader", PolicyOffloader.prepare_for_lp_inference)
+    offload_before_refit = _method_of("offloader", PolicyOffloader.offload_before_refit)
+    offload_after_refit = _method_of("offloader", PolicyOffloader.offload_after_refit)
+    move_optimizer_to_device = _method_of("offloader", PolicyOffloader.move_optimizer_to_device)
+    move_to_device = _method_of("offloader", PolicyOffloader.move_to_device)
+    move_to_cpu = _method_of("offloader", PolicyOffloader.move_to_cpu)
+    move_to_cuda = _method_of("offloader", PolicyOffloader.move_to_cuda)
+    move_buffer_to_device = _method_of("offloader", PolicyOffloader.move_buffer_to_device)
+    prepare_refit_info = _method_of("weights", WeightSender.prepare_refit_info)
+    init_collective = _method_of("weights", WeightSender.init_collective)
+    broadcast_weights_for_collective = _method_of("weights", WeightSender.broadcast_weights_for_collective)
+    prepare_weights_for_ipc = _method_of("weights", WeightSender.prepare_weights_for_ipc)
+    get_weights_ipc_handles = _method_of("weights", WeightSender.get_weights_ipc_handles)
+    get_gpu_info = _method_of("monitor", DeviceMonitor.get_gpu_info)
+    reset_peak_memory_stats = _method_of("monitor", DeviceMonitor.reset_peak_memory_stats)
+    start_gpu_profiling = _method_of("monitor", DeviceMonitor.start_gpu_profiling)
+    stop_gpu_profiling = _method_of("monitor", DeviceMonitor.stop_gpu_profiling)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """Optimizer of the parameters that are trained; None before `init_optimizer`."""
+        return None if self.updater is None else self.updater.optimizer
 
     def init_optimizer(self, total_steps: int) -> None:
         """Build the recipe's optimizer over the parameters and its schedule over `total_steps` optimizer steps."""
-        train = self.recipe.train
-        if self.precision.master == torch.bfloat16 and self.recipe.parallel.reduce_each:
+        recipe = self.recipe
+        if self.precision.master == torch.bfloat16 and recipe.parallel.reduce_each:
             from dtrain.optim.sums import GradientSums
 
-            self._sums = GradientSums(self.model.named_parameters(), self.recipe.run.seed)
+            self.sums = GradientSums(self.model.named_parameters(), recipe.run.seed)
         named = self.model.named_parameters()
-        self.optimizer = build_optimizer(self.recipe.optimizer, named, self.recipe.run.seed, self.offload_device)
-        self._updater = Updater(
+        optimizer = build_optimizer(recipe.optimizer, named, recipe.run.seed, self.gradient_device)
+        self.updater = self.checkpoint.updater = self.offloader.updater = Updater(
             self.model,
-            self.optimizer,
-            build_scheduler(self.recipe.scheduler, self.optimizer, total_steps),
-            max_grad_norm=train.max_grad_norm,
-            skip_nonfinite=train.skip_nonfinite,
-            loss_scale=self.loss_scale,
+            optimizer,
+            build_scheduler(recipe.scheduler, optimizer, total_steps),
+            max_grad_norm=recipe.train.max_grad_norm,
+            skip_nonfinite=recipe.train.skip_nonfinite,
+            loss_scale=LossScale() if self.precision.compute == torch.float16 else None,
         )
 
     def train(
@@ -118,10 +163,12 @@ class Policy(Saved, Memory, WeightsOut):
         backward, one of loss and metrics after; one more before where the rows of a micro-batch vary. Raises ValueError
         as `batching.take` does, and for a gbs that is not as many rows of each dp rank.
         """
-        updater = None if eval_mode else self._updating
+        updater = None if eval_mode else self.updater
+        if updater is None and not eval_mode:
+            raise RuntimeError("Policy.train needs init_optimizer first; with eval_mode=True it does not")
         if gbs is not None and (gbs < 1 or gbs % self.mesh.dp_size):
             raise ValueError(f"gbs={gbs} must be a multiple of the {self.mesh.dp_size} data-parallel ranks")
-        batch, by_row, most_rows, counted = self._take(batch)
+        batch, by_row, most_rows, counted = take(batch, self.mesh.dp, self.model.config.vocab_size)
         batching = self._batching(mbs)
         per_step = gbs // self.mesh.dp_size if gbs else max(most_rows, 1)
         totals, counts, metrics = [], [], []
@@ -133,26 +180,26 @@ class Policy(Saved, Memory, WeightsOut):
             rows = {name: tensor[of_step] for name, tensor in batch.items()}
             if counted is not None:
                 rows = {name: tensor[counted[of_step]] for name, tensor in rows.items()}
-            batches, _ = self._micro_batches(rows, batching, min(per_step, most_rows - start), by_row)
-            count = self._summed(_counts(rows), self.mesh.dp)
-            counts.append(count)
+            batches, _ = micro_batches(rows, batching, min(per_step, most_rows - start), self.mesh.dp, by_row)
+            own_counts = torch.tensor([trained_tokens(rows), documents(rows), real_tokens(rows)])
+            counts.append(all_reduced(own_counts, self.mesh.dp))
             # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
-            both = (count[1], count[0])  # sequences, tokens
-            divisors = [n.clamp(min=1).to(self.device, non_blocking=True) for n in both]
+            tokens, sequences, _ = counts[-1].clamp(min=1)
+            divisors = [count.to(self.device, non_blocking=True) for count in (sequences, tokens)]
             if updater is None:
                 loss, measured = self._evaluate(batches, loss_fn, divisors)
             else:
                 lr = updater.scheduler.get_last_lr()[0]
                 if self.model.adapters is not None:
                     self.model.adapters.step = updater.scheduler.steps
-                loss, measured = self._backward(batches, loss_fn, divisors)
+                loss, measured = self._backward(updater, batches, loss_fn, divisors)
                 norm = updater.update()
             metrics += measured
             names = list(measured[0])
             seen = [] if updater is None or routing is None else [routing.seen()]
             zero = torch.zeros((), dtype=torch.float64, device=self.device)
             sums = [sum((values[name].detach().double() for values in measured), zero) for name in names]
-            totals.append(self._summed(torch.cat([torch.stack([loss.double(), *sums]), *seen]), self.mesh.dp_cp))
+            totals.append(all_reduced(torch.cat([torch.stack([loss.double(), *sums]), *seen]), self.mesh.dp_cp))
         whole = torch.stack(totals, 1).cpu()  # [1 + metrics (+ layers · experts), steps]
         return {
             "loads": {} if routing is None or updater is None else routing.measures(whole[1 + len(names) :]),
@@ -213,11 +260,11 @@ class Policy(Saved, Memory, WeightsOut):
             self.reference = Reference(self.model, whole=True, adapters=False)
             with self.reference.in_place():
                 read_weights(self.model, path)
-        elif base and self._base is not None:
-            self.reference = self._base
+        elif base and self.checkpoint.base is not None:
+            self.reference = self.checkpoint.base
         else:
-            trained = self._updater is not None and self._updater.scheduler.steps > 0
-            is_new = self.recipe.lora is not None and self._base is None and not trained
+            is_trained = self.updater is not None and self.updater.scheduler.steps > 0
+            is_new = self.recipe.lora is not None and self.checkpoint.base is None and not is_trained
             self.reference = Reference(self.model, whole=False, adapters=not (base or is_new))
 
     @contextmanager
@@ -236,11 +283,9 @@ class Policy(Saved, Memory, WeightsOut):
         with self.use_reference_model():
             return {"reference_logprobs": self.get_logprobs(batch, micro_batch_size)["logprobs"]}
 
-    @property
-    def _updating(self) -> Updater:
-        if self._updater is None:
-            raise RuntimeError("Policy.train needs init_optimizer first; with eval_mode=True it does not")
-        return self._updater
+    def _read_adapter(self, path: str) -> None:
+        read_adapter(self.model, path)
+        weights_changed(self.model)
 
     def _scored(
         self,
@@ -253,38 +298,22 @@ class Policy(Saved, Memory, WeightsOut):
         CPU. Streams beside the rows' own and `routed_experts` are not read; every_token: nor are labels, but
         `next_tokens` in their place."""
         names = {*COMPLETED, "routed_experts"} - ({"labels", "token_mask", "sample_mask"} if every_token else set())
-        batch, _, most_rows, _ = self._take({name: value for name, value in batch.items() if name in names})
+        read = {name: value for name, value in batch.items() if name in names}
+        batch, _, most_rows, _ = take(read, self.mesh.dp, self.model.config.vocab_size)
         if every_token:
             batch["labels"] = next_tokens(batch)
         batching = self._batching(micro_batch_size)
-        batches, plan = self._micro_batches(batch, batching, most_rows)
+        batches, plan = micro_batches(batch, batching, most_rows, self.mesh.dp)
         self.model.eval()
         scores = [[tensor.cpu() for tensor in score(rows)] for rows in batches]
         reshard_model(self.model)
         return [scatter(parts, batch, plan, batching.packs) for parts in zip(*scores, strict=True)]
 
-    def _take(self, batch: Mapping[str, Any]) -> Taken:
-        group = self.mesh.dp.get_group() if self.mesh.dp_size > 1 else None
-        return take(batch, group, self.model.config.vocab_size)
-
     def _batching(self, mbs: int | Batching | None) -> Batching:
         return Fixed(mbs or self.recipe.train.micro_batch) if mbs is None or isinstance(mbs, int) else mbs
 
-    def _micro_batches(
-        self, rows: Batch, batching: Batching, most_rows: int, by_row: Collection[str] = ()
-    ) -> tuple[list[MicroBatch], list[list[int]]]:
-        """Return the micro-batches of a step, as many on every rank, and the indices of the rows that each holds.
-        most_rows: of all ranks; by_row: streams with a value for each row."""
-        plan = batching.plan(row_lengths(rows))
-        passes = -(-most_rows // batching.rows) if isinstance(batching, Fixed) else self.most_over_dp(len(plan))
-        return assemble(rows, plan, max(1, passes), batching.packs, by_row), plan
-
-    def most_over_dp(self, value: int) -> int:
-        """Return the largest of the dp ranks' values. One all-reduce."""
-        return int(self._summed(torch.tensor([value]), self.mesh.dp, dist.ReduceOp.MAX))
-
     def _backward(
-        self, batches: Sequence[Batch], loss_fn: Loss, divisors: Sequence[Tensor]
+        self, updater: Updater, batches: Sequence[Batch], loss_fn: Loss, divisors: Sequence[Tensor]
     ) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """Add gradients of the sum of `loss_fn` over the micro-batches, times the loss scale, to `.grad`; reduced once,
         at the last, or with `parallel.reduce_each` over the shards at every one.
@@ -292,7 +321,7 @@ class Policy(Saved, Memory, WeightsOut):
         Returns this rank's loss (a detached scalar, unscaled, a mixture's balance loss with it) and the metrics of each
         micro-batch.
         """
-        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        scale = updater.loss_scale.scale if updater.loss_scale is not None else 1.0
         total, metrics = torch.zeros((), device=self.device), []
         routing, balance = self.model.routing, self.recipe.moe.balance
         if routing is not None:
@@ -300,8 +329,8 @@ class Policy(Saved, Memory, WeightsOut):
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             sync_gradients(self.model, is_last, self.recipe.parallel.reduce_each)
-            if self._sums is not None:
-                self._sums.begin(self._updating.scheduler.steps, index, is_last)
+            if self.sums is not None:
+                self.sums.begin(updater.scheduler.steps, index, is_last)
             loss, measured = self.scorer.at_head(batch, loss_fn, *divisors)
             (loss * scale if scale != 1.0 else loss).backward()
             total = total + loss.detach()
@@ -310,8 +339,8 @@ class Policy(Saved, Memory, WeightsOut):
                 total = total + routing.add()
         if routing is not None:
             routing.end()
-        if self._sums is not None:
-            self._sums.finish()
+        if self.sums is not None:
+            self.sums.finish()
         return total, metrics
 
     @torch.no_grad()
@@ -321,35 +350,3 @@ class Policy(Saved, Memory, WeightsOut):
         results = [self.scorer.at_head(batch, loss_fn, *divisors) for batch in batches]
         reshard_model(self.model)
         return torch.stack([loss for loss, _ in results]).sum(), [measured for _, measured in results]
-
-    def sum_over_dp(self, values: Tensor) -> Tensor:
-        """Return host `values` [..], summed in place over the ranks that hold different samples. One all-reduce."""
-        return self._summed(values, self.mesh.dp)
-
-    def gather_over_dp(self, rows: Tensor) -> tuple[Tensor, int]:
-        """Return host rows [n, ..] of every dp rank, in the ranks' order, and where this rank's begin; n may differ.
-
-        Two all-gathers."""
-        size = self.mesh.dp_size
-        if size == 1:
-            return rows, 0
-        group = self.mesh.dp.get_group()
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-        dist.all_gather(counts, torch.tensor([len(rows)]), group=group)
-        lengths = [int(count) for count in counts]
-        parts = [rows.new_zeros(max(lengths), *rows.shape[1:]) for _ in range(size)]
-        padded = torch.cat([rows, rows.new_zeros(max(lengths) - len(rows), *rows.shape[1:])])
-        dist.all_gather(parts, padded, group=group)
-        joined = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
-        return joined, sum(lengths[: self.mesh.dp_rank])
-
-    @staticmethod
-    def _summed(values: Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Return `values`, reduced in place over the ranks of a one-dimensional mesh."""
-        if mesh.size() > 1:
-            dist.all_reduce(values, op, group=mesh.get_group())
-        return values
-
-
-def _counts(rows: Batch) -> Tensor:
-    return torch.tensor([trained_tokens(rows), documents(rows), real_tokens(rows)])

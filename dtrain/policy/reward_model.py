@@ -16,7 +16,7 @@ from dtrain.data.text.template import choose_template
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.read_config import read_config
 from dtrain.parallel.fsdp import reshard_model
-from dtrain.policy.batching import DynamicShapes, assemble
+from dtrain.policy.batching import DynamicShapes, gather_rows, micro_batches
 from dtrain.policy.build import build_model
 from dtrain.policy.policy import Policy
 from dtrain.policy.score import Scorer
@@ -48,10 +48,8 @@ class RewardModel:
         policy = self._policy
         mine = range(policy.mesh.dp_rank, len(prompts), policy.mesh.dp_size)
         rows = [_row(self._ids(prompts[index], completions[index])) for index in mine]
-        plan = self._batching.plan([len(row["input_ids"]) for row in rows])
         own_scores = torch.zeros(len(rows), dtype=torch.float64)
-        count = max(1, policy.most_over_dp(len(plan)))
-        batches = assemble(collate(rows), plan, count, packs=False)
+        batches, plan = micro_batches(collate(rows), self._batching, len(rows), policy.mesh.dp)
         with torch.no_grad():
             for index, batch in enumerate(batches):
                 scored = at_the_ends(batch, torch.zeros(rows_in(batch), dtype=torch.float64), self._pad)
@@ -59,7 +57,7 @@ class RewardModel:
                 if index < len(plan):
                     own_scores[plan[index]] = scores[:, 0].double().cpu()
         reshard_model(self.model)
-        gathered, _ = policy.gather_over_dp(own_scores)
+        gathered, _ = gather_rows(own_scores, policy.mesh.dp)
         dp_size = policy.mesh.dp_size
         order = [index for rank in range(dp_size) for index in range(rank, len(prompts), dp_size)]
         scores = torch.empty_like(gathered).index_copy(0, torch.tensor(order, dtype=torch.int64), gathered)
@@ -103,11 +101,4 @@ def at_the_ends(batch: Batch, values: Tensor, pad: int | None) -> Batch:
     ends = torch.where(ends > 0, ends - 1, firsts)
     labels = torch.full_like(flat, IGNORE).index_fill(0, ends, 0)
     targets = torch.zeros(len(flat), dtype=STREAMS["targets"].dtype).index_copy(0, ends, values)
-    return (
-        {**batch, "labels": labels.view_as(ids), "targets": targets.view_as(ids)}
-        if rows_in(batch)
-        else {
-            **batch,
-            "targets": torch.zeros(ids.shape, dtype=STREAMS["targets"].dtype),
-        }
-    )
+    return {**batch, "labels": labels.view_as(ids), "targets": targets.view_as(ids)}

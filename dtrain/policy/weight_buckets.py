@@ -7,7 +7,7 @@ that SGLang's `init_weights_update_group` joins: a TCP store at the sender's add
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,6 @@ Info = dict[str, tuple[torch.Size, torch.dtype]]
 BUCKET_BYTES = 1 << 28  # of one message; a tensor beyond it is a bucket of its own
 GROUP = "weights"
 MEETING = timedelta(minutes=5)
-
-
-class WeightSource(Protocol):
-    """Interface of a source of weights; `Policy` is one. Every rank calls each function."""
-
-    def prepare_refit_info(self, dtype: torch.dtype | None = None) -> Info: ...
-
-    def full_tensors(
-        self, dtype: torch.dtype | None = None, names: Sequence[str] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole tensor [..]) in the order of the info, or of `names` alone."""
 
 
 class WeightReceiver:

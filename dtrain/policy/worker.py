@@ -91,7 +91,7 @@ class DTensorPolicyWorker(Policy):
         norm = result["grad_norm"]
         return result | {
             "grad_norm": None if norm is None else torch.tensor([norm]),
-            "gpu_name": super().get_gpu_info()["name"],
+            "gpu_name": self.monitor.get_gpu_info()["name"],
             "model_dtype": self.precision.compute,
         }
 
@@ -132,28 +132,26 @@ class DTensorPolicyWorker(Policy):
         return context.get_train_context(False, False, cp_context)()
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Call `Policy.prepare_for_training`; arguments are taken and play no part, as in NeMo-RL."""
-        super().prepare_for_training()
+        """Call `PolicyOffloader.prepare_for_training`; arguments are taken and play no part, as in NeMo-RL."""
+        self.offloader.prepare_for_training()
 
     def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int | None = None) -> None:
-        """Call `Policy.init_collective`. train_world_size: NeMo-RL counts that many training ranks in `world_size`, of
-        which rank 0 alone sends here."""
-        super().init_collective(ip, port, world_size - (train_world_size or 1) + 1)
+        """Call `WeightSender.init_collective`. train_world_size: NeMo-RL counts that many training ranks in
+        `world_size`, of which rank 0 alone sends here."""
+        self.weights.init_collective(ip, port, world_size - (train_world_size or 1) + 1)
 
-    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:  # type: ignore[override]
+    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """Return ([(name, bytes of the full tensor in the dtype of computation)], bytes that are free for them on the
         device, of a CPU a share of its memory). No collective."""
-        super().prepare_weights_for_ipc()
+        self.weights.prepare_weights_for_ipc()
         sizes = [(name, shape.numel() * dtype.itemsize) for name, (shape, dtype) in self.prepare_refit_info().items()]
         return sizes, float(self.get_free_memory_bytes())
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return {`report_device_id()`: (False, [(name, (function, arguments))])}: the handles of
-        `Policy.get_weights_ipc_handles`, none of which packs several tensors. Collective. Raises RuntimeError before
-        `prepare_weights_for_ipc`."""
-        if not hasattr(self, "_ipc_dtype"):
-            raise RuntimeError("get_weights_ipc_handles needs prepare_weights_for_ipc first")
-        return {self.report_device_id(): (False, list(super().get_weights_ipc_handles(list(keys)).items()))}
+        `WeightSender.get_weights_ipc_handles`, none of which packs several tensors. Collective. Raises RuntimeError
+        before `prepare_weights_for_ipc`."""
+        return {self.report_device_id(): (False, list(self.weights.get_weights_ipc_handles(list(keys)).items()))}
 
     def get_free_memory_bytes(self) -> int:
         """Return the bytes that other tensors may take on this rank's device: four fifths of what is free, of a CPU a
@@ -166,7 +164,7 @@ class DTensorPolicyWorker(Policy):
         env_vars has a launcher's variables of the rank. global_device_id is None: the environment, which maps a
         process's devices to the host's, is not read here.
         """
-        rank, info, is_gpu = self._runtime, super().get_gpu_info(), self.device.type == "cuda"
+        rank, info, is_gpu = self._runtime, self.monitor.get_gpu_info(), self.device.type == "cuda"
         reserved = (torch.cuda.memory_reserved, torch.cuda.max_memory_reserved)
         sample = next(((name, p) for name, p in self.model.named_parameters() if p.requires_grad), None)
         return {
@@ -205,7 +203,7 @@ class DTensorPolicyWorker(Policy):
 
     def shutdown(self) -> None:
         """Leave the receivers of `init_collective` and let go of shared weights. The process goes on."""
-        self._receivers, self._shared = None, {}
+        self.weights.close()
 
     def score(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise NotImplementedError: a policy's head is a language model's."""

@@ -41,11 +41,11 @@ class OnTheMesh:
     def generate(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
         if not self.offload:
             return self.engine.generate(requests, ask_stop)
-        self.policy.offload_before_refit()
+        self.policy.offloader.offload_before_refit()
         try:
             return self.engine.generate(requests, ask_stop)
         finally:
-            self.policy.prepare_for_training()
+            self.policy.offloader.prepare_for_training()
 
     def expect(self, requests: Sequence[Request], version: int) -> None:
         """Do nothing: this engine cannot draw ahead, since the weights are training meanwhile."""

@@ -28,7 +28,7 @@ from dtrain.models.common.decoder import CausalLM
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import SCHEDULES, build_scheduler
 from dtrain.policy.build import choose_attention, choose_delta
-from dtrain.policy.saved import weights_of
+from dtrain.policy.checkpoint import weights_of
 from dtrain.run import eval_sets, metrics, resume
 from dtrain.run.host import Host
 from dtrain.run.preflight_data import has_urls, to_copy

@@ -272,7 +272,7 @@ def restore(recipe: Recipe, policy: Policy, method: Method, start: Start) -> Non
     options = {key.rsplit(".", 1)[-1] for key in differing if key.startswith("optimizer.")}
     method.load(state["method"])
     beside = _named_for_method(method)
-    policy.load(store, start.step, state["policy"], beside=beside, keep=options, verified=start.verified)
+    policy.checkpoint.load(store, start.step, state["policy"], beside=beside, keep=options, verified=start.verified)
     rank_state, copy = store.read_rank_state(start.step)
     if rank_state is not None:
         set_random_state(rank_state, copy)
@@ -297,10 +297,10 @@ def contents(
         "cursor": list(cursor),
         **known,
         "metrics": dict(measured),
-        "policy": policy.state(),
+        "policy": policy.checkpoint.state(),
         "method": method.state(),
     }
-    return policy.tensors() | _named_for_method(method), state, random_state()
+    return policy.checkpoint.tensors() | _named_for_method(method), state, random_state()
 
 
 def _read_state(store: CheckpointStore, step: int) -> dict[str, Any]:

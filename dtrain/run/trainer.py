@@ -141,7 +141,7 @@ class Trainer:
             retention,
             runtime.device,
             background=keep.async_save and keep.every is not None and not on_host,
-            beside=self.policy.beside,
+            beside=self.policy.checkpoint.beside,
             collective_timeout=runtime.collective_timeout,
         )
         return self._stack.enter_context(saver), Patience(keep.keep_best, direction, recipe.train.patience)
@@ -159,11 +159,11 @@ class Trainer:
         if start.weights is not None:
             store, step = start.weights
             resume.refuse_other_adapter(self.recipe, self.policy.model, start)
-            if not self.policy.load_weights(store, step):
+            if not self.policy.checkpoint.load_weights(store, step):
                 resume.refuse_other_base(start, self.identities)
             self.metrics.say(f"weights of {store.path(step)}")
         if start.state is not None and start.store is not None:
-            self.policy.find_base(start.store, start.step)
+            self.policy.checkpoint.find_base(start.store, start.step)
         try:
             self.method.begin(self.policy, self.spec.rows, self._as_the_method_sees_it())
         except Interrupted:
@@ -178,7 +178,7 @@ class Trainer:
             self.run.write_config(self._recipe_text)
             self.run.write_data({split: rows.samples.summary for split, rows in self.spec.rows.items()})
             self.run.write_about(about(self))
-            self.run.keep_model_files(self.recipe.model.directory, self.policy.chat_template)
+            self.run.keep_model_files(self.recipe.model.directory, self.policy.checkpoint.chat_template)
         self.metrics.resume_at(start.step)
         if self.recipe.train.patience is not None:
             self.patience.values = self.ranks.first(lambda: self.patience.read(self.run.metrics))
@@ -307,7 +307,7 @@ class Trainer:
     def export(self) -> None:
         """The run's `export/`: a Hugging Face directory in the dtype of computation, or of an adapter PEFT's layout."""
         with self.runtime.stop.saving():
-            self.policy.export(self.run.export, self.recipe.model.directory, self._held)
+            self.policy.checkpoint.export(self.run.export, self.recipe.model.directory, self._held)
         self.metrics.say(f"exported to {self.run.export}")
 
     def lacks_export(self, start: Start) -> bool:

@@ -78,7 +78,7 @@ def merge_and_compare(rank, recipe, world_size, out):
     before = {name: tensor.detach().clone() for name, tensor in model_tensors(policy.model).items()}
     expected, info = dense(policy.model), policy.prepare_refit_info()
     distances = {}
-    for name, tensor in policy.full_tensors():
+    for name, tensor in policy.weights.full_tensors():
         assert (tensor.shape, tensor.dtype) == info[name]
         distances[name] = float((tensor.double() - expected[name]).abs().max())
     assert list(distances) == list(info)

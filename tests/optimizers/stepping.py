@@ -67,11 +67,11 @@ def steps(rank, recipe, world_size, out, begin, end, start=None):
     policy = policy_on(recipe, rank, world_size)
     if start is not None:
         store = CheckpointStore(start)
-        policy.load(store, begin, store.read_state(begin), beside={})
+        policy.checkpoint.load(store, begin, store.read_state(begin), beside={})
     for step in range(begin, end):
         give_gradients(policy, step)
         policy.optimizer.step()
-    CheckpointStore(out).save(end, policy.tensors(), policy.state())
+    CheckpointStore(out).save(end, policy.checkpoint.tensors(), policy.checkpoint.state())
 
 
 def step_on(recipe, world_size, out, begin=0, end=3, start=None) -> dict[str, torch.Tensor]:

@@ -371,10 +371,10 @@ def summed(rank, recipe, world_size, count):
     policy = policy_on(recipe, rank, world_size)
     one = dict(policy.model.named_parameters())["model.layers.0.mlp.down_proj.weight"]
     for index in range(count):
-        policy._sums.begin(0, index, index == count - 1)
+        policy.sums.begin(0, index, index == count - 1)
         one.grad = torch.full_like(one, 2.0**-10)
-        policy._sums._take(one)
-    policy._sums.finish()
+        policy.sums._take(one)
+    policy.sums.finish()
     assert one.grad.dtype == torch.bfloat16
     return local_tensor(one.grad).double().mean().item()
 

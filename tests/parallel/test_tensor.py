@@ -14,7 +14,7 @@ from dtrain.losses import VocabShard, weighted_logprob_sum
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.placement import local_slices, local_tensor
-from dtrain.parallel.tensor import TensorParallel, VocabEmbedding, vocab_embedding, whole_sequences
+from dtrain.parallel.tensor import TensorParallel, VocabEmbedding, vocab_rows, whole_sequences
 from tests.parallel.dense import (
     LLAMA_BIASES,
     assert_gradients,
@@ -106,7 +106,7 @@ def lookup_with_empty_shards(rank, size, vocabulary):
     for module in (table, oracle):
         with torch.no_grad():
             module.weight.copy_(weight)
-    vocab_embedding(table, TensorParallel(mesh, False, 1))
+    vocab_rows(table, TensorParallel(mesh, False, 1))
     found, expected = table(ids), oracle(ids)
     assert torch.equal(found, expected)
     (found * scale).sum().backward()

@@ -162,3 +162,24 @@ def test_precision_of_each_dtype():
     ):
         precision = choose_precision(name, device)
         assert (precision.compute, precision.master, precision.reduce) == (compute, master, master)
+
+
+KNOWN = {
+    "checkpoint": "save_checkpoint load_checkpoint return_state_dict",
+    "offloader": "prepare_for_training prepare_for_lp_inference offload_before_refit offload_after_refit move_to_cpu "
+    "move_to_device move_optimizer_to_device move_to_cuda move_buffer_to_device",
+    "weights": "prepare_refit_info init_collective broadcast_weights_for_collective prepare_weights_for_ipc "
+    "get_weights_ipc_handles",
+    "monitor": "get_gpu_info reset_peak_memory_stats start_gpu_profiling stop_gpu_profiling",
+}
+
+
+def strange_names(rank, recipe):
+    policy = policy_of(recipe)
+    names = [(part, name) for part, of_part in KNOWN.items() for name in of_part.split()]
+    return [name for part, name in names if getattr(policy, name) != getattr(getattr(policy, part), name)]
+
+
+def test_names_known_to_users_are_the_parts_own_methods(tmp_path):
+    assert run_world(strange_names, 1, tiny_recipe(tmp_path)) == [[]]
+    assert "host" in Policy.offload_before_refit.__doc__

@@ -53,9 +53,8 @@ def send(rank, recipe, world_size, port, dtype, bucket_bytes, at):
     policy.init_collective("127.0.0.1", port, 2)
     policy.broadcast_weights_for_collective(dtype, bucket_bytes)
     names = dict(policy.model.named_parameters())
-    return {
-        name: (digest(tensor), str(tensor.dtype)) for name, tensor in policy.full_tensors(dtype) if name in names
-    }, len(info)
+    full = policy.weights.full_tensors(dtype)
+    return {name: (digest(tensor), str(tensor.dtype)) for name, tensor in full if name in names}, len(info)
 
 
 def receive(at, port, bucket_bytes, pipe):
@@ -91,7 +90,7 @@ def test_buckets_hold_every_name_once_and_no_more_than_they_may():
 
 def share(rank, recipe, pipe):
     policy = policy_of(rank, recipe, 1)
-    expected = {name: digest(tensor) for name, tensor in policy.full_tensors(torch.float32)}
+    expected = {name: digest(tensor) for name, tensor in policy.weights.full_tensors(torch.float32)}
     for names in policy.prepare_weights_for_ipc(torch.float32, 5000):
         pipe.send_bytes(bytes(ForkingPickler.dumps(policy.get_weights_ipc_handles(names))))
         assert pipe.recv() == {name: expected[name] for name in names}

@@ -83,7 +83,7 @@ def weights_out(rank, recipe):
     assert worker.optimizer is None and worker.reference is None
     with pytest.raises(RuntimeError, match="prepare_weights_for_ipc first"):
         worker.get_weights_ipc_handles(["model.norm.weight"])
-    full = {name: tensor.clone() for name, tensor in worker.full_tensors()}
+    full = {name: tensor.clone() for name, tensor in worker.weights.full_tensors()}
     sizes, free = worker.prepare_weights_for_ipc()
     assert sizes == [(name, tensor.numel() * tensor.element_size()) for name, tensor in full.items()]
     assert isinstance(free, float) and free > 0

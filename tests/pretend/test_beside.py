@@ -55,7 +55,7 @@ def published(rank, recipe, url, key, shared):
     policy.train(collate(rows(4)), SftMethod(recipe).loss)
     engine = HttpEngine([url], timeout=60.0, start_timeout=10.0, api_key_file=key)
     DirectoryPublisher(shared, Path(recipe.model.path), engine).publish(policy.model, 1)
-    ours = {name: sha256(tensor.cpu()) for name, tensor in policy.full_tensors(torch.float32)}
+    ours = {name: sha256(tensor.cpu()) for name, tensor in policy.weights.full_tensors(torch.float32)}
     theirs = ask(url, "/weight_checker", {"action": "checksum"})[1]["checksums"]
     versions = [one.version for one in engine.generate([Request([5, 6], SamplingParams(max_new_tokens=3))])]
     return ours, theirs, versions

@@ -68,7 +68,7 @@ def sent(rank, recipe):
     policy.train(collate(rows(4)), SftMethod(recipe).loss)
     policy.init_collective("127.0.0.1", port, 2)
     policy.broadcast_weights_for_collective(torch.bfloat16, 5000)
-    full = [(name, tensor) for name, tensor in policy.full_tensors(torch.bfloat16) if name in info]
+    full = [(name, tensor) for name, tensor in policy.weights.full_tensors(torch.bfloat16) if name in info]
     assert all(tensor.is_cuda for _, tensor in full) and ours.poll(60)
     assert ours.recv() == digests(full)
     process.join()

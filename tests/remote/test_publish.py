@@ -72,8 +72,8 @@ def publish(rank, recipe, world_size, urls, how, versions, shared):
     found = []
     for version in versions:
         policy.train(collate(rows(4)), SftMethod(recipe).loss)
-        publisher.publish(policy.model if how == "directory" else policy, version)
-        ours = {name: sha256(tensor) for name, tensor in policy.full_tensors(torch.float32)}
+        publisher.publish(policy.model if how == "directory" else policy.weights, version)
+        ours = {name: sha256(tensor) for name, tensor in policy.weights.full_tensors(torch.float32)}
         if rank == 0:
             theirs = [ask(url, "/weight_checker", {"action": "checksum"})[1]["checksums"] for url in urls]
             health = [ask(url, "/health")[1] for url in urls]
@@ -110,7 +110,7 @@ def publish_and_fail(rank, recipe, urls):
         DirectoryPublisher(Path(recipe.run.dir) / "w", Path(recipe.model.path), engine),
     ):
         try:
-            publisher.publish(policy if isinstance(publisher, StreamPublisher) else policy.model, 1)
+            publisher.publish(policy.weights if isinstance(publisher, StreamPublisher) else policy.model, 1)
         except UserError as error:
             told.append(str(error))
     return told

@@ -27,7 +27,7 @@ from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import BY_NAME, WeightFiles, weight_files
 from dtrain.checkpoint.peft.files import ADAPTER
 from dtrain.models.common import nf4
-from dtrain.models.common.decoder import CausalLM, Linear
+from dtrain.models.common.decoder import CausalLM
 
 _RECIPE_PARTS = 100_000  # entries, with what aliases repeat
 
@@ -139,12 +139,11 @@ class BaseWeights:
         if in_4_bits or is_stored_so:
             own = getattr(torch, model.config.dtype or "float32")
             nf4.quantize_linears(model, dtype or own, whole)
-        layers = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, Linear) and module.weight is None
+        self._coded = {
+            f"{name}.weight": (layer, held)
+            for name, layer in model.named_modules()
+            if isinstance(held := getattr(layer, "held", None), nf4.NF4Weight)
         }
-        self._coded = {f"{name}.weight": layer for name, layer in layers.items()}
         self._sources = {quantized.file_name(name): source for name, source in check_fit(model, files).items()}
 
     def __contains__(self, name: str) -> bool:
@@ -153,16 +152,15 @@ class BaseWeights:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype of the files; of weights that they have in 4 bits what these were computed in."""
-        return self.files.stored[self._sources[name].name].dtype or self._coded[name].weight_dtype
+        return self.files.stored[self._sources[name].name].dtype or self._coded[name][1].dtype
 
     def read(self, name: str) -> Tensor:
         """The weight `name`, whole, [its shape], as it was trained, in a dtype that holds that."""
-        source, layer = self._sources[name], self._coded.get(name)
-        if layer is not None:
-            codes, scales = (
-                torch.empty_like(tensor, device="cpu") for tensor in (layer.weight_codes, layer.weight_scales)
-            )
-            quantized.fill(self.files, source, codes, scales)
-            return nf4.dequantize(codes, scales, layer.weight_dtype)
+        source = self._sources[name]
+        if name in self._coded:
+            layer, held = self._coded[name]
+            parts = {part: torch.empty_like(layer.get_parameter(part), device="cpu") for part in nf4.PARTS}
+            quantized.fill(self.files, source, *parts.values())
+            return held.matrix(parts.__getitem__)
         stored = source.read(self.files)
         return stored if self.dtype is None else stored.to(wider(self.dtype, name in self._exact))

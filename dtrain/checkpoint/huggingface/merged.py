@@ -16,10 +16,9 @@ from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
 from dtrain.checkpoint.huggingface.file_rows import ExpertStack, FusedWeight, joints
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.adapters import Adapted, adapted_layers, remove_adapters
-from dtrain.models.common.decoder import CausalLM, Linear
+from dtrain.models.common.decoder import CausalLM, Linear, PlainWeight
+from dtrain.models.common.nf4 import CODES, PARTS, SCALES, NF4Weight
 from dtrain.parallel.placement import exact_modules, on_its_device
-
-_CODES, _SCALES = "weight_codes", "weight_scales"  # a quantized layer's, in place of its weight
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,9 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
     for name, names in aliases(model).items():
         module, _, parameter = name.rpartition(".")
         layer = layers.get(module)
-        if is_adapter(name) or (layer is not None and parameter == _SCALES):
+        if is_adapter(name) or (layer is not None and parameter == SCALES):
             continue
-        if layer is not None and (parameter == _CODES or (parameter == "weight" and layer.adapter is not None)):
+        if layer is not None and (parameter == CODES or (parameter == "weight" and layer.adapter is not None)):
             name = f"{module}.weight"
             weights[name] = _of_layer(layer, name)
         else:
@@ -106,12 +105,13 @@ def merge_in_place(model: CausalLM) -> bool:
     for name, layer in layers.items():
         weight = _of_layer(layer, name)
         whole = weight.read(weight.dtype)
-        if not isinstance(layer, Linear) or layer.weight is not None:
+        if isinstance(layer, Linear) and isinstance(layer.held, NF4Weight):
+            layer.held = PlainWeight()
+            for parameter in PARTS:
+                del layer._parameters[parameter]
+            layer.weight = nn.Parameter(whole, requires_grad=False)
+        else:
             layer.weight.copy_(whole)
-            continue
-        for parameter in (_CODES, _SCALES):
-            del layer._parameters[parameter]
-        layer.weight = nn.Parameter(whole, requires_grad=False)
     remove_adapters(model)
     model.adapters = None
     return bool(layers)
@@ -165,7 +165,8 @@ def _as_it_is(tensor: Tensor, names: list[str]) -> WholeWeight:
 
 def _of_layer(layer: Adapted, name: str) -> WholeWeight:
     def read(dtype: torch.dtype) -> Tensor:
-        weight, adapter = _whole_matrix(layer), layer.adapter
+        weight = layer.matrix(gathered) if isinstance(layer, Linear) else gathered(layer.weight)
+        adapter = layer.adapter
         if adapter is None:
             return weight.to(dtype)
         magnitude = None
@@ -173,27 +174,7 @@ def _of_layer(layer: Adapted, name: str) -> WholeWeight:
             magnitude = gathered(layer.lora_magnitude)
         return merge(weight, gathered(layer.lora_A), gathered(layer.lora_B), adapter.scale, magnitude, dtype)
 
-    held = _held(layer)
-    own, shape = held.dtype, held.shape
-    if isinstance(layer, Linear) and layer.weight is None:
-        own, shape = layer.weight_dtype, torch.Size((layer.out_features, layer.in_features))
-    return WholeWeight([name], shape, own, read, isinstance(held, DTensor))
-
-
-def _held(layer: Adapted) -> Tensor:
-    return layer.weight_codes if isinstance(layer, Linear) and layer.weight is None else layer.weight
-
-
-def _whole_matrix(layer: Adapted) -> Tensor:
-    """W [.., out, in], of a quantized layer what it computes with. One all-gather where it is sharded."""
-    held = _held(layer)
-    if not isinstance(layer, Linear) or layer.weight is not None:
-        return gathered(held)
-    if not isinstance(held, DTensor):
-        return layer.stored_matrix()
-    # What this rank dequantizes lies in the whole as its codes do.
-    local, shape = layer.stored_matrix(), (layer.out_features, layer.in_features)
-    where = held.device_mesh, held.placements
-    return DTensor.from_local(
-        local, *where, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
-    ).full_tensor()
+    if isinstance(layer, Linear) and isinstance(layer.held, NF4Weight):
+        is_sharded, dtype = isinstance(layer.get_parameter(CODES), DTensor), layer.held.dtype
+        return WholeWeight([name], torch.Size((layer.out_features, layer.in_features)), dtype, read, is_sharded)
+    return WholeWeight([name], layer.weight.shape, layer.weight.dtype, read, isinstance(layer.weight, DTensor))

@@ -79,19 +79,21 @@ class PlannedPolicy(Policy):
     def init_optimizer(self, total_steps: int) -> None:
         """Build the recipe's optimizer as it is from its second step on. Its state is left out of the timeline, its
         cost to the estimate. torch's own step plain tensors here: DTensors would take minutes."""
-        self.offload_device = torch.device("meta") if self.optimizer_offloaded else None
+        is_on_host = self.gradient_device is not None
+        self.gradient_device = torch.device("meta") if is_on_host else None
         super().init_optimizer(total_steps)
+        assert self.updater is not None
         parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         shards: dict[str, nn.Parameter] = parameters
-        optimizer = self._updating.optimizer
+        optimizer = self.updater.optimizer
         if not hasattr(optimizer, "placed"):  # dtrain's own step shards as they are
             shards = {name: nn.Parameter(local_tensor(parameter).detach()) for name, parameter in parameters.items()}
-            optimizer = self._updating.optimizer = build_optimizer(self.recipe.optimizer, shards.items())
+            optimizer = self.updater.optimizer = build_optimizer(self.recipe.optimizer, shards.items())
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)
         with MetaKernels():
             visiting = optimizer.ring_bytes() if type(optimizer) is LowBitAdam else optimizer.step()
-        self.state_bytes = visiting if self.optimizer_offloaded and visiting is not None else state_bytes(optimizer)
+        self.state_bytes = visiting if is_on_host and visiting is not None else state_bytes(optimizer)
         optimizer.zero_grad()
         self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
 
@@ -109,8 +111,8 @@ class PlannedPolicy(Policy):
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
-    def _backward(self, batches, loss_fn, divisors):
-        result = super()._backward(batches, loss_fn, divisors)
+    def _backward(self, *step):
+        result = super()._backward(*step)
         self.gradient_bytes = bytes_of(parameter.grad for parameter in self.model.parameters())
         self.tracer.memory.rename("temporaries", "gradients")
         self.tracer.current = None

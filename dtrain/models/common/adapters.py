@@ -176,17 +176,15 @@ def remove_adapters(model: nn.Module) -> None:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Inside, forwards of `model` are those of its own weights; after, as before, whatever happens."""
-    states = {
-        id(layer.adapter.shared): layer.adapter.shared for layer in adapted_layers(model).values() if layer.adapter
-    }
-    before = {number: state.on for number, state in states.items()}
+    states = [layer.adapter.shared for layer in adapted_layers(model).values() if layer.adapter]
+    before = [state.on for state in states]
     try:
-        for state in states.values():
+        for state in states:
             state.on = False
         yield
     finally:
-        for number, state in states.items():
-            state.on = before[number]
+        for state, was_on in zip(states, before, strict=True):
+            state.on = was_on
 
 
 @torch.no_grad()
@@ -205,7 +203,7 @@ def init_adapters(model: CausalLM, seed: int) -> None:
         local_tensor(layer.lora_B).zero_()
         if isinstance(layer, Linear) and layer.adapter is not None and layer.adapter.dora:
             magnitude = local_tensor(layer.lora_magnitude)
-            weight = layer.stored_matrix()  # of this rank's shards
+            weight = layer.matrix(local_tensor)  # of this rank's shards
             magnitude.copy_(_summed(weight.to(magnitude.dtype).square().sum(1), layer.tp).sqrt_())
 
 

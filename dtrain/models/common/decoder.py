@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from dtrain.attention.kernels import Kernel
 from dtrain.attention.visibility import Visibility
 from dtrain.base.batch import PADDING_DOCUMENT
-from dtrain.models.common import nf4
 from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope
 from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm, rotate, tables
 from dtrain.parallel.experts import expert_parameters
-from dtrain.parallel.placement import LocalParameters, local_tensor
+from dtrain.parallel.placement import LocalParameters
 from dtrain.parallel.tensor import (
     Block,
     ParallelModel,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from dtrain.attention.packing import Packing
     from dtrain.models.common.adapters import Adapter, AdapterState
     from dtrain.models.common.compiled import Region
+    from dtrain.models.common.nf4 import NF4Weight
     from dtrain.models.common.routing import Routing
 
 Rotary = tuple[Tensor, ...]  # two tables, and what else a family's layers take of positions
@@ -73,17 +73,27 @@ def plan_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     return {pattern: style for pattern, style in styles.items() if any(fnmatchcase(name, pattern) for name in names)}
 
 
-class Linear(LocalParameters, nn.Linear):
-    """A linear layer of a block. adapter: what computes its forward, where it has one (`adapters`). tp: set by
-    the style `rowwise`, under which a rank holds some of the weight's columns. Its weight is None where it is held in
-    4 bits (`nf4`)."""
+class PlainWeight:
+    """Weight [out, in] of a linear layer, held as its parameter `weight`. read: gives a parameter, or a rank's part of
+    it, by its name."""
 
+    def product(self, x: Tensor, bias: Tensor | None, read: Callable[[str], Tensor]) -> Tensor:
+        """x [.., in] -> x · Wᵀ + bias, [.., out]"""
+        return F.linear(x, read("weight"), bias)
+
+    def matrix(self, read: Callable[[str], Tensor]) -> Tensor:
+        """W [out, in]"""
+        return read("weight")
+
+
+class Linear(LocalParameters, nn.Linear):
+    """A linear layer of a block. held: its weight, as its parameters hold it. adapter: what computes its forward, where
+    it has one (`adapters`). tp: set by the style `rowwise`, under which a rank holds some of the weight's columns."""
+
+    held: "PlainWeight | NF4Weight" = PlainWeight()
     adapter: "Adapter | None" = None
     tp: TensorParallel | None = None
     cut: TensorParallel | None = None  # set by the style `sequence`, which may cut the tokens that it sees
-    weight_codes: nn.Parameter
-    weight_scales: nn.Parameter
-    weight_dtype: torch.dtype  # of computation, where the weight is held in 4 bits
     key_heads: int | None = None  # of a layer that gives keys or values: how many heads of them
     lora_A: nn.Parameter
     lora_B: nn.Parameter
@@ -97,32 +107,12 @@ class Linear(LocalParameters, nn.Linear):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] -> x · Wᵀ + bias, [..., out], without an adapter."""
-        if self.weight is None:
-            return nf4.product(x, self.local("weight_codes"), self.local("weight_scales"), bias)
-        return F.linear(x, self.local("weight"), bias)
+        return self.held.product(x, bias, self.local)
 
-    def matrix(self) -> Tensor:
+    def matrix(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """W [out, in], of which this rank computes with [out/tp, in] or [out, in/tp]; inside a forward. In the dtype of
-        computation."""
-        if self.weight is None:
-            return nf4.dequantize(self.local("weight_codes"), self.local("weight_scales"), self.weight_dtype)
-        return self.local("weight")
-
-    def stored_matrix(self) -> Tensor:
-        """The part of W [out, in] that this rank holds; what is held in 4 bits in the dtype of computation."""
-        if self.weight is None:
-            codes, scales = local_tensor(self.weight_codes), local_tensor(self.weight_scales)
-            return nf4.dequantize(codes, scales, self.weight_dtype)
-        return local_tensor(self.weight)
-
-    def quantize(self, dtype: torch.dtype) -> None:
-        """Hold W [out, in] in 4 bits, on meta: as weight_codes uint8 [out, in/2] and weight_scales int32 [out, in/64],
-        both frozen. dtype: of computation."""
-        self.register_parameter("weight", None)
-        self.weight_dtype = dtype
-        for name, width, kind in (("codes", 2, torch.uint8), ("scales", nf4.BLOCK, torch.int32)):
-            held = torch.empty(self.out_features, self.in_features // width, dtype=kind, device="meta")
-            self.register_parameter(f"weight_{name}", nn.Parameter(held, requires_grad=False))
+        computation. part: what to take of each parameter instead."""
+        return self.held.matrix(self.local if part is None else lambda name: part(getattr(self, name)))
 
 
 class RMSNorm(LocalParameters):

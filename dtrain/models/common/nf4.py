@@ -5,21 +5,21 @@ the first in its high half. Scales are held as the bits of a float32, int32: wha
 computation leaves them exact.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtrain.models.common.adapter_config import linears
+from dtrain.models.common.decoder import CausalLM, Linear
 from dtrain.models.common.nf4_config import BLOCK
 from dtrain.models.common.quantization_config import skips
 
-if TYPE_CHECKING:
-    from dtrain.models.common.decoder import CausalLM, Linear
-
+PARTS = CODES, SCALES = "weight_codes", "weight_scales"  # a layer's parameters, in place of its weight
 LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -72,9 +72,25 @@ def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Te
     return cast(Tensor, _Product.apply(x, codes, scales, bias))
 
 
-def quantize_linears(model: "CausalLM", dtype: torch.dtype, except_for: Collection[str] = ()) -> None:
+@dataclass(frozen=True)
+class NF4Weight:
+    """Weight [out, in] of a linear layer, held in 4 bits as its parameters weight_codes uint8 [out, in/2] and
+    weight_scales int32 [out, in/64]. dtype: of computation. read: as `PlainWeight` takes it."""
+
+    dtype: torch.dtype
+
+    def product(self, x: Tensor, bias: Tensor | None, read: Callable[[str], Tensor]) -> Tensor:
+        """x [.., in] -> x · Wᵀ + bias, [.., out]"""
+        return product(x, read(CODES), read(SCALES), bias)
+
+    def matrix(self, read: Callable[[str], Tensor]) -> Tensor:
+        """W [out, in] in `dtype`"""
+        return dequantize(read(CODES), read(SCALES), self.dtype)
+
+
+def quantize_linears(model: CausalLM, dtype: torch.dtype, except_for: Collection[str] = ()) -> None:
     """Let the linear layers of `model`'s decoder, on meta and before it lies on a mesh, hold their weights [out, in] as
-    two frozen parameters, weight_codes uint8 [out, in/2] and weight_scales int32 [out, in/64].
+    an `NF4Weight` does, in two frozen parameters.
 
     dtype: what they compute in. except_for: the names in files of layers that stay as they are, beside those that the
     model's own checkpoint leaves so. Sizes must fit (`nf4_config.quantize_problems`).
@@ -84,7 +100,12 @@ def quantize_linears(model: "CausalLM", dtype: torch.dtype, except_for: Collecti
     for name in linears(config):
         if name not in except_for and not skips(config.unquantized or (), name):
             for part in config.parts(name):
-                cast("Linear", model.get_submodule(part)).quantize(dtype)
+                layer = cast(Linear, model.get_submodule(part))
+                layer.register_parameter("weight", None)
+                layer.held = NF4Weight(dtype)
+                for key, width, kind in ((CODES, 2, torch.uint8), (SCALES, BLOCK, torch.int32)):
+                    empty = torch.empty(layer.out_features, layer.in_features // width, dtype=kind, device="meta")
+                    layer.register_parameter(key, nn.Parameter(empty, requires_grad=False))
 
 
 class _Product(torch.autograd.Function):

@@ -19,7 +19,8 @@ from dtrain.base.addresses import listen, own_address
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.write import write_directory
-from dtrain.policy.weight_buckets import BUCKET_BYTES, MEETING, Info, WeightSource, buckets, flatten, weight_group
+from dtrain.policy.weight_buckets import BUCKET_BYTES, MEETING, Info, buckets, flatten, weight_group
+from dtrain.policy.weights import WeightSender
 from dtrain.rl.remote.dialects import Dialect, Post
 from dtrain.rl.remote.http import HttpEngine, ServerClient
 from dtrain.rl.remote.http_client import ClientError, RetryableError
@@ -101,7 +102,7 @@ class StreamPublisher(Publisher):
         self._abandoned: list[Any] = []  # groups with a message that nobody takes: collecting one waits for it
         self.ranks.first(self._check)
 
-    def publish(self, source: WeightSource, version: int) -> None:
+    def publish(self, source: WeightSender, version: int) -> None:
         """Broadcast the weights of `source` to the servers. Collective; the all-gathers of `source.full_tensors`.
         Raises UserError where no server can take part, or one breaks off under way; such a server decodes nothing until
         it got a whole version."""

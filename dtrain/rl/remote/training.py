@@ -68,7 +68,12 @@ class OverHttp:
         is_rounded = lora is not None and lora.quantize == "nf4"
         way = self.ranks.first(
             lambda: _choose_way(
-                section.weights, config, engine, run.metrics.say, is_rounded=is_rounded, is_held=policy.holds_base
+                section.weights,
+                config,
+                engine,
+                run.metrics.say,
+                is_rounded=is_rounded,
+                is_held=policy.checkpoint.holds_base,
             )
         )
         if way == "adapter" and config is not None:
@@ -77,7 +82,7 @@ class OverHttp:
         elif way == "broadcast":
             stream = self._publisher = StreamPublisher(engine, device=policy.device, dtype=dtype)
             run.stack.callback(stream.close)
-            self._publish = lambda version: stream.publish(policy, version)
+            self._publish = lambda version: stream.publish(policy.weights, version)
         else:
             files = self._publisher = DirectoryPublisher(shared, base, engine, dtype=dtype)
             self._publish = lambda version: files.publish(policy.model, version)
@@ -88,13 +93,13 @@ class OverHttp:
                 self._publish(version)
                 self._published = version
             if self.offload:
-                self.policy.offload_after_refit()
+                self.policy.offloader.offload_after_refit()
             drawn = self.ranks.first(lambda: self._draw(list(requests), version, ask_stop))
         except UserError as error:
             raise Unavailable(str(error)) from error
         finally:
             if self.offload:
-                self.policy.prepare_for_training()
+                self.policy.offloader.prepare_for_training()
         if drawn is None:
             raise Interrupted
         return drawn

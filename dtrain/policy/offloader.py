@@ -6,39 +6,41 @@ On a CPU everything lies where it is, and these functions only switch between tr
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 
 from dtrain.models.common.decoder import CausalLM
+from dtrain.optim.update import Updater
 from dtrain.parallel.fsdp import reshard_model
 from dtrain.parallel.placement import local_tensor
 
 
-class Memory:
-    """Part of `Policy` that moves it. No collective; every rank moves its own shards."""
+class PolicyOffloader:
+    """Mover of `model` and of its optimizer's state between `device` and the host. No collective; every rank moves its
+    own shards.
 
-    model: CausalLM
-    optimizer: Optimizer | None
-    rank: int
-    device: torch.device
-    offloaded: bool  # parallel.cpu_offload: the parameters live in host memory anyway
-    optimizer_offloaded: bool  # parallel.optimizer_offload: so does the optimizer's state
+    keeps_parameters, keeps_state: whether they live in host memory anyway (`parallel.cpu_offload`,
+    `parallel.optimizer_offload`).
+    """
+
+    def __init__(self, model: CausalLM, device: torch.device, *, keeps_parameters: bool, keeps_state: bool):
+        self.updater: Updater | None = None  # from `Policy.init_optimizer` on
+        self._model, self._device = model, device
+        self._keeps_parameters, self._keeps_state = keeps_parameters, keeps_state
 
     def prepare_for_training(self) -> None:
         """Bring weights and optimizer state to the device, and the model to training mode."""
         self._onload()
-        if not self.offloaded:
-            self.move_optimizer_to_device(self.device)
-        self.model.train()
+        if not self._keeps_parameters:
+            self.move_optimizer_to_device(self._device)
+        self._model.train()
 
     def prepare_for_lp_inference(self) -> None:
         """Bring weights to the device, and the model to evaluation mode; the optimizer's state stays where it is."""
         self._onload()
-        self.model.eval()
+        self._model.eval()
 
     def offload_before_refit(self) -> None:
         """Move the optimizer's state to the host: the weights are about to be sent out."""
@@ -47,17 +49,18 @@ class Memory:
 
     def offload_after_refit(self) -> None:
         """Move weights and optimizer state to the host: the device is another's until `prepare_for_...`."""
-        self.move_to_cpu(self.model)
-        self.model.eval()
+        self.move_to_cpu(self._model)
+        self._model.eval()
         self.offload_before_refit()
 
     def move_optimizer_to_device(self, device: str | torch.device) -> None:
         """Move every tensor of the optimizer's state, but where it lives on the host."""
-        if self.optimizer is None or self.optimizer_offloaded:
+        if self.updater is None or self._keeps_state:
             return
-        for state in self.optimizer.state.values():
+        for state in self.updater.optimizer.state.values():
             for key, value in state.items():
-                if isinstance(value, Tensor) and (value.dim() or not _is_step(key)):
+                # torch keeps Adam's count of steps on the host, for all but its fused kind.
+                if isinstance(value, Tensor) and (value.dim() or key != "step"):
                     state[key] = value.to(device)
 
     def move_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
@@ -81,48 +84,17 @@ class Memory:
 
     def move_to_cuda(self, model: nn.Module) -> nn.Module:
         """Return `model`, moved to this rank's device, whatever its kind."""
-        return self.move_to_device(model, self.device)
-
-    def get_gpu_info(self) -> dict[str, Any]:
-        """Return this rank's device: rank, name, and bytes in use, at their peak and in all; 0 where it is a CPU."""
-        info: dict[str, Any] = {"rank": self.rank, "device": str(self.device), "name": self.device.type}
-        if self.device.type != "cuda":
-            return info | {"memory_allocated": 0, "max_memory_allocated": 0, "memory_total": 0}
-        properties = torch.cuda.get_device_properties(self.device)
-        return info | {
-            "name": properties.name,
-            "memory_allocated": torch.cuda.memory_allocated(self.device),
-            "max_memory_allocated": torch.cuda.max_memory_allocated(self.device),
-            "memory_total": properties.total_memory,
-        }
-
-    def reset_peak_memory_stats(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def start_gpu_profiling(self) -> None:
-        """Begin the range that a profiler started with --capture-range=cudaProfilerApi records; nothing on a CPU."""
-        if self.device.type == "cuda":
-            torch.cuda.profiler.start()
-
-    def stop_gpu_profiling(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.profiler.stop()
+        return self.move_to_device(model, self._device)
 
     def _onload(self) -> None:
-        self.move_buffer_to_device(self.model, self.device)
-        if not self.offloaded:
-            self.move_to_device(self.model, self.device)
+        self.move_buffer_to_device(self._model, self._device)
+        if not self._keeps_parameters:
+            self.move_to_device(self._model, self._device)
 
     def _free(self) -> None:
         gc.collect()
-        if self.device.type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _is_step(key: str) -> bool:
-    """Return whether `key` is Adam's count of steps, which torch keeps on the host for all but its fused kind."""
-    return key == "step"
 
 
 @torch.no_grad()

@@ -4,13 +4,12 @@ A checkpoint holds what is trained and its optimizer's state. Frozen parameters 
 checkpoint holds them only where they came from elsewhere: drawn, or from `checkpoint.init_from`.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from dtrain.base import hub
 from dtrain.base.errors import UserError
@@ -26,44 +25,41 @@ from dtrain.checkpoint.dcp.training_state import (
 )
 from dtrain.checkpoint.huggingface.model_files import copy_companions
 from dtrain.checkpoint.huggingface.write import write_directory
-from dtrain.checkpoint.peft.files import AdapterFiles, read_adapter, write_adapter
+from dtrain.checkpoint.peft.files import AdapterFiles, write_adapter
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.decoder import CausalLM
-from dtrain.optim.update import LossScale, Updater
+from dtrain.optim.update import Updater
 from dtrain.parallel.fsdp import reshard_model, weights_changed
 from dtrain.parallel.placement import on_its_device
-from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
-from dtrain.recipe.schema import Recipe
 
 
-class Saved:
-    """Part of `Policy` that saves and loads."""
+class PolicyCheckpoint:
+    """Saver and loader of `model` and of the updater of its weights.
 
-    recipe: Recipe
-    precision: Precision
-    model: CausalLM
-    optimizer: Optimizer | None
-    loss_scale: LossScale | None
-    _saves_frozen: bool  # whether checkpoints hold the frozen parameters too
-    _base: Reference | None  # the model without its adapters, kept where these were loaded
+    directory: of the files that the model is of. dtype: that of exports. template: the file of a chat template in place
+    of the model's. holds_base: whether the frozen parameters are in no files but the run's checkpoints.
+    """
 
-    @property
-    def _updating(self) -> Updater:
-        """Return the updater of the model; RuntimeError before there is an optimizer."""
-        raise NotImplementedError
+    def __init__(self, model: CausalLM, directory: Path, dtype: torch.dtype, *, template: str | None, holds_base: bool):
+        self.holds_base = holds_base
+        self.base: Reference | None = None  # the model without its adapters, where these were loaded
+        self.updater: Updater | None = None  # from `Policy.init_optimizer` on
+        self._model, self._directory, self._dtype, self._template = model, directory, dtype, template
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint holds of model and optimizer, under its names: those that are trained,
         their state, and the frozen parameters that no files hold. No collective."""
-        return training_tensors(self.model, self.optimizer, frozen=self._saves_frozen)
+        optimizer = None if self.updater is None else self.updater.optimizer
+        return training_tensors(self._model, optimizer, frozen=self.holds_base)
 
     def state(self) -> dict[str, Any]:
         """Return the part of a checkpoint beside `tensors`, as JSON: optimizer options, schedule, loss scale."""
+        updater = self._updating
         return {
-            "optimizer": optimizer_state(self.model, self._updating.optimizer),
-            "scheduler": self._updating.scheduler.state_dict(),
-            "loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None,
+            "optimizer": optimizer_state(self._model, updater.optimizer),
+            "scheduler": updater.scheduler.state_dict(),
+            "loss_scale": updater.loss_scale.state_dict() if updater.loss_scale is not None else None,
         }
 
     def load(
@@ -82,48 +78,33 @@ class Saved:
         recipe has them. verified: as `CheckpointStore.load`. Collective. Raises UserError where the checkpoint does not
         fit.
         """
-        restore_optimizer(self.model, self._updating.optimizer, state["optimizer"], keep=keep)
+        restore_optimizer(self._model, self._updating.optimizer, state["optimizer"], keep=keep)
         self.find_base(store, step)
         store.load(step, self.tensors() | dict(beside), verified=verified)
-        weights_changed(self.model)
+        weights_changed(self._model)
         self._load_scalars(state)
 
     def find_base(self, store: CheckpointStore, step: int) -> None:
         """Find where the frozen parameters are that `load` will fill: in this checkpoint, or in files."""
-        self._saves_frozen = self._holds_frozen(store, step)
-
-    @property
-    def holds_base(self) -> bool:
-        """Return whether the frozen parameters are in no files but the run's checkpoints."""
-        return self._saves_frozen
+        stored = store.tensors(step)
+        self.holds_base = any(f"model.{name}" in stored for name in frozen_names(self._model))
 
     def load_weights(self, store: CheckpointStore, step: int) -> bool:
         """Fill the model alone from a checkpoint of whatever mesh: with all weights, or with the trained ones alone
         where it holds no others. Return whether it held all. New adapters stay as they are where it has none.
         Collective. Raises UserError where it does not fit.
         """
-        weights = weights_of(self.model, store, step)
-
-        def load() -> None:
-            store.load(step, weights.wanted, only=True, cast=weights.cast)
-            weights_changed(self.model)
-
-        self._load_adapter(load) if weights.has_adapters else load()
-        self._saves_frozen |= weights.holds_frozen
+        weights = weights_of(self._model, store, step)
+        if weights.has_adapters:
+            self.keep_base()
+        store.load(step, weights.wanted, only=True, cast=weights.cast)
+        weights_changed(self._model)
+        self.holds_base |= weights.holds_frozen
         return weights.is_whole
 
-    def _load_adapter(self, load: Callable[[], None]) -> None:
-        """Keep the model without its adapters as its base, then `load` these and the modules trained beside them."""
-        self._base = self._base or Reference(self.model, whole=False, adapters=False)
-        load()
-
-    def _read_adapter(self, path: str) -> None:
-        read_adapter(self.model, path)
-        weights_changed(self.model)
-
-    def _holds_frozen(self, store: CheckpointStore, step: int) -> bool:
-        stored = store.tensors(step)
-        return any(f"model.{name}" in stored for name in frozen_names(self.model))
+    def keep_base(self) -> None:
+        """Keep the model without its adapters, before these and the modules trained beside them are loaded."""
+        self.base = self.base or Reference(self._model, whole=False, adapters=False)
 
     def save_checkpoint(
         self,
@@ -136,14 +117,14 @@ class Saved:
 
         Written in full before it returns, for any mesh to load. Raises UserError where there is a save already.
         """
-        weights = training_tensors(self.model, frozen=self._saves_frozen)
+        weights = training_tensors(self._model, frozen=self.holds_base)
         CheckpointStore(weights_path).save(0, weights, {})
         if optimizer_path is not None:
             CheckpointStore(optimizer_path).save(0, self._optimizer_tensors(), self.state())
         if tokenizer_path is not None:
             target = Path(tokenizer_path)
             Ranks().first(lambda: target.mkdir(parents=True, exist_ok=True))
-            Ranks().first(lambda: copy_companions(self.recipe.model.directory, target))
+            Ranks().first(lambda: copy_companions(self._directory, target))
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
         """Load a save of `save_checkpoint`, on whatever mesh. Collective. Raises UserError where it does not fit."""
@@ -152,14 +133,14 @@ class Saved:
             return
         store = CheckpointStore(optimizer_path)
         state = store.read_state(0)
-        restore_optimizer(self.model, self._updating.optimizer, state["optimizer"])
+        restore_optimizer(self._model, self._updating.optimizer, state["optimizer"])
         store.load(0, self._optimizer_tensors())
         self._load_scalars(state)
 
     def return_state_dict(self) -> dict[str, Any]:
         """Return the model's state dict, DTensors where it is sharded. No collective."""
-        reshard_model(self.model)
-        return {name: on_its_device(tensor) for name, tensor in self.model.state_dict(keep_vars=True).items()}
+        reshard_model(self._model)
+        return {name: on_its_device(tensor) for name, tensor in self._model.state_dict(keep_vars=True).items()}
 
     def export(self, out: Path, source: Path, held: Mapping[str, Any] | None = None) -> None:
         """Write the model as a Hugging Face directory, in the dtype that the run computes in; of an adapter that alone,
@@ -168,16 +149,16 @@ class Saved:
         source: gives config.json, the tokenizer, and weights that the model has no module for (a vision tower). held:
         as of `write_directory`. `out` is replaced once the new directory is complete.
         """
-        dtype, template = self.precision.compute, self.chat_template
-        if self.model.adapters is None or self._base_name is None:
-            write_directory(self.model, out, source, dtype, replace=True, chat_template=template, held=held)
+        dtype, template = self._dtype, self.chat_template
+        if self._model.adapters is None or self._base_name is None:
+            write_directory(self._model, out, source, dtype, replace=True, chat_template=template, held=held)
             return
-        config, tensors = self.model.adapters.config, model_tensors(self.model)
+        config, tensors = self._model.adapters.config, model_tensors(self._model)
         write_adapter(
             out,
             tensors,
             config,
-            self.model.config,
+            self._model.config,
             self._base_name,
             companions=source,
             chat_template=template,
@@ -188,30 +169,34 @@ class Saved:
     @property
     def beside(self) -> Beside | None:
         """Writer of the adapter, in PEFT's layout, into each checkpoint of a run that trains one; None for others."""
-        adapters = self.model.adapters
+        adapters = self._model.adapters
         if adapters is None:
             return None
-        return lambda *step: AdapterFiles(adapters.config, self.model.config, self._base_name).beside(*step)
+        return lambda *step: AdapterFiles(adapters.config, self._model.config, self._base_name).beside(*step)
 
     @property
     def _base_name(self) -> str | None:
         """Return the name by which others find the adapter's base; None where no files hold it."""
-        directory = self.recipe.model.directory
-        return None if self._saves_frozen else hub.id_of(directory) or str(directory.absolute())
+        return None if self.holds_base else hub.id_of(self._directory) or str(self._directory.absolute())
 
     @property
     def chat_template(self) -> str | None:
         """Text of the recipe's own chat template; None where the model's is used."""
-        path = self.recipe.data.chat_template
-        return Path(path).read_text() if path else None
+        return Path(self._template).read_text() if self._template else None
+
+    @property
+    def _updating(self) -> Updater:
+        if self.updater is None:
+            raise RuntimeError("the state of an optimizer is saved and loaded after Policy.init_optimizer alone")
+        return self.updater
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.tensors().items() if name.startswith("optim.")}
 
     def _load_scalars(self, state: Mapping[str, Any]) -> None:
         self._updating.scheduler.load_state_dict(state["scheduler"])
-        if self.loss_scale is not None and state["loss_scale"] is not None:
-            self.loss_scale.load_state_dict(state["loss_scale"])
+        if self._updating.loss_scale is not None and state["loss_scale"] is not None:
+            self._updating.loss_scale.load_state_dict(state["loss_scale"])
 
 
 class Weights(NamedTuple):
