@@ -3,26 +3,68 @@
 Rotary positions of an image's tokens have three axes; those of a text are equal on all, which is plain rotation.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.config_fields import Fields
 from dtrain.models.common.decoder import Decoder, PreNormLayer, RMSNorm
+from dtrain.models.common.shared_fields import (
+    common_fields,
+    layers_alike,
+    read_biases,
+    read_text_tower,
+    with_one_rope,
+)
 from dtrain.models.common.tower import TextTower
-from dtrain.models.qwen import Qwen3ForCausalLM
+from dtrain.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
+
+IMAGES = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_QWEN2_5_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "max_window_layers": 80,
+    "eos_token_id": 151_645,
+    "rope_theta": 1_000_000.0,
+}
 
 
-class Qwen2_5_VLText(TextTower):
+class Qwen2_5_VLForConditionalGeneration(TextTower):
     tower_names = ("model.language_model.", "model.")
     carried = (r"(model\.)?visual\..*",)
 
     def __init__(self, config: ModelConfig):
         super().__init__(config, Decoder(config, PreNormLayer))
 
+    @classmethod
+    def read(cls, fields: Fields) -> ModelConfig:
+        """Override `CausalLM.read`: the text tower, described by `text_config`, or, in the first files, beside the
+        rest."""
+        fields.known(*IMAGES, "vision_token_id")
 
-class Qwen3_VLText(TextTower):
+        def read(text: Fields) -> ModelConfig:
+            return Qwen2ForCausalLM.read(text.over(_QWEN2_5_DEFAULTS))
+
+        if isinstance(fields.get("text_config"), dict):
+            return read_text_tower(cls.__name__, fields, read)
+        return replace(read(fields), architecture=cls.__name__, is_text_tower=True)
+
+
+class Qwen3VLForConditionalGeneration(TextTower):
     tower_names = ("model.language_model.",)
     carried = (r"model\.visual\..*",)
     plan = Qwen3ForCausalLM.plan
 
     def __init__(self, config: ModelConfig):
         super().__init__(config, Decoder(config, partial(PreNormLayer, qk_norm=RMSNorm)))
+
+    @classmethod
+    def read(cls, fields: Fields) -> ModelConfig:
+        fields.known(*IMAGES)
+
+        def read(text: Fields) -> ModelConfig:
+            common = common_fields(cls.__name__, text, kv_heads=32, head_dim=128)
+            common |= read_biases(text) | layers_alike(text, common["num_hidden_layers"])
+            return with_one_rope(text.over({"rope_theta": 500_000.0}), **common)
+
+        return read_text_tower(cls.__name__, fields, read)

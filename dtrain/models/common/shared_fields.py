@@ -1,7 +1,8 @@
-"""Fields that the config.json of all families has alike: sizes, types of layers, windows, a text tower. Imports no
-torch."""
+"""Fields that families read alike from their config.json: sizes, types of layers, windows, experts, a text tower.
+Imports no torch."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from dtrain.models.common.config import FULL, SLIDING, Experts, ModelConfig
@@ -77,14 +78,14 @@ _ACTIVATIONS = {
 def with_one_rope(
     fields: Fields,
     share: float | None = None,
-    theta: float = 10_000.0,
     scales_queries: bool = False,
     kinds: tuple[str, ...] = KINDS,
     **values: Any,
 ) -> ModelConfig:
-    """share, theta, scales_queries, kinds: as `read_rope` takes them."""
+    """Return the config of `values` and the rope that all layers share, once no field is left over; share,
+    scales_queries, kinds: as `read_rope` takes them."""
     positions, head_dim = values["max_position_embeddings"], values["head_dim"]
-    rope = read_rope(fields, positions, head_dim, share, theta, scales_queries, kinds)
+    rope = read_rope(fields, positions, head_dim, share, scales_queries, kinds)
     if rope.kind == "longrope":
         values["max_position_embeddings"] = min(positions, rope.original_max_positions)
     fields.refuse_the_rest()
@@ -107,6 +108,18 @@ def read_layer_types(
     else:
         return tuple(written)
     return tuple(default)
+
+
+def read_biases(fields: Fields, default: bool = False) -> dict[str, bool]:
+    """Read `attention_bias`, of all four projections."""
+    bias = fields.flag("attention_bias", default)
+    return {"qkv_bias": bias, "o_bias": bias}
+
+
+def layers_alike(fields: Fields, count: int, window: int | None = None) -> dict[str, Any]:
+    """Return `layer_types` and `sliding_window` of a family whose layers all see the window, or all tokens."""
+    types = read_layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
+    return {"layer_types": types, "sliding_window": window}
 
 
 def read_experts(
@@ -145,8 +158,11 @@ def used_window(fields: Fields, layer_types: tuple[str, ...], window: int | None
     return window
 
 
-def read_text_tower(architecture: str, fields: Fields, read: Callable[..., ModelConfig], tie: bool) -> ModelConfig:
-    """Return what `read` makes of `text_config`; tie: the family's default of tie_word_embeddings."""
+def read_text_tower(
+    architecture: str, fields: Fields, read: Callable[[Fields], ModelConfig], tie: bool = False
+) -> ModelConfig:
+    """Return what `read` makes of `text_config`, as part of a multimodal model; tie: the family's default of
+    tie_word_embeddings."""
     text = fields.get("text_config") or {}
     if not isinstance(text, dict):
         fields.problem(f"text_config {shown(text)} is no object")
@@ -158,4 +174,5 @@ def read_text_tower(architecture: str, fields: Fields, read: Callable[..., Model
         fields.problem("tie_word_embeddings is not the same at the top and in text_config")
     fields.refuse_the_rest()
     inner = Fields({**text, **outer}, fields.problems, prefix="text_config.")
-    return read(architecture, inner, tie=tie if tied is None else tied, is_text_tower=True)
+    config = read(inner.over({"tie_word_embeddings": tie if tied is None else tied}))
+    return replace(config, architecture=architecture, is_text_tower=True)
