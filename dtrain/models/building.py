@@ -11,6 +11,7 @@ from dtrain.models.common.moe import share_routing
 from dtrain.models.registry import class_of
 from dtrain.parallel.placement import exact_modules
 
+
 def build(
     config: ModelConfig,
     dtype: torch.dtype = torch.float32,
@@ -30,7 +31,7 @@ def build(
         kernel, device=device.type, window=SLIDING in config.layer_types, documents=True, cache=True, backward=True
     )
     with torch.device("meta"):
-        model = class_of(config.architecture)(config)
+        model: CausalLM = class_of(config.architecture)(config)
     if config.experts is not None:
         model.routing = share_routing(model, config.experts.count)
     hold_in(model, dtype)

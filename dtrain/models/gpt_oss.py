@@ -9,17 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
-from dtrain.models.common.config_fields import Fields, shown
+from dtrain.models.common.config_fields import shown
 from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, plan_of
+from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
-from dtrain.models.common.shared_fields import (
-    common_fields,
-    read_biases,
-    read_experts,
-    read_layer_types,
-    used_window,
-    with_one_rope,
-)
 from dtrain.models.olmo import OlmoRMSNorm
 from dtrain.parallel.placement import LocalParameters
 
@@ -82,32 +75,31 @@ class GptOssForCausalLM(CausalLM):
         self.plan = plan_of(self, {**DECODER_PLAN, **SPARSE_PLAN, "model.layers.*.self_attn.scores": "heads"})
 
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
+    def read(cls, fields: ModelFields) -> ModelConfig:
         """Override `CausalLM.read`: every layer is sparse, and one in two sees a window, where `layer_types` says
         nothing else."""
         fields = fields.over(_DEFAULTS)
         if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
             fields = fields.over({"rope_parameters": _ROPE})
-        common = common_fields(cls.__name__, fields, kv_heads=8, head_dim=64)
+        common = fields.common(cls.__name__, kv_heads=8, head_dim=64)
         if common["hidden_act"] != "silu":
             fields.problem(f"hidden_act {shown(fields.get('hidden_act'))}: only 'silu' is implemented")
-        common |= read_biases(fields, True)
+        common |= fields.biases(True)
         count = common["num_hidden_layers"]
-        types = read_layer_types(fields, count, [FULL if index % 2 else SLIDING for index in range(count)])
+        types = fields.layer_types(count, [FULL if index % 2 else SLIDING for index in range(count)])
         window = fields.optional_integer("sliding_window", None if "sliding_window" in fields else 128)
         gate = fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)
         fields.known("initial_context_length")  # that of the rope, again
         if fields.get("experts_per_token") not in (None, fields.get("num_experts_per_tok")):
             fields.problem("experts_per_token and num_experts_per_tok differ: they are one number under two names")
-        layers, form = tuple(range(count)), {"stacked": True, "biased": True, "turned": True, "clamp": gate}
-        experts = read_experts(fields, 128, 4, common["intermediate_size"], True, layers, **form)
+        inner, layers = common["intermediate_size"], tuple(range(count))
+        experts = fields.experts(128, 4, inner, True, layers, stacked=True, biased=True, turned=True, clamp=gate)
         if experts is None:
             fields.problem("num_local_experts 0: in this architecture every MLP is a mixture")
-        return with_one_rope(
-            fields,
+        return fields.with_one_rope(
             **common,
             layer_types=types,
-            sliding_window=used_window(fields, types, window),
+            sliding_window=fields.used_window(types, window),
             has_sinks=True,
             experts=experts,
             unnamed=("scores",),

@@ -9,10 +9,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from dtrain.models.common.config import FULL, ModelConfig
-from dtrain.models.common.config_fields import Fields, shown
+from dtrain.models.common.config_fields import shown
 from dtrain.models.common.decoder import DECODER_PLAN, CausalLM, Decoder, GatedMLP, PreNormLayer
 from dtrain.models.common.functions import gated
-from dtrain.models.common.shared_fields import common_fields, layers_alike, read_biases, with_one_rope
+from dtrain.models.common.model_fields import ModelFields
 
 
 class GraniteLayer(PreNormLayer):
@@ -48,14 +48,14 @@ class GraniteForCausalLM(CausalLM):
         super().__init__(config, GraniteDecoder(config, self.layer))
 
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
-        common = common_fields(cls.__name__, fields := fields.over({"bos_token_id": 1, "eos_token_id": 2}))
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        fields = fields.over({"bos_token_id": 1, "eos_token_id": 2})
+        common = fields.common(cls.__name__)
         if "attention_multiplier" in fields and fields.get("attention_multiplier") is None:
             fields.problem("attention_multiplier null: must be a number; a file without it has 1.0")
         common["attention_scale"] = fields.number("attention_multiplier", 1.0)
-        common |= read_biases(fields) | layers_alike(fields, common["num_hidden_layers"])
-        return with_one_rope(
-            fields,
+        common |= fields.biases() | fields.layers_alike(common["num_hidden_layers"])
+        return fields.with_one_rope(
             **common,
             mlp_bias=fields.flag("mlp_bias", False),
             embedding_multiplier=fields.number("embedding_multiplier", 1.0),
@@ -107,7 +107,7 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
     }
 
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
+    def read(cls, fields: ModelFields) -> ModelConfig:
         fields = fields.over({"intermediate_size": 11_008, "position_embedding_type": "none"})
         fields.known(*_UNUSED.split(), "layers_block_type")
         fields.must_be_off("mlp_bias", "the MLPs of this architecture have no biases")

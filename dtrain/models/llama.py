@@ -5,9 +5,8 @@ What varies between checkpoints is all in the config: biases, tied embeddings, r
 """
 
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.config_fields import Fields
 from dtrain.models.common.decoder import CausalLM, Decoder, PreNormLayer
-from dtrain.models.common.shared_fields import common_fields, layers_alike, read_biases, with_one_rope
+from dtrain.models.common.model_fields import ModelFields
 
 
 class LlamaForCausalLM(CausalLM):
@@ -15,7 +14,7 @@ class LlamaForCausalLM(CausalLM):
         super().__init__(config, Decoder(config, PreNormLayer))
 
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
-        common = common_fields(cls.__name__, fields)
-        common |= read_biases(fields) | layers_alike(fields, common["num_hidden_layers"])
-        return with_one_rope(fields, **common, mlp_bias=fields.flag("mlp_bias", False))
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        common = fields.common(cls.__name__)
+        common |= fields.biases() | fields.layers_alike(common["num_hidden_layers"])
+        return fields.with_one_rope(**common, mlp_bias=fields.flag("mlp_bias", False))

@@ -1,6 +1,7 @@
-"""Mistral (arXiv:2310.06825), Mistral Small 3.1 and 3.2, and Ministral 3 (https://huggingface.co/mistralai), alone or as
-the text tower of a multimodal checkpoint; Mixtral (arXiv:2401.04088). Llama's layer, with a sliding window; Ministral 3
-scales queries by their position, as Llama 4 does, and each MLP of Mixtral is a mixture of experts.
+"""Mistral (arXiv:2310.06825), Mixtral (arXiv:2401.04088), and Mistral Small 3.1 and 3.2 and Ministral 3
+(https://huggingface.co/mistralai), alone or as the text tower of a multimodal checkpoint. Llama's layer, with a sliding
+window where the config has one; Ministral 3 scales queries by their position, as Llama 4 does, and each MLP of Mixtral
+is a mixture of experts.
 """
 
 from typing import Any
@@ -9,27 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.models.common.config import ModelConfig, Rope
-from dtrain.models.common.config_fields import Fields
 from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, PreNormLayer, Rotary, plan_of
+from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
-from dtrain.models.common.shared_fields import (
-    common_fields,
-    layers_alike,
-    read_experts,
-    read_text_tower,
-    with_one_rope,
-    written_window,
-)
 from dtrain.models.common.tower import TextTower
 from dtrain.models.llama import LlamaForCausalLM
 
 
 class MistralForCausalLM(LlamaForCausalLM):
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
-        common = common_fields(cls.__name__, fields, kv_heads=8)
-        window = written_window(fields)
-        return with_one_rope(fields, **common, **layers_alike(fields, common["num_hidden_layers"], window))
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        common = fields.common(cls.__name__, kv_heads=8)
+        window = fields.window()
+        return fields.with_one_rope(**common, **fields.layers_alike(common["num_hidden_layers"], window))
 
 
 class ScaledAttention(Attention):
@@ -100,12 +93,12 @@ class Ministral3ForCausalLM(TextTower):
         super().__init__(config, decoder)
 
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
+    def read(cls, fields: ModelFields) -> ModelConfig:
         fields = fields.over(_MINISTRAL3_DEFAULTS)
-        common = common_fields(cls.__name__, fields, kv_heads=8, head_dim=128, pad=11)
+        common = fields.common(cls.__name__, kv_heads=8, head_dim=128, pad=11)
         window = fields.optional_integer("sliding_window")
-        common |= layers_alike(fields, common["num_hidden_layers"], window)
-        return with_one_rope(fields, scales_queries=True, **common)
+        common |= fields.layers_alike(common["num_hidden_layers"], window)
+        return fields.with_one_rope(scales_queries=True, **common)
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
@@ -113,12 +106,12 @@ class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
     are."""
 
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
+    def read(cls, fields: ModelFields) -> ModelConfig:
         fields.known("vision_config", "image_token_index", "projector_hidden_act", "vision_feature_layer")
         fields.known("multimodal_projector_bias", "spatial_merge_size")
         text = fields.get("text_config")
         is_scaled = isinstance(text, dict) and text.get("model_type") == "ministral3"
-        return read_text_tower(cls.__name__, fields, super().read if is_scaled else MistralForCausalLM.read)
+        return fields.text_tower(cls.__name__, super().read if is_scaled else MistralForCausalLM.read)
 
 
 # What Mixtral's files call an expert's matrices.
@@ -131,14 +124,15 @@ class MixtralForCausalLM(CausalLM):
         self.plan = plan_of(self, {**DECODER_PLAN, **SPARSE_PLAN})
 
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
+    def read(cls, fields: ModelFields) -> ModelConfig:
         defaults = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 1_000_000.0}
-        common = common_fields(cls.__name__, fields := fields.over(defaults), kv_heads=8)
+        fields = fields.over(defaults)
+        common = fields.common(cls.__name__, kv_heads=8)
         window, count = fields.optional_integer("sliding_window"), common["num_hidden_layers"]
-        common |= layers_alike(fields, count, window)
+        common |= fields.layers_alike(count, window)
         fields.must_be_off("router_jitter_noise", "noise on what is routed is not implemented; set it to 0.0")
-        experts = read_experts(fields, 8, 2, common["intermediate_size"], True, tuple(range(count)))
-        return with_one_rope(fields, **common, experts=experts)
+        experts = fields.experts(8, 2, common["intermediate_size"], True, tuple(range(count)))
+        return fields.with_one_rope(**common, experts=experts)
 
     def checkpoint_names(self, name: str) -> list[str]:
         before, of_mlp, after = name.partition(".mlp.")

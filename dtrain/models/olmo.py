@@ -8,19 +8,10 @@ import torch
 from torch import Tensor
 
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
-from dtrain.models.common.config_fields import Fields
 from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Layer, RMSNorm, Rotary
 from dtrain.models.common.functions import rms_norm, rotate
+from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base, read_ropes_by_kind
-from dtrain.models.common.shared_fields import (
-    common_fields,
-    layers_alike,
-    read_biases,
-    read_layer_types,
-    used_window,
-    with_one_rope,
-    written_window,
-)
 from dtrain.parallel.collectives import enter_region, leave_region
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50_279, "max_position_embeddings": 2048}
@@ -103,25 +94,27 @@ class Olmo2ForCausalLM(CausalLM):
         super().__init__(config, Decoder(config, OlmoLayer, OlmoRMSNorm))
 
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
-        common = common_fields(cls.__name__, fields := fields.over(_DEFAULTS), pad=1)
-        common |= read_biases(fields)
-        return with_one_rope(fields, **common, **layers_alike(fields, common["num_hidden_layers"]))
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        fields = fields.over(_DEFAULTS)
+        common = fields.common(cls.__name__, pad=1)
+        common |= fields.biases()
+        return fields.with_one_rope(**common, **fields.layers_alike(common["num_hidden_layers"]))
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
+    def read(cls, fields: ModelFields) -> ModelConfig:
         """Override `CausalLM.read`: rotary scaling belongs to the full layers, and both kinds have one base."""
-        common = common_fields(cls.__name__, fields := fields.over(_DEFAULTS), pad=1)
-        common |= read_biases(fields)
+        fields = fields.over(_DEFAULTS)
+        common = fields.common(cls.__name__, pad=1)
+        common |= fields.biases()
         count = common["num_hidden_layers"]
-        types = read_layer_types(fields, count, [SLIDING if (index + 1) % 4 else FULL for index in range(count)])
+        types = fields.layer_types(count, [SLIDING if (index + 1) % 4 else FULL for index in range(count)])
         theta = read_base(fields, "rope_theta", 500_000.0)
         if theta != 500_000.0:
             # transformers 4 gives it to all layers, 5 to full ones.
             fields.problem(f"rope_theta {theta:g}: say it in rope_parameters, under {FULL} and under {SLIDING}")
         ropes = read_ropes_by_kind(fields, common["max_position_embeddings"], {FULL: theta, SLIDING: theta})
-        window = used_window(fields, types, written_window(fields))
+        window = fields.used_window(types, fields.window())
         fields.refuse_the_rest()
         return ModelConfig(**common, layer_types=types, sliding_window=window, ropes=ropes)

@@ -7,32 +7,23 @@ from functools import partial
 from typing import Any
 
 from dtrain.models.common.config import FULL, SLIDING, Experts, ModelConfig
-from dtrain.models.common.config_fields import Fields, shown
+from dtrain.models.common.config_fields import shown
 from dtrain.models.common.decoder import DECODER_PLAN, CausalLM, Decoder, PreNormLayer, RMSNorm, plan_of
+from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
-from dtrain.models.common.shared_fields import (
-    common_fields,
-    read_biases,
-    read_experts,
-    read_layer_types,
-    used_window,
-    with_one_rope,
-    written_window,
-)
 
 
 class Qwen2ForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig):
         super().__init__(config, Decoder(config, PreNormLayer))
 
-
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
+    def read(cls, fields: ModelFields) -> ModelConfig:
         if fields.get("attention_bias") is False:
             fields.problem("attention_bias false: Qwen2 always has biases on q, k and v")
-        common = common_fields(cls.__name__, fields, kv_heads=32)
+        common = fields.common(cls.__name__, kv_heads=32)
         layers = _read_layers(fields, common["num_hidden_layers"])
-        return with_one_rope(fields, **common, **layers, qkv_bias=True)
+        return fields.with_one_rope(**common, **layers, qkv_bias=True)
 
 
 class Qwen3ForCausalLM(CausalLM):
@@ -46,10 +37,10 @@ class Qwen3ForCausalLM(CausalLM):
         super().__init__(config, Decoder(config, partial(PreNormLayer, qk_norm=RMSNorm)))
 
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
-        common = common_fields(cls.__name__, fields, kv_heads=32, head_dim=128)
-        common |= read_biases(fields)
-        return with_one_rope(fields, **common, **_read_layers(fields, common["num_hidden_layers"]))
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        common = fields.common(cls.__name__, kv_heads=32, head_dim=128)
+        common |= fields.biases()
+        return fields.with_one_rope(**common, **_read_layers(fields, common["num_hidden_layers"]))
 
 
 class Qwen3MoeForCausalLM(CausalLM):
@@ -61,15 +52,15 @@ class Qwen3MoeForCausalLM(CausalLM):
         self.plan = plan_of(self, {**Qwen3ForCausalLM.plan, **SPARSE_PLAN})
 
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
-        common = common_fields(cls.__name__, fields, kv_heads=4)
-        common |= read_biases(fields)
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        common = fields.common(cls.__name__, kv_heads=4)
+        common |= fields.biases()
         count = common["num_hidden_layers"]
         layers = _read_layers(fields, count, moe=True)
-        return with_one_rope(fields, **common, **layers, experts=_read_experts(fields, count))
+        return fields.with_one_rope(**common, **layers, experts=_read_experts(fields, count))
 
 
-def _read_experts(fields: Fields, count: int) -> Experts | None:
+def _read_experts(fields: ModelFields, count: int) -> Experts | None:
     """Read the experts of each `decoder_sparse_step`-th layer but those of `mlp_only_layers`; None: no layer is
     sparse."""
     inner, normed = fields.integer("moe_intermediate_size", 768), fields.flag("norm_topk_prob", False)
@@ -78,15 +69,15 @@ def _read_experts(fields: Fields, count: int) -> Experts | None:
         fields.problem(f"mlp_only_layers {shown(dense)}: must be a list of layers' numbers")
         dense = []
     sparse = tuple(index for index in range(count) if index not in dense and (index + 1) % step == 0)
-    return read_experts(fields, 128, 8, inner, normed, sparse)
+    return fields.experts(128, 8, inner, normed, sparse)
 
 
-def _read_layers(fields: Fields, count: int, moe: bool = False) -> dict[str, Any]:
+def _read_layers(fields: ModelFields, count: int, moe: bool = False) -> dict[str, Any]:
     """The window counts only where it is switched on, from a certain layer upwards; in a mixture of experts in all."""
-    window, switched_on = written_window(fields), fields.flag("use_sliding_window", False)
+    window, switched_on = fields.window(), fields.flag("use_sliding_window", False)
     window = window if switched_on else None
     full_layers = 0 if moe else fields.integer("max_window_layers", 28, minimum=0)
     fields.known("max_window_layers")
     default = [SLIDING if window is not None and index >= full_layers else FULL for index in range(count)]
-    types = read_layer_types(fields, count, default, fixed=moe)
-    return {"layer_types": types, "sliding_window": used_window(fields, types, window)}
+    types = fields.layer_types(count, default, fixed=moe)
+    return {"layer_types": types, "sliding_window": fields.used_window(types, window)}

@@ -7,15 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.config_fields import Fields
 from dtrain.models.common.decoder import Decoder, PreNormLayer, RMSNorm
-from dtrain.models.common.shared_fields import (
-    common_fields,
-    layers_alike,
-    read_biases,
-    read_text_tower,
-    with_one_rope,
-)
+from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.tower import TextTower
 from dtrain.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 
@@ -37,16 +30,16 @@ class Qwen2_5_VLForConditionalGeneration(TextTower):
         super().__init__(config, Decoder(config, PreNormLayer))
 
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
+    def read(cls, fields: ModelFields) -> ModelConfig:
         """Override `CausalLM.read`: the text tower, described by `text_config`, or, in the first files, beside the
         rest."""
         fields.known(*IMAGES, "vision_token_id")
 
-        def read(text: Fields) -> ModelConfig:
+        def read(text: ModelFields) -> ModelConfig:
             return Qwen2ForCausalLM.read(text.over(_QWEN2_5_DEFAULTS))
 
         if isinstance(fields.get("text_config"), dict):
-            return read_text_tower(cls.__name__, fields, read)
+            return fields.text_tower(cls.__name__, read)
         return replace(read(fields), architecture=cls.__name__, is_text_tower=True)
 
 
@@ -59,12 +52,12 @@ class Qwen3VLForConditionalGeneration(TextTower):
         super().__init__(config, Decoder(config, partial(PreNormLayer, qk_norm=RMSNorm)))
 
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
+    def read(cls, fields: ModelFields) -> ModelConfig:
         fields.known(*IMAGES)
 
-        def read(text: Fields) -> ModelConfig:
-            common = common_fields(cls.__name__, text, kv_heads=32, head_dim=128)
-            common |= read_biases(text) | layers_alike(text, common["num_hidden_layers"])
-            return with_one_rope(text.over({"rope_theta": 500_000.0}), **common)
+        def read(text: ModelFields) -> ModelConfig:
+            common = text.common(cls.__name__, kv_heads=32, head_dim=128)
+            common |= text.biases() | text.layers_alike(common["num_hidden_layers"])
+            return text.over({"rope_theta": 500_000.0}).with_one_rope(**common)
 
-        return read_text_tower(cls.__name__, fields, read)
+        return fields.text_tower(cls.__name__, read)

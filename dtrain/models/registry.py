@@ -1,19 +1,16 @@
-"""Registry of the families: the file of each architecture, which is loaded when a config.json names it. Imports no torch.
+"""Registry of the families: the file of each architecture, loaded when a config.json names it. Imports no torch.
 
 A family is one file. It has a class of the architecture's name, which derives from `models.common.decoder.CausalLM`:
-its `plan` lays it out under tensor parallelism, its `read` makes a `ModelConfig` of a config.json. A family in a file of
-your own, my_models/norm_llama.py, is a row that each process of a run adds before it reads a config.json; under torchrun
-the script that calls `dtrain.run` does:
+its `plan` lays it out under tensor parallelism, its `read` makes a `ModelConfig` of a config.json. A file of your own
+needs a row, too, which each process of a run adds before it reads a config.json. A script that calls `dtrain.run` does
+so, started by torchrun, or by python for one process:
 
     FAMILIES["NormLlamaForCausalLM"] = Family("norm_llama", "my_models.norm_llama")
 """
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from dtrain.models.common.decoder import CausalLM
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -57,10 +54,9 @@ FAMILIES = {
 }
 
 
-def class_of(architecture: str) -> "type[CausalLM]":
-    """Return the class of an architecture that has a row, from its file. Loads torch."""
-    family: type[CausalLM] = getattr(import_module(FAMILIES[architecture].module), architecture)
-    return family
+def class_of(architecture: str) -> type[Any]:
+    """Return the class, a `CausalLM`, of an architecture that has a row. Loads its file, and torch."""
+    return getattr(import_module(FAMILIES[architecture].module), architecture)
 
 
 def of_model_type(model_type: object) -> str | None:

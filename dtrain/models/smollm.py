@@ -4,15 +4,9 @@
 from torch import Tensor, nn
 
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
-from dtrain.models.common.config_fields import Fields, shown
+from dtrain.models.common.config_fields import shown
 from dtrain.models.common.decoder import Attention, CausalLM, Decoder, PreNormLayer, Rotary
-from dtrain.models.common.shared_fields import (
-    common_fields,
-    read_biases,
-    read_layer_types,
-    used_window,
-    with_one_rope,
-)
+from dtrain.models.common.model_fields import ModelFields
 
 _DEFAULTS = {
     "bos_token_id": 128_000,
@@ -43,9 +37,10 @@ class SmolLM3ForCausalLM(CausalLM):
         super().__init__(config, Decoder(config, SmolLM3Layer))
 
     @classmethod
-    def read(cls, fields: Fields) -> ModelConfig:
-        common = common_fields(cls.__name__, fields := fields.over(_DEFAULTS), kv_heads=4, pad=128_004, tie=True)
-        common |= read_biases(fields)
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        fields = fields.over(_DEFAULTS)
+        common = fields.common(cls.__name__, kv_heads=4, pad=128_004, tie=True)
+        common |= fields.biases()
         count = common["num_hidden_layers"]
         fields.known("max_window_layers")  # of Qwen2, whose config was the model's first
         interval = fields.integer("no_rope_layer_interval", 4)
@@ -58,12 +53,11 @@ class SmolLM3ForCausalLM(CausalLM):
         window = fields.optional_integer("sliding_window")
         window = window if fields.flag("use_sliding_window", False) else None
         default = [SLIDING if window is not None and index in no_rope_layers else FULL for index in range(count)]
-        types = read_layer_types(fields, count, default)
-        return with_one_rope(
-            fields,
+        types = fields.layer_types(count, default)
+        return fields.with_one_rope(
             **common,
             layer_types=types,
-            sliding_window=used_window(fields, types, window),
+            sliding_window=fields.used_window(types, window),
             no_rope_layers=no_rope_layers,
             mlp_bias=fields.flag("mlp_bias", False),
         )

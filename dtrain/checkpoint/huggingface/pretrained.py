@@ -7,11 +7,11 @@ import torch
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.peft.config import base_of, is_adapter_directory, outputs_in, read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
+from dtrain.models.building import build
 from dtrain.models.common.adapter_config import linears
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.nf4 import quantize_linears
 from dtrain.models.read_config import read_config
-from dtrain.models.registry import build
 
 
 def from_pretrained(
