@@ -32,7 +32,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Every dotted name that is imported anywhere in `tree`, `import_module` of a literal and tables of dtrain's modules
+    """Every dotted name that is imported anywhere in `tree`, `import_module` of a literal and tables of modules
     included."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,8 +1,9 @@
 """Checks before anything starts: of the recipe, its model, tokenizer and data files.
 
-Imports no torch. Of a data file the first row is read, of weights the header. `dtrain validate` adds what a rank would
-refuse before its first step (`launch.validate`). A model or dataset of the hub that is not in the cache is no problem:
-a run fetches it once all else is right, and `validate` asks the hub for what the run would.
+Loads torch for a model's config.json alone. Of a data file the first row is read, of weights the header. `dtrain
+validate` adds what a rank would refuse before its first step (`launch.validate`). A model or dataset of the hub that is
+not in the cache is no problem: a run fetches it once all else is right, and `validate` asks the hub for what the run
+would.
 """
 
 import os
