@@ -1,6 +1,7 @@
 """What depends on what, read from the sources: the tests behind a changed file, and the tests that start processes."""
 
 import ast
+import re
 import subprocess
 from collections.abc import Collection, Iterator
 from functools import cache
@@ -31,7 +32,8 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Every dotted name that is imported anywhere in `tree`, `import_module` of a literal included."""
+    """Every dotted name that is imported anywhere in `tree`, `import_module` of a literal and tables of modules
+    included."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -40,6 +42,8 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
             yield from (word.value for word in node.args if isinstance(word, ast.Constant))
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"dtrain(\.\w+)+", str(node.value)):
+            yield node.value
 
 
 def changed_since(root: Path, rev: str) -> set[Path]:

@@ -1,13 +1,12 @@
 """Models in plain PyTorch under Hugging Face's names: configuration, families, initialisation.
 
-`read_config` imports no torch; names that need torch are imported on first use.
+Imports no torch: names that need it are imported on first use, and the file of a family when a config.json names it.
 
 read_config                  config.json to a `ModelConfig`
-config_families, config_gemma, config_gpt_oss
-                             the families' fields; Gemma's; gpt-oss's
-registry                     from a `ModelConfig` to a model
+registry                     the families by architecture
+building                     from a `ModelConfig` to a model
 llama, qwen, qwen3_5, gemma3, gemma4, phi, olmo, smollm, granite, mistral, qwen_vl, gpt_oss
-                             the families
+                             the families: class, tensor-parallel plan and reader of config.json of each
 common                       parts that the families share
 """
 
@@ -21,7 +20,7 @@ __all__ = ["ModelConfig", "Rope", "build", "from_pretrained", "init_weights", "p
 
 def __getattr__(name: str) -> Any:
     if name == "build":
-        from dtrain.models.registry import build
+        from dtrain.models.building import build
 
         return build
     if name == "from_pretrained":

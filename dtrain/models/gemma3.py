@@ -7,10 +7,27 @@ over each head of q and k, all multiplying by 1 + weight; embeddings scaled by s
 import torch
 from torch import Tensor
 
-from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.config import FULL, SLIDING, ModelConfig
 from dtrain.models.common.decoder import DECODER_PLAN, Attention, Decoder, GatedMLP, Layer, RMSNorm
 from dtrain.models.common.functions import rms_norm
+from dtrain.models.common.model_fields import ModelFields
+from dtrain.models.common.rope_config import read_base, read_ropes_by_kind
 from dtrain.models.common.tower import TextTower
+
+# What the published checkpoints leave out of their text_config.
+_DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
 
 
 class Gemma3RMSNorm(RMSNorm):
@@ -57,3 +74,39 @@ class Gemma3ForCausalLM(TextTower):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config, Decoder(config, Gemma3Layer, Gemma3RMSNorm, embed_scale=config.hidden_size**0.5))
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        """Override `CausalLM.read`: rotary scaling belongs to the full layers; the sliding ones have a base of their
+        own."""
+        fields = fields.over(_DEFAULTS)
+        fields.must_be_off("attn_logit_softcapping", "capping attention logits is not implemented")
+        if fields.get("hidden_act") is not None:
+            fields.problem("hidden_act: Gemma3 reads hidden_activation")
+        common = fields.common(cls.__name__, activation=("hidden_activation", None), pad=0, tie=True)
+        common["attention_scale"] = fields.number("query_pre_attn_scalar", 256) ** -0.5
+        common |= fields.biases()
+        count = common["num_hidden_layers"]
+        spellings = ("sliding_window_pattern", "_sliding_window_pattern")
+        pattern = next(filter(None, [fields.optional_integer(key) for key in spellings]), 6)
+        types = fields.layer_types(count, [SLIDING if (index + 1) % pattern else FULL for index in range(count)])
+        common |= {"layer_types": types, "sliding_window": fields.used_window(types, fields.window())}
+        bases = {
+            FULL: read_base(fields, "rope_theta", 1_000_000.0),
+            SLIDING: read_base(fields, "rope_local_base_freq", 10_000.0),
+        }
+        kinds = ("default", "linear", "llama3")
+        ropes = read_ropes_by_kind(fields, common["max_position_embeddings"], bases, kinds)
+        cap = fields.optional_number("final_logit_softcapping")
+        fields.refuse_the_rest()
+        return ModelConfig(**common, ropes=ropes, final_logit_softcapping=cap)
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The text tower: `text_config` describes it, the rest of the file images and tokens."""
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        fields.known("vision_config", "mm_tokens_per_image", "initializer_range", "audio_config")
+        fields.known("boi_token_index", "eoi_token_index", "image_token_index")
+        return fields.text_tower(cls.__name__, super().read, tie=True)

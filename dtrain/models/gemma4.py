@@ -7,13 +7,15 @@ layer (`embed_tokens_per_layer`), which a gate in the layer multiplies. What lea
 Experts stand beside a layer's MLP, with norms and a router of their own, in a block that the files do not name.
 """
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from dtrain.models.common.cache import Cached
-from dtrain.models.common.config import Experts, ModelConfig
+from dtrain.models.common.config import FULL, SLIDING, Experts, KeyHeads, ModelConfig, PerLayer, Rope
+from dtrain.models.common.config_fields import Fields, shown
 from dtrain.models.common.decoder import (
     DECODER_PLAN,
     Attention,
@@ -28,11 +30,27 @@ from dtrain.models.common.decoder import (
     rounded,
 )
 from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm, rotate
+from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import Choose, Router, SparseMLP
+from dtrain.models.common.rope_config import KINDS, rope_of
 from dtrain.models.common.tower import TextTower
 from dtrain.parallel.tensor import VocabEmbedding
 
 Keys = tuple[Tensor, Tensor]  # of one layer, as the kernel gathers them
+# What published checkpoints may leave out.
+_DEFAULTS = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
 
 
 class Gemma4RMSNorm(RMSNorm):
@@ -276,3 +294,115 @@ class Gemma4ForCausalLM(TextTower):
         sharing = [index for index, source in enumerate(self.config.key_sources) if source != index]
         unread = rf"{prefix}layers\.({'|'.join(map(str, sharing))})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*"
         return (*super().carried_checkpoint_names, *((unread,) if sharing else ()))
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        fields = fields.over(_DEFAULTS)
+        fields.known("num_experts", "top_k_experts", "moe_intermediate_size")  # of experts, which may be off
+        if fields.get("use_bidirectional_attention") == "vision":  # among an image's tokens; text is causal
+            fields = fields.without("use_bidirectional_attention")
+        common = fields.common(cls.__name__, activation=("hidden_activation", None), head_dim=256, pad=0, tie=True)
+        common["attention_scale"] = 1.0  # q and k are normed, and their weights trained to it
+        common |= fields.biases()
+        count = common["num_hidden_layers"]
+        types = fields.layer_types(count, [SLIDING if (index + 1) % 6 else FULL for index in range(count)])
+        types = (*types[:-1], FULL)  # as transformers has it, whatever is written
+        heads = _read_heads(fields, types, common)
+        shared = fields.integer("num_kv_shared_layers", 0, minimum=0)
+        if missing := sorted(set(types) - set(types[: max(0, count - shared)])):
+            fields.problem(
+                f"num_kv_shared_layers {shared} of {count}: no layer before these has keys of {' and '.join(missing)}"
+            )
+            shared = 0
+        size = fields.integer("hidden_size_per_layer_input", 256, minimum=0)
+        rows = fields.integer("vocab_size_per_layer_input", 262_144)
+        if size and rows < common["vocab_size"]:
+            fields.problem(
+                f"vocab_size_per_layer_input {rows} is less than vocab_size {common['vocab_size']}: the tokens beyond "
+                "it have no row"
+            )
+        experts = None
+        if fields.flag("enable_moe_block", False):  # beside the MLP of every layer
+            inner, layers = fields.integer("moe_intermediate_size"), tuple(range(count))
+            experts = fields.experts(None, None, inner, True, layers, "top_k_experts", stacked=True, beside=True)
+        values = {
+            **common,
+            "layer_types": types,
+            "sliding_window": fields.used_window(types, fields.window()),
+            "ropes": _read_ropes(fields, common["max_position_embeddings"], heads),
+            "final_logit_softcapping": fields.optional_number("final_logit_softcapping"),
+            "key_heads": heads,
+            "shared_layers": shared,
+            "shared_width": 2 if fields.flag("use_double_wide_mlp", False) else 1,
+            "per_layer": PerLayer(rows, size) if size else None,
+            "experts": experts,
+        }
+        fields.refuse_the_rest()
+        return ModelConfig(**values)
+
+
+class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        fields.known("vision_config", "audio_config", "initializer_range", "vision_soft_tokens_per_image")
+        fields.known("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")
+        fields.known("image_token_id", "video_token_id", "audio_token_id")
+        return fields.text_tower(cls.__name__, super().read, tie=True)
+
+
+def _read_heads(fields: ModelFields, types: tuple[str, ...], common: Mapping[str, Any]) -> dict[str, KeyHeads]:
+    """Full layers have sizes of their own: `global_head_dim` and `num_global_key_value_heads`, or, where transformers
+    has written the file, `per_layer_config`, an object for each layer."""
+    tied = fields.flag("attention_k_eq_v", False)
+    size = fields.integer("global_head_dim", 512)
+    count = fields.optional_integer("num_global_key_value_heads") if tied else None
+    fields.known("num_global_key_value_heads")  # without attention_k_eq_v it says nothing
+    own = {"head_dim": size} | ({} if count is None else {"num_key_value_heads": count})
+    written = fields.get("per_layer_config")
+    if written is None:
+        written = {str(index): own for index, kind in enumerate(types) if kind == FULL}
+    problem = (
+        f"per_layer_config {shown(written)}: must give head_dim and num_key_value_heads, alike in layers of a type"
+    )
+    heads: dict[str, KeyHeads] = {}
+    for index, kind in enumerate(types):
+        values = written.get(str(index), {}) if isinstance(written, dict) else None
+        if not isinstance(values, dict) or set(values) - {"head_dim", "num_key_value_heads"}:
+            fields.problem(problem)
+            values = {}
+        of_layer = Fields(values, fields.problems, prefix=f"per_layer_config.{index}.")
+        key_heads = KeyHeads(
+            of_layer.integer("num_key_value_heads", common["num_key_value_heads"]),
+            of_layer.integer("head_dim", common["head_dim"]),
+            tied and kind == FULL,
+        )
+        if heads.setdefault(kind, key_heads) != key_heads:
+            fields.problem(problem)
+    for kind, key_heads in heads.items():
+        if common["num_attention_heads"] % key_heads.count:
+            queries = common["num_attention_heads"]
+            fields.problem(
+                f"num_attention_heads {queries} is not a multiple of the {key_heads.count} KV heads of {kind}"
+            )
+        if key_heads.size % 2:
+            fields.problem(f"head_dim {key_heads.size} of {kind} is odd, rotary embeddings need pairs")
+    return heads
+
+
+def _read_ropes(fields: ModelFields, max_positions: int, heads: Mapping[str, KeyHeads]) -> dict[str, Rope]:
+    """The rope of full layers turns a part of each head."""
+    written = fields.get("rope_parameters")
+    defaults = {
+        SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    }
+    nested = defaults if written is None else written
+    if not isinstance(nested, dict) or set(nested) - set(defaults) or set(heads) - set(nested):
+        fields.problem(f"rope_parameters {shown(written)}: must be nested under {FULL} and {SLIDING}")
+        nested = defaults
+    ropes = {}
+    for kind in heads:
+        values, where = nested[kind], f"rope_parameters.{kind}"
+        share = 1.0 if isinstance(values, dict) and values.get("rope_type") == "proportional" else None
+        ropes[kind] = rope_of(fields, where, values, 10_000.0, max_positions, (*KINDS, "proportional"), share=share)
+    return ropes

@@ -8,11 +8,32 @@ Files have the experts as stacks of transposed matrices, gate and up joined colu
 import torch
 from torch import Tensor, nn
 
-from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.config import FULL, SLIDING, ModelConfig
+from dtrain.models.common.config_fields import shown
 from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, plan_of
+from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.olmo import OlmoRMSNorm
 from dtrain.parallel.placement import LocalParameters
+
+_DEFAULTS = {
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+}
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 class Sinks(LocalParameters):
@@ -52,6 +73,37 @@ class GptOssForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig):
         super().__init__(config, Decoder(config, GptOssLayer, OlmoRMSNorm))
         self.plan = plan_of(self, {**DECODER_PLAN, **SPARSE_PLAN, "model.layers.*.self_attn.scores": "heads"})
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        """Override `CausalLM.read`: every layer is sparse, and one in two sees a window, where `layer_types` says
+        nothing else."""
+        fields = fields.over(_DEFAULTS)
+        if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
+            fields = fields.over({"rope_parameters": _ROPE})
+        common = fields.common(cls.__name__, kv_heads=8, head_dim=64)
+        if common["hidden_act"] != "silu":
+            fields.problem(f"hidden_act {shown(fields.get('hidden_act'))}: only 'silu' is implemented")
+        common |= fields.biases(True)
+        count = common["num_hidden_layers"]
+        types = fields.layer_types(count, [FULL if index % 2 else SLIDING for index in range(count)])
+        window = fields.optional_integer("sliding_window", None if "sliding_window" in fields else 128)
+        gate = fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)
+        fields.known("initial_context_length")  # that of the rope, again
+        if fields.get("experts_per_token") not in (None, fields.get("num_experts_per_tok")):
+            fields.problem("experts_per_token and num_experts_per_tok differ: they are one number under two names")
+        inner, layers = common["intermediate_size"], tuple(range(count))
+        experts = fields.experts(128, 4, inner, True, layers, stacked=True, biased=True, turned=True, clamp=gate)
+        if experts is None:
+            fields.problem("num_local_experts 0: in this architecture every MLP is a mixture")
+        return fields.with_one_rope(
+            **common,
+            layer_types=types,
+            sliding_window=fields.used_window(types, window),
+            has_sinks=True,
+            experts=experts,
+            unnamed=("scores",),
+        )
 
     def checkpoint_names(self, name: str) -> list[str]:
         return [name.replace(".mlp.gate.", ".mlp.router.")]

@@ -4,11 +4,15 @@ They are of the embeddings, of q·k, of each residual branch, and (a divisor) of
 names of a mixture of experts, of which the dense ones use the shared expert alone; gate and up are joined there.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.config import FULL, ModelConfig
+from dtrain.models.common.config_fields import shown
 from dtrain.models.common.decoder import DECODER_PLAN, CausalLM, Decoder, GatedMLP, PreNormLayer
 from dtrain.models.common.functions import gated
+from dtrain.models.common.model_fields import ModelFields
 
 
 class GraniteLayer(PreNormLayer):
@@ -38,8 +42,26 @@ class GraniteDecoder(Decoder):
 
 
 class GraniteForCausalLM(CausalLM):
+    layer = GraniteLayer
+
     def __init__(self, config: ModelConfig):
-        super().__init__(config, GraniteDecoder(config, GraniteLayer))
+        super().__init__(config, GraniteDecoder(config, self.layer))
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        fields = fields.over({"bos_token_id": 1, "eos_token_id": 2})
+        common = fields.common(cls.__name__)
+        if "attention_multiplier" in fields and fields.get("attention_multiplier") is None:
+            fields.problem("attention_multiplier null: must be a number; a file without it has 1.0")
+        common["attention_scale"] = fields.number("attention_multiplier", 1.0)
+        common |= fields.biases() | fields.layers_alike(common["num_hidden_layers"])
+        return fields.with_one_rope(
+            **common,
+            mlp_bias=fields.flag("mlp_bias", False),
+            embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+            residual_multiplier=fields.number("residual_multiplier", 1.0),
+            logits_scaling=fields.number("logits_scaling", 1.0),
+        )
 
 
 class SharedMLP(GatedMLP):
@@ -71,11 +93,33 @@ class GraniteMoeHybridLayer(GraniteLayer):
         return hidden + self.shared_mlp(self.post_attention_layernorm(hidden)) * self.multiplier
 
 
-class GraniteMoeHybridForCausalLM(CausalLM):
+_DENSE = "only Granite 4's dense models are read, such as ibm-granite/granite-4.0-micro"
+# Of experts and mamba layers, which dense models do not have.
+_UNUSED = """num_experts_per_tok output_router_logits router_aux_loss_coef time_step_limit init_method mamba_n_heads
+mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size mamba_conv_bias mamba_proj_bias"""
+
+
+class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
+    layer = GraniteMoeHybridLayer
     plan = {
         name.replace(".mlp", ".shared_mlp").replace("down_proj", "output_linear"): style
         for name, style in DECODER_PLAN.items()
     }
 
-    def __init__(self, config: ModelConfig):
-        super().__init__(config, GraniteDecoder(config, GraniteMoeHybridLayer))
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        fields = fields.over({"intermediate_size": 11_008, "position_embedding_type": "none"})
+        fields.known(*_UNUSED.split(), "layers_block_type")
+        fields.must_be_off("mlp_bias", "the MLPs of this architecture have no biases")
+        experts = fields.integer("num_local_experts", 8, minimum=0)
+        if experts:
+            fields.problem(f"num_local_experts {experts}: a mixture of experts; {_DENSE}")
+        types = fields.get("layers_block_type") or fields.get("layer_types") or []
+        if not isinstance(types, list) or not types or any(kind not in ("attention", FULL) for kind in types):
+            fields.problem(f"layer_types {shown(types or 'missing')}: layers of mamba; {_DENSE}")
+        for key, only in (("position_embedding_type", "rope"), ("normalization_function", "rmsnorm")):
+            fields.choice(key, (only,), only)
+        inner = fields.integer("shared_intermediate_size", 1024)
+        # Said already; the rest of the file is that of Granite 3.
+        config = super().read(fields.without("layer_types"))
+        return replace(config, intermediate_size=inner, fused={"input_linear": ("gate_proj", "up_proj")})

@@ -1,13 +1,20 @@
-"""Llama 2, 3, 3.1 and 3.2 (arXiv:2307.09288, 2407.21783), and Mistral, whose only difference is its sliding window.
+"""Llama 2, 3, 3.1 and 3.2 (arXiv:2307.09288, 2407.21783).
 
 Pre-norm layers, SwiGLU, rotary positions (with Llama 3.1's scaling where the config has it), grouped-query attention.
-What varies between checkpoints is all in the config: biases, tied embeddings, window, rotary scaling.
+What varies between checkpoints is all in the config: biases, tied embeddings, rotary scaling.
 """
 
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM, Decoder, PreNormLayer
+from dtrain.models.common.model_fields import ModelFields
 
 
 class LlamaForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig):
         super().__init__(config, Decoder(config, PreNormLayer))
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        common = fields.common(cls.__name__)
+        common |= fields.biases() | fields.layers_alike(common["num_hidden_layers"])
+        return fields.with_one_rope(**common, mlp_bias=fields.flag("mlp_bias", False))

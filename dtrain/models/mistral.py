@@ -1,6 +1,7 @@
-"""Mistral Small 3.1 and 3.2, and Ministral 3 (https://huggingface.co/mistralai), alone or as the text tower of a
-multimodal checkpoint; Mixtral (arXiv:2401.04088). Llama's layer; Ministral 3 scales queries by their position, as
-Llama 4 does, and each MLP of Mixtral is a mixture of experts.
+"""Mistral (arXiv:2310.06825), Mixtral (arXiv:2401.04088), and Mistral Small 3.1 and 3.2 and Ministral 3
+(https://huggingface.co/mistralai), alone or as the text tower of a multimodal checkpoint. Llama's layer, with a sliding
+window where the config has one; Ministral 3 scales queries by their position, as Llama 4 does, and each MLP of Mixtral
+is a mixture of experts.
 """
 
 from typing import Any
@@ -10,8 +11,18 @@ from torch import Tensor, nn
 
 from dtrain.models.common.config import ModelConfig, Rope
 from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, PreNormLayer, Rotary, plan_of
+from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.common.tower import TextTower
+from dtrain.models.llama import LlamaForCausalLM
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        common = fields.common(cls.__name__, kv_heads=8)
+        window = fields.window()
+        return fields.with_one_rope(**common, **fields.layers_alike(common["num_hidden_layers"], window))
 
 
 class ScaledAttention(Attention):
@@ -48,7 +59,30 @@ class ScaledDecoder(Decoder):
         return *super().turns(rope, head_dim, positions, dtype, held), scale[..., None, None]
 
 
-class MistralForCausalLM(TextTower):
+# What Ministral 3's files may leave out, and the same of Mistral Small's text_config.
+_MINISTRAL3_DEFAULTS = {
+    "vocab_size": 131_072,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16_384,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
+
+class Ministral3ForCausalLM(TextTower):
     tower_names = ("language_model.model.", "model.language_model.")
     head_names = ("lm_head.", "language_model.lm_head.")
     carried = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
@@ -57,6 +91,27 @@ class MistralForCausalLM(TextTower):
         is_scaled = any(rope.query_beta for rope in config.ropes.values())
         decoder = ScaledDecoder(config, ScaledLayer) if is_scaled else Decoder(config, PreNormLayer)
         super().__init__(config, decoder)
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        fields = fields.over(_MINISTRAL3_DEFAULTS)
+        common = fields.common(cls.__name__, kv_heads=8, head_dim=128, pad=11)
+        window = fields.optional_integer("sliding_window")
+        common |= fields.layers_alike(common["num_hidden_layers"], window)
+        return fields.with_one_rope(scales_queries=True, **common)
+
+
+class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
+    """A text tower of either kind. Where neither level of its config says so it is untied, as the published files
+    are."""
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        fields.known("vision_config", "image_token_index", "projector_hidden_act", "vision_feature_layer")
+        fields.known("multimodal_projector_bias", "spatial_merge_size")
+        text = fields.get("text_config")
+        is_scaled = isinstance(text, dict) and text.get("model_type") == "ministral3"
+        return fields.text_tower(cls.__name__, super().read if is_scaled else MistralForCausalLM.read)
 
 
 # What Mixtral's files call an expert's matrices.
@@ -67,6 +122,17 @@ class MixtralForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig):
         super().__init__(config, Decoder(config, SparseLayer))
         self.plan = plan_of(self, {**DECODER_PLAN, **SPARSE_PLAN})
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        defaults = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 1_000_000.0}
+        fields = fields.over(defaults)
+        common = fields.common(cls.__name__, kv_heads=8)
+        window, count = fields.optional_integer("sliding_window"), common["num_hidden_layers"]
+        common |= fields.layers_alike(count, window)
+        fields.must_be_off("router_jitter_noise", "noise on what is routed is not implemented; set it to 0.0")
+        experts = fields.experts(8, 2, common["intermediate_size"], True, tuple(range(count)))
+        return fields.with_one_rope(**common, experts=experts)
 
     def checkpoint_names(self, name: str) -> list[str]:
         before, of_mlp, after = name.partition(".mlp.")

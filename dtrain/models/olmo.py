@@ -7,10 +7,14 @@ layers to each full one, and scales the rotary positions of full layers alone.
 import torch
 from torch import Tensor
 
-from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.config import FULL, SLIDING, ModelConfig
 from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Layer, RMSNorm, Rotary
 from dtrain.models.common.functions import rms_norm, rotate
+from dtrain.models.common.model_fields import ModelFields
+from dtrain.models.common.rope_config import read_base, read_ropes_by_kind
 from dtrain.parallel.collectives import enter_region, leave_region
+
+_DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50_279, "max_position_embeddings": 2048}
 
 
 class OlmoRMSNorm(RMSNorm):
@@ -77,7 +81,7 @@ class OlmoLayer(Layer):
         return hidden + self.post_feedforward_layernorm(self.mlp(hidden))
 
 
-class OlmoForCausalLM(CausalLM):
+class Olmo2ForCausalLM(CausalLM):
     plan = {
         **{name: style for name, style in DECODER_PLAN.items() if not name.endswith("input_layernorm")},
         # A weight for each output of q_proj and k_proj, cut as these are.
@@ -88,3 +92,29 @@ class OlmoForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config, Decoder(config, OlmoLayer, OlmoRMSNorm))
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        fields = fields.over(_DEFAULTS)
+        common = fields.common(cls.__name__, pad=1)
+        common |= fields.biases()
+        return fields.with_one_rope(**common, **fields.layers_alike(common["num_hidden_layers"]))
+
+
+class Olmo3ForCausalLM(Olmo2ForCausalLM):
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        """Override `CausalLM.read`: rotary scaling belongs to the full layers, and both kinds have one base."""
+        fields = fields.over(_DEFAULTS)
+        common = fields.common(cls.__name__, pad=1)
+        common |= fields.biases()
+        count = common["num_hidden_layers"]
+        types = fields.layer_types(count, [SLIDING if (index + 1) % 4 else FULL for index in range(count)])
+        theta = read_base(fields, "rope_theta", 500_000.0)
+        if theta != 500_000.0:
+            # transformers 4 gives it to all layers, 5 to full ones.
+            fields.problem(f"rope_theta {theta:g}: say it in rope_parameters, under {FULL} and under {SLIDING}")
+        ropes = read_ropes_by_kind(fields, common["max_position_embeddings"], {FULL: theta, SLIDING: theta})
+        window = fields.used_window(types, fields.window())
+        fields.refuse_the_rest()
+        return ModelConfig(**common, layer_types=types, sliding_window=window, ropes=ropes)

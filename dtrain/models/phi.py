@@ -3,10 +3,35 @@
 The files join q, k and v, and gate and up, which the model holds apart (`ModelConfig.fused`).
 """
 
-from dtrain.models.common.config import ModelConfig
+from dataclasses import replace
+
+from dtrain.models.common.config import FULL, SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM, Decoder, PreNormLayer
+from dtrain.models.common.model_fields import ModelFields
+
+_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 32_000,
+    "original_max_position_embeddings": 4096,
+}
 
 
 class Phi3ForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig):
         super().__init__(config, Decoder(config, PreNormLayer))
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        fields = fields.over(_DEFAULTS)
+        common = fields.common(cls.__name__, pad=32_000)
+        window, count = fields.optional_integer("sliding_window"), common["num_hidden_layers"]
+        common |= fields.layers_alike(count, window)
+        fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+        for key in ("full_attn_mod", "interpolate_factor"):  # of the code beside the first files; 1 is off
+            if fields.integer(key, 1) != 1:
+                fields.problem(f"{key} {fields.get(key)}: only 1 is implemented")
+        config = fields.with_one_rope(1.0, kinds=("default", "longrope"), **common, fused=fused)
+        if window is None or config.most_positions is None or window < config.most_positions:
+            return config
+        return replace(config, layer_types=(FULL,) * count, sliding_window=None, ropes={FULL: config.ropes[SLIDING]})

@@ -4,15 +4,26 @@ Llama's layer; Qwen2 with biases on q, k and v, Qwen3 without them and with an R
 """
 
 from functools import partial
+from typing import Any
 
-from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.config import FULL, SLIDING, Experts, ModelConfig
+from dtrain.models.common.config_fields import shown
 from dtrain.models.common.decoder import DECODER_PLAN, CausalLM, Decoder, PreNormLayer, RMSNorm, plan_of
+from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 
 
 class Qwen2ForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig):
         super().__init__(config, Decoder(config, PreNormLayer))
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        if fields.get("attention_bias") is False:
+            fields.problem("attention_bias false: Qwen2 always has biases on q, k and v")
+        common = fields.common(cls.__name__, kv_heads=32)
+        layers = _read_layers(fields, common["num_hidden_layers"])
+        return fields.with_one_rope(**common, **layers, qkv_bias=True)
 
 
 class Qwen3ForCausalLM(CausalLM):
@@ -25,6 +36,12 @@ class Qwen3ForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig):
         super().__init__(config, Decoder(config, partial(PreNormLayer, qk_norm=RMSNorm)))
 
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        common = fields.common(cls.__name__, kv_heads=32, head_dim=128)
+        common |= fields.biases()
+        return fields.with_one_rope(**common, **_read_layers(fields, common["num_hidden_layers"]))
+
 
 class Qwen3MoeForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig):
@@ -33,3 +50,34 @@ class Qwen3MoeForCausalLM(CausalLM):
 
         super().__init__(config, Decoder(config, layer))
         self.plan = plan_of(self, {**Qwen3ForCausalLM.plan, **SPARSE_PLAN})
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        common = fields.common(cls.__name__, kv_heads=4)
+        common |= fields.biases()
+        count = common["num_hidden_layers"]
+        layers = _read_layers(fields, count, moe=True)
+        return fields.with_one_rope(**common, **layers, experts=_read_experts(fields, count))
+
+
+def _read_experts(fields: ModelFields, count: int) -> Experts | None:
+    """Read the experts of each `decoder_sparse_step`-th layer but those of `mlp_only_layers`; None: no layer is
+    sparse."""
+    inner, normed = fields.integer("moe_intermediate_size", 768), fields.flag("norm_topk_prob", False)
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
+        fields.problem(f"mlp_only_layers {shown(dense)}: must be a list of layers' numbers")
+        dense = []
+    sparse = tuple(index for index in range(count) if index not in dense and (index + 1) % step == 0)
+    return fields.experts(128, 8, inner, normed, sparse)
+
+
+def _read_layers(fields: ModelFields, count: int, moe: bool = False) -> dict[str, Any]:
+    """The window counts only where it is switched on, from a certain layer upwards; in a mixture of experts in all."""
+    window, switched_on = fields.window(), fields.flag("use_sliding_window", False)
+    window = window if switched_on else None
+    full_layers = 0 if moe else fields.integer("max_window_layers", 28, minimum=0)
+    fields.known("max_window_layers")
+    default = [SLIDING if window is not None and index >= full_layers else FULL for index in range(count)]
+    types = fields.layer_types(count, default, fixed=moe)
+    return {"layer_types": types, "sliding_window": fields.used_window(types, window)}

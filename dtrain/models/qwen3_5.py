@@ -6,6 +6,8 @@ norms multiply by 1 + weight, and a part of each head is rotated. What the files
 model holds apart (`ModelConfig.fused`). `attention.linear` has the arithmetic of linear attention.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -15,7 +17,8 @@ from torch import Tensor, nn
 from dtrain.attention.linear.layer import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
 from dtrain.attention.packing import Packing
 from dtrain.models.common.cache import Cached
-from dtrain.models.common.config import LINEAR, ModelConfig
+from dtrain.models.common.config import FULL, LINEAR, LinearAttention, ModelConfig
+from dtrain.models.common.config_fields import shown
 from dtrain.models.common.decoder import (
     DECODER_PLAN,
     Attention,
@@ -29,10 +32,26 @@ from dtrain.models.common.decoder import (
     plan_of,
 )
 from dtrain.models.common.functions import rms_norm
+from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
+from dtrain.models.common.rope_config import read_rope
 from dtrain.models.common.tower import TextTower
 from dtrain.models.gemma3 import Gemma3RMSNorm
+from dtrain.models.qwen_vl import IMAGES
 from dtrain.parallel.placement import LocalParameters
+
+# What published checkpoints may leave out.
+_DEFAULTS = {
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 32_768,
+}
+# What published checkpoints with experts may leave out.
+_MOE_DEFAULTS = {"hidden_size": 2048, "num_hidden_layers": 40, "moe_intermediate_size": 512}
+_MOE_DEFAULTS |= {"shared_expert_intermediate_size": 512}
 
 
 class GatedAttention(Attention):
@@ -218,6 +237,7 @@ class Qwen3_5Decoder(Decoder):
 class Qwen3_5ForCausalLM(TextTower):
     tower_names = ("model.language_model.",)
     carried = (r"model\.visual\..*",)
+    default_kv_heads = 4
     initial = {
         "*.A_log": "decay",
         "*.dt_bias": "ones",
@@ -248,3 +268,77 @@ class Qwen3_5ForCausalLM(TextTower):
     def carried_checkpoint_names(self) -> tuple[str, ...]:
         """The head for several tokens too, which a text model's files have as well."""
         return (r"mtp\..*", *super().carried_checkpoint_names)
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        fields = fields.over(_DEFAULTS)
+        fields.known("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # a head of its own, carried along
+        for key, value in (("attn_output_gate", True), ("mamba_ssm_dtype", "float32"), ("output_gate_type", "swish")):
+            if fields.get(key) not in (None, value):
+                fields.problem(f"{key} {shown(fields.get(key))}: only {shown(value)} is implemented")
+        common = fields.common(cls.__name__, kv_heads=cls.default_kv_heads, head_dim=256)
+        if common["hidden_act"] != "silu":  # it would be the convolution's too
+            fields.problem(f"hidden_act {shown(fields.get('hidden_act'))}: only 'silu' is implemented")
+        common |= fields.biases()
+        count, interval = common["num_hidden_layers"], fields.integer("full_attention_interval", 4)
+        default = [LINEAR if (index + 1) % interval else FULL for index in range(count)]
+        types = fields.layer_types(count, default, kinds=(FULL, LINEAR))
+        linear = LinearAttention(
+            key_heads=fields.integer("linear_num_key_heads", 16),
+            value_heads=fields.integer("linear_num_value_heads", 32),
+            key_dim=fields.integer("linear_key_head_dim", 128),
+            value_dim=fields.integer("linear_value_head_dim", 128),
+            width=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
+        )
+        if linear.value_heads % linear.key_heads:
+            values, keys = linear.value_heads, linear.key_heads
+            fields.problem(f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}")
+        rope = read_rope(fields, common["max_position_embeddings"], common["head_dim"], share=0.25)
+        fields.refuse_the_rest()
+        joined = ("in_proj_qkv", "conv1d")
+        return ModelConfig(
+            **common,
+            layer_types=types,
+            sliding_window=None,
+            ropes=dict.fromkeys(types, rope),
+            attention_gate=True,
+            linear=linear,
+            fused={module: tuple(f"{module.removesuffix('_qkv')}_{part}" for part in "qkv") for module in joined},
+            unnamed=("decay",),
+        )
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    """Qwen3.5 with experts: every layer is sparse; what files join are stacks."""
+
+    default_kv_heads = 2
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        fields = fields.over(_MOE_DEFAULTS)
+        if fields.get("norm_topk_prob") is False:
+            fields.problem("norm_topk_prob false: in this architecture the weights of a token add up to one")
+        inner, shared = fields.integer("moe_intermediate_size"), fields.integer("shared_expert_intermediate_size")
+        layers = tuple(range(fields.integer("num_hidden_layers")))
+        experts = fields.experts(256, 8, inner, True, layers, shared=shared, stacked=True)
+        if experts is None:
+            fields.problem("num_experts 0: the dense models are Qwen3_5ForCausalLM")
+        # Of dense layers, which there are none of.
+        return replace(super().read(fields.over({"intermediate_size": shared})), experts=experts)
+
+
+class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        return _read_multimodal(cls.__name__, fields, super().read)
+
+
+class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        return _read_multimodal(cls.__name__, fields, super().read)
+
+
+def _read_multimodal(architecture: str, fields: ModelFields, read: Callable[[ModelFields], ModelConfig]) -> ModelConfig:
+    fields.known(*IMAGES, "language_model_only")
+    return fields.text_tower(architecture, read)

@@ -1,12 +1,11 @@
-"""config.json, as transformers 4 and 5 write it, to one `ModelConfig`. Imports no torch.
+"""config.json, as transformers 4 and 5 write it, to one `ModelConfig`. Loads torch with the family, when it reads one.
 
-Every field of the file is used, known to change nothing, or refused by name, all problems at once. Where a field is
-absent the default is transformers' for that family. The families' readers are in `config_families` and
-`config_gemma`, what they share in `config_parts`; rotary scaling is in `rope_config`.
+Every field of the file is used, known to change nothing, or refused by name, all problems at once. The family reads
+its own (`CausalLM.read`); what families share is in `common.model_fields`, rotary scaling in `common.rope_config`.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.ranges import beside
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.config_fields import Fields
+from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.quantization_config import unquantized
-from dtrain.models.config_families import CLASSIFIERS, MODEL_TYPES, READERS
+from dtrain.models.registry import FAMILIES, class_of, of_classifier, of_model_type
 
 MOST_PARAMETERS = 10**14
 
@@ -73,12 +72,12 @@ def parse_config(values: dict[str, Any], where: str = "config.json", labels: int
     own, named = outputs_of(values), None
     if own is not None:
         named = values["architectures"][0]
-        values = {**values, "architectures": [CLASSIFIERS[named]]}
-    architecture = _architecture(values, where, READERS, MODEL_TYPES)
+        values = {**values, "architectures": [of_classifier(named)]}
+    architecture = _architecture(values, where)
     problems: list[str] = []
     quantization = values.get("quantization_config")
     values = {key: value for key, value in values.items() if key != "quantization_config"}
-    config = READERS[architecture](architecture, Fields(values, problems))
+    config: ModelConfig = class_of(architecture).read(ModelFields(values, problems))
     if quantization:
         config = replace(config, unquantized=unquantized(quantization, problems))
     if not problems and config.parameters > MOST_PARAMETERS:
@@ -87,8 +86,9 @@ def parse_config(values: dict[str, Any], where: str = "config.json", labels: int
             "holds them; check vocab_size, hidden_size, intermediate_size and num_hidden_layers"
         )
     if labels is not None and (labels or own):
-        if architecture not in CLASSIFIERS.values():
-            problems.append("no head of classes or rewards; there is one for: " + ", ".join(CLASSIFIERS.values()))
+        if FAMILIES[architecture].classifier is None:
+            names = ", ".join(name for name, family in FAMILIES.items() if family.classifier)
+            problems.append(f"no head of classes or rewards; there is one for: {names}")
         if own and labels not in (0, own):
             problems.append(f"a head of {own} outputs where {labels} are asked for: set reward.num_labels={own}")
         config = replace(config, labels=labels or own, has_new_head=own is None, tie_word_embeddings=False)
@@ -110,19 +110,19 @@ def outputs_of(values: Mapping[str, Any]) -> int | None:
     writes names for them where they are not two."""
     written = values.get("architectures")
     named = written[0] if isinstance(written, list) and written else None
-    if not isinstance(named, str) or named not in CLASSIFIERS:
+    if of_classifier(named) is None:
         return None
     names, count = values.get("id2label"), values.get("num_labels")
     outputs = len(names) if isinstance(names, dict) and names else count
     return outputs if isinstance(outputs, int) and outputs > 0 else 2
 
 
-def _architecture(values: dict[str, Any], where: str, readers: Collection[str], types: Mapping[str, str]) -> str:
+def _architecture(values: dict[str, Any], where: str) -> str:
     kind = values.get("model_type")
-    named = values.get("architectures") or [types.get(kind, kind) if isinstance(kind, str) else kind]
+    named = values.get("architectures") or [of_model_type(kind) or kind]
     named = named if isinstance(named, list) else [named]
     for name in named:
-        if isinstance(name, str) and name in readers:
+        if isinstance(name, str) and name in FAMILIES:
             return name
     names = " or ".join(map(str, named[:5]))[:200]
-    raise UserError(f"{where}: architecture {names} is not supported; there are: {', '.join(readers)}")
+    raise UserError(f"{where}: architecture {names} is not supported; there are: {', '.join(FAMILIES)}")

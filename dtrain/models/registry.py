@@ -1,82 +1,69 @@
-"""Models from their ModelConfig: which class an architecture has, and how it is built."""
+"""Registry of the families: the file of each architecture, loaded when a config.json names it. Imports no torch.
 
+A family is one file. It has a class of the architecture's name, which derives from `models.common.decoder.CausalLM`:
+its `plan` lays it out under tensor parallelism, its `read` makes a `ModelConfig` of a config.json. A file of your own
+needs a row, too, which each process of a run adds before it reads a config.json. A script that calls `dtrain.run` does
+so, started by torchrun, or by python for one process:
+
+    FAMILIES["NormLlamaForCausalLM"] = Family("norm_llama", "my_models.norm_llama")
+"""
+
+from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
-import torch
 
-from dtrain.attention.kernels import choose_kernel
-from dtrain.models.common.adapter_config import AdapterConfig
-from dtrain.models.common.adapters import add_adapters
-from dtrain.models.common.config import SLIDING, ModelConfig
-from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.moe import share_routing
-from dtrain.parallel.placement import exact_modules
+@dataclass(frozen=True)
+class Family:
+    """Row of an architecture. model_type: its name in files without `architectures`, such as those that models from
+    scratch are described by; module: its file; classifier: its twin whose head has an output for each class, or one: a
+    reward; text_tower: of a multimodal model the model_type of its language model alone."""
 
-FAMILIES: dict[str, str] = {
-    "LlamaForCausalLM": "llama:LlamaForCausalLM",
-    "MistralForCausalLM": "llama:LlamaForCausalLM",
-    "MixtralForCausalLM": "mistral:MixtralForCausalLM",
-    "Ministral3ForCausalLM": "mistral:MistralForCausalLM",
-    "Mistral3ForConditionalGeneration": "mistral:MistralForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration": "qwen_vl:Qwen2_5_VLText",
-    "Qwen3VLForConditionalGeneration": "qwen_vl:Qwen3_VLText",
-    "Qwen2ForCausalLM": "qwen:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "qwen:Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM": "qwen:Qwen3MoeForCausalLM",
-    "Phi3ForCausalLM": "phi:Phi3ForCausalLM",
-    "Olmo2ForCausalLM": "olmo:OlmoForCausalLM",
-    "Olmo3ForCausalLM": "olmo:OlmoForCausalLM",
-    "SmolLM3ForCausalLM": "smollm:SmolLM3ForCausalLM",
-    "GraniteForCausalLM": "granite:GraniteForCausalLM",
-    "GraniteMoeHybridForCausalLM": "granite:GraniteMoeHybridForCausalLM",
-    "Qwen3_5ForCausalLM": "qwen3_5:Qwen3_5ForCausalLM",
-    "Qwen3_5ForConditionalGeneration": "qwen3_5:Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM": "qwen3_5:Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration": "qwen3_5:Qwen3_5ForCausalLM",
-    "Gemma3ForCausalLM": "gemma3:Gemma3ForCausalLM",
-    "Gemma3ForConditionalGeneration": "gemma3:Gemma3ForCausalLM",
-    "Gemma4ForCausalLM": "gemma4:Gemma4ForCausalLM",
-    "Gemma4ForConditionalGeneration": "gemma4:Gemma4ForCausalLM",
-    "GptOssForCausalLM": "gpt_oss:GptOssForCausalLM",
+    model_type: str
+    module: str
+    classifier: str | None = None
+    text_tower: str | None = None
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family("llama", "dtrain.models.llama", "LlamaForSequenceClassification"),
+    "MistralForCausalLM": Family("mistral", "dtrain.models.mistral", "MistralForSequenceClassification"),
+    "MixtralForCausalLM": Family("mixtral", "dtrain.models.mistral", "MixtralForSequenceClassification"),
+    "Ministral3ForCausalLM": Family("ministral3", "dtrain.models.mistral"),
+    "Mistral3ForConditionalGeneration": Family("mistral3", "dtrain.models.mistral", text_tower="mistral"),
+    "Qwen2_5_VLForConditionalGeneration": Family("qwen2_5_vl", "dtrain.models.qwen_vl", text_tower="qwen2"),
+    "Qwen3VLForConditionalGeneration": Family("qwen3_vl", "dtrain.models.qwen_vl", text_tower="qwen3"),
+    "Qwen2ForCausalLM": Family("qwen2", "dtrain.models.qwen", "Qwen2ForSequenceClassification"),
+    "Qwen3ForCausalLM": Family("qwen3", "dtrain.models.qwen", "Qwen3ForSequenceClassification"),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", "dtrain.models.qwen", "Qwen3MoeForSequenceClassification"),
+    "Phi3ForCausalLM": Family("phi3", "dtrain.models.phi", "Phi3ForSequenceClassification"),
+    "Olmo2ForCausalLM": Family("olmo2", "dtrain.models.olmo", "Olmo2ForSequenceClassification"),
+    "Olmo3ForCausalLM": Family("olmo3", "dtrain.models.olmo", "Olmo3ForSequenceClassification"),
+    "SmolLM3ForCausalLM": Family("smollm3", "dtrain.models.smollm", "SmolLM3ForSequenceClassification"),
+    "GraniteForCausalLM": Family("granite", "dtrain.models.granite"),
+    "GraniteMoeHybridForCausalLM": Family("granitemoehybrid", "dtrain.models.granite"),
+    "Qwen3_5ForCausalLM": Family("qwen3_5_text", "dtrain.models.qwen3_5", "Qwen3_5TextForSequenceClassification"),
+    "Qwen3_5ForConditionalGeneration": Family("qwen3_5", "dtrain.models.qwen3_5", text_tower="qwen3_5_text"),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", "dtrain.models.qwen3_5"),
+    "Qwen3_5MoeForConditionalGeneration": Family("qwen3_5_moe", "dtrain.models.qwen3_5", text_tower="qwen3_5_moe_text"),
+    "Gemma3ForCausalLM": Family("gemma3_text", "dtrain.models.gemma3", "Gemma3TextForSequenceClassification"),
+    "Gemma3ForConditionalGeneration": Family("gemma3", "dtrain.models.gemma3", text_tower="gemma3_text"),
+    "Gemma4ForCausalLM": Family("gemma4_text", "dtrain.models.gemma4"),
+    "Gemma4ForConditionalGeneration": Family("gemma4", "dtrain.models.gemma4", text_tower="gemma4_text"),
+    "GptOssForCausalLM": Family("gpt_oss", "dtrain.models.gpt_oss", "GptOssForSequenceClassification"),
 }
-"""Architecture -> module of this package and class, loaded when a model of it is built."""
 
 
-def build(
-    config: ModelConfig,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    kernel: str = "sdpa",
-    adapter: AdapterConfig | None = None,
-) -> CausalLM:
-    """The model of `config`, its parameters in `dtype` on `device` and NOT initialised: `init_weights` or
-    `checkpoint.huggingface.read_weights` fills them. device "meta" takes no memory; `to_empty` gives it later.
-
-    kernel: of attention, by name; UserError if it cannot do what this model needs. adapter: whose parameters it gets
-    beside its own, for `checkpoint.adapter_files.read_adapter` to fill. No collective, no randomness.
-    """
-
-    device = torch.device(device)
-    chosen = choose_kernel(
-        kernel, device=device.type, window=SLIDING in config.layer_types, documents=True, cache=True, backward=True
-    )
-    with torch.device("meta"):
-        module, _, name = FAMILIES[config.architecture].partition(":")
-        model: CausalLM = getattr(import_module(f"dtrain.models.{module}"), name)(config)
-    if config.experts is not None:
-        model.routing = share_routing(model, config.experts.count)
-    hold_in(model, dtype)
-    if adapter is not None:
-        model.adapters = add_adapters(model, adapter)
-    if device.type != "meta":
-        model.to_empty(device=device)
-    model.tie_weights()
-    model.use_kernel(chosen)
-    return model
+def class_of(architecture: str) -> type[Any]:
+    """Return the class, a `CausalLM`, of an architecture that has a row. Loads its file, and torch."""
+    return getattr(import_module(FAMILIES[architecture].module), architecture)
 
 
-def hold_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """`model.to(dtype)`; what `exact_modules` have in float32 at least."""
-    model.to(dtype)
-    for module in exact_modules(model).values():
-        module.to(torch.promote_types(dtype, torch.float32))
+def of_model_type(model_type: object) -> str | None:
+    """Return the architecture of a model_type; None where no row has it."""
+    return next((name for name, family in FAMILIES.items() if family.model_type == model_type), None)
+
+
+def of_classifier(classifier: object) -> str | None:
+    """Return the architecture whose classifier it is; None for the name of anything else."""
+    return next((name for name, family in FAMILIES.items() if family.classifier == classifier is not None), None)

@@ -53,7 +53,8 @@ class _ByClassName(Mapping[str | type, Callable[..., ParallelModel]]):
         self._functions = functions
 
     def __getitem__(self, model: str | type) -> Callable[..., ParallelModel]:
-        return self._functions[model.__name__ if isinstance(model, type) else model]
+        names = [base.__name__ for base in model.__mro__] if isinstance(model, type) else [model]
+        return self._functions[next((name for name in names if name in self._functions), names[0])]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._functions)

@@ -1,6 +1,6 @@
 """Checks before anything starts, all at once: of the recipe, and of the files that it names.
 
-Imports no torch. `dtrain validate` adds what a rank would
+Loads torch for a model's config.json alone. `dtrain validate` adds what a rank would
 refuse before its first step (`launch.validate`). A model or dataset of the hub that is not in the cache is no problem:
 a run fetches it once all else is right, and `validate` asks the hub for what the run would.
 """

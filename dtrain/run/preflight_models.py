@@ -1,6 +1,6 @@
 """Checks of the models that a recipe names, before anything starts: config.json, tokenizers, headers of weights.
 
-Imports no torch.
+Loads torch for config.json alone.
 """
 
 from collections.abc import Collection

@@ -10,7 +10,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.files import replace, replace_text
 from dtrain.base.json_files import LARGE, read_json
 from dtrain.base.model_directory import COMPANIONS, CONFIG, HELD, TOKENIZER
-from dtrain.models.config_families import CLASSIFIERS, MODEL_TYPES
+from dtrain.models.registry import FAMILIES, of_model_type
 
 
 def copy_companions(source: Path, target: Path, *, config: bool = False) -> None:
@@ -38,15 +38,6 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-# The model_type of a multimodal model's text tower, where its text_config does not say another that is known.
-_TEXT_TOWERS = {
-    "Gemma3ForConditionalGeneration": "gemma3_text",
-    "Gemma4ForConditionalGeneration": "gemma4_text",
-    "Mistral3ForConditionalGeneration": "mistral",
-    "Qwen2_5_VLForConditionalGeneration": "qwen2",
-    "Qwen3VLForConditionalGeneration": "qwen3",
-    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
-}
 _OF_IMAGES = re.compile(r"(vision|image|video|audio)_.*")  # the fields of other parts, in a file without a text_config
 
 
@@ -63,25 +54,26 @@ def text_only(config: dict[str, Any]) -> dict[str, Any]:
     for key in ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"):
         if key in config:
             text.setdefault(key, config[key])
-    of_text = text.get("model_type")
-    kind = of_text if "text_config" in config and of_text in MODEL_TYPES else _text_tower(config)
-    return text | {"architectures": [MODEL_TYPES[kind or ""]], "model_type": kind}
+    kind = text.get("model_type") if "text_config" in config else None
+    kind = kind if of_model_type(kind) else _text_tower(config)
+    return text | {"architectures": [of_model_type(kind)], "model_type": kind}
 
 
 def _text_tower(config: dict[str, Any]) -> str | None:
-    """Return the model_type of the text tower; None for a model that is one."""
+    """Return the model_type of the text tower, where its text_config does not say another that is known; None for a
+    model that is one."""
     names = list(config.get("architectures") or [])
-    if "text_config" in config and isinstance(kind := config.get("model_type"), str):
-        names.append(MODEL_TYPES.get(kind))
-    return next((_TEXT_TOWERS[name] for name in names if isinstance(name, str) and name in _TEXT_TOWERS), None)
+    if "text_config" in config:
+        names.append(of_model_type(config.get("model_type")))
+    towers = [FAMILIES[name].text_tower for name in names if isinstance(name, str) and name in FAMILIES]
+    return next(filter(None, towers), None)
 
 
 def of_classifier(config: dict[str, Any], architecture: str, labels: int, source: Path) -> dict[str, Any]:
     """`config` of a model with a head of so many `labels`, for transformers. architecture: of the language model. Where
     `config` has no pad_token_id, with which transformers reads batches, it is the tokenizer's of `source`, unless that
     ends texts too."""
-    name = next(mine for mine, of_text in CLASSIFIERS.items() if of_text == architecture)
-    changed: dict[str, Any] = {"architectures": [name]}
+    changed: dict[str, Any] = {"architectures": [FAMILIES[architecture].classifier]}
     if len(config.get("id2label") or ()) != labels:
         names = [f"LABEL_{index}" for index in range(labels)]
         changed["id2label"] = {str(index): label for index, label in enumerate(names)}

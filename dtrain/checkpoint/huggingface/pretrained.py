@@ -8,11 +8,11 @@ from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.peft.config import base_of, is_adapter_directory, read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
 from dtrain.checkpoint.peft.tensors import outputs_in
+from dtrain.models.building import build
 from dtrain.models.common.adapter_config import linears
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.nf4 import quantize_linears
 from dtrain.models.read_config import read_config
-from dtrain.models.registry import build
 
 
 def from_pretrained(

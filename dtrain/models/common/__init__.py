@@ -1,6 +1,7 @@
 """Parts that the families of models share.
 
-config, config_fields, config_parts, rope_config, quantization_config    a model's sizes; reading them from config.json
+config                       a model's sizes
+config_fields, model_fields, rope_config, quantization_config    reading them from config.json
 decoder, functions           layers and whole decoders; norms, activations, rotary embedding
 cache                        the interface of a KV cache to the models
 moe, routing                 mixtures of experts; their router and its balance loss

@@ -1,7 +1,7 @@
 """Reading the fields of a config.json: typed, with every problem collected, and nothing passed over in silence."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 # Fields that config.json files carry and that change no number of a causal decoder's training.
 HARMLESS = frozenset(
@@ -54,18 +54,17 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
-    def over(self, defaults: Mapping[str, Any]) -> "Fields":
+    def over(self, defaults: Mapping[str, Any]) -> Self:
         """The same fields, with `defaults` where one is missing or null."""
         set_here = {key: value for key, value in self._values.items() if value is not None or key not in defaults}
-        fields = Fields({**defaults, **set_here}, self.problems, self._prefix)
+        fields = type(self)({**defaults, **set_here}, self.problems, self._prefix)
         fields._used = self._used
         return fields
 
-    def without(self, key: str) -> "Fields":
+    def without(self, key: str) -> Self:
         """The same fields without `key`."""
-        fields = Fields(
-            {name: value for name, value in self._values.items() if name != key}, self.problems, self._prefix
-        )
+        others = {name: value for name, value in self._values.items() if name != key}
+        fields = type(self)(others, self.problems, self._prefix)
         fields._used = self._used
         return fields
 

@@ -22,6 +22,7 @@ from dtrain.base.batch import PADDING_DOCUMENT
 from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope
 from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm, rotate, tables
+from dtrain.models.common.model_fields import ModelFields
 from dtrain.parallel.experts import expert_parameters
 from dtrain.parallel.placement import LocalParameters
 from dtrain.parallel.tensor import (
@@ -398,6 +399,12 @@ class CausalLM(ParallelModel):
     routing: "Routing | None" = None  # what sparse layers share
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
     uncompiled: str | None = None  # why layers that were to be compiled are not
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        """Return the config that the fields of a config.json describe; every field is used, known to change nothing,
+        or one of `fields.problems`. Where it is absent the default is transformers' for the family."""
+        raise NotImplementedError
 
     def __init__(self, config: ModelConfig, decoder: Decoder):
         super().__init__()

@@ -97,6 +97,7 @@ def quantize_linears(model: CausalLM, dtype: torch.dtype, except_for: Collection
     `read_weights` fills the parameters.
     """
     config = model.config
+    torch.compiler.assume_constant_result(_pairs)  # here, because it loads torch._dynamo
     for name in linears(config):
         if name not in except_for and not skips(config.unquantized or (), name):
             for part in config.parts(name):
@@ -126,7 +127,6 @@ def _levels(device: torch.device) -> Tensor:
     return torch.tensor(LEVELS, dtype=torch.float32, device=device)
 
 
-@torch.compiler.assume_constant_result
 def _pairs(device: torch.device, is_planned: bool) -> Tensor:
     """[256, 2] float32: the levels of a byte's two weights. is_planned: for tensors on meta, which in a plan name the
     device that is planned."""

@@ -44,7 +44,6 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 }
 
 KINDS = ("default", "linear", "llama3", "yarn")  # of every family that says no other
-PHI_KINDS = ("default", "longrope")
 
 
 def read_rope(
@@ -52,22 +51,20 @@ def read_rope(
     max_positions: int,
     head_dim: int,
     share: float | None = None,
-    theta: float = 10_000.0,
     scales_queries: bool = False,
     kinds: tuple[str, ...] = KINDS,
 ) -> Rope:
-    """The rope of a model whose layers all share it. share, theta: the family's defaults of partial_rotary_factor and
-    rope_theta; no share where it rotates whole heads alone. scales_queries: whether llama_4_scaling_beta is read.
-    kinds: that the family has."""
+    """The rope of a model whose layers all share it. share: the family's default of partial_rotary_factor, none where
+    it rotates whole heads alone. scales_queries: whether llama_4_scaling_beta is read. kinds: that the family has."""
     written = fields.get("rope_parameters")
     written = fields.get("rope_scaling") or written or {}
-    theta = _base(fields, "rope_theta", theta)
+    theta = read_base(fields, "rope_theta", 10_000.0)
     original = fields.optional_integer("original_max_position_embeddings")
     if share is None:
         _whole_heads(fields)
     else:
         share = _share(fields, share)
-    rope = _rope(fields, "rope_parameters", written, theta, max_positions, kinds, original, share, scales_queries)
+    rope = rope_of(fields, "rope_parameters", written, theta, max_positions, kinds, original, share, scales_queries)
     turned = int(head_dim * rope.share)
     if rope.kind == "longrope" and len(rope.factors) != turned // 2:
         fields.problem(f"short_factor has {len(rope.factors)} numbers for the {turned // 2} pairs that are rotated")
@@ -79,45 +76,9 @@ def read_rope(
     return rope
 
 
-def read_gemma_ropes(fields: Fields, max_positions: int, full: str, sliding: str) -> dict[str, Rope]:
-    """Gemma3's two: scaling belongs to the full layers, and the sliding ones have a base of their own."""
-    theta = _base(fields, "rope_theta", 1_000_000.0)
-    local_theta = _base(fields, "rope_local_base_freq", 10_000.0)
-    return _by_kind(fields, max_positions, {full: theta, sliding: local_theta}, ("default", "linear", "llama3"))
-
-
-def read_olmo_ropes(fields: Fields, max_positions: int, full: str, sliding: str) -> dict[str, Rope]:
-    """OLMo 3's two: scaling belongs to the full layers, and both have one base."""
-    theta = _base(fields, "rope_theta", 500_000.0)
-    if theta != 500_000.0:
-        # transformers 4 gives it to all layers, 5 to full ones.
-        fields.problem(f"rope_theta {theta:g}: say it in rope_parameters, under {full} and under {sliding}")
-    return _by_kind(fields, max_positions, {full: theta, sliding: theta}, KINDS)
-
-
-def read_gemma4_ropes(
-    fields: Fields, max_positions: int, full: str, sliding: str, sizes: dict[str, int]
+def read_ropes_by_kind(
+    fields: Fields, max_positions: int, thetas: dict[str, float], kinds: tuple[str, ...] = KINDS
 ) -> dict[str, Rope]:
-    """Gemma4's two, of which that of full layers turns a part of each head. sizes: of heads, by the layers' type."""
-    written = fields.get("rope_parameters")
-    defaults = {
-        sliding: {"rope_type": "default", "rope_theta": 10_000.0},
-        full: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-    }
-    nested = defaults if written is None else written
-    if not isinstance(nested, dict) or set(nested) - set(defaults) or set(sizes) - set(nested):
-        fields.problem(f"rope_parameters {shown(written)}: must be nested under {full} and {sliding}")
-        nested = defaults
-    ropes = {}
-    for kind in sizes:
-        values, where = nested[kind], f"rope_parameters.{kind}"
-        share = 1.0 if isinstance(values, dict) and values.get("rope_type") == "proportional" else None
-        kinds = (*KINDS, "proportional")
-        ropes[kind] = _rope(fields, where, values, 10_000.0, max_positions, kinds, share=share)
-    return ropes
-
-
-def _by_kind(fields: Fields, max_positions: int, thetas: dict[str, float], kinds: tuple[str, ...]) -> dict[str, Rope]:
     """The ropes of full layers, to which `rope_scaling` belongs, and of sliding ones; thetas: their bases."""
     full = next(iter(thetas))
     nested = fields.get("rope_parameters") or {}
@@ -128,7 +89,7 @@ def _by_kind(fields: Fields, max_positions: int, thetas: dict[str, float], kinds
     if isinstance(written[full], dict) and isinstance(scaling, dict):
         written[full] = {**written[full], **scaling}
     return {
-        kind: _rope(fields, f"rope_parameters.{kind}", written[kind], theta, max_positions, kinds)
+        kind: rope_of(fields, f"rope_parameters.{kind}", written[kind], theta, max_positions, kinds)
         for kind, theta in thetas.items()
     }
 
@@ -142,12 +103,12 @@ def _share(fields: Fields, default: float) -> float:
     return fields.number("partial_rotary_factor", default, most=1.0)
 
 
-def _base(fields: Fields, key: str, default: float) -> float:
+def read_base(fields: Fields, key: str, default: float) -> float:
     """A base of 1 would turn all pairs alike, and YaRN divides by its logarithm."""
     return fields.number(key, default, least=1.0, most=1e15)
 
 
-def _rope(
+def rope_of(
     fields: Fields,
     where: str,
     written: Any,
@@ -158,6 +119,8 @@ def _rope(
     share: float | None = None,
     scales_queries: bool = False,
 ) -> Rope:
+    """The rope that the object `written` under the key `where` describes; theta: its base where it names none;
+    original: the length that another key of the file says; the rest as in `read_rope`."""
     if not isinstance(written, dict):
         fields.problem(f"{where} {shown(written)} is no object")
         return Rope()
@@ -170,7 +133,7 @@ def _rope(
     if kind not in kinds:
         fields.problem(f"{where}: rope type {shown(kind)} is not implemented; there are: {', '.join(kinds)}")
         return Rope()
-    theta = _base(inner, "rope_theta", theta)
+    theta = read_base(inner, "rope_theta", theta)
     if share is None:
         _whole_heads(inner)
     share = 1.0 if share is None else _share(inner, share)

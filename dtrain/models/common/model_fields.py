@@ -1,0 +1,168 @@
+"""`ModelFields`: the fields of a config.json, and what families read alike: sizes, types of layers, windows, experts, a
+text tower. Imports no torch."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from dtrain.models.common.config import FULL, SLIDING, Experts, ModelConfig
+from dtrain.models.common.config_fields import Fields, shown
+from dtrain.models.common.rope_config import KINDS, read_rope
+
+# transformers' names of activations, and ours.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "gelu_new": "gelu_pytorch_tanh",  # the same formula, written out
+    "relu": "relu",
+}
+
+
+class ModelFields(Fields):
+    """The fields of a model's config.json, or of its text_config."""
+
+    def common(
+        self,
+        architecture: str,
+        *,
+        activation: tuple[str, str | None] = ("hidden_act", "silu"),
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        pad: int | None = None,
+        tie: bool = False,
+    ) -> dict[str, Any]:
+        """Read what every family reads in the same way; the keywords are its own defaults (activation: the key, its
+        default)."""
+        hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
+        # A missing key takes the family's default, null means one for each query head.
+        kv_heads = self.integer("num_key_value_heads", heads if "num_key_value_heads" in self else kv_heads or heads)
+        if heads % kv_heads:
+            self.problem(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        if head_dim is None and self.get("head_dim") is None and hidden % heads:
+            self.problem(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+        head_dim = self.integer("head_dim", head_dim or max(hidden // heads, 1))
+        if head_dim % 2:
+            self.problem(f"head_dim {head_dim} is odd, rotary embeddings need pairs")
+        vocab = self.integer("vocab_size")
+        pad = self.token("pad_token_id", pad)
+        if pad is not None and not -vocab <= pad < vocab:
+            self.problem(f"pad_token_id {pad} outside of the vocabulary of {vocab}")
+        for key in ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
+            self.must_be_off(key, "dropout is not implemented; set it to 0.0")
+        self.must_be_off("use_bidirectional_attention", "only causal attention is implemented")
+        if self.get("is_causal") not in (None, True):
+            self.problem(f"is_causal {shown(self.get('is_causal'))}: only causal attention is implemented")
+        return {
+            "architecture": architecture,
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "intermediate_size": self.integer("intermediate_size"),
+            "num_hidden_layers": self.integer("num_hidden_layers"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": self.integer("max_position_embeddings"),
+            "hidden_act": _ACTIVATIONS[self.choice(activation[0], tuple(_ACTIVATIONS), activation[1])],
+            "rms_norm_eps": self.number("rms_norm_eps", 1e-6, most=1.0),
+            # transformers reads 0 as "unset"
+            "initializer_range": self.number("initializer_range", 0.02, zero=True, most=100.0) or 0.02,
+            "tie_word_embeddings": self.flag("tie_word_embeddings", tie),
+            "attention_scale": head_dim**-0.5,
+            "bos_token_id": self.token("bos_token_id"),
+            "eos_token_ids": self.tokens("eos_token_id"),
+            "pad_token_id": pad,
+            "dtype": self.dtype(),
+        }
+
+    def with_one_rope(
+        self, share: float | None = None, scales_queries: bool = False, kinds: tuple[str, ...] = KINDS, **values: Any
+    ) -> ModelConfig:
+        """Return the config of `values` and the rope that all layers share, once no field is left over; share,
+        scales_queries, kinds: as `read_rope` takes them."""
+        positions, head_dim = values["max_position_embeddings"], values["head_dim"]
+        rope = read_rope(self, positions, head_dim, share, scales_queries, kinds)
+        if rope.kind == "longrope":
+            values["max_position_embeddings"] = min(positions, rope.original_max_positions)
+        self.refuse_the_rest()
+        return ModelConfig(**values, ropes=dict.fromkeys(values["layer_types"], rope))
+
+    def layer_types(
+        self, count: int, default: list[str], fixed: bool = False, kinds: tuple[str, str] = (FULL, SLIDING)
+    ) -> tuple[str, ...]:
+        """`layer_types` as written, or the default; where the family fixes them, what is written must agree."""
+        written = self.get("layer_types")
+        if written is None:
+            return tuple(default)
+        if not isinstance(written, list) or not all(kind in kinds for kind in written):
+            self.problem(f"layer_types {shown(written)}: entries must be {' or '.join(kinds)}")
+        elif len(written) != count:
+            self.problem(f"layer_types has {len(written)} entries for num_hidden_layers {count}")
+        elif fixed and written != default:
+            self.problem(f"layer_types {shown(written)}: in this architecture every layer is {default[0]} here")
+        else:
+            return tuple(written)
+        return tuple(default)
+
+    def biases(self, default: bool = False) -> dict[str, bool]:
+        """Read `attention_bias`, of all four projections."""
+        bias = self.flag("attention_bias", default)
+        return {"qkv_bias": bias, "o_bias": bias}
+
+    def layers_alike(self, count: int, window: int | None = None) -> dict[str, Any]:
+        """Return `layer_types` and `sliding_window` of a family whose layers all see the window, or all tokens."""
+        types = self.layer_types(count, [FULL if window is None else SLIDING] * count, fixed=True)
+        return {"layer_types": types, "sliding_window": window}
+
+    def experts(
+        self,
+        count: int | None,
+        top: int | None,
+        inner: int,
+        normed: bool,
+        layers: tuple[int, ...],
+        top_key: str = "num_experts_per_tok",
+        **more: Any,
+    ) -> Experts | None:
+        """Read the experts of the sparse `layers`; count, top: the family's own defaults; None: there are no experts,
+        or no such layer."""
+        named = [self.integer(key, count, minimum=0) for key in ("num_local_experts", "num_experts") if key in self]
+        if len({*named}) > 1:
+            self.problem(f"num_local_experts {named[0]} and num_experts {named[1]} are two names of one number")
+        count, top = named[0] if named else self.integer("num_experts", count, minimum=0), self.integer(top_key, top)
+        self.known("num_experts", "num_local_experts", "router_aux_loss_coef")
+        self.must_be_off("output_router_logits", "moe.balance adds a balance loss")
+        if 0 < count < top:
+            self.problem(f"{top_key} {top} of {count} experts")
+        return Experts(count, top, inner, normed, layers, **more) if count and layers else None
+
+    def window(self) -> int | None:
+        """Read the window: null is none; transformers takes an absent key for 4096, in every family that has one."""
+        return self.optional_integer("sliding_window", None if "sliding_window" in self else 4096)
+
+    def used_window(self, layer_types: tuple[str, ...], window: int | None) -> int | None:
+        if SLIDING not in layer_types:
+            return None
+        if window is None:
+            self.problem("layer_types has sliding_attention, but no sliding_window is set")
+        return window
+
+    def text_tower(
+        self, architecture: str, read: "Callable[[ModelFields], ModelConfig]", tie: bool = False
+    ) -> ModelConfig:
+        """Return what `read` makes of `text_config`, as part of a multimodal model; tie: the family's default of
+        tie_word_embeddings."""
+        text = self.get("text_config") or {}
+        if not isinstance(text, dict):
+            self.problem(f"text_config {shown(text)} is no object")
+            text = {}
+        # The files' own end-of-turn tokens stand at the top, beside those of the text model.
+        outer = {key: self.get(key) for key in ("eos_token_id", "torch_dtype", "dtype") if self.get(key) is not None}
+        tied = None if self.get("tie_word_embeddings") is None else self.flag("tie_word_embeddings", tie)
+        if tied is not None and text.get("tie_word_embeddings", tied) != tied:
+            self.problem("tie_word_embeddings is not the same at the top and in text_config")
+        self.refuse_the_rest()
+        inner = ModelFields({**text, **outer}, self.problems, prefix="text_config.")
+        config = read(inner.over({"tie_word_embeddings": tie if tied is None else tied}))
+        return replace(config, architecture=architecture, is_text_tower=True)

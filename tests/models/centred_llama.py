@@ -1,0 +1,51 @@
+"""Llama with nn.LayerNorm in the place of its norms, and one after the embeddings: a family in one file."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import DECODER_PLAN, CausalLM, Decoder, PreNormLayer, RMSNorm
+from dtrain.models.common.functions import rms_norm
+from dtrain.models.common.model_fields import ModelFields
+
+
+class CentredNorm(RMSNorm):
+    """weight · norm(x - mean(x)) + bias, all in max(float32, x's dtype)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__(size, eps)
+        self.bias = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in x's dtype."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        centred = wide - wide.mean(-1, keepdim=True)
+        weight, bias = self.local("weight").to(wide.dtype), self.local("bias").to(wide.dtype)
+        return (rms_norm(centred, weight, self.eps) + bias).to(x.dtype)
+
+
+class CentredDecoder(Decoder):
+    """A decoder whose embeddings are normed."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, partial(PreNormLayer, norm=CentredNorm), CentredNorm)
+        self.embed_norm = CentredNorm(config.hidden_size, config.rms_norm_eps)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        return self.embed_norm(super()._embed(input_ids))
+
+
+class CentredLlamaForCausalLM(CausalLM):
+    plan = {**DECODER_PLAN, "model.embed_norm": "sequence"}
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, CentredDecoder(config))
+
+    @classmethod
+    def read(cls, fields: ModelFields) -> ModelConfig:
+        common = fields.common(cls.__name__)
+        common |= fields.biases() | fields.layers_alike(common["num_hidden_layers"])
+        common["rms_norm_eps"] = fields.number("layer_norm_eps", 1e-5, most=1.0)
+        return fields.with_one_rope(**common)
