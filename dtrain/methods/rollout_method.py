@@ -12,6 +12,7 @@ from dtrain.base.errors import UserError
 from dtrain.data import Cursor, GlobalBatch, Rows
 from dtrain.data.rows.order import deal
 from dtrain.methods.method import Method
+from dtrain.models.common.flops import flops_per_token
 from dtrain.policy import Batching, Packed, Policy
 from dtrain.recipe.schema import Grpo, Recipe
 from dtrain.rl.buffer import Buffer, Position
@@ -132,7 +133,7 @@ class RolloutMethod(Method):
         """Return these completions dealt out over the data-parallel ranks by the FLOPs of training on them."""
         model, ranks = self.policy.model, self.policy.mesh.dp_size
         lengths = buffer.lengths[list(chosen)].tolist()
-        costs = [length * model.flops_per_token(length) for length in lengths]
+        costs = [length * flops_per_token(model, length) for length in lengths]
         # Fixed micro-batches are rows: a rank takes no more of them than its part.
         most = -(-len(chosen) // ranks) if isinstance(self.micro_rows, int) else None
         return [[chosen[place] for place in share] for share in deal(costs, ranks, most)]

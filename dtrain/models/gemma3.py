@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
-from dtrain.models.common.decoder import DECODER_PLAN, Attention, Decoder, GatedMLP, Layer, RMSNorm
-from dtrain.models.common.functions import rms_norm
+from dtrain.models.common.decoder import DECODER_PLAN, Attention, Decoder, GatedMLP, Layer
+from dtrain.models.common.functions import RMSNorm, rms_norm
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base, read_ropes_by_kind
 from dtrain.models.common.tower import TextTower

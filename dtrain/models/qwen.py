@@ -8,7 +8,8 @@ from typing import Any
 
 from dtrain.models.common.config import FULL, SLIDING, Experts, ModelConfig
 from dtrain.models.common.config_fields import shown
-from dtrain.models.common.decoder import DECODER_PLAN, CausalLM, Decoder, PreNormLayer, RMSNorm, plan_of
+from dtrain.models.common.decoder import DECODER_PLAN, CausalLM, Decoder, PreNormLayer, plan_of
+from dtrain.models.common.functions import RMSNorm
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import Decoder, PreNormLayer, RMSNorm
+from dtrain.models.common.decoder import Decoder, PreNormLayer
+from dtrain.models.common.functions import RMSNorm
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.tower import TextTower
 from dtrain.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM

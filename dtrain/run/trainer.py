@@ -32,6 +32,7 @@ from dtrain.checkpoint.dcp.origin import run_of
 from dtrain.checkpoint.dcp.retention import Patience, Retention
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.data import Cursor
+from dtrain.models.common.flops import flops_per_token
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
@@ -334,7 +335,7 @@ class Trainer:
             tokens=tokens,
             tokens_per_sec=per_second,
             mfu=metrics.model_flops_utilisation(
-                self.policy.model.flops_per_token(self.recipe.data.max_length),
+                flops_per_token(self.policy.model, self.recipe.data.max_length),
                 per_second,
                 self.runtime.world_size,
                 self.runtime.device,

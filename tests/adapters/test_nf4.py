@@ -19,6 +19,7 @@ from dtrain.checkpoint.huggingface import quantized
 from dtrain.checkpoint.huggingface.file_rows import FileRows
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
+from dtrain.models.common.flops import flops_per_token
 from dtrain.models.common.nf4 import LEVELS, dequantize, product, quantize, quantize_linears
 from dtrain.models.common.nf4_config import quantize_problems
 from dtrain.parallel.mesh import build_mesh
@@ -410,7 +411,7 @@ def test_a_quantized_weight_counts_whole_and_takes_its_own_bytes(tmp_path):
         one.requires_grad_(False)
     for one in model.parameters():
         one.requires_grad_(False)
-    assert model.flops_per_token(16) == plain.flops_per_token(16)
+    assert flops_per_token(model, 16) == flops_per_token(plain, 16)
     held = sum(one.numel() * one.itemsize for layer in linears(model).values() for one in layer.parameters())
     assert held == sum(layer.out_features * layer.in_features * 9 // 16 for layer in linears(model).values())
 

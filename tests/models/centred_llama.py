@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import DECODER_PLAN, CausalLM, Decoder, PreNormLayer, RMSNorm
-from dtrain.models.common.functions import rms_norm
+from dtrain.models.common.decoder import DECODER_PLAN, CausalLM, Decoder, PreNormLayer
+from dtrain.models.common.functions import RMSNorm, rms_norm
 from dtrain.models.common.model_fields import ModelFields
 
 

@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.ministral3 import modeling_ministral3
 
 from dtrain import models
-from dtrain.models.common.decoder import RMSNorm
+from dtrain.models.common.flops import flops_per_token
+from dtrain.models.common.functions import RMSNorm
 from dtrain.models.gemma3 import Gemma3RMSNorm
 from tests.models.oracle import VARIANTS, VOCAB, grads, make, make_multimodal, packed_rows, save
 
@@ -338,4 +339,4 @@ def test_flops_follow_the_formula():
     model = models.build(config, device="meta")
     weights = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
     # six sliding layers see 9 keys, one sees all 100; 4 heads of 16
-    assert model.flops_per_token(100) == 6 * weights + 12 * 4 * 16 * (6 * 9 + 100)
+    assert flops_per_token(model, 100) == 6 * weights + 12 * 4 * 16 * (6 * 9 + 100)

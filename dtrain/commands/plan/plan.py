@@ -17,7 +17,7 @@ from dtrain.inference.budget import position_bytes
 from dtrain.inference.kv_cache import slot_size
 from dtrain.methods.spec import spec_of
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import weights_in
+from dtrain.models.common.flops import flops_per_token, weights_in
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import is_torchs
 from dtrain.parallel.apply import find_plan, in_words
@@ -35,7 +35,7 @@ class Plan:
 
     table: the model's tensor-parallel plan, module pattern → style in words, used where tp is more than 1.
     total_parameters, trained_parameters: of the whole model, with its adapter. tokens: of an optimizer step over all
-    ranks, every row full. flops_per_token: `CausalLM.flops_per_token`, as a run's mfu counts. budget: bytes for tensors
+    ranks, every row full. flops_per_token: `models.common.flops`, as a run's mfu counts. budget: bytes for tensors
     on a device. evaluation: bytes that the longest answer of `eval` takes at least, with what a rank holds between two
     steps; 0 without. assumed: in place of the code that the recipe names.
     """
@@ -107,7 +107,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         total_parameters=sum(map(weights_in, model.parameters())),
         trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         tokens=recipe.train.batch * spec.rows_of_a_sample(recipe) * spec.row_length(recipe),
-        flops_per_token=model.flops_per_token(recipe.data.max_length),
+        flops_per_token=flops_per_token(model, recipe.data.max_length),
         evaluation=_evaluation(recipe, config, world, step, dtype),
         assumed=tuple(assumed),
     )

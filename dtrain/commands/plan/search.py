@@ -21,6 +21,7 @@ from dtrain.commands.plan.policy import bytes_of, state_bytes
 from dtrain.commands.plan.step import Step, plan_step
 from dtrain.methods.spec import spec_of
 from dtrain.models.common.config import LINEAR, ModelConfig
+from dtrain.models.common.flops import flops_per_token
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import build_optimizer
 from dtrain.parallel.fits import mesh_problems_of_model
@@ -153,7 +154,7 @@ class _ClosedForms:
         choose_trained(model, recipe, self.precision.compute)
         self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.frozen_bytes = bytes_of(parameter for parameter in model.parameters() if not parameter.requires_grad)
-        self.flops_per_token = model.flops_per_token(recipe.data.max_length)
+        self.flops_per_token = flops_per_token(model, recipe.data.max_length)
         sample = nn.Parameter(torch.ones(1024, 1024, dtype=self.precision.master))
         optimizer = build_optimizer(recipe.optimizer, [("sample", sample)])
         sample.grad = torch.ones_like(sample)

@@ -9,5 +9,6 @@ adapters, adapter_config     what an adapter computes; which layers have one, an
 nf4, nf4_config              weights in 4 bits; what they ask of a model
 compiled                     the parts of a layer that are compiled
 init                         starting values
+flops                        operations of training
 tower                        the text model of a multimodal checkpoint
 """

@@ -21,9 +21,8 @@ from dtrain.attention.visibility import Visibility
 from dtrain.base.batch import PADDING_DOCUMENT
 from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope
-from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm, rotate, tables
+from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, gated, rotate, rounded, tables
 from dtrain.models.common.model_fields import ModelFields
-from dtrain.parallel.experts import expert_parameters
 from dtrain.parallel.placement import LocalParameters
 from dtrain.parallel.tensor import (
     Block,
@@ -114,26 +113,6 @@ class Linear(LocalParameters, nn.Linear):
         """W [out, in], of which this rank computes with [out/tp, in] or [out, in/tp]; inside a forward. In the dtype of
         computation. part: what to take of each parameter instead."""
         return self.held.matrix(self.local if part is None else lambda name: part(getattr(self, name)))
-
-
-class RMSNorm(LocalParameters):
-    """weight · norm(x). The norm is computed in max(float32, x's dtype) and rounded before the weight."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size], in x's dtype."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight = self.local("weight")
-        if wide == x.dtype == weight.dtype:
-            return rms_norm(x, weight, self.eps)
-        return weight * rms_norm(x.to(wide), None, self.eps).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class Mixer(Block):
@@ -379,12 +358,6 @@ class Decoder(Stack):
         return hidden if self.embed_scale is None else hidden * rounded(self.embed_scale, hidden.dtype)
 
 
-def rounded(scale: float, dtype: torch.dtype) -> float:
-    """Return the factor of embeddings in `dtype`. Rounded first, as the checkpoints were trained: 50.6 is 50.5 in
-    bfloat16."""
-    return torch.tensor(scale, dtype=dtype, device="cpu").item()
-
-
 class CausalLM(ParallelModel):
     """A decoder and its head; the families derive from it. Built by `models.build`, never by hand.
 
@@ -518,36 +491,3 @@ class CausalLM(ParallelModel):
         """Patterns (re.fullmatch) of tensors in the files that are no parameters of this model, and no mistake."""
         head = (r"lm_head\..*",) if self.config.has_new_head else ()
         return (r".*\.rotary_emb\.inv_freq", *head)  # the first: a buffer that transformers once saved
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs per token in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in reach); 4 for a frozen
-        parameter, whose gradient is not computed. Of experts those count that a token goes to.
-
-        A linear layer's state of K·V a head takes three products a token, whatever the length: 18·Hv·K·V.
-        PaLM's count (arXiv:2204.02311, appendix B): N leaves out the input embedding, attention is counted over all
-        keys of the row or window, though a causal query sees half of them on average; recomputation is not counted.
-        """
-        config = self.config
-        lookups = [] if config.tie_word_embeddings else [self.model.embed_tokens.weight]
-        if (table := getattr(self.model, "embed_tokens_per_layer", None)) is not None:
-            lookups.append(table.weight)
-        products = [parameter for parameter in self.parameters() if not any(parameter is table for table in lookups)]
-        share = {} if config.experts is None else dict.fromkeys(expert_parameters(self), config.experts.share)
-        count = sum(
-            weights_in(parameter) * (6 if parameter.requires_grad else 4) * share.get(parameter, 1)
-            for parameter in products
-        )
-        window = config.sliding_window or seq_len
-        reach = [
-            self.model.head_sizes[kind] * (min(seq_len, window) if kind == SLIDING else seq_len)
-            for kind in config.layer_types
-            if kind != LINEAR
-        ]
-        states = 0 if config.linear is None else config.layer_types.count(LINEAR) * config.linear.state
-        return count + 12.0 * config.num_attention_heads * sum(reach) + 18.0 * states
-
-
-def weights_in(parameter: Tensor) -> int:
-    """Return how many weights of a model the parameter, [any shape], is: two for a byte of codes, none for scales
-    (`nf4`)."""
-    return parameter.numel() * {torch.uint8: 2, torch.int32: 0}.get(parameter.dtype, 1)

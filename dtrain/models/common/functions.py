@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dtrain.models.common.rope_config import Rope
+from dtrain.parallel.placement import LocalParameters
 
 aten = torch.ops.aten
 
@@ -54,6 +55,26 @@ class _RmsNorm(torch.autograd.Function):
             mean, weight_grad = (along @ weight).unsqueeze(-1).div_(x.shape[-1]), along.flatten(0, -2).sum(0)
             x_grad = grad * weight
         return x_grad.addcmul_(unit, mean, value=-1).mul_(scale), weight_grad, None
+
+
+class RMSNorm(LocalParameters):
+    """weight · norm(x). The norm is computed in max(float32, x's dtype) and rounded before the weight."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in x's dtype."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = self.local("weight")
+        if wide == x.dtype == weight.dtype:
+            return rms_norm(x, weight, self.eps)
+        return weight * rms_norm(x.to(wide), None, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class Activation(NamedTuple):
@@ -190,3 +211,9 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     if turned < x.shape[-1]:
         return torch.cat([rotate(x[..., :turned], cos, signed_sin), x[..., turned:]], -1)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
+
+
+def rounded(scale: float, dtype: torch.dtype) -> float:
+    """Return the factor of embeddings in `dtype`. Rounded first, as the checkpoints were trained: 50.6 is 50.5 in
+    bfloat16."""
+    return torch.tensor(scale, dtype=dtype, device="cpu").item()
