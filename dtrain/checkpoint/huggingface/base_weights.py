@@ -18,7 +18,7 @@ from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.identity import digests
 from dtrain.base.json_files import check_shape, digest, read_text
-from dtrain.base.model_directory import CONFIG
+from dtrain.base.model_directory import CONFIG, has_weights
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import MANIFEST, CheckpointStore
 from dtrain.checkpoint.huggingface import quantized
@@ -68,7 +68,7 @@ class RunFacts:
     def base(self, state: dict[str, Any]) -> Path:
         """The directory of the run's base, which holds what `state`, of one of its steps, says that it read. Raises
         UserError."""
-        if self.path is None or not WeightFiles.exist(self.path):
+        if self.path is None or not has_weights(self.path):
             name = hub.id_of(self.path) if self.path is not None else None
             fetch = f", or run `dtrain download {name}`" if name else ""
             if self.path is not None and not self.path.is_absolute():

@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.files import replace, replace_text
+from dtrain.base.files import replace, replace_text, write_new
 from dtrain.base.json_files import LARGE, read_json
-from dtrain.base.model_directory import COMPANIONS, CONFIG, HELD, TOKENIZER
+from dtrain.base.model_directory import CHAT_TEMPLATE, COMPANIONS, CONFIG, HELD, TOKENIZER
 from dtrain.models.config_families import CLASSIFIERS, MODEL_TYPES
 
 
@@ -19,6 +19,19 @@ def copy_companions(source: Path, target: Path, *, config: bool = False) -> None
     for name in names:
         if (source / name).is_file():
             replace(target / name, (source / name).read_bytes())
+
+
+def write_companions(
+    directory: Path, sources: Iterable[Path], chat_template: str | None, held: Mapping[str, Any] | None
+) -> None:
+    """Copy the companions of `sources`, a later one's over an earlier's, to a new `directory`; chat_template, held: as
+    `write.write_directory` takes them."""
+    for source in sources:
+        copy_companions(source, directory)
+    if chat_template is not None:
+        write_new(directory / CHAT_TEMPLATE, chat_template)
+    if held is not None:
+        write_new(directory / HELD, json.dumps(held))
 
 
 def held_by(export: Path) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
@@ -21,21 +20,20 @@ from torch import Tensor, nn
 
 from dtrain.base.errors import UserError, in_words
 from dtrain.base.files import publish, real, refuse_unwritable, set_aside, staged, write_new
-from dtrain.base.model_directory import CHAT_TEMPLATE, HELD
+from dtrain.base.model_directory import INDEX, SINGLE, has_weights
 from dtrain.base.ranks import Ranks
-from dtrain.checkpoint.huggingface.file_rows import ExpertStack, FusedWeight
 from dtrain.checkpoint.huggingface.merged import WholeWeight, whole_weights
 from dtrain.checkpoint.huggingface.model_files import (
-    copy_companions,
     has_untrained_parts,
     of_classifier,
     read_model_config,
     text_only,
     with_dtype,
+    write_companions,
     write_config,
 )
 from dtrain.checkpoint.huggingface.read import candidate_names, carried
-from dtrain.checkpoint.huggingface.safetensor_files import CARRIED, DTYPES, INDEX, SINGLE, WeightFiles
+from dtrain.checkpoint.huggingface.safetensor_files import CARRIED, DTYPES, WeightFiles
 from dtrain.models.common.config import ModelConfig
 
 T = TypeVar("T")
@@ -88,9 +86,7 @@ def write_directory(
     """
     ranks, out, source = ranks or Ranks(), Path(out), Path(source)
     layout = ranks.together(lambda: layout_of(source))
-    entries = [
-        _model_entry(layout.name(model, weight.names), weight, dtype) for weight in whole_weights(model).values()
-    ]
+    entries = [entry_of(layout.name(model, weight.names), weight, dtype) for weight in whole_weights(model).values()]
     layout = dataclasses.replace(layout, chat_template=chat_template, held=held)
     write_entries(model, entries, layout, out, max_shard_bytes=max_shard_bytes, replace=replace, ranks=ranks)
 
@@ -99,7 +95,7 @@ def write_directory(
 class Layout:
     """The layout of a directory like `source`: its config.json, the names its files use, what is copied from it.
 
-    chat_template, held: as `write_directory` takes them. companions: a directory whose tokenizer and template take the
+    chat_template, held: as `write_directory` takes them. companions: directories whose tokenizer and template take the
     place of the source's.
     """
 
@@ -108,7 +104,7 @@ class Layout:
     files: WeightFiles | None
     chat_template: str | None = None
     held: Mapping[str, Any] | None = None
-    companions: Path | None = None
+    companions: tuple[Path, ...] = ()
 
     @property
     def text_tower_alone(self) -> bool:
@@ -145,32 +141,18 @@ class Layout:
         return Entry(name, stored.shape, dtype or own, read)
 
 
-def layout_of(source: Path) -> Layout:
-    """The layout that `source`, a model's directory with or without weights, asks for. What is written is in no 4 bits,
-    whatever the source is."""
+def layout_of(source: Path, weights: Path | None = None) -> Layout:
+    """The layout that `source`, a model's directory, asks for, and the weights of the directory `weights`, by default
+    the same, with or without these. What is written is in no 4 bits, whatever the source is."""
+    weights = weights or source
     config = {key: value for key, value in read_model_config(source).items() if key != "quantization_config"}
-    return Layout(source, config, WeightFiles(source) if WeightFiles.exist(source) else None)
+    return Layout(source, config, WeightFiles(weights) if has_weights(weights) else None)
 
 
-def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> Entry:
+def entry_of(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> Entry:
+    """The tensor `name` that is `weight`, to be written in `dtype`; None: its own."""
     written = weight.written(dtype)
     return Entry(name, tuple(weight.shape), written, lambda: weight.read(written), collective=weight.collective)
-
-
-def joined(name: str, fused: FusedWeight, parts: Sequence[Entry]) -> Entry:
-    """The tensor `name` that joins `parts` as `fused` says, in a dtype that holds all: of a frozen part it may be less
-    than of a trained one."""
-    if len(parts) == 1 and not fused.transposed:
-        return dataclasses.replace(parts[0], name=name)
-    shape = fused.shape([part.shape for part in parts])
-    dtype = reduce(torch.promote_types, [part.dtype for part in parts])
-    return Entry(name, shape, dtype, lambda: fused.join([part.read().to(dtype) for part in parts]))
-
-
-def matrix_of(whole: Entry, name: str, number: int, stack: ExpertStack) -> Entry:
-    """The tensor `name` that is the matrix of this number in a stack, which `whole` reads."""
-    read = partial(stack.matrix, number, whole.read)
-    return dataclasses.replace(whole, name=name, shape=whole.shape[1:], read=read)
 
 
 def write_entries(
@@ -336,10 +318,4 @@ def _finish(partial: Path, files: Mapping[str, list[Entry]], layout: Layout, dty
     config = text_only(layout.config) if layout.text_tower_alone else layout.config
     config = with_dtype(config, str(dtype).removeprefix("torch."))
     write_config(config, partial)
-    copy_companions(layout.source, partial)
-    if layout.companions is not None:
-        copy_companions(layout.companions, partial)
-    if layout.chat_template is not None:
-        write_new(partial / CHAT_TEMPLATE, layout.chat_template)
-    if layout.held is not None:
-        write_new(partial / HELD, json.dumps(layout.held))
+    write_companions(partial, (layout.source, *layout.companions), layout.chat_template, layout.held)

@@ -13,7 +13,7 @@ from typing import Any
 from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
-from dtrain.base.model_directory import CONFIG, INDEX, SINGLE
+from dtrain.base.model_directory import CONFIG, has_weights
 from dtrain.base.name_patterns import fullmatch, of_end, pattern_error
 from dtrain.checkpoint.peft.tensors import (
     ADAPTER_WEIGHTS,
@@ -58,9 +58,7 @@ _STARTS = (True, False, "gaussian", "orthogonal", "eva")  # of A and B alone
 
 def is_adapter_directory(path: str | Path) -> bool:
     """Return whether a directory holds an adapter in PEFT's layout, and no model of its own."""
-    directory = Path(path)
-    holds_model = (directory / SINGLE).is_file() or (directory / INDEX).is_file()
-    return (directory / ADAPTER_CONFIG).is_file() and not holds_model
+    return (Path(path) / ADAPTER_CONFIG).is_file() and not has_weights(Path(path))
 
 
 def adapter_of(section: Mapping[str, Any]) -> AdapterConfig:

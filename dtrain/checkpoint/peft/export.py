@@ -16,7 +16,7 @@ from dtrain.base.model_directory import CONFIG
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.file_rows import joints, places
 from dtrain.checkpoint.huggingface.merged import folded, merge
-from dtrain.checkpoint.huggingface.model_files import copy_companions
+from dtrain.checkpoint.huggingface.model_files import write_companions
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.huggingface.write import Entry, write_files
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, read_adapter_config
@@ -24,8 +24,6 @@ from dtrain.checkpoint.peft.files import AdapterFiles, adapter_weights
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS, adapter_shapes, peft_names
 from dtrain.models.common.adapter_config import AdapterConfig, LoraLayer, adaptable, linears
 from dtrain.models.common.decoder import CausalLM
-
-Weight = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -85,21 +83,17 @@ class StoredAdapter:
         """Return whether the model's parameter of this name is trained whole."""
         return bool(self._outer(name))
 
-    def merged(self, name: str, base: Weight, dtype: torch.dtype) -> Weight:
-        """Return the reader of the model's parameter `name`, [its shape], in `dtype`, from what reads the base's."""
+    def merged(self, name: str, base: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+        """The model's parameter `name`, [its shape], in `dtype`, from what reads the base's."""
         module, _, parameter = name.rpartition(".")
         if self.saves(name):
-            return lambda: self.read(name).to(dtype)
+            return self.read(name).to(dtype)
         layer = self.adapted.get(self.model.config.whole(module))
         if parameter != "weight" or layer is None:
-            return lambda: base().to(dtype)
-
-        def read() -> Tensor:
-            a, b = self.read(f"{module}.lora_A"), self.read(f"{module}.lora_B")
-            magnitude = self.read(f"{module}.lora_magnitude") if self.config.dora else None
-            return merge(base(), a, b, layer.scale, magnitude, dtype)
-
-        return read
+            return base().to(dtype)
+        a, b = self.read(f"{module}.lora_A"), self.read(f"{module}.lora_B")
+        magnitude = self.read(f"{module}.lora_magnitude") if self.config.dora else None
+        return merge(base(), a, b, layer.scale, magnitude, dtype)
 
     def copy(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:
         """Write it to the directory `out` as it is, in `dtype` or its own."""
@@ -159,8 +153,7 @@ def _write(out: Path, entries: list[Entry], config: Callable[[Path], None], comp
 
     def finish(new: Path) -> None:
         config(new)
-        for source in companions:
-            copy_companions(source, new)
+        write_companions(new, companions, None, None)
 
     write_files({ADAPTER_WEIGHTS: entries}, finish, real(out), ranks=Ranks(alone=True))
 

@@ -14,15 +14,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtrain.base.errors import UserError
-from dtrain.base.files import Record, checksum, real, replace_text, write_new
-from dtrain.base.model_directory import CHAT_TEMPLATE, HELD
+from dtrain.base.files import Record, checksum, real, replace_text
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.training_state import model_tensors
 from dtrain.checkpoint.huggingface.file_rows import FileRows, as_in_files, joints, places, shape_in_files
-from dtrain.checkpoint.huggingface.merged import gathered
-from dtrain.checkpoint.huggingface.model_files import copy_companions
+from dtrain.checkpoint.huggingface.merged import WholeWeight, gathered, in_files
+from dtrain.checkpoint.huggingface.model_files import write_companions
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.checkpoint.huggingface.write import Entry, SafetensorsFile, joined, write_files
+from dtrain.checkpoint.huggingface.write import Entry, SafetensorsFile, entry_of, write_files
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, peft_config, read_adapter_config
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS, mismatches, peft_names
 from dtrain.models.common.adapter_config import AdapterConfig
@@ -108,19 +107,21 @@ class AdapterFiles:
     model: ModelConfig
     base: str | None
 
-    def entries(self, sizes: Sizes, read: Read, dtype: torch.dtype | None = None) -> list[Entry]:
+    def entries(
+        self, sizes: Sizes, read: Read, dtype: torch.dtype | None = None, *, collective: bool = False
+    ) -> list[Entry]:
         """Return what is written of tensors with these shapes and dtypes, by parameter name; other names are passed
-        over. A tied embedding under both of PEFT's names. dtype: None for theirs."""
-        own = [name for name in sizes if peft_names(name, self.config, self.model)]
+        over. A tied embedding under both of PEFT's names. dtype: None for theirs. collective: every rank reads."""
 
-        def entry(name: str) -> Entry:
-            shape, kept = sizes[name]
-            return Entry(name, shape_in_files(name, shape), dtype or kept, lambda: as_in_files(name, read(name)))
+        def weight(name: str) -> WholeWeight:
+            shape, kept = torch.Size(shape_in_files(name, sizes[name][0])), sizes[name][1]
+            return WholeWeight([name], shape, kept, lambda dtype: as_in_files(name, read(name)).to(dtype), collective)
 
+        weights = {name: weight(name) for name in sizes if peft_names(name, self.config, self.model)}
         return [
-            joined(outer, fused, [entry(part) for part in fused.parts])
-            for fused in joints(self.model, own)
-            for outer in peft_names(fused.name, self.config, self.model)
+            entry_of(outer, whole, dtype)
+            for name, whole in in_files(self.model, weights).items()
+            for outer in peft_names(name, self.config, self.model)
         ]
 
     def beside(self, step: Path, sizes: Sizes, read: Read) -> dict[str, Record]:
@@ -172,21 +173,12 @@ def write_adapter(
     """
     form = AdapterFiles(config, model, base)
     sizes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-
     is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-    entries = [
-        Entry(entry.name, entry.shape, entry.dtype, entry.read, collective=is_sharded)
-        for entry in form.entries(sizes, lambda name: gathered(tensors[name]), dtype)
-    ]
+    entries = form.entries(sizes, lambda name: gathered(tensors[name]), dtype, collective=is_sharded)
 
     def finish(new: Path) -> None:
         form.finish(new)
-        if companions is not None:
-            copy_companions(companions, new)
-        if chat_template is not None:
-            write_new(new / CHAT_TEMPLATE, chat_template)
-        if held is not None:
-            write_new(new / HELD, json.dumps(held))
+        write_companions(new, [] if companions is None else [companions], chat_template, held)
 
     files = {ADAPTER_WEIGHTS: entries}
     write_files(files, finish, real(Path(directory)), replace=replace, ranks=ranks or Ranks())
