@@ -19,7 +19,7 @@ from dtrain.checkpoint.huggingface.base_weights import BaseWeights, RunFacts, st
 from dtrain.checkpoint.huggingface.merged import WholeWeight, exact_names, in_files, wider
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import BY_NAME, WeightFiles
-from dtrain.checkpoint.huggingface.write import Entry, Layout, entry_of, layout_of, write_entries
+from dtrain.checkpoint.huggingface.write import Layout, layout_of, write_entries
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
 from dtrain.checkpoint.peft.export import StoredAdapter
 from dtrain.checkpoint.peft.files import ADAPTER
@@ -84,7 +84,7 @@ def _export_adapter(source: Path, out: Path, dtype: torch.dtype | None, form: st
     layout = layout_of(base)
     labels = outputs_in(source) or 0
     model = _model(layout, labels)
-    adapter = StoredAdapter.of(source, model)
+    adapter = StoredAdapter(source, model)
     if form != "merged":
         return _write_form(adapter, form, out, [base, source], dtype, f"the adapter {source}")
     in_4_bits, kept = (False, None) if original_base else trained_beside(source)
@@ -110,7 +110,7 @@ def _export_step(
     head = store.tensors(step).get(SCORE)
     labels = head[0][0] if head is not None else 0
     model, fill = _model(layout, labels), store.opened(step)
-    adapter = StoredAdapter.of(directory / ADAPTER, model) if trains_adapter else None
+    adapter = StoredAdapter(directory / ADAPTER, model) if trains_adapter else None
     if adapter is not None and form in ("adapter", "folded"):
         description = f"the adapter of {description}"
         if read_json(adapter.directory / ADAPTER_CONFIG).get(BASE) is None:
@@ -159,7 +159,7 @@ def _entries(
     read: Callable[[str], Tensor] | None,
     base: BaseWeights | None,
     adapter: StoredAdapter | None,
-) -> list[Entry]:
+) -> list[WholeWeight]:
     """Each tensor of `model`: those `saved` as `read` gives them, the others of the `base`, an adapter merged into
     them. dtype: None for the tensors' own."""
     tensors, known, exact = model_tensors(model), aliases(model), exact_names(model)
@@ -180,7 +180,7 @@ def _entries(
         return WholeWeight(known[name], tensors[name].shape, own, merged, collective=False, exact=name in exact)
 
     weights = {name: weight(name) for name in [*saved, *(other for other in tensors if other not in saved)]}
-    return [entry_of(layout.name(model, whole.names), whole, dtype) for whole in in_files(model, weights).values()]
+    return [whole.in_file(layout.name(model, whole.names), dtype) for whole in in_files(model, weights).values()]
 
 
 def _write_form(

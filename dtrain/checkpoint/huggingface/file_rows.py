@@ -232,10 +232,3 @@ def places(
         for part, start, count in zip(fused.parts, starts, counts, strict=True)
     }
     return whole, rows
-
-
-def add_places(sources: dict[str, FileRows], more: Mapping[str, FileRows]) -> None:
-    """Put `more` places into `sources`, of a stack's next matrix behind those before."""
-    for part, rows in more.items():
-        before = sources.get(part)
-        sources[part] = rows if before is None else replace(before, stacked=before.stacked + rows.stacked)

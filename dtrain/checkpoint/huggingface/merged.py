@@ -25,20 +25,25 @@ _CODES, _SCALES = "weight_codes", "weight_scales"  # a quantized layer's, in pla
 
 @dataclass(frozen=True)
 class WholeWeight:
-    """A weight of [shape]. names: all that the model knows it by. dtype: the base's own. `read(dtype)` gives it whole,
-    a new tensor or the model's own, on the device of its shards; collective: every rank calls it. exact: it is written
-    in float32 at least."""
+    """A weight of [shape]. names: all that the model knows it by, or the one in a file. dtype: the base's own, or the
+    file's. `read(dtype)` gives it whole, a new tensor or the model's own, on any device; collective: every rank calls
+    it, and otherwise a file's writer alone. exact: it is written in float32 at least."""
 
     names: list[str]
     shape: torch.Size
     dtype: torch.dtype
     read: Callable[[torch.dtype], Tensor]
-    collective: bool
+    collective: bool = False
     exact: bool = False
 
-    def written(self, dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype that it is written in where `dtype` is asked for; None: its own."""
-        return self.dtype if dtype is None or not self.dtype.is_floating_point else wider(dtype, self.exact)
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def in_file(self, name: str, dtype: torch.dtype | None) -> "WholeWeight":
+        """The tensor `name` of a file, in `dtype`; None: its own."""
+        own = self.dtype if dtype is None or not self.dtype.is_floating_point else wider(dtype, self.exact)
+        return replace(self, names=[name], dtype=own)
 
 
 def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
@@ -173,16 +178,31 @@ class _ExpertStack:
 
 def _as_it_is(tensor: Tensor, names: list[str]) -> WholeWeight:
     def read(dtype: torch.dtype) -> Tensor:
-        return gathered(
-            on_its_device(tensor).to(dtype)
-        )  # cast before the gather: half the bytes travel in half precision
+        return gathered(on_its_device(tensor).to(dtype))  # cast first: half the bytes travel in half precision
 
     return WholeWeight(names, tensor.shape, tensor.dtype, read, isinstance(tensor, DTensor))
 
 
 def _of_layer(layer: Adapted, name: str) -> WholeWeight:
+    """W [.., out, in], of a quantized layer what it computes with, its adapter merged."""
+    coded = layer if isinstance(layer, Linear) and layer.weight is None else None
+    held: Tensor = layer.weight if coded is None else coded.weight_codes
+    own, shape = held.dtype, held.shape
+    if coded is not None:
+        own, shape = coded.weight_dtype, torch.Size((coded.out_features, coded.in_features))
+
+    def whole() -> Tensor:
+        if coded is None:
+            return gathered(held)
+        local = coded.stored_matrix()
+        if not isinstance(held, DTensor):
+            return local
+        # What this rank dequantizes lies in the whole as its codes do.
+        where = held.device_mesh, held.placements
+        return DTensor.from_local(local, *where, run_check=False, shape=shape, stride=(shape[1], 1)).full_tensor()
+
     def read(dtype: torch.dtype) -> Tensor:
-        weight, adapter = _whole_matrix(layer), layer.adapter
+        weight, adapter = whole(), layer.adapter
         if adapter is None:
             return weight.to(dtype)
         magnitude = None
@@ -190,27 +210,4 @@ def _of_layer(layer: Adapted, name: str) -> WholeWeight:
             magnitude = gathered(layer.lora_magnitude)
         return merge(weight, gathered(layer.lora_A), gathered(layer.lora_B), adapter.scale, magnitude, dtype)
 
-    held = _held(layer)
-    own, shape = held.dtype, held.shape
-    if isinstance(layer, Linear) and layer.weight is None:
-        own, shape = layer.weight_dtype, torch.Size((layer.out_features, layer.in_features))
     return WholeWeight([name], shape, own, read, isinstance(held, DTensor))
-
-
-def _held(layer: Adapted) -> Tensor:
-    return layer.weight_codes if isinstance(layer, Linear) and layer.weight is None else layer.weight
-
-
-def _whole_matrix(layer: Adapted) -> Tensor:
-    """W [.., out, in], of a quantized layer what it computes with. One all-gather where it is sharded."""
-    held = _held(layer)
-    if not isinstance(layer, Linear) or layer.weight is not None:
-        return gathered(held)
-    if not isinstance(held, DTensor):
-        return layer.stored_matrix()
-    # What this rank dequantizes lies in the whole as its codes do.
-    local, shape = layer.stored_matrix(), (layer.out_features, layer.in_features)
-    where = held.device_mesh, held.placements
-    return DTensor.from_local(
-        local, *where, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
-    ).full_tensor()

@@ -18,6 +18,7 @@ from dtrain.base.model_directory import INDEX, SINGLE, files_of_weights
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What an export carries of parts that dtrain does not train, beside these.
 CARRIED = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+_ROWS = 4096  # of two tensors that are compared
 CARRIED |= {"BOOL": torch.bool}
 BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # as a recipe writes them
 
@@ -56,15 +57,21 @@ class WeightFiles:
 
         The file is mapped for this one tensor only, so the process holds its pages no longer than the call takes.
         """
-        with _opened(self.stored[name].file) as file, torch.no_grad():
-            # A tensor without dimensions has no slice.
-            source = file.get_slice(name)[slices] if slices else file.get_tensor(name)
-            target.copy_(source)
+        with torch.no_grad():
+            target.copy_(self.read(name, slices))
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """(A slice of) tensor `name`, [any shape], as it is stored, of any dtype. No collective."""
-        with _opened(self.stored[name].file) as file:
+        with _opened(self.stored[name].file) as file:  # a tensor without dimensions has no slice
             return file.get_slice(name)[slices] if slices else file.get_tensor(name)
+
+    def differ(self, name: str, other: str) -> bool:
+        """Return whether two tensors have other shapes or values; they are in memory a part at a time."""
+        shape = self.stored[name].shape
+        if shape != self.stored[other].shape:
+            return True
+        parts = ((slice(start, start + _ROWS),) for start in range(0, shape[0], _ROWS))
+        return any(not self.read(name, part).double().equal(self.read(other, part).double()) for part in parts)
 
     def _add(self, path: Path, names: Sequence[str]) -> None:
         with _opened(path) as file:
