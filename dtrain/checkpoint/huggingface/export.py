@@ -89,9 +89,7 @@ def _export_adapter(source: Path, out: Path, dtype: torch.dtype | None, form: st
         return _write_form(adapter, form, out, [base, source], dtype, f"the adapter {source}")
     in_4_bits, kept = (False, None) if original_base else trained_beside(source)
     weights = BaseWeights(_model(layout, labels), WeightFiles(base), kept, in_4_bits=in_4_bits, whole=adapter.whole)
-    entries = _entries(model, layout, dtype, {}, None, weights, adapter)
-    layout = replace(layout, companions=(source,))
-    write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
+    _write_model(model, replace(layout, companions=(source,)), out, dtype, {}, None, weights, adapter)
     as_trained = in_4_bits or kept is not None
     return f"the adapter {source}, merged into {base}{', as its run trained beside it' if as_trained else ''}"
 
@@ -146,21 +144,21 @@ def _export_step(
             raise UserError(
                 f"{directory} has {name} of {list(shape)}, which the model of its config.json does not have"
             )
-    entries = _entries(model, layout, dtype, saved, read, weights, adapter)
-    write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
+    _write_model(model, layout, out, dtype, saved, read, weights, adapter)
     return description
 
 
-def _entries(
+def _write_model(
     model: nn.Module,
     layout: Layout,
+    out: Path,
     dtype: torch.dtype | None,
     saved: Sizes,
     read: Callable[[str], Tensor] | None,
     base: BaseWeights | None,
     adapter: StoredAdapter | None,
-) -> list[WholeWeight]:
-    """Each tensor of `model`: those `saved` as `read` gives them, the others of the `base`, an adapter merged into
+) -> None:
+    """Write the tensors of `model`: those `saved` as `read` gives them, others of the `base`, an adapter merged into
     them. dtype: None for the tensors' own."""
     tensors, known, exact = model_tensors(model), aliases(model), exact_names(model)
 
@@ -180,7 +178,8 @@ def _entries(
         return WholeWeight(known[name], tensors[name].shape, own, merged, collective=False, exact=name in exact)
 
     weights = {name: weight(name) for name in [*saved, *(other for other in tensors if other not in saved)]}
-    return [whole.in_file(layout.name(model, whole.names), dtype) for whole in in_files(model, weights).values()]
+    entries = [whole.in_file(layout.name(model, whole.names), dtype) for whole in in_files(model, weights).values()]
+    write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
 
 
 def _write_form(

@@ -13,9 +13,11 @@ from dtrain.base.files import real, replace_text
 from dtrain.base.json_files import read_json
 from dtrain.base.model_directory import CONFIG
 from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.store import Sizes
 from dtrain.checkpoint.huggingface.file_rows import joints, places
 from dtrain.checkpoint.huggingface.merged import WholeWeight, folded, merge
 from dtrain.checkpoint.huggingface.model_files import write_companions
+from dtrain.checkpoint.huggingface.safetensor_files import DTYPES
 from dtrain.checkpoint.huggingface.write import write_files
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, read_adapter_config
 from dtrain.checkpoint.peft.files import AdapterFiles, adapter_weights
@@ -80,7 +82,7 @@ class StoredAdapter:
 
         def stored_weight(name: str) -> WholeWeight:
             stored = self.files.stored[name]
-            own = dtype or _own(stored.dtype)
+            own = dtype or DTYPES[stored.kind]
             return WholeWeight([name], torch.Size(stored.shape), own, lambda _: self.files.read(name))
 
         entries = [stored_weight(name) for name in self.files.stored]
@@ -105,12 +107,12 @@ class StoredAdapter:
         names = tuple(self.adapted)
         config = AdapterConfig(rank=rank, alpha=rank, dropout=self.config.dropout, target=names)
         form = AdapterFiles(config, self.model.config, self._base)
-        sizes = {}
+        sizes: Sizes = {}
         for module in names:
             for name, dim in ((f"{module}.lora_A", 0), (f"{module}.lora_B", 1)):
                 stored = self.files.stored[self._outer(name)[0]]
                 shape = (rank, stored.shape[1]) if dim == 0 else (stored.shape[0], rank)
-                sizes[name] = shape, torch.promote_types(_own(stored.dtype), torch.float32)
+                sizes[name] = shape, torch.promote_types(DTYPES[stored.kind], torch.float32)
 
         def read(name: str) -> Tensor:
             scale = self.adapted[name.rpartition(".")[0]].scale
@@ -139,9 +141,3 @@ def _write(out: Path, entries: list[WholeWeight], config: Callable[[Path], None]
         write_companions(new, companions, None, None)
 
     write_files({ADAPTER_WEIGHTS: entries}, finish, real(out), ranks=Ranks(alone=True))
-
-
-def _own(dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is None:  # `adapter_weights` has refused it
-        raise ValueError("an adapter of a dtype that is not read")
-    return dtype

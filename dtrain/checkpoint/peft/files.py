@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from dtrain.base.errors import UserError
 from dtrain.base.files import Record, checksum, real, replace_text
 from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.store import Sizes
 from dtrain.checkpoint.dcp.training_state import model_tensors
 from dtrain.checkpoint.huggingface.file_rows import FileRows, as_in_files, joints, places, shape_in_files
 from dtrain.checkpoint.huggingface.merged import WholeWeight, gathered, in_files
@@ -31,7 +32,6 @@ from dtrain.parallel.placement import local_slices, local_tensor
 
 ADAPTER = "adapter"  # the folder of a step
 Read = Callable[[str], Tensor]
-Sizes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def read_adapter(model: CausalLM, directory: str | Path) -> None:
