@@ -1,6 +1,6 @@
 """Errors that dtrain raises on purpose: mistakes that a user can mend, and a run that was asked to stop."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UserError(Exception):
@@ -37,6 +37,15 @@ class Stopped(Exception):
     def __init__(self, signum: int, message: str):
         self.signum = signum
         super().__init__(message)
+
+
+def first(problems: Sequence[str], *, by_kind: bool = False) -> list[str]:
+    """Return the first ten problems, and a line that counts the others; by_kind: with the word before the colon of the
+    first."""
+    more = f"... and {len(problems) - 10} more"
+    if by_kind and problems:
+        more += f" {problems[0].split(':')[0]}"
+    return [*problems[:10], *([more] if len(problems) > 10 else [])]
 
 
 def in_words(error: BaseException) -> str:

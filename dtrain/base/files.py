@@ -7,6 +7,9 @@ guard against someone who writes both the file and its manifest.
 import os
 import shutil
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fcntl import LOCK_EX, flock
 from io import IOBase
 from pathlib import Path
 from typing import Any, TypedDict
@@ -161,3 +164,11 @@ def set_aside(path: Path, prefix: str = ".discarded-") -> Path:
     if beside.exists():
         shutil.rmtree(beside)
     return path.rename(beside)
+
+
+@contextmanager
+def lock(place: Path) -> Iterator[None]:
+    """Hold the lock file beside `place`, NAME.lock, until the block ends, or the process does; others wait."""
+    with open(place.with_name(f"{place.name}.lock"), "a") as held:
+        flock(held, LOCK_EX)
+        yield

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from dtrain.base.errors import UserError
-from dtrain.base.model_directory import COMPANIONS, CONFIG, INDEX, SINGLE, indexed_files
+from dtrain.base.model_directory import COMPANIONS, CONFIG, INDEX, SINGLE, files_of_weights
 from dtrain.base.ranges import beside
 
 SHARDS = "model-*.safetensors"
@@ -136,9 +136,7 @@ def hub_errors(name: str, kind: str, command: str, otherwise: str) -> Iterator[N
 
 
 def _has_weights(directory: Path) -> bool:
-    if (directory / SINGLE).is_file():
-        return True
     try:
-        return all((directory / name).is_file() for name in indexed_files(directory))
+        return all((directory / name).is_file() for name in files_of_weights(directory) or [SINGLE])
     except UserError:  # told of where the weights are read
         return False

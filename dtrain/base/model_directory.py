@@ -1,5 +1,6 @@
 """Names of the files of a model's directory in Hugging Face format, and its index of weights. Imports no torch."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dtrain.base.errors import UserError
@@ -28,6 +29,19 @@ COMPANIONS = (
     "processor_config.json",
     "image_processor_config.json",
 )
+
+
+def has_weights(directory: Path) -> bool:
+    """Return whether a directory holds weights, in a file or by an index."""
+    return any((directory / name).is_file() for name in (SINGLE, INDEX))
+
+
+def files_of_weights(directory: Path, single: str = SINGLE) -> Mapping[str, Sequence[str]] | None:
+    """Return the files of a directory's weights, and each one's tensors by the index, none of the file `single`, which
+    has no index; None without weights. Raises UserError for a damaged index."""
+    if (directory / single).is_file():
+        return {single: ()}
+    return indexed_files(directory) if (directory / INDEX).is_file() else None
 
 
 def indexed_files(directory: Path) -> dict[str, list[str]]:

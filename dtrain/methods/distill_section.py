@@ -93,7 +93,7 @@ class OnPolicySpec(DistillSpec):
     def prompts(self, recipe: Recipe) -> PromptOptions:
         section = recipe.distill
         loss_on = recipe.data.loss_on if section.student_share < 1 else None
-        return PromptOptions.within(recipe.data.max_length, section.sampling.max_new_tokens, None, loss_on)
+        return PromptOptions.within(recipe.data.max_length, section.sampling.max_new_tokens, None, loss_on=loss_on)
 
     def longest_row(self, recipe: Recipe) -> int:
         """Packed, a micro-batch is one row."""

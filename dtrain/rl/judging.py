@@ -7,17 +7,18 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from dtrain.base.errors import Interrupted, UserError
+from dtrain.base.errors import Interrupted
 from dtrain.base.ranks import Ranks
 from dtrain.data.formats.plain_prompts import describe
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, normalise_prompt
-from dtrain.data.sources.columns import lacking, renamed
-from dtrain.data.sources.files import formats_of, parse, read_chunks
+from dtrain.data.sources.files import formats_of, read_chunks, read_rows
 from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
 from dtrain.recipe.schema import Reward
 from dtrain.rl.pass_at_k import pass_at, passes
@@ -202,22 +203,19 @@ def read_questions(
     """Return the first `limit` prompts of `files` (data/formats/prompts.py says what a row may be). `key` is that of
     `columns`. Raises UserError, with file and line."""
     columns = columns or {}
-    questions: list[Question] = []
     names = formats_of(files, format, "prompts", columns, key)
-    for file, name in zip(files, names, strict=True):
-        for chunk in read_chunks(file):
-            for line, raw in chunk.rows:
-                if len(questions) == limit:
-                    return questions
-                parsed, place = parse(chunk.file, line, raw), f"{file}:{line}"
-                try:
-                    row = renamed(parsed, columns)
-                    prompt = normalise_prompt(encoder.in_messages(row, name), name, encoder.options.system)
-                    ids = encoder.encode(prompt)
-                    questions.append(Question(place, prompt, ids, encoder.has_plain_prompt(row, name)))
-                except UserError as error:
-                    raise UserError(f"{place}: {error}{lacking(parsed, columns)}") from error
-    return questions
+
+    def read(name: str, row: Mapping[str, Any]) -> tuple[Prompt, list[int]]:
+        prompt = normalise_prompt(encoder.in_messages(row, name), name, encoder.options.system)
+        return prompt, encoder.encode(prompt)
+
+    questions = (
+        Question(f"{file}:{line}", prompt, ids, encoder.has_plain_prompt(row, name))
+        for file, name in zip(files, names, strict=True)
+        for chunk in read_chunks(file)
+        for line, row, (prompt, ids) in read_rows(chunk, columns, partial(read, name))
+    )
+    return list(islice(questions, limit))
 
 
 def plain_prompts_of(label: str, questions: Sequence[Question], encoder: PromptEncoder) -> list[str]:

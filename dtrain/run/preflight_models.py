@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dtrain.base.errors import UserError
 from dtrain.base.hub import is_id
-from dtrain.base.model_directory import INDEX, SINGLE, TOKENIZER, indexed_files
+from dtrain.base.model_directory import INDEX, TOKENIZER, files_of_weights, has_weights
 from dtrain.base.patterns import unmatched
 from dtrain.checkpoint.peft.config import base_of, is_adapter_directory
 from dtrain.checkpoint.peft.tensors import read_header
@@ -265,15 +265,15 @@ def differing_tokens(teacher: Path, student: Path) -> list[str]:
 
 def _weights(directory: Path, otherwise: str = "", key: str = "model.path") -> list[str]:
     """Check the headers of the files; `checkpoint.huggingface.check_fit` compares them with the model."""
-    index, single = directory / INDEX, directory / SINGLE
-    if not single.is_file() and not index.is_file():
+    index = directory / INDEX
+    if not has_weights(directory):
         bins = " (pytorch_model.bin is a pickle, which dtrain does not open)" if any(directory.glob("*.bin")) else ""
         return [
             f"{directory} has neither model.safetensors nor {index.name}{bins}: "
             f"set {key} to a directory with weights{otherwise}"
         ]
     try:
-        wanted = {SINGLE: []} if single.is_file() else indexed_files(directory)
+        wanted = files_of_weights(directory) or {}
     except UserError as error:
         return [str(error)]
     missing = [name for name in sorted(wanted) if not (directory / name).is_file()]

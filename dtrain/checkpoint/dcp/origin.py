@@ -53,8 +53,7 @@ class Origin:
         return store if same else None
 
     def lay_at(self, path: str | Path, ranks: Ranks) -> bool:
-        """Return whether this step is gone from `path` as steps go: the run there has trained on, or nothing is left
-        there. Collective."""
+        """Return whether this step is gone from `path`: the run there trained on, or nothing is left. Collective."""
         place = Path(path).absolute()
         try:
             store, newest = locate(path, ranks)
@@ -66,8 +65,8 @@ class Origin:
         return run_of(save) == run_of(self.save)
 
     def again(self, key: str, path: str | Path, otherwise: str, ranks: Ranks) -> tuple[CheckpointStore, int]:
-        """The store at `path`, which `key` gives, and this step. Collective. UserError where it is gone, or holds
-        something else by now; `otherwise` says what may be done beside putting it back."""
+        """The store at `path`, which `key` gives, and this step. Collective. UserError where it is gone, or another by
+        now; `otherwise` says what may be done beside putting it back."""
         store = self.at(path, ranks)
         if store is None:
             raise UserError(

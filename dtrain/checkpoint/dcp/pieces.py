@@ -69,11 +69,8 @@ class Piece(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Piece":
-        """Return what this rank holds, [its sizes], of `tensor` (plain, DTensor or already a Piece). No collective, no
-        copy.
-
-        Ranks that hold the same piece (replicas, plain tensors) write it once.
-        """
+        """Return what this rank holds, [its sizes], of `tensor` (plain, DTensor or a Piece). No collective, no copy.
+        Ranks that hold the same piece (replicas, plain tensors) write it once."""
         if isinstance(tensor, Piece):
             return tensor
         offsets = tuple(piece.start for piece in local_slices(tensor))
@@ -180,8 +177,7 @@ class Table:
 
 
 def read_whole(directory: Path, table: Table, name: str) -> Tensor:
-    """A tensor of `directory`, [its whole size], from its chunks, which this process has seen written. No collective,
-    in whatever thread."""
+    """A tensor of `directory`, [its whole size], from chunks that were seen written, in any thread. No collective."""
     stored = table.tensors[name]
     whole = torch.empty(stored.size, dtype=stored.properties.dtype)
     for chunk in stored.chunks:

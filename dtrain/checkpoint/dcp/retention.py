@@ -44,11 +44,8 @@ class Retention:
 
 @dataclass
 class Patience:
-    """Patience of a run: how long it goes on without a better value of a field of its metrics. None, for `name` or
-    `most`: for ever.
-
-    most: measures in a row that are not better than the best before them. values: those so far, in order.
-    """
+    """Patience of a run without a better value of the field `name` of its metrics. most: measures in a row that are
+    not better than the best before them; None, for either, is for ever. values: those so far, in order."""
 
     name: str | None
     better: Callable[[Iterable[float]], float]

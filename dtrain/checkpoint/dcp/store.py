@@ -21,6 +21,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial as bound
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dtrain.base.errors import UserError, in_words
+from dtrain.base.errors import UserError, first, in_words
 from dtrain.base.files import Record, checksum, publish, set_aside, write_new
 from dtrain.base.json_files import OWN, digest, loads, read_json
 from dtrain.base.ranks import Ranks
@@ -44,8 +45,7 @@ TABLE = "tensors.json"
 _FORMAT = 1
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _LEFTOVERS = re.compile(r"\.(partial|discarded)-step-\d+")
-_LISTED = 10
-_FOLDERS = ("adapter/",)  # of a step, beside its own files
+_INSIDE = re.compile(r"(adapter/)?(?!\.\.?$)[^/]*")  # a file of a step, or of its folder
 SEEN_SECONDS = 5.0  # for what one host has written to be seen by another
 
 Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -220,23 +220,20 @@ class CheckpointStore:
         only: names that the step holds beyond `tensors` are no error. verified: `damage` has just found none, so that
         the checksums need not be taken again. cast: names of tensors that keep their dtype, whatever the step has.
         """
-        pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
 
-        def examine() -> Table:
+        def examine() -> tuple[dict[str, Piece], Table]:
             if not verified:
                 self._verify(step, self._share(step))
             table = self._table(step)
-            self._check_fit(step, table, pieces, only, cast)
-            return table
+            return self._fitting(step, table, tensors, only, cast), table
 
-        self._read(step, pieces, self.ranks.together(examine))
+        self._read(step, *self.ranks.together(examine))
         return self.read_state(step)
 
     def refuse_misfit(self, step: int, tensors: Mapping[str, Tensor], cast: Collection[str]) -> None:
         """Raise UserError where `load` with only=True would, for its names, sizes and dtypes; reads no tensor, so that
         `tensors`, [any shape], may be on meta. No collective."""
-        pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
-        self._check_fit(step, self._table(step), pieces, True, cast)
+        self._fitting(step, self._table(step), tensors, True, cast)
 
     def opened(self, step: int) -> Callable[[Mapping[str, Tensor]], None]:
         """Verify every file of a step, on one process alone, and return a function that fills some of its tensors, [any
@@ -244,28 +241,18 @@ class CheckpointStore:
         self._verify(step, sorted(self._manifest(step)["files"]))
         table = self._table(step)
 
-        def fill(tensors: Mapping[str, Tensor]) -> None:
-            pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
-            self._check_fit(step, table, pieces, only=True)
-            self._read(step, pieces, table)
-
-        return fill
+        return lambda tensors: self._read(step, self._fitting(step, table, tensors, only=True), table)
 
     def prune(self, retention: Retention) -> None:
-        """Delete the whole steps that `retention` drops, by the `metrics` in their state. Acts on rank 0 alone; no
-        collective."""
+        """Delete the whole steps that `retention` drops, by the metrics in their state; rank 0 alone, no collective."""
         if retention.keep_last is None or not self.ranks.is_first:
             return
-        measured = {step: self._measured(step) if retention.keep_best else {} for step in self.steps()}
+        measured: dict[int, dict[str, float]] = {step: {} for step in self.steps()}
+        for step in measured if retention.keep_best else ():
+            with suppress(Damaged):  # a state that no longer reads is for a resume to tell of
+                measured[step] = self.read_state(step).get("metrics", {})
         for step in retention.dropped(measured):
             shutil.rmtree(set_aside(self.path(step)))
-
-    def _measured(self, step: int) -> dict[str, float]:
-        """The metrics saved with a step; a state that no longer reads has none, and is for a resume to tell of."""
-        try:
-            return self.read_state(step).get("metrics", {})
-        except Damaged:
-            return {}
 
     def published(self) -> list[int]:
         """The steps that have their name, whole or damaged since, ascending. No collective."""
@@ -329,7 +316,7 @@ class CheckpointStore:
                 raise UserError(f"{path}: is of step {content['step']}; a checkpoint's directory keeps its name")
             files, ranks = content["files"], content["world_size"]
             files[TABLE], files[STATE]
-            sound = [_is_inside(name) and "bytes" in record.keys() for name, record in files.items()]
+            sound = [_INSIDE.fullmatch(name) and "bytes" in record.keys() for name, record in files.items()]
             if type(ranks) is not int or ranks < 1 or not all(sound):
                 raise Damaged(f"{path}: damaged, or not written by dtrain")
         except (KeyError, TypeError, AttributeError) as error:
@@ -382,10 +369,11 @@ class CheckpointStore:
             raise UserError(f"{path}: names files that the checkpoint does not list: {unlisted}")
         return table
 
-    def _check_fit(
-        self, step: int, table: Table, pieces: dict[str, Piece], only: bool, cast: Collection[str] = ()
-    ) -> None:
-        saved = table.tensors
+    def _fitting(
+        self, step: int, table: Table, tensors: Mapping[str, Tensor], only: bool, cast: Collection[str] = ()
+    ) -> dict[str, Piece]:
+        """Return the pieces of `tensors`. Raises UserError that lists those that do not fit the step."""
+        saved, pieces = table.tensors, {name: Piece.of(tensor) for name, tensor in tensors.items()}
         problems = []
         for name, piece in pieces.items():
             if name not in saved:
@@ -401,10 +389,8 @@ class CheckpointStore:
         if not only:
             problems += [f"only in the checkpoint: {name}" for name in saved if name not in pieces]
         if problems:
-            listed = problems[:_LISTED]
-            if len(problems) > _LISTED:
-                listed.append(f"... and {len(problems) - _LISTED} more")
-            raise UserError(f"{self.path(step)} does not fit this run:\n  " + "\n  ".join(listed))
+            raise UserError("\n  ".join([f"{self.path(step)} does not fit this run:", *first(problems)]))
+        return pieces
 
     def _read(self, step: int, pieces: dict[str, Piece], table: Table) -> None:
         wanted = {name: piece for name, piece in pieces.items() if name in table.tensors}
@@ -431,13 +417,6 @@ class CheckpointStore:
 
 # What torch.load raises for a file that torch.save did not write, beside what the file system does.
 _FILE_ERRORS = (OSError, UserError, EOFError, pickle.UnpicklingError)
-
-
-def _is_inside(name: str) -> bool:
-    """Return whether a name in a manifest is that of a file of the step, or of one of its folders."""
-    folder = next((folder for folder in _FOLDERS if name.startswith(folder)), "")
-    file = name.removeprefix(folder)
-    return Path(file).name == file and file != ".."
 
 
 def _sizes(table: Table) -> Sizes:

@@ -18,7 +18,7 @@ from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.identity import digests
 from dtrain.base.json_files import check_shape, digest, read_text
-from dtrain.base.model_directory import CONFIG
+from dtrain.base.model_directory import CONFIG, has_weights
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import MANIFEST, CheckpointStore
 from dtrain.checkpoint.huggingface import quantized
@@ -46,8 +46,7 @@ class RunFacts:
 
     @classmethod
     def of(cls, run: Path) -> "RunFacts":
-        """Return the facts of the directory `run`; nothing is known without a config.yaml. UserError for a damaged
-        one."""
+        """Return the facts of the directory `run`, none without a config.yaml. UserError for a damaged one."""
         file = run / "config.yaml"
         if not file.is_file():
             return cls(file)
@@ -66,9 +65,8 @@ class RunFacts:
         return cls(file, model_path, init == "scratch", lora is not None or any(chosen), is_nf4, BY_NAME.get(dtype))
 
     def base(self, state: dict[str, Any]) -> Path:
-        """The directory of the run's base, which holds what `state`, of one of its steps, says that it read. Raises
-        UserError."""
-        if self.path is None or not WeightFiles.exist(self.path):
+        """The directory of the run's base, which holds what `state`, of a step, says that it read. Raises UserError."""
+        if self.path is None or not has_weights(self.path):
             name = hub.id_of(self.path) if self.path is not None else None
             fetch = f", or run `dtrain download {name}`" if name else ""
             if self.path is not None and not self.path.is_absolute():
@@ -109,8 +107,7 @@ def trained_beside(adapter: Path) -> tuple[bool, torch.dtype | None]:
 
 
 def _model_directory(path: str) -> Path:
-    """Return where the weights of `model.path` lie: the directory, or that of the id that it has, or had, in the
-    cache."""
+    """Return the directory of `model.path`, or of the id that it has, or had, in the cache."""
     if (Path(path) / CONFIG).is_file():
         return Path(path)
     name = path if hub.is_id(path) else hub.id_of(Path(path))

@@ -1,6 +1,7 @@
 """A run, one of its checkpoints or an adapter, as a directory that others read: one process, tensor by tensor."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,15 @@ from torch import Tensor, nn
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
-from dtrain.base.model_directory import CONFIG
+from dtrain.base.model_directory import CONFIG, has_weights
 from dtrain.base.ranks import Ranks
-from dtrain.checkpoint.dcp.store import CheckpointStore, locate
+from dtrain.checkpoint.dcp.store import CheckpointStore, Sizes, locate
 from dtrain.checkpoint.dcp.training_state import SCORE, aliases, model_tensors
 from dtrain.checkpoint.huggingface.base_weights import BaseWeights, RunFacts, step_around, trained_beside
-from dtrain.checkpoint.huggingface.file_rows import ExpertStack, joints
-from dtrain.checkpoint.huggingface.merged import exact_names, wider
-from dtrain.checkpoint.huggingface.model_files import has_untrained_parts, read_model_config
+from dtrain.checkpoint.huggingface.merged import WholeWeight, exact_names, in_files, wider
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import BY_NAME, WeightFiles
-from dtrain.checkpoint.huggingface.write import Entry, Layout, joined, layout_of, matrix_of, write_entries
+from dtrain.checkpoint.huggingface.write import Layout, layout_of, write_entries
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
 from dtrain.checkpoint.peft.export import StoredAdapter
 from dtrain.checkpoint.peft.files import ADAPTER
@@ -29,7 +28,6 @@ from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.decoder import CausalLM
 
 FORMS = ("merged", "adapter", "folded")
-Stored = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def export(
@@ -59,7 +57,7 @@ def export(
     step = step_around(source)
     if step is None and is_adapter_directory(source):
         return _export_adapter(source, out, wanted, form or "merged", original_base)
-    if (source / CONFIG).is_file() and WeightFiles.exist(source):
+    if (source / CONFIG).is_file() and has_weights(source):
         if form is not None:
             raise UserError(f"--{form}: {source} is a whole model, which has no adapter")
         layout = layout_of(source)
@@ -86,14 +84,12 @@ def _export_adapter(source: Path, out: Path, dtype: torch.dtype | None, form: st
     layout = layout_of(base)
     labels = outputs_in(source) or 0
     model = _model(layout, labels)
-    adapter = StoredAdapter.of(source, model)
+    adapter = StoredAdapter(source, model)
     if form != "merged":
         return _write_form(adapter, form, out, [base, source], dtype, f"the adapter {source}")
     in_4_bits, kept = (False, None) if original_base else trained_beside(source)
     weights = BaseWeights(_model(layout, labels), WeightFiles(base), kept, in_4_bits=in_4_bits, whole=adapter.whole)
-    entries = list(_entries(model, layout, dtype, {}, None, weights, adapter))
-    layout = Layout(base, _unquantized(layout.config), layout.files, companions=source)
-    write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
+    _write_model(model, replace(layout, companions=(source,)), out, dtype, {}, None, weights, adapter)
     as_trained = in_4_bits or kept is not None
     return f"the adapter {source}, merged into {base}{', as its run trained beside it' if as_trained else ''}"
 
@@ -112,7 +108,7 @@ def _export_step(
     head = store.tensors(step).get(SCORE)
     labels = head[0][0] if head is not None else 0
     model, fill = _model(layout, labels), store.opened(step)
-    adapter = StoredAdapter.of(directory / ADAPTER, model) if trains_adapter else None
+    adapter = StoredAdapter(directory / ADAPTER, model) if trains_adapter else None
     if adapter is not None and form in ("adapter", "folded"):
         description = f"the adapter of {description}"
         if read_json(adapter.directory / ADAPTER_CONFIG).get(BASE) is None:
@@ -148,50 +144,42 @@ def _export_step(
             raise UserError(
                 f"{directory} has {name} of {list(shape)}, which the model of its config.json does not have"
             )
-    entries = list(_entries(model, layout, dtype, saved, read, weights, adapter))
-    write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
+    _write_model(model, layout, out, dtype, saved, read, weights, adapter)
     return description
 
 
-def _entries(
+def _write_model(
     model: nn.Module,
     layout: Layout,
-    target_dtype: torch.dtype | None,
-    saved: Stored,
+    out: Path,
+    dtype: torch.dtype | None,
+    saved: Sizes,
     read: Callable[[str], Tensor] | None,
     base: BaseWeights | None,
     adapter: StoredAdapter | None,
-) -> Iterator[Entry]:
-    """Each tensor of `model`: those `saved` as `read` gives them, the others of the `base`, an adapter merged into
-    them. target_dtype: None for the tensors' own."""
-    tensors = model_tensors(model)
-    known, exact = aliases(model), exact_names(model)
+) -> None:
+    """Write the tensors of `model`: those `saved` as `read` gives them, others of the `base`, an adapter merged into
+    them. dtype: None for the tensors' own."""
+    tensors, known, exact = model_tensors(model), aliases(model), exact_names(model)
 
-    def entry(name: str) -> Entry:
-        dtype = target_dtype and wider(target_dtype, name in exact)
+    def weight(name: str) -> WholeWeight:
         if name in saved and read is not None:
-            own, weight = saved[name][1], partial(read, name)
+            own, act = saved[name][1], partial(read, name)
         elif base is not None and name in base:
-            own, weight = base.dtype_of(name), partial(base.read, name)
+            own, act = base.dtype_of(name), partial(base.read, name)
         elif adapter is not None and adapter.saves(name):
-            weight = partial(adapter.read, name)
-            own = weight().dtype
+            act = partial(adapter.read, name)
+            own = act().dtype
         else:
             raise ValueError(f"{name} is nowhere")
         if base is not None and name in base and adapter is not None:
             own = base.dtype_of(name)
-        act: Callable[[], Tensor] = weight if adapter is None else adapter.merged(name, weight, dtype or own)
-        return Entry(name, tuple(tensors[name].shape), dtype or own, act)
+        merged = partial(adapter.merged, name, act) if adapter is not None else lambda dtype: act().to(dtype)
+        return WholeWeight(known[name], tensors[name].shape, own, merged, collective=False, exact=name in exact)
 
-    stacks: dict[str, ExpertStack] = {}
-    for fused in joints(model, [*saved, *(other for other in tensors if other not in saved)]):
-        parts = [entry(part) for part in fused.parts]
-        name = layout.name(model, known.get(fused.name, [fused.name]))
-        if fused.expert is None:
-            yield joined(name, fused, parts)
-        else:
-            stack = stacks.setdefault(fused.parts[0], ExpertStack(parts[0].shape[0]))
-            yield matrix_of(parts[0], name, fused.expert, stack)
+    weights = {name: weight(name) for name in [*saved, *(other for other in tensors if other not in saved)]}
+    entries = [whole.in_file(layout.name(model, whole.names), dtype) for whole in in_files(model, weights).values()]
+    write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
 
 
 def _write_form(
@@ -207,16 +195,10 @@ def _run_layout(run: Path, facts: RunFacts, held: dict[str, Any]) -> Layout:
     source = own if (own / CONFIG).is_file() else path
     if source is None:
         raise UserError(f"{run} has neither model/{CONFIG} nor a config.yaml that says model.path")
-    config = read_model_config(source)
-    files = WeightFiles(path) if path is not None and WeightFiles.exist(path) else None
-    if files is None and has_untrained_parts(config) and not facts.scratch:
+    layout = layout_of(source, path)
+    if layout.text_tower_alone and not facts.scratch:
         raise UserError(
             f"the model of {run} has parts that dtrain does not train (a vision tower); they are copied from its "
             f"model.path, and {path} has no weights: put them there again"
         )
-    return Layout(source, _unquantized(config), files, held=held)
-
-
-def _unquantized(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config without its quantization: what is written is no longer in 4 bits."""
-    return {key: value for key, value in config.items() if key != "quantization_config"}
+    return replace(layout, held=held)

@@ -8,7 +8,7 @@ holds a layer's experts as stacks [E, out, in], of which the files may have each
 matrices. Loads no torch before it has tensors.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -232,28 +232,3 @@ def places(
         for part, start, count in zip(fused.parts, starts, counts, strict=True)
     }
     return whole, rows
-
-
-def add_places(sources: dict[str, FileRows], more: Mapping[str, FileRows]) -> None:
-    """Put `more` places into `sources`, of a stack's next matrix behind those before."""
-    for part, rows in more.items():
-        before = sources.get(part)
-        sources[part] = rows if before is None else replace(before, stacked=before.stacked + rows.stacked)
-
-
-class ExpertStack:
-    """Reader of a stack [E, ..] of experts, one matrix at a time: the whole is read at the first, and let go of when
-    each was asked for once."""
-
-    def __init__(self, count: int):
-        self._count = count
-        self._left: dict[Any, int] = {}
-        self._whole: dict[Any, Tensor] = {}
-
-    def matrix(self, number: int, read: "Callable[[], Tensor]", key: Any = None) -> "Tensor":
-        """The matrix of this number of what `read` reads; key: what `read` depends on beside."""
-        if key not in self._whole:
-            self._whole[key], self._left[key] = read(), self._count
-        self._left[key] -= 1
-        whole = self._whole[key] if self._left[key] else self._whole.pop(key)
-        return whole[number]

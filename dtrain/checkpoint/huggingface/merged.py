@@ -3,9 +3,9 @@
 The model's own weights are read and not written, so that nothing is left to undo, but by `merge_in_place`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
-from dtrain.checkpoint.huggingface.file_rows import ExpertStack, FusedWeight, joints
+from dtrain.checkpoint.huggingface.file_rows import FusedWeight, joints
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.adapters import Adapted, adapted_layers, remove_adapters
+from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM, Linear, PlainWeight
 from dtrain.models.common.nf4 import CODES, PARTS, SCALES, NF4Weight
 from dtrain.parallel.placement import exact_modules, on_its_device
@@ -23,20 +24,25 @@ from dtrain.parallel.placement import exact_modules, on_its_device
 
 @dataclass(frozen=True)
 class WholeWeight:
-    """A weight of [shape]. names: all that the model knows it by. dtype: the base's own. `read(dtype)` gives it whole,
-    a new tensor or the model's own, on the device of its shards; collective: every rank calls it. exact: it is written
-    in float32 at least."""
+    """A weight of [shape]. names: all that the model knows it by, or the one in a file. dtype: the base's own, or the
+    file's. `read(dtype)` gives it whole, a new tensor or the model's own, on any device; collective: every rank calls
+    it, and otherwise a file's writer alone. exact: it is written in float32 at least."""
 
     names: list[str]
     shape: torch.Size
     dtype: torch.dtype
     read: Callable[[torch.dtype], Tensor]
-    collective: bool
+    collective: bool = False
     exact: bool = False
 
-    def written(self, dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype that it is written in where `dtype` is asked for; None: its own."""
-        return self.dtype if dtype is None or not self.dtype.is_floating_point else wider(dtype, self.exact)
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def in_file(self, name: str, dtype: torch.dtype | None) -> "WholeWeight":
+        """The tensor `name` of a file, in `dtype`; None: its own."""
+        own = self.dtype if dtype is None or not self.dtype.is_floating_point else wider(dtype, self.exact)
+        return replace(self, names=[name], dtype=own)
 
 
 def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
@@ -55,15 +61,22 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
             weights[name] = _of_layer(layer, name)
         else:
             weights[name] = replace(_as_it_is(tensors[name], names), exact=name in exact)
-    stacks: dict[str, ExpertStack] = {}
+    return in_files(model, weights)
+
+
+def in_files(model: nn.Module | ModelConfig, weights: Mapping[str, WholeWeight]) -> dict[str, WholeWeight]:
+    """The weights of `model`, or of one of this ModelConfig, by the names of files: joined where files join them, and
+    of a stack the matrices where files have these."""
+    stacks: dict[str, _ExpertStack] = {}
     whole: dict[str, WholeWeight] = {}
     for fused in joints(model, weights):
+        first = weights[fused.parts[0]]
         if fused.expert is None:
             whole[fused.name] = _joined(fused, [weights[part] for part in fused.parts])
         else:
-            experts = weights[fused.parts[0]]
-            stack = stacks.setdefault(fused.parts[0], ExpertStack(experts.shape[0]))
-            whole[fused.name] = _matrix(fused.name, experts, fused.expert, stack)
+            stack = stacks.setdefault(fused.parts[0], _ExpertStack(first))
+            read = partial(stack.matrix, fused.expert)
+            whole[fused.name] = replace(first, names=[fused.name], shape=first.shape[1:], read=read)
     return whole
 
 
@@ -145,20 +158,27 @@ def _joined(fused: FusedWeight, parts: list[WholeWeight]) -> WholeWeight:
     return WholeWeight([name], shape, dtype, read, is_collective, is_exact)
 
 
-def _matrix(name: str, whole: WholeWeight, number: int, stack: ExpertStack) -> WholeWeight:
-    """The matrix of this number in a stack."""
+class _ExpertStack:
+    """Reader of a stack [E, ..] of experts, one matrix at a time: the whole is read at the first, and let go of when
+    each was asked for once."""
 
-    def read(dtype: torch.dtype) -> Tensor:
-        return stack.matrix(number, lambda: whole.read(dtype), dtype)
+    def __init__(self, stack: WholeWeight):
+        self._stack = stack
+        self._left: dict[torch.dtype, int] = {}
+        self._whole: dict[torch.dtype, Tensor] = {}
 
-    return replace(whole, names=[name], shape=whole.shape[1:], read=read)
+    def matrix(self, number: int, dtype: torch.dtype) -> Tensor:
+        """The matrix of this number."""
+        if dtype not in self._whole:
+            self._whole[dtype], self._left[dtype] = self._stack.read(dtype), self._stack.shape[0]
+        self._left[dtype] -= 1
+        whole = self._whole[dtype] if self._left[dtype] else self._whole.pop(dtype)
+        return whole[number]
 
 
 def _as_it_is(tensor: Tensor, names: list[str]) -> WholeWeight:
     def read(dtype: torch.dtype) -> Tensor:
-        return gathered(
-            on_its_device(tensor).to(dtype)
-        )  # cast before the gather: half the bytes travel in half precision
+        return gathered(on_its_device(tensor).to(dtype))  # cast first: half the bytes travel in half precision
 
     return WholeWeight(names, tensor.shape, tensor.dtype, read, isinstance(tensor, DTensor))
 

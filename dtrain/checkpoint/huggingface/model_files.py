@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.files import replace, replace_text
+from dtrain.base.files import replace, write_new
 from dtrain.base.json_files import LARGE, read_json
-from dtrain.base.model_directory import COMPANIONS, CONFIG, HELD, TOKENIZER
+from dtrain.base.model_directory import CHAT_TEMPLATE, COMPANIONS, CONFIG, HELD, TOKENIZER
 from dtrain.models.registry import FAMILIES, of_model_type
 
 
@@ -21,9 +21,21 @@ def copy_companions(source: Path, target: Path, *, config: bool = False) -> None
             replace(target / name, (source / name).read_bytes())
 
 
+def write_companions(
+    directory: Path, sources: Iterable[Path], chat_template: str | None, held: Mapping[str, Any] | None
+) -> None:
+    """Copy the companions of `sources`, a later one's over an earlier's, to a new `directory`; chat_template, held: as
+    `write.write_directory` takes them."""
+    for source in sources:
+        copy_companions(source, directory)
+    if chat_template is not None:
+        write_new(directory / CHAT_TEMPLATE, chat_template)
+    if held is not None:
+        write_new(directory / HELD, json.dumps(held))
+
+
 def held_by(export: Path) -> dict[str, Any]:
-    """{"step", "save"}: which step an export holds, and the mark of its save, or of the last one before it; nothing
-    where it does not say."""
+    """{"step", "save"} of an export: its step, and the mark of its save or of the last one before it, if it says so."""
     try:
         return read_json(export / HELD)
     except UserError:
@@ -42,8 +54,7 @@ _OF_IMAGES = re.compile(r"(vision|image|video|audio)_.*")  # the fields of other
 
 
 def has_untrained_parts(config: dict[str, Any]) -> bool:
-    """Return whether a model of this config.json has weights that dtrain reads past: a vision tower and its
-    projector."""
+    """Return whether a model of this config.json has weights that dtrain reads past: a vision tower, its projector."""
     return _text_tower(config) is not None
 
 
@@ -87,8 +98,7 @@ def of_classifier(config: dict[str, Any], architecture: str, labels: int, source
 
 
 def padding_token(directory: Path, eos_ids: Sequence[int | None]) -> int | None:
-    """The id of the tokenizer's padding token, as far as its small files tell; None where it ends texts too, as
-    `eos_ids` do."""
+    """The id of the padding token, as the tokenizer's small files tell; None where it ends texts, as `eos_ids` do."""
     try:
         named = read_json(directory / "tokenizer_config.json")
         added = read_json(directory / TOKENIZER, most=LARGE).get("added_tokens") or []
@@ -116,13 +126,6 @@ def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 def _replace_dtypes(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return `config` and the configs inside it, with the dtype replaced where there is one."""
-    changed = {}
-    for key, value in config.items():
-        if key in ("dtype", "torch_dtype") and value is not None:
-            value = dtype
-        changed[key] = _replace_dtypes(value, dtype) if isinstance(value, dict) else value
-    return changed
-
-
-def write_config(config: dict[str, Any], directory: Path) -> None:
-    replace_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
+    named = {key: dtype for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+    inner = {key: _replace_dtypes(value, dtype) for key, value in config.items() if isinstance(value, dict)}
+    return config | inner | named

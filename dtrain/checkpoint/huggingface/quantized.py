@@ -7,7 +7,6 @@ is JSON in the bytes of `weight.quant_state.bitsandbytes__nf4`.
 """
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,11 +29,6 @@ def file_name(name: str) -> str:
     return f"{name.removesuffix(CODES)}.weight" if name.endswith(CODES) else name
 
 
-def scales_of(name: str) -> str:
-    """The model's name of the scales of codes that it calls `name`."""
-    return f"{name.removesuffix(CODES)}{SCALES}"
-
-
 def companions(files: WeightFiles, weight: str) -> list[str]:
     """The tensors beside `weight` that bitsandbytes stores of it."""
     parts = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", _STATE)
@@ -42,8 +36,7 @@ def companions(files: WeightFiles, weight: str) -> list[str]:
 
 
 def stored_mismatches(files: WeightFiles, weight: str, shape: tuple[int, int]) -> list[str]:
-    """Return what keeps bitsandbytes' `weight`, uint8 in `files`, from being the codes of a weight of `shape` [out,
-    in]."""
+    """Return what keeps bitsandbytes' `weight`, uint8 in `files`, from being the codes of a weight [out, in]."""
     state = _state(files, weight)
     if state is None:
         return [f"dtype: {weight} is {files.stored[weight].kind}, and {weight}.{_STATE} does not say how to read it"]
@@ -85,7 +78,7 @@ def fill(files: WeightFiles, source: FileRows, codes: Tensor, scales: Tensor) ->
         raise ValueError(f"{weight}: this rank holds codes {rows}, {half} and scales {same_rows}, {blocks}")
     rows = source.slices((rows,))[0]
     columns = 2 * codes.shape[1]
-    stored = _Stored.open(files, weight, columns) if files.stored[weight].kind == "U8" else None
+    stored = _Stored(files, weight, columns) if files.stored[weight].kind == "U8" else None
     codes, scales = local_tensor(codes), local_tensor(scales)
     step = max(1, _TILE // columns)
     for start in range(rows.start, rows.stop, step):
@@ -100,24 +93,15 @@ def fill(files: WeightFiles, source: FileRows, codes: Tensor, scales: Tensor) ->
             scales[here] = stored.absmax(part)[:, blocks].view(torch.int32).to(scales.device)
 
 
-@dataclass
 class _Stored:
     """A matrix of so many columns as bitsandbytes stores it; `second`: of its double quantization, the values [256] of
     an absmax's byte, the factors and the offset."""
 
-    files: WeightFiles
-    weight: str
-    columns: int
-    second: tuple[Tensor, Tensor, float] | None
-
-    @classmethod
-    def open(cls, files: WeightFiles, weight: str, columns: int) -> "_Stored":
-        state = _state(files, weight) or {}
-        second = None
-        if "nested_offset" in state:
-            values, factors = files.read(f"{weight}.nested_quant_map"), files.read(f"{weight}.nested_absmax")
-            second = values, factors, state["nested_offset"]
-        return cls(files, weight, columns, second)
+    def __init__(self, files: WeightFiles, weight: str, columns: int):
+        self.files, self.weight, self.columns = files, weight, columns
+        offset = (_state(files, weight) or {}).get("nested_offset")
+        nested = [f"{weight}.nested_quant_map", f"{weight}.nested_absmax"]
+        self.second = None if offset is None else (*map(files.read, nested), offset)
 
     def codes(self, rows: slice) -> Tensor:
         """[rows, columns/2] uint8."""

@@ -1,23 +1,22 @@
 """Weights in: Hugging Face's safetensors into a model of any placement, each rank reading only what it holds."""
 
 import re
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import cast
 
-from torch import Tensor, nn
+from torch import nn
 
-from dtrain.base.errors import UserError
+from dtrain.base.errors import UserError, first
 from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
 from dtrain.checkpoint.huggingface import quantized
-from dtrain.checkpoint.huggingface.file_rows import FileRows, add_places, joints, places
+from dtrain.checkpoint.huggingface.file_rows import FileRows, joints, places
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.placement import local_slices, local_tensor
 
-_LISTED = 10
-_ROWS = 4096  # of two tensors that are compared
 _HEAD_HINT = " (config.json has tie_word_embeddings: false, so the head has weights of its own)"
 
 
@@ -44,7 +43,7 @@ def read_weights(model: nn.Module, directory: str | Path) -> None:
         if local.is_meta:
             raise ValueError(f"{name} is on meta: give the model memory (to_empty) before reading")
         if name.endswith(quantized.CODES):
-            quantized.fill(files, source, tensors[name], tensors[quantized.scales_of(name)])
+            quantized.fill(files, source, tensors[name], tensors[name.removesuffix(quantized.CODES) + quantized.SCALES])
         elif local.numel():
             source.fill(files, local, local_slices(tensors[name]))
 
@@ -52,14 +51,17 @@ def read_weights(model: nn.Module, directory: str | Path) -> None:
 def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
     """Return the place in `files` of every tensor of `model` (on any device, meta too); of a weight in 4 bits that of
     its codes. Raises what `read_weights` lists."""
-    names, tensors = aliases(model), base_tensors(model)
-    sources: dict[str, FileRows] = {}
+    names, sources = aliases(model), dict[str, FileRows]()
     used: set[str] = set()
     missing, mismatches = [], []
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in model_tensors(model).items()
+        if not is_adapter(name) and not name.endswith(quantized.SCALES)
+    }
     config = getattr(model, "config", None)  # any module may be read into
     new = {"score.weight"} if isinstance(config, ModelConfig) and config.has_new_head else set()
-    for fused in joints(model, tensors, files.stored):
+    for fused in joints(model, shapes, files.stored):
         name = fused.parts[0]
         if name in new:
             continue
@@ -70,23 +72,24 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
             missing.append(f"missing: {known[0]}{_HEAD_HINT if name == 'lm_head.weight' else ''}")
             continue
         shape, rows = places(fused, matches[0], shapes)
-        add_places(sources, rows)
+        for part, place in rows.items():
+            before = sources.get(part)  # of a stack, whose matrices come one after another
+            sources[part] = place if before is None else replace(before, stacked=before.stacked + place.stacked)
         beside = quantized.companions(files, matches[0])
         used.update(beside)
         mismatches += _mismatches(files, matches[0], shape, name.endswith(quantized.CODES), bool(beside))
-        mismatches += [_untied(matches[0], other) for other in matches[1:] if _differ(files, matches[0], other)]
+        mismatches += [
+            f"differ: {matches[0]} and {other}, one tensor by config.json; set its tie_word_embeddings to false"
+            for other in matches[1:]
+            if files.differ(matches[0], other)
+        ]
     left = sorted(files.stored.keys() - used)
     unexpected = [f"unexpected: {name}" for name in left if not passed_over(model, name)]
     if missing or mismatches or unexpected:
-        raise UserError(_report(files.directory, missing, mismatches, unexpected))
+        head = f"{files.directory}: the weights do not fit the model that config.json describes:"
+        kinds = (first(problems, by_kind=True) for problems in (missing, mismatches, unexpected))
+        raise UserError("\n  ".join([head, *chain.from_iterable(kinds)]))
     return sources
-
-
-def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """`model_tensors`, [any shape], without those of adapters, which have files of their own; of weights in 4 bits the
-    codes alone."""
-    tensors = model_tensors(model)
-    return {name: tensors[name] for name in tensors if not is_adapter(name) and not name.endswith(quantized.SCALES)}
 
 
 def _mismatches(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes: bool, has_beside: bool) -> list[str]:
@@ -106,22 +109,6 @@ def _mismatches(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes:
     return mismatches
 
 
-def _differ(files: WeightFiles, name: str, other: str) -> bool:
-    """Return whether two tensors of `files` have other values; what is read is in memory a part at a time."""
-    first, second = files.stored[name], files.stored[other]
-    if first.shape != second.shape:
-        return True
-    for start in range(0, first.shape[0], _ROWS):
-        rows = (slice(start, start + _ROWS),)
-        if not files.read(name, rows).double().equal(files.read(other, rows).double()):
-            return True
-    return False
-
-
-def _untied(name: str, other: str) -> str:
-    return f"differ: {name} and {other}, one tensor by config.json; set its tie_word_embeddings to false"
-
-
 def candidate_names(model: nn.Module, names: list[str]) -> list[str]:
     """The names under which files may hold a tensor that the model knows by `names`, the likeliest first."""
     # nn.Module's stub has a Tensor or a Module for every attribute.
@@ -139,12 +126,3 @@ def carried(model: nn.Module, name: str) -> bool:
     """Return whether a tensor of the files is of a part that dtrain does not train, and that an export has as it is."""
     patterns: tuple[str, ...] = getattr(model, "carried_checkpoint_names", ())
     return any(re.fullmatch(pattern, name) for pattern in patterns)
-
-
-def _report(directory: Path, *kinds: list[str]) -> str:
-    lines = [f"{directory}: the weights do not fit the model that config.json describes:"]
-    for problems in kinds:
-        lines += [f"  {problem}" for problem in problems[:_LISTED]]
-        if len(problems) > _LISTED:
-            lines.append(f"  ... and {len(problems) - _LISTED} more {problems[0].split(':')[0]}")
-    return "\n".join(lines)

@@ -3,7 +3,7 @@
 https://huggingface.co/docs/safetensors fixes the format: eight bytes of header length, a JSON header, then the data.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +13,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dtrain.base.errors import UserError
-from dtrain.base.model_directory import INDEX, SINGLE, indexed_files
+from dtrain.base.model_directory import INDEX, SINGLE, files_of_weights
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What an export carries of parts that dtrain does not train, beside these.
 CARRIED = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+_ROWS = 4096  # of two tensors that are compared
 CARRIED |= {"BOOL": torch.bool}
 BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # as a recipe writes them
 
@@ -45,34 +46,34 @@ class WeightFiles:
     def __init__(self, directory: Path, single: str = SINGLE):
         self.directory = directory
         self.stored: dict[str, Stored] = {}
-        if (directory / single).is_file():
-            self._add(directory / single, None)
-        elif (directory / INDEX).is_file():
-            for file, names in indexed_files(directory).items():
-                self._add(directory / file, names)
-        else:
+        files = files_of_weights(directory, single)
+        if files is None:
             raise UserError(_no_weights(directory))
-
-    @classmethod
-    def exist(cls, directory: Path) -> bool:
-        return (directory / SINGLE).is_file() or (directory / INDEX).is_file()
+        for file, names in files.items():
+            self._add(directory / file, names)
 
     def copy_into(self, target: Tensor, name: str, slices: tuple[slice, ...] | None = None) -> None:
         """Fill the plain tensor `target` [any shape] with (a slice of) tensor `name`, cast to its dtype. No collective.
 
         The file is mapped for this one tensor only, so the process holds its pages no longer than the call takes.
         """
-        with _opened(self.stored[name].file) as file, torch.no_grad():
-            # A tensor without dimensions has no slice.
-            source = file.get_slice(name)[slices] if slices else file.get_tensor(name)
-            target.copy_(source)
+        with torch.no_grad():
+            target.copy_(self.read(name, slices))
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """(A slice of) tensor `name`, [any shape], as it is stored, of any dtype. No collective."""
-        with _opened(self.stored[name].file) as file:
+        with _opened(self.stored[name].file) as file:  # a tensor without dimensions has no slice
             return file.get_slice(name)[slices] if slices else file.get_tensor(name)
 
-    def _add(self, path: Path, names: list[str] | None) -> None:
+    def differ(self, name: str, other: str) -> bool:
+        """Return whether two tensors have other shapes or values; they are in memory a part at a time."""
+        shape = self.stored[name].shape
+        if shape != self.stored[other].shape:
+            return True
+        parts = ((slice(start, start + _ROWS),) for start in range(0, shape[0], _ROWS))
+        return any(not self.read(name, part).double().equal(self.read(other, part).double()) for part in parts)
+
+    def _add(self, path: Path, names: Sequence[str]) -> None:
         with _opened(path) as file:
             held = set(file.keys())
             missing = sorted(set(names or held) - held)
@@ -87,11 +88,10 @@ class WeightFiles:
 
 def weight_files(directory: Path) -> list[Path]:
     """The files that `WeightFiles` reads, its index among them, by name. UserError where there are no weights."""
-    if (directory / SINGLE).is_file():
-        return [directory / SINGLE]
-    if (directory / INDEX).is_file():
-        return [directory / name for name in [INDEX, *sorted(indexed_files(directory))]]
-    raise UserError(_no_weights(directory))
+    files = files_of_weights(directory)
+    if files is None:
+        raise UserError(_no_weights(directory))
+    return [directory / name for name in ([SINGLE] if SINGLE in files else [INDEX, *sorted(files)])]
 
 
 @contextmanager

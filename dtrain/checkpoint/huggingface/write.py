@@ -12,7 +12,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
@@ -21,44 +20,24 @@ from torch import Tensor, nn
 
 from dtrain.base.errors import UserError, in_words
 from dtrain.base.files import publish, real, refuse_unwritable, set_aside, staged, write_new
-from dtrain.base.model_directory import CHAT_TEMPLATE, HELD
+from dtrain.base.model_directory import CONFIG, INDEX, SINGLE, has_weights
 from dtrain.base.ranks import Ranks
-from dtrain.checkpoint.huggingface.file_rows import ExpertStack, FusedWeight
 from dtrain.checkpoint.huggingface.merged import WholeWeight, whole_weights
 from dtrain.checkpoint.huggingface.model_files import (
-    copy_companions,
     has_untrained_parts,
     of_classifier,
     read_model_config,
     text_only,
     with_dtype,
-    write_config,
+    write_companions,
 )
 from dtrain.checkpoint.huggingface.read import candidate_names, carried
-from dtrain.checkpoint.huggingface.safetensor_files import CARRIED, DTYPES, INDEX, SINGLE, WeightFiles
+from dtrain.checkpoint.huggingface.safetensor_files import CARRIED, DTYPES, WeightFiles
 from dtrain.models.common.config import ModelConfig
 
 T = TypeVar("T")
 MAX_SHARD_BYTES = 5_000_000_000
 _KINDS = {dtype: kind for kind, dtype in CARRIED.items()}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor to write under `name`: `read()` gives it whole, on any device, in any dtype.
-
-    collective: every rank calls `read`, the writer keeps the result; otherwise the writer alone calls it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
-    collective: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def write_directory(
@@ -74,8 +53,7 @@ def write_directory(
     ranks: Ranks | None = None,
 ) -> None:
     """Write `model` to the directory `out` in Hugging Face's layout: safetensors of at most `max_shard_bytes` (with an
-    index where there are several), config.json, generation_config.json, tokenizer and chat template.
-    An adapter is merged.
+    index where there are several), config.json, generation_config.json, tokenizer and chat template, an adapter merged.
 
     source: the directory that the model came from: config.json and the small files are copied from it, and the weights
     that dtrain does not train (a vision tower), where it has weights, under their own names; without them the text
@@ -88,9 +66,7 @@ def write_directory(
     """
     ranks, out, source = ranks or Ranks(), Path(out), Path(source)
     layout = ranks.together(lambda: layout_of(source))
-    entries = [
-        _model_entry(layout.name(model, weight.names), weight, dtype) for weight in whole_weights(model).values()
-    ]
+    entries = [weight.in_file(layout.name(model, weight.names), dtype) for weight in whole_weights(model).values()]
     layout = dataclasses.replace(layout, chat_template=chat_template, held=held)
     write_entries(model, entries, layout, out, max_shard_bytes=max_shard_bytes, replace=replace, ranks=ranks)
 
@@ -99,7 +75,7 @@ def write_directory(
 class Layout:
     """The layout of a directory like `source`: its config.json, the names its files use, what is copied from it.
 
-    chat_template, held: as `write_directory` takes them. companions: a directory whose tokenizer and template take the
+    chat_template, held: as `write_directory` takes them. companions: directories whose tokenizer and template take the
     place of the source's.
     """
 
@@ -108,7 +84,7 @@ class Layout:
     files: WeightFiles | None
     chat_template: str | None = None
     held: Mapping[str, Any] | None = None
-    companions: Path | None = None
+    companions: tuple[Path, ...] = ()
 
     @property
     def text_tower_alone(self) -> bool:
@@ -124,58 +100,32 @@ class Layout:
             candidates = [name for name in candidates if name in self.files.stored] or candidates
         return candidates[0]
 
-    def copied(self, model: nn.Module) -> list[Entry]:
+    def copied(self, model: nn.Module) -> list[WholeWeight]:
         """The tensors that go through from the source as they are, for `model` has no part in them."""
         if self.files is None:
             return []
         return [self.entry(self.files, name) for name in self.files.stored if carried(model, name)]
 
-    def entry(self, files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> Entry:
+    def entry(self, files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> WholeWeight:
         """The tensor `name` of `files`, to be written in `dtype` or its own."""
         stored = files.stored[name]
         own = CARRIED.get(stored.kind)
         if own is None:
             raise UserError(f"{self.source}: {name} is {stored.kind}, which dtrain does not copy")
-
-        def read() -> Tensor:
-            tensor = torch.empty(stored.shape, dtype=own)
-            files.copy_into(tensor, name)
-            return tensor
-
-        return Entry(name, stored.shape, dtype or own, read)
+        return WholeWeight([name], torch.Size(stored.shape), dtype or own, lambda _: files.read(name))
 
 
-def layout_of(source: Path) -> Layout:
-    """The layout that `source`, a model's directory with or without weights, asks for. What is written is in no 4 bits,
-    whatever the source is."""
+def layout_of(source: Path, weights: Path | None = None) -> Layout:
+    """The layout that `source`, a model's directory, asks for, and the weights of the directory `weights`, by default
+    the same, with or without these. What is written is in no 4 bits, whatever the source is."""
+    weights = weights or source
     config = {key: value for key, value in read_model_config(source).items() if key != "quantization_config"}
-    return Layout(source, config, WeightFiles(source) if WeightFiles.exist(source) else None)
-
-
-def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> Entry:
-    written = weight.written(dtype)
-    return Entry(name, tuple(weight.shape), written, lambda: weight.read(written), collective=weight.collective)
-
-
-def joined(name: str, fused: FusedWeight, parts: Sequence[Entry]) -> Entry:
-    """The tensor `name` that joins `parts` as `fused` says, in a dtype that holds all: of a frozen part it may be less
-    than of a trained one."""
-    if len(parts) == 1 and not fused.transposed:
-        return dataclasses.replace(parts[0], name=name)
-    shape = fused.shape([part.shape for part in parts])
-    dtype = reduce(torch.promote_types, [part.dtype for part in parts])
-    return Entry(name, shape, dtype, lambda: fused.join([part.read().to(dtype) for part in parts]))
-
-
-def matrix_of(whole: Entry, name: str, number: int, stack: ExpertStack) -> Entry:
-    """The tensor `name` that is the matrix of this number in a stack, which `whole` reads."""
-    read = partial(stack.matrix, number, whole.read)
-    return dataclasses.replace(whole, name=name, shape=whole.shape[1:], read=read)
+    return Layout(source, config, WeightFiles(weights) if has_weights(weights) else None)
 
 
 def write_entries(
     model: nn.Module,
-    entries: Sequence[Entry],
+    entries: Sequence[WholeWeight],
     layout: Layout,
     out: Path,
     *,
@@ -188,7 +138,7 @@ def write_entries(
     copied, out = layout.copied(model), real(out)
     sizes: Counter[torch.dtype] = Counter()
     for entry in entries:
-        sizes[entry.dtype] += torch.Size(entry.shape).numel()
+        sizes[entry.dtype] += entry.shape.numel()
     known = set(DTYPES.values())
     foreign = sizes.keys() - known
     if foreign:
@@ -203,7 +153,7 @@ def write_entries(
 
 
 def write_files(
-    files: Mapping[str, Sequence[Entry]],
+    files: Mapping[str, Sequence[WholeWeight]],
     finish: Callable[[Path], None],
     out: Path,
     *,
@@ -238,9 +188,9 @@ def write_files(
         raise
 
 
-def _files(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]:
+def _files(entries: Iterable[WholeWeight], max_bytes: int) -> dict[str, list[WholeWeight]]:
     """Entries in order, by file, cut where one would grow beyond `max_bytes`; a larger tensor has a file to itself."""
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[WholeWeight]] = [[]]
     size = 0
     for entry in entries:
         if shards[-1] and size + entry.nbytes > max_bytes:
@@ -255,7 +205,7 @@ def _files(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]:
     }
 
 
-def _write_side_by_side(files: list[tuple[str, Sequence[Entry]]], directory: Path, ranks: Ranks) -> None:
+def _write_side_by_side(files: list[tuple[str, Sequence[WholeWeight]]], directory: Path, ranks: Ranks) -> None:
     """Write one file per rank: entry by entry, all ranks gather for every writer, then the writers write."""
     name, mine = files[ranks.rank] if ranks.rank < len(files) else ("", [])
     file = SafetensorsFile(directory / name, mine) if name else None
@@ -263,7 +213,7 @@ def _write_side_by_side(files: list[tuple[str, Sequence[Entry]]], directory: Pat
         kept = None
         for writer, (_, entries) in enumerate(files):
             if position < len(entries) and entries[position].collective:
-                tensor = entries[position].read()
+                tensor = entries[position].read(entries[position].dtype)
                 kept = tensor if writer == ranks.rank else kept
         if file is not None and position < len(mine):
             file.add(mine[position], kept)
@@ -274,7 +224,7 @@ class SafetensorsFile:
     """A safetensors file written tensor by tensor. An error of the disk waits for `close`: the other ranks go on
     gathering meanwhile, and would hang without this one."""
 
-    def __init__(self, path: Path, entries: Sequence[Entry]):
+    def __init__(self, path: Path, entries: Sequence[WholeWeight]):
         self.path = path
         self._failure: OSError | UserError | None = None
         self._stream: IO[bytes] | None = None
@@ -283,19 +233,19 @@ class SafetensorsFile:
         for entry in entries:
             start, end = end, end + entry.nbytes
             place = {"dtype": _KINDS[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
-            header[entry.name] = place
+            header[entry.names[0]] = place
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._write(len(text).to_bytes(8, "little") + text)
 
-    def add(self, entry: Entry, tensor: Tensor | None) -> None:
+    def add(self, entry: WholeWeight, tensor: Tensor | None) -> None:
         """tensor: [entry.shape], what was gathered of it; None where it is this rank's alone to read."""
-        tensor = self._attempt(entry.read) if tensor is None else tensor
+        tensor = self._attempt(lambda: entry.read(entry.dtype)) if tensor is None else tensor
         if tensor is None:
             return
         tensor = tensor.to(device="cpu", dtype=entry.dtype).contiguous()
         if tuple(tensor.shape) != entry.shape:
-            raise ValueError(f"{entry.name} is {tuple(tensor.shape)}, announced as {entry.shape}")
+            raise ValueError(f"{entry.names[0]} is {tuple(tensor.shape)}, announced as {tuple(entry.shape)}")
         # Tensors offer their memory as a buffer only through numpy, which dtrain goes without.
         self._write((ctypes.c_char * entry.nbytes).from_address(tensor.data_ptr()) if entry.nbytes else b"")
 
@@ -327,19 +277,13 @@ class SafetensorsFile:
         self._attempt(write)
 
 
-def _finish(partial: Path, files: Mapping[str, list[Entry]], layout: Layout, dtype: torch.dtype) -> None:
+def _finish(partial: Path, files: Mapping[str, list[WholeWeight]], layout: Layout, dtype: torch.dtype) -> None:
     if len(files) > 1:
-        places = {entry.name: name for name, entries in files.items() for entry in entries}
+        places = {entry.names[0]: name for name, entries in files.items() for entry in entries}
         size = sum(entry.nbytes for entries in files.values() for entry in entries)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
         write_new(partial / INDEX, json.dumps(index, indent=2) + "\n")
     config = text_only(layout.config) if layout.text_tower_alone else layout.config
     config = with_dtype(config, str(dtype).removeprefix("torch."))
-    write_config(config, partial)
-    copy_companions(layout.source, partial)
-    if layout.companions is not None:
-        copy_companions(layout.companions, partial)
-    if layout.chat_template is not None:
-        write_new(partial / CHAT_TEMPLATE, layout.chat_template)
-    if layout.held is not None:
-        write_new(partial / HELD, json.dumps(layout.held))
+    write_new(partial / CONFIG, json.dumps(config, indent=2) + "\n")
+    write_companions(partial, (layout.source, *layout.companions), layout.chat_template, layout.held)

@@ -8,7 +8,7 @@ from typing import Any
 from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
-from dtrain.base.model_directory import INDEX, SINGLE, indexed_files
+from dtrain.base.model_directory import files_of_weights
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
 from dtrain.checkpoint.peft.tensors import read_header
 
@@ -68,13 +68,7 @@ def _same_weights(base: Path, model: Path) -> bool | None:
 
 def _tensors(directory: Path) -> Iterator[tuple[str, tuple[tuple, Path, int]]]:
     """The tensors of a model by name: what they are (dtype, shape, bytes), the file, and where they begin there."""
-    if (directory / SINGLE).is_file():
-        files = [SINGLE]
-    elif (directory / INDEX).is_file():
-        files = list(indexed_files(directory))
-    else:
-        return
-    for file in files:
+    for file in files_of_weights(directory) or ():
         entries, start = read_header(directory / file)
         for name, entry in entries.items():
             begin, end = entry["data_offsets"]

@@ -5,7 +5,7 @@ change nothing, or refused by name, all problems at once.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
-from dtrain.base.model_directory import CONFIG, INDEX, SINGLE
+from dtrain.base.model_directory import CONFIG, has_weights
 from dtrain.base.name_patterns import fullmatch, of_end, pattern_error
 from dtrain.checkpoint.peft.tensors import (
     ADAPTER_WEIGHTS,
@@ -58,9 +58,7 @@ _STARTS = (True, False, "gaussian", "orthogonal", "eva")  # of A and B alone
 
 def is_adapter_directory(path: str | Path) -> bool:
     """Return whether a directory holds an adapter in PEFT's layout, and no model of its own."""
-    directory = Path(path)
-    holds_model = (directory / SINGLE).is_file() or (directory / INDEX).is_file()
-    return (directory / ADAPTER_CONFIG).is_file() and not holds_model
+    return (Path(path) / ADAPTER_CONFIG).is_file() and not has_weights(Path(path))
 
 
 def adapter_of(section: Mapping[str, Any]) -> AdapterConfig:
@@ -123,8 +121,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     """adapter_config.json of an adapter of a model of this kind, which lies at `base`.
 
     The targets are the last parts of the adapted layers' names where these mean no others, else the names; of single
-    parameters the last two. The patterns
-    are the adapter's own where they say the same in any order, for PEFT sorts them in files; else the layers' names.
+    parameters the last two. The patterns are the adapter's own where they say the same in any order (PEFT sorts them).
     """
     known, names = list(parameters(model)), list(linears(model))
     single, adapted = config.adapted_parameters(known), config.adapted(names)
@@ -165,8 +162,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
 
 
 def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:
-    """Patterns in any order that say of PEFT's names what `patterns` say of ours. outer: PEFT's, by
-    ours."""
+    """Patterns in any order that say of PEFT's names what `patterns` say of ours. outer: PEFT's, by ours."""
     values = {name: by_pattern(patterns, name, otherwise) for name in outer}
     met = {name: {value for key, value in patterns.items() if by_end(key, outer[name])} for name in outer}
     if all((met[name] or {otherwise}) == {values[name]} for name in outer):
@@ -236,23 +232,29 @@ def _is_of_tower(directory: Path) -> bool:
     return any(out_of_tower(name) != name for name in names)
 
 
+# PEFT's names for the fields of an AdapterConfig that a recipe may set too.
+_NAMES = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "target": "target_modules",
+    "parameters": "target_parameters",
+    "exclude": "exclude_modules",
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+    "rank_pattern": "rank_pattern",
+    "alpha_pattern": "alpha_pattern",
+    "modules_to_save": "modules_to_save",
+}
+
+
 def _config(fields: Mapping[str, Any], is_of_tower: bool) -> AdapterConfig:
+    values = {ours: fields[theirs] for ours, theirs in _NAMES.items() if fields[theirs] not in (None, "", [], {})}
+    values |= {ours: tuple(value) for ours, value in values.items() if isinstance(value, list)}
+    flags = {ours: bool(values.get(ours)) for ours in ("rslora", "dora")}
     layers = fields["layers_to_transform"]
-    return AdapterConfig(
-        rank=fields["r"],
-        alpha=fields["lora_alpha"],
-        dropout=fields["lora_dropout"] or 0.0,
-        target=_names(fields["target_modules"] or ()),
-        parameters=tuple(fields["target_parameters"] or ()),
-        exclude=_names(fields["exclude_modules"] or ()),
-        rslora=bool(fields["use_rslora"]),
-        dora=bool(fields["use_dora"]),
-        rank_pattern=dict(fields["rank_pattern"] or {}),
-        alpha_pattern=dict(fields["alpha_pattern"] or {}),
-        modules_to_save=tuple(fields["modules_to_save"] or ()),
-        layers=(layers,) if isinstance(layers, int) else tuple(layers) if layers else None,
-        in_tower=is_of_tower,
-    )
+    layers = (layers,) if isinstance(layers, int) else tuple(layers) if layers else None
+    dropout = fields["lora_dropout"] or 0.0
+    return AdapterConfig(**{"target": ()} | values | flags, dropout=dropout, layers=layers, in_tower=is_of_tower)
 
 
 def _brief(value: Any) -> str:
@@ -271,27 +273,11 @@ def _reason(key: str, value: Any) -> str:
     return "" if error is None else f" ({error})"
 
 
-def _names(value: str | Iterable[str]) -> str | tuple[str, ...]:
-    return value if isinstance(value, str) else tuple(value)
-
-
 def _contradictions(section: Mapping[str, Any], config: AdapterConfig) -> list[str]:
     """Keys of the section that were set, and say otherwise than the adapter's file."""
-    keys = {
-        "rank": "r",
-        "alpha": "lora_alpha",
-        "target": "target_modules",
-        "parameters": "target_parameters",
-        "exclude": "exclude_modules",
-        "rslora": "use_rslora",
-        "dora": "use_dora",
-        "rank_pattern": "rank_pattern",
-        "alpha_pattern": "alpha_pattern",
-        "modules_to_save": "modules_to_save",
-    }
     chosen, plain = AdapterConfig.of(section), AdapterConfig()
     problems = []
-    for field, key_there in keys.items():
+    for field, key_there in _NAMES.items():
         key = "target" if field == "parameters" else field
         value, there = getattr(chosen, field), getattr(config, field)
         if key in section and _set(value) not in (_set(getattr(plain, field)), _set(there)):
@@ -329,8 +315,7 @@ def _is_table(value: Any, holds: Callable[[Any], bool]) -> bool:
 
 
 def _means_layers(value: Any) -> bool:
-    """Return whether layers_pattern, PEFT's regular expression for the name of the list of layers, means the
-    decoder's."""
+    """Return whether layers_pattern, PEFT's regular expression for a list of layers, means the decoder's."""
     patterns = [value] if isinstance(value, str) else value
     if not patterns:
         return True

@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,52 +13,33 @@ from dtrain.base.files import real, replace_text
 from dtrain.base.json_files import read_json
 from dtrain.base.model_directory import CONFIG
 from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.store import Sizes
 from dtrain.checkpoint.huggingface.file_rows import joints, places
-from dtrain.checkpoint.huggingface.merged import folded, merge
-from dtrain.checkpoint.huggingface.model_files import copy_companions
-from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.checkpoint.huggingface.write import Entry, write_files
+from dtrain.checkpoint.huggingface.merged import WholeWeight, folded, merge
+from dtrain.checkpoint.huggingface.model_files import write_companions
+from dtrain.checkpoint.huggingface.safetensor_files import DTYPES
+from dtrain.checkpoint.huggingface.write import write_files
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, read_adapter_config
 from dtrain.checkpoint.peft.files import AdapterFiles, adapter_weights
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS, adapter_shapes, peft_names
-from dtrain.models.common.adapter_config import AdapterConfig, LoraLayer, adaptable, linears
+from dtrain.models.common.adapter_config import AdapterConfig, adaptable, linears
 from dtrain.models.common.decoder import CausalLM
 
-Weight = Callable[[], Tensor]
 
-
-@dataclass(frozen=True)
 class StoredAdapter:
-    """The adapter in `directory`. model: of its base, on meta. Raises UserError for one that does not fit that."""
+    """The adapter in `directory`. model: of its base, on meta. Raises UserError for one that does not fit that.
 
-    directory: Path
-    config: AdapterConfig
-    model: CausalLM
+    adapted: the layers that have one. whole: the linear layers that are trained whole, by their names in files.
+    parameters: the shapes of the model's own, by name.
+    """
 
-    @classmethod
-    def of(cls, directory: Path, model: CausalLM) -> "StoredAdapter":
-        adapter = cls(directory, read_adapter_config(directory), model)
-        _ = adapter.files
-        return adapter
-
-    @cached_property
-    def files(self) -> WeightFiles:
-        wanted = adapter_shapes(self.config, self.model.config, self.parameters)
-        return adapter_weights(self.directory, wanted, is_tied=self.model.config.tie_word_embeddings)
-
-    @cached_property
-    def adapted(self) -> dict[str, LoraLayer]:
-        return self.config.adapted(adaptable(self.model.config))
-
-    @cached_property
-    def whole(self) -> tuple[str, ...]:
-        """The linear layers that are trained whole, by their names in files."""
-        return tuple(self.config.saved(linears(self.model.config)))
-
-    @cached_property
-    def parameters(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the model's own, by name."""
-        return {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+    def __init__(self, directory: Path, model: CausalLM):
+        self.directory, self.model, self.config = directory, model, read_adapter_config(directory)
+        self.adapted = self.config.adapted(adaptable(model.config))
+        self.whole = tuple(self.config.saved(linears(model.config)))
+        self.parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        wanted = adapter_shapes(self.config, model.config, self.parameters)
+        self.files = adapter_weights(directory, wanted, is_tied=model.config.tie_word_embeddings)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -85,28 +65,27 @@ class StoredAdapter:
         """Return whether the model's parameter of this name is trained whole."""
         return bool(self._outer(name))
 
-    def merged(self, name: str, base: Weight, dtype: torch.dtype) -> Weight:
-        """Return the reader of the model's parameter `name`, [its shape], in `dtype`, from what reads the base's."""
+    def merged(self, name: str, base: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+        """The model's parameter `name`, [its shape], in `dtype`, from what reads the base's."""
         module, _, parameter = name.rpartition(".")
         if self.saves(name):
-            return lambda: self.read(name).to(dtype)
+            return self.read(name).to(dtype)
         layer = self.adapted.get(self.model.config.whole(module))
         if parameter != "weight" or layer is None:
-            return lambda: base().to(dtype)
-
-        def read() -> Tensor:
-            a, b = self.read(f"{module}.lora_A"), self.read(f"{module}.lora_B")
-            magnitude = self.read(f"{module}.lora_magnitude") if self.config.dora else None
-            return merge(base(), a, b, layer.scale, magnitude, dtype)
-
-        return read
+            return base().to(dtype)
+        a, b = self.read(f"{module}.lora_A"), self.read(f"{module}.lora_B")
+        magnitude = self.read(f"{module}.lora_magnitude") if self.config.dora else None
+        return merge(base(), a, b, layer.scale, magnitude, dtype)
 
     def copy(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:
         """Write it to the directory `out` as it is, in `dtype` or its own."""
-        entries = [
-            Entry(name, stored.shape, dtype or _own(stored.dtype), partial(self.files.read, name))
-            for name, stored in self.files.stored.items()
-        ]
+
+        def stored_weight(name: str) -> WholeWeight:
+            stored = self.files.stored[name]
+            own = dtype or DTYPES[stored.kind]
+            return WholeWeight([name], torch.Size(stored.shape), own, lambda _: self.files.read(name))
+
+        entries = [stored_weight(name) for name in self.files.stored]
         fields = read_json(self.directory / ADAPTER_CONFIG)
         fields |= {BASE: self._base} if BASE in fields else {}
         text = json.dumps(fields, indent=2) + "\n"
@@ -128,12 +107,12 @@ class StoredAdapter:
         names = tuple(self.adapted)
         config = AdapterConfig(rank=rank, alpha=rank, dropout=self.config.dropout, target=names)
         form = AdapterFiles(config, self.model.config, self._base)
-        sizes = {}
+        sizes: Sizes = {}
         for module in names:
             for name, dim in ((f"{module}.lora_A", 0), (f"{module}.lora_B", 1)):
                 stored = self.files.stored[self._outer(name)[0]]
                 shape = (rank, stored.shape[1]) if dim == 0 else (stored.shape[0], rank)
-                sizes[name] = shape, torch.promote_types(_own(stored.dtype), torch.float32)
+                sizes[name] = shape, torch.promote_types(DTYPES[stored.kind], torch.float32)
 
         def read(name: str) -> Tensor:
             scale = self.adapted[name.rpartition(".")[0]].scale
@@ -154,18 +133,11 @@ class StoredAdapter:
         return peft_names(name, self.config, self.model.config)
 
 
-def _write(out: Path, entries: list[Entry], config: Callable[[Path], None], companions: list[Path]) -> None:
+def _write(out: Path, entries: list[WholeWeight], config: Callable[[Path], None], companions: list[Path]) -> None:
     """companions: the directories whose tokenizer and template are copied along, a later one's over an earlier's."""
 
     def finish(new: Path) -> None:
         config(new)
-        for source in companions:
-            copy_companions(source, new)
+        write_companions(new, companions, None, None)
 
     write_files({ADAPTER_WEIGHTS: entries}, finish, real(out), ranks=Ranks(alone=True))
-
-
-def _own(dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is None:  # `adapter_weights` has refused it
-        raise ValueError("an adapter of a dtype that is not read")
-    return dtype

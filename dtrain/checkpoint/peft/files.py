@@ -4,7 +4,7 @@ Names of tensors come from the model's own names, which no wrapper changes, so t
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtrain.base.errors import UserError
-from dtrain.base.files import Record, checksum, real, replace_text, write_new
-from dtrain.base.model_directory import CHAT_TEMPLATE, HELD
+from dtrain.base.files import Record, checksum, real, replace_text
 from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.store import Sizes
 from dtrain.checkpoint.dcp.training_state import model_tensors
 from dtrain.checkpoint.huggingface.file_rows import FileRows, as_in_files, joints, places, shape_in_files
-from dtrain.checkpoint.huggingface.merged import gathered
-from dtrain.checkpoint.huggingface.model_files import copy_companions
+from dtrain.checkpoint.huggingface.merged import WholeWeight, gathered, in_files
+from dtrain.checkpoint.huggingface.model_files import write_companions
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.checkpoint.huggingface.write import Entry, SafetensorsFile, joined, write_files
+from dtrain.checkpoint.huggingface.write import SafetensorsFile, write_files
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, peft_config, read_adapter_config
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS, mismatches, peft_names
 from dtrain.models.common.adapter_config import AdapterConfig
@@ -31,9 +31,7 @@ from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.placement import local_slices, local_tensor
 
 ADAPTER = "adapter"  # the folder of a step
-_COMPARED = 1 << 24  # elements of two tensors that are compared at a time
 Read = Callable[[str], Tensor]
-Sizes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def read_adapter(model: CausalLM, directory: str | Path) -> None:
@@ -58,8 +56,13 @@ def read_adapter(model: CausalLM, directory: str | Path) -> None:
         wanted |= dict.fromkeys([first, *others], shape)
         copies += [(first, other) for other in others]
     files = adapter_weights(directory, wanted, is_tied=model.config.tie_word_embeddings)
-    for pair in copies:
-        _refuse_differing(files, *pair)
+    for first, second in copies:  # every rank compares all of the two, so that all find the same
+        if files.differ(first, second):
+            raise UserError(
+                f"{files.stored[first].file}: {first} and {second} differ, and the model's head is tied to its "
+                "embedding, one weight: train the adapter with PEFT's ensure_weight_tying, or give an untied model as "
+                "model.path"
+            )
     for name, source in sources.items():
         local = local_tensor(tensors[name]).detach()
         if local.numel():
@@ -83,23 +86,6 @@ def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]], *, i
     return files
 
 
-def _refuse_differing(files: WeightFiles, first: str, second: str) -> None:
-    """Raise UserError where two tensors differ. Every rank compares all of the two, so that all find the same."""
-    stored = [files.stored[name] for name in (first, second)]
-    rows, *rest = stored[0].shape
-    most = max(1, _COMPARED // max(1, torch.Size(rest).numel()))
-    for start in range(0, rows, most):
-        part = slice(start, min(start + most, rows)), *(slice(0, size) for size in rest)
-        pair = [torch.empty(part[0].stop - start, *rest, dtype=entry.dtype) for entry in stored]
-        for tensor, name in zip(pair, (first, second), strict=True):
-            files.copy_into(tensor, name, part)
-        if not torch.equal(*pair):
-            raise UserError(
-                f"{stored[0].file}: {first} and {second} differ, and the model's head is tied to its embedding, one "
-                "weight: train the adapter with PEFT's ensure_weight_tying, or give an untied model as model.path"
-            )
-
-
 @dataclass(frozen=True)
 class AdapterFiles:
     """Writer of the adapter of a model of this kind, which lies at `base`."""
@@ -108,34 +94,32 @@ class AdapterFiles:
     model: ModelConfig
     base: str | None
 
-    def entries(self, sizes: Sizes, read: Read, dtype: torch.dtype | None = None) -> list[Entry]:
+    def entries(
+        self, sizes: Sizes, read: Read, dtype: torch.dtype | None = None, *, collective: bool = False
+    ) -> list[WholeWeight]:
         """Return what is written of tensors with these shapes and dtypes, by parameter name; other names are passed
-        over. A tied embedding under both of PEFT's names. dtype: None for theirs."""
-        own = [name for name in sizes if peft_names(name, self.config, self.model)]
+        over. A tied embedding under both of PEFT's names. dtype: None for theirs. collective: every rank reads."""
 
-        def entry(name: str) -> Entry:
-            shape, kept = sizes[name]
-            return Entry(name, shape_in_files(name, shape), dtype or kept, lambda: as_in_files(name, read(name)))
+        def weight(name: str) -> WholeWeight:
+            shape, kept = torch.Size(shape_in_files(name, sizes[name][0])), sizes[name][1]
+            return WholeWeight([name], shape, kept, lambda dtype: as_in_files(name, read(name)).to(dtype), collective)
 
+        weights = {name: weight(name) for name in sizes if peft_names(name, self.config, self.model)}
         return [
-            joined(outer, fused, [entry(part) for part in fused.parts])
-            for fused in joints(self.model, own)
-            for outer in peft_names(fused.name, self.config, self.model)
+            whole.in_file(outer, dtype)
+            for name, whole in in_files(self.model, weights).items()
+            for outer in peft_names(name, self.config, self.model)
         ]
 
     def beside(self, step: Path, sizes: Sizes, read: Read) -> dict[str, Record]:
-        """Write `adapter/` into a step's directory that is not yet published, from the step's own tensors; the files'
-        records. As `CheckpointStore.save` asks for it."""
+        """Write `adapter/`, synced, into a step's directory that is not yet published, from the step's own tensors; the
+        files' records, under `adapter/NAME`. As `CheckpointStore.save` asks for it."""
         prefix = "model."
         own = {name.removeprefix(prefix): size for name, size in sizes.items() if name.startswith(prefix)}
-        return self.write_into(step / ADAPTER, self.entries(own, lambda name: read(prefix + name)))
-
-    def write_into(self, directory: Path, entries: Iterable[Entry]) -> dict[str, Record]:
-        """Write an adapter of these tensors to a new directory, synced; the files' records, under `adapter/NAME`."""
+        directory, entries = step / ADAPTER, self.entries(own, lambda name: read(prefix + name))
         directory.mkdir()
-        listed = list(entries)
-        file = SafetensorsFile(directory / ADAPTER_WEIGHTS, listed)
-        for entry in listed:
+        file = SafetensorsFile(directory / ADAPTER_WEIGHTS, entries)
+        for entry in entries:
             file.add(entry, None)
         file.close()
         self.finish(directory)
@@ -154,7 +138,6 @@ def write_adapter(
     model: ModelConfig,
     base: str | None,
     *,
-    dtype: torch.dtype | None = None,
     companions: Path | None = None,
     chat_template: str | None = None,
     held: Mapping[str, Any] | None = None,
@@ -164,29 +147,20 @@ def write_adapter(
     """Write an adapter, `config`, of a model of this kind in PEFT's layout.
 
     tensors: by the model's parameter names, [any shape], plain or DTensors; others than the adapter's are passed over.
-    base: what base_model_name_or_path says. dtype: of the file; None for the tensors' own. companions: the directory
-    whose tokenizer and template are copied along; chat_template, held, replace: as of `write_directory`.
+    base: what base_model_name_or_path says. companions: the directory whose tokenizer and template are copied along;
+    chat_template, held, replace: as of `write_directory`.
 
     Collective over `ranks` (default: all): one all-gather per sharded tensor. `directory` appears whole or not at all.
     Raises UserError where it is there and not empty, or cannot be written.
     """
     form = AdapterFiles(config, model, base)
     sizes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-
     is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-    entries = [
-        Entry(entry.name, entry.shape, entry.dtype, entry.read, collective=is_sharded)
-        for entry in form.entries(sizes, lambda name: gathered(tensors[name]), dtype)
-    ]
+    entries = form.entries(sizes, lambda name: gathered(tensors[name]), collective=is_sharded)
 
     def finish(new: Path) -> None:
         form.finish(new)
-        if companions is not None:
-            copy_companions(companions, new)
-        if chat_template is not None:
-            write_new(new / CHAT_TEMPLATE, chat_template)
-        if held is not None:
-            write_new(new / HELD, json.dumps(held))
+        write_companions(new, [] if companions is None else [companions], chat_template, held)
 
     files = {ADAPTER_WEIGHTS: entries}
     write_files(files, finish, real(Path(directory)), replace=replace, ranks=ranks or Ranks())

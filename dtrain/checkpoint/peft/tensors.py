@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dtrain.base.errors import UserError
+from dtrain.base.errors import UserError, first
 from dtrain.base.json_files import SMALL, loads
 from dtrain.checkpoint.huggingface.file_rows import joints, places, shape_in_files
 from dtrain.models.common.adapter_config import (
@@ -22,7 +22,6 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
 _FIRST, _SECOND = STACKS
-_LISTED = 10
 
 
 def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str]:
@@ -54,15 +53,13 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def outputs_in(directory: Path) -> int | None:
-    """Return how many outputs the head of rewards or classes has that an adapter's file holds; None where it holds
-    none. Raises UserError."""
+    """Return the outputs of the head of rewards or classes in an adapter's file, None without one. Raises UserError."""
     shape = stored_shapes(directory).get(f"{PREFIX}score.weight")
     return shape[0] if shape else None
 
 
 def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return of a safetensors file each tensor's dtype, shape and data_offsets, and where its data begin. Raises
-    UserError."""
+    """Return each tensor's dtype, shape and data_offsets in a safetensors file, and where data begin. UserError."""
     try:
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
@@ -104,13 +101,8 @@ def mismatches(
     ]
     unknown = [name for name in sorted(stored.keys() - wanted) if not free(name)]
     unexpected = [f"unexpected: {name}{_hint(name)}" for name in unknown]
-    problems = []
-    for group in (missing, shapes, unexpected):
-        problems += group[:_LISTED]
-        if len(group) > _LISTED:
-            problems.append(f"... and {len(group) - _LISTED} more {group[0].split(':')[0]}")
-    file = directory / ADAPTER_WEIGHTS
-    return [f"{file}: {problem}; is it an adapter of this model?" for problem in problems]
+    problems = [problem for group in (missing, shapes, unexpected) for problem in first(group, by_kind=True)]
+    return [f"{directory / ADAPTER_WEIGHTS}: {problem}; is it an adapter of this model?" for problem in problems]
 
 
 _TIED = " (the head is tied to the embedding: PEFT's ensure_weight_tying writes both, with equal values)"

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
-from dtrain.data.formats.plain_prompts import TEXT, USER, as_messages, is_plain
-from dtrain.data.sources.columns import lacking, renamed
-from dtrain.data.sources.files import Chunk, parse
-from dtrain.data.text.replies import Replies
+from dtrain.data.formats.plain_prompts import TEXT, USER
+from dtrain.data.sources.files import Chunk, read_rows
+from dtrain.data.text.replies import Messages, Replies
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 
@@ -47,6 +46,10 @@ class Document(NamedTuple):
     trained: bytearray
     full: int
     columns: bytes = b""
+
+    def keeping(self, **columns: Any) -> "Document":
+        """Return the document with these columns, as `Samples.row` reads them again."""
+        return self._replace(columns=json.dumps({"columns": columns}).encode())
 
 
 @dataclass
@@ -130,27 +133,28 @@ class RowEncoder:
 
     def has_plain_prompt(self, row: Mapping[str, Any], name: str) -> bool:
         """Return whether the prompt (and its completions) of a row in format `name` is a plain string."""
-        return is_plain(row, self.plain_columns.get(name, ()))
+        columns = self.plain_columns.get(name)
+        return columns is not None and all(isinstance(row.get(column), str) for column in columns)
 
     def in_messages(self, row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         """Return `row`, its plain strings as messages where `prompts_as` is user."""
-        is_read_so = self.prompts_as == USER and self.has_plain_prompt(row, name)
-        return as_messages(row, self.plain_columns[name]) if is_read_so else row
+        if self.prompts_as != USER or not self.has_plain_prompt(row, name):
+            return row
+        roles = {column: "user" if column == "prompt" else "assistant" for column in self.plain_columns[name]}
+        return {**row, **{column: [{"role": role, "content": row[column]}] for column, role in roles.items()}}
 
     def encode_chunk(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> EncodedChunk:
-        """Encode rows in format `name`, which have their own names of our `columns`. Raises UserError with file and
-        line in front."""
+        """Encode rows in format `name` with their own names of our `columns`. Raises UserError with file and line."""
         result = EncodedChunk(size=chunk.size)
-        for line, raw in chunk.rows:
-            parsed = parse(chunk.file, line, raw)
-            try:
-                row = renamed(parsed, columns) if columns else parsed
-                if self.part is not None and not self.part.has(self.content_of(row, name)):
-                    result.others += 1
-                    continue
-                documents = self.documents_of(row, name)
-            except UserError as problem:
-                raise UserError(f"{chunk.file}:{line}: {problem}{lacking(parsed, columns)}") from problem
+
+        def documents_of(row: Mapping[str, Any]) -> list[Document] | str | None:
+            is_other = self.part is not None and not self.part.has(self.content_of(row, name))
+            return None if is_other else self.documents_of(row, name)
+
+        for line, row, documents in read_rows(chunk, columns, documents_of):
+            if documents is None:
+                result.others += 1
+                continue
             result.rows += 1
             result.plain_prompts += self.has_plain_prompt(row, name)
             if isinstance(documents, str):
@@ -163,12 +167,8 @@ class RowEncoder:
     def look_at(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> None:
         """Check rows as `encode_chunk` does, parsed and for the format's shape, but do not tokenise them."""
         look = self.documents_of if name == "tokenized" else self.content_of
-        for line, raw in chunk.rows:
-            parsed = parse(chunk.file, line, raw)
-            try:
-                look(renamed(parsed, columns) if columns else parsed, name)
-            except UserError as problem:
-                raise UserError(f"{chunk.file}:{line}: {problem}{lacking(parsed, columns)}") from problem
+        for _ in read_rows(chunk, columns, lambda row: look(row, name)):
+            pass
 
     @property
     def replies(self) -> Replies:
@@ -180,12 +180,27 @@ class RowEncoder:
             )
         return self._replies
 
-    def conversation(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
+    def rendered(
+        self,
+        messages: Messages,
+        tools: Messages | None,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return a conversation as text, its calls as the template takes them. Raises UserError."""
+        messages = self.replies.with_objects(messages, tools)
+        return self.replies.template.render(messages, tools, add_generation_prompt, variables)
+
+    def conversation(self, messages: Messages, tools: Messages | None = None) -> list[int]:
         """Return the ids of a whole conversation, those of transformers' `apply_chat_template`: what the template
         writes behind the token that ends the last turn is part of them. Raises UserError."""
-        return self.tokenizer.encode(self.replies.template.render(self.replies.with_objects(messages, tools), tools))
+        return self.tokenizer.encode(self.rendered(messages, tools))
+
+    def text(self, text: str, ends: bool = True) -> list[int]:
+        """Return the ids of a plain string, framed; ends: with what stands behind it."""
+        ids = self.tokenizer.encode(text)
+        before, after = self.around(ids)
+        return [*before, *ids, *(after if ends else [])]
 
     def check_ids(self, ids: Sequence[int], key: str) -> None:
         """Raise UserError for an id of a tokenized row that the model has no embedding for."""

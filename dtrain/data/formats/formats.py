@@ -96,8 +96,7 @@ class TokenizedRow:
 
 
 def detect(row: Mapping[str, Any], kind: str = "examples") -> str | None:
-    """Return the name of the row's format among those of `kind`, or None. Keys whose value is null count as absent
-    (parquet fills them in)."""
+    """Return the row's format among those of `kind`, or None. Null counts as absent: parquet fills it in."""
     for name, keys in KINDS[kind].items():
         if all(row.get(key) is not None for key in keys):
             return name

@@ -5,7 +5,6 @@ or false. What is trained is the completion; of a conversation the assistant's m
 A row of preferences becomes two samples: the chosen completion, which is wanted, and the rejected one.
 """
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -43,10 +42,10 @@ class LabelledEncoder(Encoder):
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         if name == "preference":
             pair = self._pairs.documents_of(row, name)
-            return pair if isinstance(pair, str) else [_kept(pair[0], True), _kept(pair[1], False)]
+            return pair if isinstance(pair, str) else [pair[0].keeping(label=True), pair[1].keeping(label=False)]
         wanted, rest = read_label(row)
         documents = super().documents_of(rest, name)
-        return documents if isinstance(documents, str) else [_kept(document, wanted) for document in documents]
+        return documents if isinstance(documents, str) else [document.keeping(label=wanted) for document in documents]
 
 
 def read_label(row: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
@@ -66,7 +65,3 @@ def read_label(row: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
 def is_wanted(samples: "Samples", index: int) -> bool:
     """Return whether the reply of a sample of `LabelledEncoder` is wanted."""
     return samples.row(index)["columns"]["label"]
-
-
-def _kept(document: Document, is_wanted: bool) -> Document:
-    return document._replace(columns=json.dumps({"columns": {"label": is_wanted}}).encode())

@@ -6,7 +6,6 @@ as transformers encodes it, with what its template writes behind the last turn; 
 beginning, never its end. Torch is not imported.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,10 +52,6 @@ class Label:
             raise UserError(f"{self.column} is {raw!r}, and must be a finite number")
         return float(value)
 
-    def kept(self, row: Mapping[str, Any]) -> bytes:
-        """Return the row's number as `Document.columns` has it."""
-        return json.dumps({"columns": {self.column: self.read(row)}}).encode()
-
 
 def _number(value: Any) -> Any:
     """Return a value as JSON has it: CSV has numbers as texts and nothing as "", tables with gaps have 1 as 1.0."""
@@ -80,8 +75,8 @@ class LabelledPairEncoder(PairEncoder):
         self.label = label
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        kept, pair = self.label.kept(row), super().documents_of(row, name)
-        return pair if isinstance(pair, str) else [document._replace(columns=kept) for document in pair]
+        kept, pair = {self.label.column: self.label.read(row)}, super().documents_of(row, name)
+        return pair if isinstance(pair, str) else [document.keeping(**kept) for document in pair]
 
 
 class LabelledTextEncoder(RowEncoder):
@@ -100,7 +95,10 @@ class LabelledTextEncoder(RowEncoder):
         return [self._examples.content_of(self._unlabelled(row), name), self.label.read(row)]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        kept, sample = self.label.kept(row), normalise(self.in_messages(self._unlabelled(row), name), name)
+        kept, sample = (
+            {self.label.column: self.label.read(row)},
+            normalise(self.in_messages(self._unlabelled(row), name), name),
+        )
         if isinstance(sample, Conversation):
             ids = self.conversation(sample.messages, sample.tools)
         else:
@@ -108,7 +106,7 @@ class LabelledTextEncoder(RowEncoder):
         if self.drops(len(ids)):
             return LONG
         read = ids[-self.max_length :]
-        return [Document(read, bytearray(b"\1" * len(read)), len(ids), kept)] if read else EMPTY
+        return [Document(read, bytearray(b"\1" * len(read)), len(ids)).keeping(**kept)] if read else EMPTY
 
     def _unlabelled(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row without its label, which elsewhere says whether a reply is good."""

@@ -19,7 +19,8 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.data.formats.encoder import LONG, Document, RowEncoder
 from dtrain.data.formats.plain_prompts import USER
-from dtrain.data.formats.preferences import ChatPair, Message, TextPair, TokenPair, normalise_pair, shared_length
+from dtrain.data.formats.preferences import ChatPair, TextPair, TokenPair, normalise_pair, shared_length
+from dtrain.data.text.replies import Messages
 
 Ids = list[int]
 EQUAL = "chosen and rejected are the same tokens"
@@ -69,7 +70,12 @@ class PairEncoder(RowEncoder):
             for ids, key in ((pair.prompt, "prompt_ids"), (pair.chosen, "chosen_ids"), (pair.rejected, "rejected_ids")):
                 self.check_ids(ids, key)
             return pair.prompt, pair.chosen, pair.rejected
-        prompt, chosen, rejected = self._chats(pair) if isinstance(pair, ChatPair) else self._texts(pair)
+        if isinstance(pair, ChatPair):
+            prompt: Ids | None = self.tokenizer.encode(self.rendered(pair.prompt, pair.tools, True))
+            chosen, rejected = (self._chat([*pair.prompt, *more], pair.tools) for more in (pair.chosen, pair.rejected))
+        else:
+            prompt = None if pair.prompt is None else self.text(pair.prompt, ends=False)
+            chosen, rejected = (self.text((pair.prompt or "") + text) for text in (pair.chosen, pair.rejected))
         limit = min(len(chosen), len(rejected)) - 1  # of chosen and rejected, each keeps a token
         at = min(shared_length(chosen, rejected), limit)
         if prompt is not None:
@@ -81,32 +87,10 @@ class PairEncoder(RowEncoder):
             )
         return chosen[:at], chosen[at:], rejected[at:]
 
-    def _chats(self, pair: ChatPair) -> tuple[Ids, Ids, Ids]:
-        """Return the ids of the prompt, and of the prompt with each completion."""
-
-        messages = self.replies.with_objects(pair.prompt, pair.tools)
-        prompt = self.tokenizer.encode(self.replies.template.render(messages, pair.tools, add_generation_prompt=True))
-        chosen, rejected = (self._completed([*pair.prompt, *more], pair.tools) for more in (pair.chosen, pair.rejected))
-        return prompt, chosen, rejected
-
-    def _completed(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> Ids:
+    def _chat(self, messages: Messages, tools: Messages | None) -> Ids:
         """Return the ids of a prompt with its completion."""
-        if self.keeps_ends:
-            return self.conversation(messages, tools)
-        written = self.replies.template.render(self.replies.with_objects(messages, tools), tools)
-        return self.tokenizer.encode(written.rstrip())
-
-    def _texts(self, pair: TextPair) -> tuple[Ids | None, Ids, Ids]:
-        """Return the same ids of plain strings; no prompt where the row has none."""
-        start = pair.prompt or ""
-        chosen, rejected = (self.text(start + text) for text in (pair.chosen, pair.rejected))
-        return None if pair.prompt is None else self.text(start, ends=False), chosen, rejected
-
-    def text(self, text: str, ends: bool = True) -> Ids:
-        """Return the ids of a plain string, framed; ends: with what stands behind it."""
-        ids = self.tokenizer.encode(text)
-        before, after = self.around(ids)
-        return [*before, *ids, *(after if ends else [])]
+        text = self.rendered(messages, tools)
+        return self.tokenizer.encode(text if self.keeps_ends else text.rstrip())
 
 
 def fit(prompt: Ids, chosen: Ids, rejected: Ids, max_length: int, keeps_ends: bool = False) -> tuple[Ids, Ids, Ids]:

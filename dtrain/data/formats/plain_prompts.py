@@ -4,9 +4,7 @@
 completions an assistant's. Torch is not imported.
 """
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import plural
@@ -14,19 +12,6 @@ from dtrain.data.text.template import ChatTemplate
 
 TEXT, USER = "text", "user"
 KEY = "data.prompts_as"
-
-
-def is_plain(row: Mapping[str, Any], columns: Sequence[str]) -> bool:
-    """Return whether `columns`, those of the row's prompt and of its completions, are all strings; without columns
-    False."""
-    return bool(columns) and all(isinstance(row.get(name), str) for name in columns)
-
-
-def as_messages(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
-    """Return `row` with a list of one message in place of the string of each of `columns`: a user's for `prompt`, an
-    assistant's for the others."""
-    roles = {name: "user" if name == "prompt" else "assistant" for name in columns}
-    return {**row, **{name: [{"role": role, "content": row[name]}] for name, role in roles.items()}}
 
 
 def evaluated_as(chosen: str | None, trained_plain: int, template: ChatTemplate | None) -> str:

@@ -66,8 +66,9 @@ def normalise_pair(row: Mapping[str, Any], name: str) -> ChatPair | TextPair | T
     require_keys(row, name, "pairs")
     if name == "tokenized":
         return TokenPair(*(_ids(row[key], key) for key in ("prompt_ids", "chosen_ids", "rejected_ids")))
-    prompt, chosen, rejected = row.get("prompt"), _value(row["chosen"]), _value(row["rejected"])
-    prompt = None if prompt is None else _value(prompt)
+    values = (row.get(key) for key in ("prompt", "chosen", "rejected"))  # a single message is a list of it
+    lists: list[Any] = [[value] if isinstance(value, dict) else value for value in values]
+    prompt, chosen, rejected = lists
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise UserError(
             f"chosen is {kind_of(chosen)} and rejected {kind_of(rejected)}; both must be strings, or both lists of "
@@ -84,11 +85,6 @@ def shared_length(first: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the number of entries that both begin with."""
     limit = min(len(first), len(other))
     return next((at for at in range(limit) if first[at] != other[at]), limit)
-
-
-def _value(value: Any) -> Any:
-    """Return a completion; one that is a single message as a list of it."""
-    return [value] if isinstance(value, dict) else value
 
 
 def _other_prompt(row: Mapping[str, Any]) -> list[Message] | None:

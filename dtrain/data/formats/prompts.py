@@ -23,6 +23,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of
 from dtrain.data.formats.encoder import LONG, Document, RowEncoder
 from dtrain.data.formats.formats import (
+    PROMPT_FORMATS,
     read_instruction,
     read_integers,
     read_messages,
@@ -64,17 +65,9 @@ class PromptOptions:
     answers: bool = False
 
     @classmethod
-    def within(
-        cls,
-        max_length: int,
-        max_new_tokens: int,
-        system: str | None,
-        loss_on: str | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        answers: bool = False,
-    ) -> "PromptOptions":
+    def within(cls, max_length: int, max_new_tokens: int, system: str | None, **options: Any) -> "PromptOptions":
         """Return options with the room that a completion leaves in a sequence of `max_length`, one token at least."""
-        return cls(max(1, max_length - max_new_tokens), system, loss_on, tools, answers)
+        return cls(max(1, max_length - max_new_tokens), system, **options)
 
 
 def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = None) -> Prompt:
@@ -86,8 +79,7 @@ def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = Non
             raise UserError("prompt_ids must hold one id at least, and none below 0")
         return Prompt(ids, _columns(row, "prompt_ids"))
     if name == "prompt_completion" and isinstance(row["prompt"], str):
-        text = read_string(row["prompt"], "prompt")
-        return Prompt(text, _columns(row, "prompt", answer=row.get("completion")))
+        return Prompt(row["prompt"], _columns(row, "prompt", answer=row.get("completion")))
     messages, columns = _chat(row, name)
     instructions = row.get("system") or system
     if instructions and messages[0]["role"] not in ("system", "developer"):
@@ -108,7 +100,7 @@ def _chat(row: Mapping[str, Any], name: str) -> tuple[list[Message], dict[str, A
         _check_end(messages, "prompt")
         answer = row.get("completion")
         return messages, _columns(row, "prompt", answer=_text_of(answer) if isinstance(answer, list | dict) else answer)
-    key = "messages" if name == "messages" else "conversations"
+    (key,) = PROMPT_FORMATS[name]
     messages, _ = read_messages(row[key], key)
     end = max((index + 1 for index, message in enumerate(messages) if message["role"] != "assistant"), default=0)
     _check_end(messages[:end], key)
@@ -204,15 +196,12 @@ class PromptEncoder(RowEncoder):
         """Return the prompt's token ids, not yet cut, one at least. Raises UserError."""
         content: Any = prompt.content
         if isinstance(content, str):
-            ids = self.tokenizer.encode(content)
-            ids = [*self.around(ids)[0], *ids]
+            ids = self.text(content, ends=False)
         elif content and isinstance(content[0], int):
             self.check_ids(content, "prompt_ids")
             ids = list(content)
         elif content and isinstance(content[0], Mapping):
-            messages = self.replies.with_objects(content, prompt.tools)
-            text = self.replies.template.render(messages, prompt.tools, True, prompt.variables)
-            ids = self.tokenizer.encode(text)
+            ids = self.tokenizer.encode(self.rendered(content, prompt.tools, True, prompt.variables))
         else:
             raise UserError(f"a prompt must be messages, a text or token ids, not {kind_of(content)}")
         if not ids:

@@ -25,7 +25,7 @@ import os
 import shutil
 import tempfile
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -39,12 +39,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dtrain.base.errors import UserError
-from dtrain.base.files import publish
+from dtrain.base.files import lock, publish
 from dtrain.base.identity import digests
 from dtrain.base.json_files import digest
 from dtrain.base.ranks import Ranks
 from dtrain.data.formats.encoder import LONG, EncodedChunk, Part, RowEncoder
-from dtrain.data.rows.cache_seal import META, drop_damaged, is_whole, lock, seal
+from dtrain.data.rows.cache_seal import META, drop_damaged, is_whole, seal
 from dtrain.data.rows.order import Share
 from dtrain.data.rows.pool import Job, Pool
 from dtrain.data.sources.files import read_chunks
@@ -58,13 +58,13 @@ ARRAYS = {
     "offsets.bin": torch.int64,
     "origins.bin": torch.int64,
 }
+COUNTS = "rows truncated too_long untrained trained_tokens tokens_cut others plain_prompts".split()
 COLUMNS = {"columns.bin": torch.uint8, "column_offsets.bin": torch.int64}
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files, the format of all or of each, the weight of their rows in an epoch (see `order.Order`), and the file's
-    names of our columns (columns.py)."""
+    """Files, the format of all or of each, their weight in an epoch (`order.Order`), and their names of our columns."""
 
     files: tuple[Path, ...]
     format: str | tuple[str, ...]
@@ -238,8 +238,7 @@ class _Writer:
         self.list = stack.enter_context(open(directory / "left_out.txt", "w", encoding="utf-8"))
         self.hash = hashlib.blake2b(digest_size=16)
         self.samples = 0
-        self.counts = {"rows": 0, "truncated": 0, "too_long": 0, "untrained": 0, "trained_tokens": 0, "tokens_cut": 0}
-        self.counts |= {"others": 0, "plain_prompts": 0}
+        self.counts = Counter(dict.fromkeys(COUNTS, 0))
         self.named: list[list[Any]] = []
 
     def add(self, number: int, file: str, chunk: EncodedChunk) -> None:
@@ -255,15 +254,16 @@ class _Writer:
             self._write("columns.bin", b"".join(chunk.columns))
             self._advance("column_offsets.bin", map(len, chunk.columns))
         cut = [full - length for full, length in zip(chunk.full, chunk.lengths, strict=True)]
-        self.counts["tokens_cut"] += sum(cut)
-        self.counts["truncated"] += sum(
-            any(cut[first : first + self.documents]) for first in range(0, len(cut), self.documents)
+        firsts = range(0, len(cut), self.documents)
+        self.samples += len(firsts)
+        self.counts.update(
+            rows=chunk.rows,
+            others=chunk.others,
+            plain_prompts=chunk.plain_prompts,
+            trained_tokens=chunk.trained.count(1),
+            tokens_cut=sum(cut),
+            truncated=sum(any(cut[first : first + self.documents]) for first in firsts),
         )
-        self.samples += len(chunk.lengths) // self.documents
-        self.counts["rows"] += chunk.rows
-        self.counts["others"] += chunk.others
-        self.counts["plain_prompts"] += chunk.plain_prompts
-        self.counts["trained_tokens"] += chunk.trained.count(1)
         for line, reason in chunk.left_out:
             self.counts["too_long" if reason == LONG else "untrained"] += 1
             self.list.write(f"{file}:{line}: {reason}\n")

@@ -7,14 +7,11 @@ processes of a machine share out the reading. A damaged cache is deleted, for it
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from fcntl import LOCK_EX, flock
 from pathlib import Path
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.files import sync, write_new
+from dtrain.base.files import lock, sync, write_new
 from dtrain.base.identity import digests, view
 from dtrain.base.json_files import OWN, digest, read_json
 from dtrain.base.ranks import Ranks
@@ -70,8 +67,7 @@ def drop_damaged(place: Path, ranks: Ranks) -> list[str]:
 
 
 def _damage(place: Path, ranks: Ranks) -> str | None:
-    """Return the damage of the cache at `place` on this machine; None where there is none, or no cache. Collective over
-    `ranks`."""
+    """Return the damage of the cache at `place` on this machine; None where it is whole or absent. Collective."""
     damage, written = None, {}
     if os.path.lexists(place):
         try:
@@ -103,11 +99,3 @@ def _read_meta(place: Path) -> dict[str, Any]:
         if (actual := path.stat().st_size) != size:
             raise UserError(f"{path}: it has {actual} bytes instead of {size}")
     return meta
-
-
-@contextmanager
-def lock(place: Path) -> Iterator[None]:
-    """Hold the cache at `place` until the block ends, or the process does; others wait."""
-    with open(place.with_name(f"{place.name}.lock"), "a") as held:
-        flock(held, LOCK_EX)
-        yield

@@ -239,8 +239,9 @@ class Batches:
             generator=torch.Generator(),  # else it would draw from the global one, and shift what training draws
             snapshot_every_n_steps=1 << 30,
         )
-        for item in loader:
-            yield _unflatten(*item)
+        for flat, lengths, batch in loader:
+            pieces = flat.split(lengths, dim=1)
+            yield replace(batch, rows=[dict(zip(ROW_STREAMS, piece, strict=True)) for piece in pieces])
 
     def _local(self, first: int = 0, step: int = 1) -> Iterator[GlobalBatch]:
         """Yield batches number first, first + step, ..."""
@@ -279,13 +280,7 @@ class _Flat(IterableDataset):
             yield flat, [row.shape[1] for row in rows], replace(batch, rows=[])
 
 
-def _unflatten(flat: Tensor, lengths: list[int], batch: GlobalBatch) -> GlobalBatch:
-    rows = [dict(zip(ROW_STREAMS, piece, strict=True)) for piece in flat.split(lengths, dim=1)]
-    return replace(batch, rows=rows)
-
-
 def _leave_signals_to_the_run(worker: int) -> None:
-    """Ignore signals: a batch system sends them to every process, and the run needs its rows until it has saved; then
-    it ends this process."""
+    """Ignore signals, sent to every process: the run needs its rows until it has saved, then it ends this process."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)

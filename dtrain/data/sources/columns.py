@@ -1,5 +1,4 @@
-"""A file's own names of columns: our names that a recipe may map to them, hints where no format is known, and rows with
-our names. Torch is not imported."""
+"""A file's own names of columns: our names for them, hints where no format is known, renamed rows. Imports no torch."""
 
 import json
 import re

@@ -13,18 +13,18 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dtrain.base import json_files
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
 from dtrain.data.formats import formats
-from dtrain.data.sources.columns import how_to_map, renamed
-from dtrain.data.sources.file_kinds import KINDS
+from dtrain.data.sources.columns import how_to_map, lacking, renamed
+from dtrain.data.sources.file_kinds import KINDS, ending_of
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
@@ -32,6 +32,7 @@ ROW_BYTES = 1 << 24  # of one row: a million tokens, as text or as ids with labe
 _PLAIN_TEXT = 'plain text goes into a .jsonl, a line for each: {"text": "..."}'
 NO_SPACE = re.compile(r"\S|\Z")
 Stream = io.BufferedReader | gzip.GzipFile
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,10 @@ def resolve(
     cache_dir: where files behind URLs are copied to.
     Raises UserError, naming `key`, for a path without a file and for a kind of file that dtrain does not read.
     """
-    files: list[Path] = []
-    for path in [paths] if isinstance(paths, str) else list(paths):
-        matches = _matches(str(path), key, source, cache_dir)
-        for file in matches:
-            kind_of(file, key)
-        files += matches
+    listed = [paths] if isinstance(paths, str) else paths
+    files = [file for path in listed for file in _matches(str(path), key, source, cache_dir)]
+    for file in files:
+        kind_of(file, key)
     if not files:
         raise UserError(f"{key} names no file; give a path, a glob or a list of them")
     return files
@@ -119,10 +118,9 @@ def _instead(file: Path) -> str:
 
 def kind_of(file: Path, key: str = "data.train.path") -> str:
     """Return json, csv or parquet, by the file's ending."""
-    suffixes = [suffix.lower() for suffix in file.suffixes]
-    ending = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
+    ending = ending_of(file)
     kind = KINDS.get(ending)
-    if kind is None or (kind == "parquet" and suffixes[-1] == ".gz"):
+    if kind is None:
         table = ending in (".tsv", ".tab", ".xlsx", ".xls", ".ods")
         raise UserError(
             f"{key}: {file} is none of the files that dtrain reads: {', '.join(KINDS)}, all but the last also as .gz; "
@@ -174,6 +172,21 @@ def parse(file: str, line: int, row: Any) -> dict[str, Any]:
     return row
 
 
+def read_rows(
+    chunk: Chunk, columns: Mapping[str, str], read: Callable[[Mapping[str, Any]], T]
+) -> Iterator[tuple[int, Mapping[str, Any], T]]:
+    """Yield the line of each row, the row with our names of its `columns`, and what `read` makes of it. Raises
+    UserError, of `read` too, with file and line in front."""
+    for line, raw in chunk.rows:
+        parsed = parse(chunk.file, line, raw)
+        try:
+            row = renamed(parsed, columns) if columns else parsed
+            value = read(row)
+        except UserError as problem:
+            raise UserError(f"{chunk.file}:{line}: {problem}{lacking(parsed, columns)}") from problem
+        yield line, row, value
+
+
 def _mend(text: str, name: str) -> str:
     """Return the hint for a line that is not JSON, where it shows its cause."""
     if text.strip() in ("{", "["):
@@ -193,10 +206,8 @@ def _no_text(row: bytes, problem: UnicodeDecodeError) -> str:
 
 def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
     """Return the line and value of the file's first row; None where it has none."""
-    for chunk in read_chunks(file):
-        for line, row in chunk.rows:
-            return line, parse(chunk.file, line, row)
-    return None
+    rows = ((line, parse(chunk.file, line, row)) for chunk in read_chunks(file) for line, row in chunk.rows)
+    return next(rows, None)
 
 
 def formats_of(files: Sequence[Path], name: str, kind: str, columns: Mapping[str, str], key: str) -> tuple[str, ...]:

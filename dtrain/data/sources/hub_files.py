@@ -3,6 +3,7 @@ folders, as the `datasets` library goes by them. Torch is not imported.
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -12,7 +13,7 @@ import yaml
 
 from dtrain.base.errors import UserError
 from dtrain.base.name_patterns import fullmatch, pattern_error
-from dtrain.data.sources.file_kinds import KINDS
+from dtrain.data.sources.file_kinds import KINDS, ending_of
 
 # Words for the splits in names of files and folders.
 WORDS = {
@@ -62,11 +63,8 @@ def choose(name: str, listing: Sequence[str], readme: str, split: str, subset: s
 
 def _is_rows(path: str) -> bool:
     name = PurePosixPath(path)
-    endings = [ending.lower() for ending in name.suffixes]
-    if endings[-1:] == [".gz"]:
-        endings = [ending for ending in endings[:-1] if ending != ".parquet"]
     hidden = any(part.startswith((".", "_")) for part in name.parts)
-    return endings[-1:] != [] and endings[-1] in KINDS and not hidden and name.name not in _NOT_ROWS
+    return ending_of(name) in KINDS and not hidden and name.name not in _NOT_ROWS
 
 
 def front_of(readme: str, name: str) -> dict[str, Any]:
@@ -171,11 +169,8 @@ def _fits(path: str, pattern: str) -> bool:
 
 def _refuse_parts(name: str, files: Sequence[str]) -> None:
     """Raise UserError for a shard missing in the listing: the repository, or the cache, holds a part of the split."""
-    counted: dict[tuple[str, str, str], int] = {}
-    for path in files:
-        folder, _, file = path.rpartition("/")
-        if shard := _SHARD.match(file):
-            counted[folder, shard[1], shard[2]] = counted.get((folder, shard[1], shard[2]), 0) + 1
+    places = (path.rpartition("/") for path in files)
+    counted = Counter((folder, shard[1], shard[2]) for folder, _, file in places if (shard := _SHARD.match(file)))
     for (folder, stem, total), count in counted.items():
         if count != int(total):
             raise UserError(f"{name}: of {folder}/{stem}-*-of-{total} there are {count} files, not {int(total)}")

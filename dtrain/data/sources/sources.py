@@ -15,7 +15,7 @@ from dtrain.data.formats.plain_prompts import TEXT, describe, refuse_without_tem
 from dtrain.data.rows.cache import Samples, Source, open_cache
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources.files import entries, formats_of, read_chunks, resolve
-from dtrain.data.text.template import ChatTemplate, choose_template
+from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-# Kind of sample -> module and class that make it of a row, loaded when a method needs it.
+# Kind of sample -> module and class that make it of a row, loaded when a method needs it, and the options of its own.
 ENCODERS = {
-    "examples": ("dtrain.data.formats.sample", "Encoder"),
-    "pairs": ("dtrain.data.formats.pairs", "PairEncoder"),
-    "labelled": ("dtrain.data.formats.labelled", "LabelledEncoder"),
-    "prompts": ("dtrain.data.formats.prompts", "PromptEncoder"),
-    "examples with labels": ("dtrain.data.formats.labels", "LabelledTextEncoder"),
-    "pairs with labels": ("dtrain.data.formats.labels", "LabelledPairEncoder"),
+    "examples": ("dtrain.data.formats.sample", "Encoder", ["loss_on"]),
+    "pairs": ("dtrain.data.formats.pairs", "PairEncoder", []),
+    "labelled": ("dtrain.data.formats.labelled", "LabelledEncoder", []),
+    "prompts": ("dtrain.data.formats.prompts", "PromptEncoder", ["options"]),
+    "examples with labels": ("dtrain.data.formats.labels", "LabelledTextEncoder", ["label"]),
+    "pairs with labels": ("dtrain.data.formats.labels", "LabelledPairEncoder", ["label"]),
 }
 FEWEST_PACKED = 16  # rows of a pass; with fewer, small data makes too few steps
 
@@ -64,7 +64,7 @@ def open_rows(
     Every rank calls it: the first makes the cache, the others wait for it. Raises UserError.
     """
     train, cache_dir = split == "train", section.cache_dir or cache_dir
-    sources, encoder = _opened(section, split, kind, prompts, label, tokenizer, seed, cache_dir, say)
+    sources, encoder = _opened(section, tokenizer, split, kind, prompts, label, seed, cache_dir, say)
     samples = open_cache(
         sources,
         encoder,
@@ -128,21 +128,9 @@ class Look:
         return self.format in ("text", "tokenized") and self.encoder.too_long != "error"
 
 
-def looks(
-    section: Any,
-    *,
-    split: str = "train",
-    kind: str = "examples",
-    prompts: "PromptOptions | None" = None,
-    label: "Label | None" = None,
-    tokenizer: Tokenizer,
-    seed: int = 0,
-    cache_dir: str | Path | None = None,
-) -> list[Look]:
-    """Return each file of `open_rows`. Raises UserError."""
-    sources, encoder = _opened(
-        section, split, kind, prompts, label, tokenizer, seed, section.cache_dir or cache_dir, _nothing
-    )
+def looks(section: Any, *, cache_dir: str | Path | None = None, **options: Any) -> list[Look]:
+    """Return each file of `open_rows`, from its arguments. Raises UserError."""
+    sources, encoder = _opened(section, cache_dir=section.cache_dir or cache_dir, **options)
     return [
         Look(file, name, source.columns, encoder)
         for source in sources
@@ -152,19 +140,19 @@ def looks(
 
 def _opened(
     section: Any,
-    split: str,
-    kind: str,
-    prompts: "PromptOptions | None",
-    label: "Label | None",
     tokenizer: Tokenizer,
-    seed: int,
-    cache_dir: str | Path | None,
-    say: Say,
+    split: str = "train",
+    kind: str = "examples",
+    prompts: "PromptOptions | None" = None,
+    label: "Label | None" = None,
+    seed: int = 0,
+    cache_dir: str | Path | None = None,
+    say: Say = lambda line: None,
 ) -> tuple[list[Source], RowEncoder]:
     """Return the sources of a split, and the encoder of their rows. Raises UserError."""
     train, is_part = split == "train", isinstance(section.val, float)
     whence = "train" if is_part else split
-    tell = say if whence == split else _nothing
+    tell = say if whence == split else lambda line: None  # whoever opened the other part has said it
     sources = _sources(getattr(section, whence), f"data.{whence}", tell, kind, cache_dir)
     if not train:
         sources = [replace(source, weight=1.0) for source in sources if source.weight]
@@ -174,14 +162,16 @@ def _opened(
     return sources, encoder
 
 
-def _nothing(line: str) -> None:
-    """Print nothing: in place of `say`, where the lines were printed already."""
-
-
 def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | None) -> list[Source]:
     """Return the sources of data.train or data.val, their formats detected and printed. Raises UserError."""
     sources = []
-    for source, where in _checked_sources(split, key):
+    if split is None:
+        raise UserError(f"{key} is null: name its data with {key}.path")
+    if split.sources and split.path:
+        raise UserError(f"{key}.path and {key}.sources are both set; sources replace path, so keep one of them")
+    if not split.sources and not split.path:
+        raise UserError(f"{key}.path is not set: name a file, a glob or a list of them")
+    for source, where in entries(split, key):
         files = tuple(resolve(source.path, f"{where}.path", source, cache_dir))
         weight, name, columns = getattr(source, "weight", 1.0), source.format, getattr(source, "columns", {})
         if not 0 <= weight < float("inf"):
@@ -217,19 +207,19 @@ def _encoder(
         "too_long": section.too_long,
         "prompts_as": section.prompts_as or TEXT,
     }
-    options: dict[str, Any] = {}
-    if label is not None:
-        options["label"] = label
-    elif kind == "prompts":
-        options["options"] = prompts
-    elif kind == "examples":
-        options["loss_on"] = section.loss_on
-    module, name = ENCODERS[kind if label is None else f"{kind} with labels"]
-    encoder: RowEncoder = getattr(import_module(module), name)(tokenizer, template, **options, **limits)
+    module, name, own = ENCODERS[kind if label is None else f"{kind} with labels"]
+    options = {"label": label, "options": prompts, "loss_on": section.loss_on}
+    options = {option: options[option] for option in own} | limits
+    encoder: RowEncoder = getattr(import_module(module), name)(tokenizer, template, **options)
     if template and formats & {*CHAT_FORMATS, "prompt_completion", "preference", "question"}:
         say(f"chat template: {template.origin}")
-        for note in _template_notes(template, encoder):
-            say(note)
+        if template.writes_today:
+            say(
+                "the chat template writes today's date into each conversation; "
+                "data.template_kwargs.date_string may fix it (what tokenising writes is kept in the cache)"
+            )
+        if encoder.replies.headers().ending == "" and "{% generation" not in template.source:
+            say("the chat template writes no end-of-turn token: a model trained with it does not learn to stop")
     plain = kind == "examples" and label is None
     if plain and "text" in formats and section.loss_on != "all":
         say(f"data.loss_on={section.loss_on}: rows of plain text have no such part, so all of their tokens are trained")
@@ -270,26 +260,3 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
     if meta["left_out"] and (samples.directory / "left_out.txt").is_file():
         lines.append(f"{label}: all rows left out are listed in {samples.directory / 'left_out.txt'}")
     return lines
-
-
-def _checked_sources(split: Any, key: str) -> list[tuple[Any, str]]:
-    """Return each source, and its key."""
-    if split is None:
-        raise UserError(f"{key} is null: name its data with {key}.path")
-    if split.sources and split.path:
-        raise UserError(f"{key}.path and {key}.sources are both set; sources replace path, so keep one of them")
-    if not split.sources and not split.path:
-        raise UserError(f"{key}.path is not set: name a file, a glob or a list of them")
-    return entries(split, key)
-
-
-def _template_notes(template: ChatTemplate, encoder: RowEncoder) -> list[str]:
-    notes = []
-    if template.writes_today:
-        notes.append(
-            "the chat template writes today's date into each conversation; "
-            "data.template_kwargs.date_string may fix it (what tokenising writes is kept in the cache)"
-        )
-    if encoder.replies.headers().ending == "" and "{% generation" not in template.source:
-        notes.append("the chat template writes no end-of-turn token: a model trained with it does not learn to stop")
-    return notes

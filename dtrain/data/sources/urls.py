@@ -5,7 +5,6 @@ content: etag, checksum, size, time of change. Where the server cannot be reache
 imported.
 """
 
-import fcntl
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from dtrain.base.errors import UserError
+from dtrain.base.files import lock
 from dtrain.base.json_files import digest
 
 # Servers' names of the marks by which content is known, in lower case.
@@ -75,7 +75,7 @@ def copies(url: str, key: str, cache_dir: Path) -> list[Path]:
     for remote in remotes:
         folder = remote.copy.parent
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.with_name(f"{folder.name}.lock")):
+        with lock(folder):
             if not remote.copy.is_file():
                 with _url_errors(remote.url, key):
                     _copy(remote)
@@ -121,13 +121,6 @@ def _kept(url: str, cache_dir: Path) -> list[Path]:
     place = _list_of(url, cache_dir)
     files = [cache_dir / line for line in place.read_text().splitlines()] if place.is_file() else []
     return files if all(file.is_file() for file in files) else []
-
-
-@contextmanager
-def _lock(file: Path) -> Iterator[None]:
-    with open(file, "a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager

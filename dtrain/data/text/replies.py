@@ -174,7 +174,8 @@ class Replies:
     def _own(self, messages: Messages, tools: Messages | None, marked: Marked, index: int, text: str) -> int:
         """Return the number of characters of `text`, the block of messages[index], before the answers of tools: some
         templates (Gemma 4's) write answers into the turn that called. Known by the same conversation without them."""
-        after = _after_answers(messages, index)
+        behind = range(index + 1, len(messages))
+        after = next((number for number in behind if messages[number]["role"] != "tool"), len(messages))
         if after == index + 1 or any(marked.blocks[index + 1 : after]):
             return len(text)
         try:
@@ -212,12 +213,6 @@ class Replies:
             f"{self.template.origin}, writes: {why}. Put {{% generation %}} and {{% endgeneration %}} around the "
             "reply in a copy of the template and name it with data.chat_template, or set data.loss_on=all"
         )
-
-
-def _after_answers(messages: Messages, index: int) -> int:
-    """Return the index of the first message after messages[index] and the answers of tools that follow it."""
-    rest = range(index + 1, len(messages))
-    return next((number for number in rest if messages[number]["role"] != "tool"), len(messages))
 
 
 def _object_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,8 +119,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self._thread.budget
 
     def compiled(self, source: str, *changes: NodeTransformer) -> jinja2.Template:
-        """Compile the template of a text, with `changes` and counters. Raises what jinja and Python raise for a
-        template that is not valid."""
+        """Compile the template of a text, with `changes` and counters. Raises what jinja and Python raise for it."""
         self.begin()
         tree = self.parse(source)
         for change in (*changes, Counting()):

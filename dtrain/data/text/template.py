@@ -13,8 +13,10 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tool_source: str | None = None,
     ):
-        self.source, self.origin = source, origin
+        self.source, self.origin, self._sources = source, origin, (source, tool_source or "")
         self._arguments = (source, origin, dict(special_tokens), dict(variables or {}), tool_source)
         taken = [name for name in variables or {} if name in RESERVED]
         if taken:
@@ -85,9 +87,11 @@ class ChatTemplate:
             lstrip_blocks=True,
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
-        self._sandbox.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self._sandbox.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+        }
         self._template = self._compiled(source)
-        self._has_blocks: bool | None = None
         self._tool_template = self._template if tool_source is None else self._compiled(tool_source)
 
     def __reduce__(self):
@@ -97,15 +101,13 @@ class ChatTemplate:
     def fingerprint(self) -> str:
         """Hash of everything that decides what is written."""
         source, _, *others = self._arguments  # where it was found decides nothing
-        if self._thinks_in_blocks():
+        if self._thinks_in_blocks:
             others.append("thoughts are parts")  # else a cache from before would be read, without
         return hashlib.sha256(json.dumps([source, *others], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
     def writes_today(self) -> bool:
-        return any("strftime_now" in (source or "") for source in (self._arguments[0], self._arguments[4])) and (
-            "date_string" not in self.variables
-        )
+        return any("strftime_now" in source for source in self._sources) and "date_string" not in self.variables
 
     def render(
         self,
@@ -120,9 +122,8 @@ class ChatTemplate:
 
     def reads(self, name: str) -> bool:
         """Return whether the template knows a variable of this name that is not dtrain's to set."""
-        sources = (source or "" for source in (self._arguments[0], self._arguments[4]))
         is_own = name in (*RESERVED, *self._arguments[2]) or name in self._sandbox.globals
-        return name.isidentifier() and not is_own and any(re.search(rf"\b{name}\b", source) for source in sources)
+        return name.isidentifier() and not is_own and any(re.search(rf"\b{name}\b", source) for source in self._sources)
 
     def marked(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> Marked:
         """Render the conversation as text, with the span of each message.
@@ -158,27 +159,24 @@ class ChatTemplate:
         """Return messages as transformers hands them to a template: nulls left out, reasoning under each name in use;
         for one that knows it as a part of the content alone, there."""
         prepared = _named_reasoning(messages)
-        if any("reasoning_content" in message for message in prepared) and self._thinks_in_blocks():
+        if any("reasoning_content" in message for message in prepared) and self._thinks_in_blocks:
             return [_in_blocks(message) for message in prepared]
         return prepared
 
+    @cached_property
     def _thinks_in_blocks(self) -> bool:
         """Return whether thoughts are written only as parts of a message's content, of type thinking (Ministral 3)."""
-        if self._has_blocks is None:
-            self._has_blocks = False
-            if re.search("""['"]thinking['"]""", self.source):
-                ask, say = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": PROBE}
-                thinks = _named_reasoning([ask, say])
-                by_field, by_part = self._tried(thinks), self._tried([ask, _in_blocks(thinks[1])])
-                # One that writes the whole list as text would write the parts' names too.
-                self._has_blocks = PROBE not in by_field and PROBE in by_part and "'type'" not in by_part
-        return self._has_blocks
-
-    def _tried(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        try:
-            return self._run(messages, None, False, SILENT)
-        except UserError:
-            return ""
+        if not re.search("""['"]thinking['"]""", self.source):
+            return False
+        ask, say = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": PROBE}
+        thinks = _named_reasoning([ask, say])
+        by_field = by_part = ""
+        with suppress(UserError):
+            by_field = self._run(thinks, None, False, SILENT)
+        with suppress(UserError):
+            by_part = self._run([ask, _in_blocks(thinks[1])], None, False, SILENT)
+        # One that writes the whole list as text would write the parts' names too.
+        return PROBE not in by_field and PROBE in by_part and "'type'" not in by_part
 
     def _run(self, messages, tools, add_generation_prompt: bool, marks: Mapping[str, Any]) -> str:
         template = self._template if tools is None else self._tool_template
@@ -320,10 +318,6 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 def _raise_exception(message: str):
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _template_line(problem: BaseException) -> int | None:

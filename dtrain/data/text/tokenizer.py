@@ -51,12 +51,14 @@ class Tokenizer:
         inner = model.get("text_config")
         model = {**(inner if isinstance(inner, dict) else {}), **model}
 
-        named = self._named_id("eos_token")
-        ids = [*([] if named is None else [named]), *_ids(generation, "eos_token_id"), *_ids(model, "eos_token_id")]
-        self.eos_ids: list[int] = list(dict.fromkeys(ids))
-        self.bos_id = _first(self._named_id("bos_token"), _ids(generation, "bos_token_id"), _ids(model, "bos_token_id"))
-        padding = _first(self._named_id("pad_token"), _ids(generation, "pad_token_id"), _ids(model, "pad_token_id"))
-        self.pad_id: int = padding if padding is not None else (self.eos_ids or [0])[0]
+        def ids_of(name: str) -> list[int]:
+            text, key = self.special_tokens.get(name), f"{name}_id"
+            named = None if text is None else self._whole.token_to_id(text)
+            return [*([] if named is None else [named]), *_ids(generation, key), *_ids(model, key)]
+
+        self.eos_ids: list[int] = list(dict.fromkeys(ids_of("eos_token")))
+        self.bos_id = next(iter(ids_of("bos_token")), None)
+        self.pad_id: int = [*ids_of("pad_token"), *self.eos_ids, 0][0]
         self.size = max(self.vocabulary.values(), default=-1) + 1
         self.id_limit = max([self.size, *_ids(model, "vocab_size")])
         self._source = (tokenizer_json, config.get("added_tokens_decoder"))
@@ -122,10 +124,6 @@ class Tokenizer:
             if whole[start : start + len(plain)] == plain:
                 return whole[:start], whole[start + len(plain) :]
         raise UserError(f"{self.directory / 'tokenizer.json'}: its post_processor rewrites the text's own tokens")
-
-    def _named_id(self, name: str) -> int | None:
-        text = self.special_tokens.get(name)
-        return None if text is None else self._whole.token_to_id(text)
 
 
 def _encode(backend: Backend, text: str, add_special_tokens: bool) -> Encoding:
@@ -205,10 +203,6 @@ def _ids(file: Mapping[str, Any], key: str) -> list[int]:
     value = file.get(key)
     values = value if isinstance(value, list) else [value]
     return [item for item in values if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31]
-
-
-def _first(named: int | None, *others: list[int]) -> int | None:
-    return named if named is not None else next((ids[0] for ids in others if ids), None)
 
 
 def _missing(directory: Path) -> str:

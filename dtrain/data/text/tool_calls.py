@@ -89,16 +89,14 @@ FORMS: Mapping[str, Callable[[str, Parameters], list[ToolCall]]] = MappingProxyT
 
 
 def misfit(value: Any, schema: Mapping[str, Any], place: str) -> str | None:
-    """Return why a value does not fit a JSON schema, in a line; None where it does, as far as its types, enum, items,
-    properties and required names say."""
+    """Return why a value does not fit a JSON schema's types, enum, items, properties and required names, or None."""
     if value is None and schema.get("nullable"):
         return None
     either = schema.get("anyOf")
     if either:
         problems = [misfit(value, option, place) for option in either]
         return None if None in problems else problems[0]
-    types = schema.get("type", [])
-    types = [types] if isinstance(types, str) else types
+    types = _listed(schema.get("type"))
     if types and not any(_is_of(value, kind) for kind in types):
         return f"{place} must be of type {' or '.join(types)}, not {kind_of(value)}"
     if "enum" in schema and value not in schema["enum"]:
