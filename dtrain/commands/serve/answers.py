@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,16 +36,11 @@ class StreamChunk:
     routed: str | None = None
 
 
-@dataclass
 class Answer:
     """The answer to one `Ask`: `whole` from each request's one piece, or `event` by event."""
 
-    ask: Ask
-    tokenizer: Tokenizer
-    id: str = field(init=False)
-    created: int = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, ask: Ask, tokenizer: Tokenizer):
+        self.ask, self.tokenizer = ask, tokenizer
         self.id = f"{'chatcmpl' if self.ask.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
