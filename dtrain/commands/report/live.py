@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from dtrain.base.errors import UserError
+from dtrain.base.errors import UserError, in_words
 from dtrain.base.json_files import digest
 from dtrain.commands.report.page import page, state
 from dtrain.commands.report.run_files import RunFiles
@@ -119,17 +120,10 @@ def follow(runs: Sequence[RunFiles], answers: int, port: int, library: str) -> i
     try:
         server = Server(port, Following(runs, answers, library))
     except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"cannot listen at {ADDRESS}:{port} ({why}); choose another --port, or 0 for a free one"
-        ) from error
-    with server:
-        print(
-            f"http://{ADDRESS}:{server.server_port} follows {', '.join(run.name for run in runs)}; Ctrl-C ends it",
-            flush=True,
-        )
-        try:
-            server.serve_forever(0.2)
-        except KeyboardInterrupt:
-            return 0
+        where = f"{ADDRESS}:{port} ({in_words(error)})"
+        raise UserError(f"cannot listen at {where}; choose another --port, or 0 for a free one") from error
+    names = ", ".join(run.name for run in runs)
+    with server, suppress(KeyboardInterrupt):
+        print(f"http://{ADDRESS}:{server.server_port} follows {names}; Ctrl-C ends it", flush=True)
+        server.serve_forever(0.2)
     return 0

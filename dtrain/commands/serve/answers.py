@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,16 +36,11 @@ class StreamChunk:
     routed: str | None = None
 
 
-@dataclass
 class Answer:
     """The answer to one `Ask`: `whole` from each request's one piece, or `event` by event."""
 
-    ask: Ask
-    tokenizer: Tokenizer
-    id: str = field(init=False)
-    created: int = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, ask: Ask, tokenizer: Tokenizer):
+        self.ask, self.tokenizer = ask, tokenizer
         self.id = f"{'chatcmpl' if self.ask.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
@@ -64,13 +59,13 @@ class Answer:
         text = choice["delta"].get("content") if self.ask.chat else choice["text"]
         if not (text or choice["finish_reason"] or self.ask.logprobs or self.ask.token_ids):
             return b""
-        return _event({**self._head("chat.completion.chunk"), "choices": [choice]})
+        return server_sent_event({**self._head("chat.completion.chunk"), "choices": [choice]})
 
     def last_events(self) -> bytes:
         """Return the events that end the stream."""
         if not self.ask.usage:
             return DONE
-        return _event({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()}) + DONE
+        return server_sent_event({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()}) + DONE
 
     def _head(self, kind: str) -> dict[str, Any]:
         kind = kind if self.ask.chat else "text_completion"
@@ -136,5 +131,5 @@ class Answer:
         return f"token_id:{token_id}" if self.ask.tokens_as_ids else self.tokenizer.decode([token_id])
 
 
-def _event(body: dict[str, Any]) -> bytes:
+def server_sent_event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body).encode() + b"\n\n"

@@ -79,14 +79,11 @@ class ClassifyService(Gate):
     ):
         super().__init__(key, hosts)
         self.worker, self.encoder, self.name, self.names = worker, encoder, name, names
-        self.started = int(time.time())
-        self.get = {"/health": lambda body: {"status": "ok"}, "/v1/models": lambda body: self.models()}
+        self.get = {
+            "/health": lambda body: {"status": "ok"},
+            "/v1/models": lambda body: self.models(name, encoder.max_length),
+        }
         self.act = {"/classify": self.classify, "/v1/classify": self.classify}
-
-    def models(self) -> dict[str, Any]:
-        length = self.encoder.max_length
-        entry = {"id": self.name, "object": "model", "created": self.started, "owned_by": "dtrain"}
-        return {"object": "list", "data": [{**entry, "max_model_len": length}]}
 
     def classify(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return for each text: `scores`, the head's outputs; `probs`, their softmax, of one output the sigmoid;

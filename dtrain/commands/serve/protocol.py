@@ -273,17 +273,11 @@ class Parser:
             stop=fields["stop"],
         )
         seed = secrets.randbelow(SEED_LIMIT) if fields["seed"] is None else fields["seed"]
+        routed, first_sample = fields["return_routed_experts"], fields["sample_index"]
         requests = [
-            Request(
-                prompt,
-                sampling,
-                seed,
-                fields["prompt_index"] + index,
-                fields["sample_index"] + sample,
-                fields["return_routed_experts"],
-            )
-            for index, prompt in enumerate(prompts)
-            for sample in range(fields["n"])
+            Request(prompt, sampling, seed, index, sample, routed)
+            for index, prompt in enumerate(prompts, fields["prompt_index"])
+            for sample in range(first_sample, first_sample + fields["n"])
         ]
         name = fields["model"] or self.model
         return Ask(

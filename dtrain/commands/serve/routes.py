@@ -3,7 +3,7 @@
 import hmac
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtrain.commands.serve.adapters import Adapters
@@ -32,6 +32,7 @@ class Gate:
 
     def __init__(self, key: str | None, hosts: set[str]):
         self.key, self.hosts, self.has_control = key, hosts, False
+        self._started = int(time.time())
         self.get: dict[str, Act] = {}
         self.ask: dict[str, Callable[[Mapping[str, Any]], Ask]] = {}
         self.act: dict[str, Act] = {}
@@ -75,6 +76,12 @@ class Gate:
         scheme, _, token = head.headers.get("authorization", "").partition(" ")
         return hmac.compare_digest(token.strip().encode(), self.key.encode()) and scheme.lower() == "bearer"
 
+    def models(self, name: str, max_length: int, adapters: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the body of /v1/models."""
+        base = {"id": name, "object": "model", "created": self._started, "owned_by": "dtrain"}
+        base["max_model_len"] = max_length
+        return {"object": "list", "data": [base, *({**base, "id": other, "parent": name} for other in adapters)]}
+
     def _check_caller(self, head: RequestHead) -> None:
         if self.key is None:  # a page may lead its visitors' browsers here by a name of its own
             host = _HOST.fullmatch(head.headers.get("host", "localhost").lower())
@@ -94,10 +101,9 @@ class Service(Gate):
         self.parser, self.worker, self.updates = parser, worker, updates
         self.adapters = Adapters(updates, parser)
         self.has_control = key is not None and updates.root is not None
-        self.started = int(time.time())
         self.get = {
             "/health": lambda body: self.health(),
-            "/v1/models": lambda body: self.models(),
+            "/v1/models": lambda body: self.models(parser.model, parser.max_length, parser.adapters),
             "/weight_info": lambda body: {"weight_version": worker.version},
             "/get_world_size": lambda body: {"world_size": 1},
             "/is_paused": lambda body: {"is_paused": worker.paused},
@@ -134,17 +140,6 @@ class Service(Gate):
             "running": running,
             "waiting": waiting,
         }
-
-    def models(self) -> dict[str, Any]:
-        base = {
-            "id": self.parser.model,
-            "object": "model",
-            "created": self.started,
-            "owned_by": "dtrain",
-            "max_model_len": self.parser.max_length,
-        }
-        beside = [{**base, "id": name, "parent": self.parser.model} for name in self.parser.adapters]
-        return {"object": "list", "data": [base, *beside]}
 
     def pause(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Pause the server. {"mode"}: keep (SGLang: in_place), wait or abort, vLLM's and SGLang's default."""

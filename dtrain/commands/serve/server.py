@@ -3,7 +3,6 @@
 A thread for each connection (connection.py), all of them waiting for the one that owns the engine (worker.py).
 """
 
-import json
 import queue
 import signal
 import socket
@@ -13,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
 from dtrain.base.errors import Stopped, UserError
-from dtrain.commands.serve.answers import Answer, StreamChunk
+from dtrain.commands.serve.answers import Answer, StreamChunk, server_sent_event
 from dtrain.commands.serve.classify import ClassifyService
 from dtrain.commands.serve.connection import Connection, Limits, RequestHead
 from dtrain.commands.serve.fields import ApiError, read_object
@@ -147,43 +147,38 @@ class HttpServer(socketserver.TCPServer):
             if ask.stream:
                 self._stream(connection, job, answer)
             else:
-                pieces = _pieces(connection, job)
-                connection.send(200, answer.whole([next(pieces) for _ in ask.requests]))
+                connection.send(200, answer.whole(list(_pieces(connection, job))))
         except OSError:
             service.worker.drop(job)
             raise
 
     def _stream(self, connection: Connection, job: Job, answer: Answer) -> None:
         pieces = _pieces(connection, job)
-        piece = next(pieces)  # an error before the first token still has a status of its own
+        first = next(pieces)  # an error before the first token still has a status of its own
         connection.begin(200, STREAM)
-        left = len(job.requests)
         try:
-            while True:
+            for piece in chain([first], pieces):
                 connection.chunk(answer.event(piece))
-                left -= piece.finish is not None
-                if not left:
-                    break
-                piece = next(pieces)
             connection.chunk(answer.last_events(), last=True)
         except ApiError as error:
-            connection.chunk(b"data: " + json.dumps(error.body).encode() + b"\n\n", last=True)
+            connection.chunk(server_sent_event(error.body), last=True)
 
 
 def _pieces(connection: Connection, job: Job) -> Iterator[StreamChunk]:
-    """Yield the pieces of a job. Raises the worker's ApiError, and ConnectionError soon after the client is gone, also
+    """Yield all pieces of a job. Raises the worker's ApiError, and ConnectionError soon after the client is gone, also
     while pieces keep coming: an answer that is sent whole writes nothing to the client before its end."""
-    look = time.monotonic() + LOOK_SECONDS
-    while True:
-        with suppress(queue.Empty):
-            piece = job.pieces.get(timeout=max(look - time.monotonic(), 0.0))
-            if isinstance(piece, ApiError):
-                raise piece
-            yield piece
+    left, look = len(job.requests), time.monotonic() + LOOK_SECONDS
+    while left:
         if time.monotonic() >= look:
             if connection.is_gone():
                 raise ConnectionError("the client is gone")
             look = time.monotonic() + LOOK_SECONDS
+        with suppress(queue.Empty):
+            piece = job.pieces.get(timeout=max(look - time.monotonic(), 0.0))
+            if isinstance(piece, ApiError):
+                raise piece
+            left -= piece.finish is not None
+            yield piece
 
 
 def serve(server: HttpServer, *, grace: float, watch: Path | None = None, say: Callable[[str], None] = print) -> None:
@@ -194,9 +189,8 @@ def serve(server: HttpServer, *, grace: float, watch: Path | None = None, say: C
     """
     worker = server.service.worker
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number in kept:
-        signal.signal(number, lambda signum, frame: signals.put(signum))
+    numbers = signal.SIGTERM, signal.SIGINT
+    kept = {number: signal.signal(number, lambda signum, frame: signals.put(signum)) for number in numbers}
     worker.start()
     accepting = threading.Thread(target=server.serve_forever, args=(0.1,), name="http", daemon=True)
     accepting.start()

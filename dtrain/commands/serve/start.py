@@ -6,9 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from ipaddress import ip_address
 
-import torch
-
-from dtrain.base.errors import UserError
+from dtrain.base.errors import UserError, in_words
 from dtrain.base.model_directory import CONFIG
 from dtrain.commands.serve.classify import Classifier, ClassifyService, names_of
 from dtrain.commands.serve.protocol import Parser
@@ -22,13 +20,6 @@ from dtrain.data.text.template import choose_template
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, load
 from dtrain.rl.remote.http import read_key
-
-
-def _ask(url: str, chats: bool) -> str:
-    """Return a curl command that sends the server a request."""
-    path = "chat/completions" if chats else "completions"
-    body = '{"messages": [{"role": "user", "content": "Hello"}]}' if chats else '{"prompt": "Hello"}'
-    return f"  curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'"
 
 
 def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) -> None:
@@ -51,38 +42,43 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
     length = arguments.max_length or most
     name = arguments.name or str(arguments.directory)
     hosts = {"localhost", "127.0.0.1", "[::1]", arguments.host.lower(), address[0]}
+    service: Service | ClassifyService
     if model.config.labels is not None:
         _refuse_unread(arguments)
         pairs = PairEncoder(tokenizer, template, max_length=length)
         names = names_of(tokenizer.directory / CONFIG, model.config.labels)
-        rating = ClassifyService(Classifier(model), pairs, name, names, key, hosts)
-        server = _listen(arguments, address, rating)
-        outputs = "1 output" if len(names) == 1 else f"{len(names)} outputs"
-        url = _say(arguments, server, f"{name}, {outputs}", dtype, device, say)
-        if key is None:
-            say(f"  curl {url}/classify -H 'Content-Type: application/json' -d '{{\"input\": \"Hello\"}}'")
-        serve(server, grace=arguments.grace, say=say)
-        return
-    encoder = PromptEncoder(tokenizer, template, max_length=length, options=PromptOptions(length))
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
-    engine = Engine(
-        model,
-        decode=decode,
-        max_rows=arguments.max_rows,
-        max_tokens=arguments.max_tokens,
-        notes_experts=model.routing is not None,
-    )
-    worker = EngineThread(engine)
-    parser = Parser(encoder, name, length)
-    updates = Updates(model, worker, arguments.control, watched=arguments.watch is not None)
-    service = Service(parser, worker, updates, key, hosts)
-    if arguments.adapter is not None:
-        service.adapters.begin_with(*arguments.adapter)
-    server = _listen(arguments, address, service)
-    beside = "".join(f", with its adapter {name}" for name in parser.adapters)
-    url = _say(arguments, server, parser.model, dtype, device, say, beside)
+        service = ClassifyService(Classifier(model), pairs, name, names, key, hosts)
+        what, beside = f"{name}, {len(names)} output{'s' if len(names) > 1 else ''}", ""
+        path, body = "/classify", '{"input": "Hello"}'
+    else:
+        engine = Engine(
+            model,
+            decode=partial(tokenizer.decode, skip_special_tokens=True),
+            max_rows=arguments.max_rows,
+            max_tokens=arguments.max_tokens,
+            notes_experts=model.routing is not None,
+        )
+        worker = EngineThread(engine)
+        encoder = PromptEncoder(tokenizer, template, max_length=length, options=PromptOptions(length))
+        parser = Parser(encoder, name, length)
+        updates = Updates(model, worker, arguments.control, watched=arguments.watch is not None)
+        service = Service(parser, worker, updates, key, hosts)
+        if arguments.adapter is not None:
+            service.adapters.begin_with(*arguments.adapter)
+        what, beside = name, "".join(f", with its adapter {adapter}" for adapter in parser.adapters)
+        path, body = "/v1/completions", '{"prompt": "Hello"}'
+        if template is not None:
+            path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Hello"}]}'
+    try:
+        server = HttpServer(address, service)
+    except OSError as error:
+        where = f"{arguments.host}:{arguments.port} ({in_words(error)})"
+        raise UserError(f"cannot listen at {where}; choose another --port, or 0 for a free one") from error
+    shown = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+    url = f"http://{shown}:{server.server_port}"
+    say(f"serving {what} at {url} ({str(dtype).removeprefix('torch.')} on {device}{beside})")
     if key is None:
-        say(_ask(url, template is not None))
+        say(f"  curl {url}{path} -H 'Content-Type: application/json' -d '{body}'")
     serve(server, grace=arguments.grace, watch=arguments.watch, say=say)
 
 
@@ -94,32 +90,6 @@ def _refuse_unread(arguments: Namespace) -> None:
         raise UserError(
             f"{arguments.directory} rates or classifies texts, and {', '.join(named)} is for models that write"
         )
-
-
-def _listen(arguments: Namespace, address: tuple, service: Service | ClassifyService) -> HttpServer:
-    try:
-        return HttpServer(address, service)
-    except OSError as error:
-        raise UserError(
-            f"cannot listen at {arguments.host}:{arguments.port} ({error.strerror or error}); choose another "
-            "--port, or 0 for a free one"
-        ) from error
-
-
-def _say(
-    arguments: Namespace,
-    server: HttpServer,
-    what: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    say: Callable[[str], None],
-    beside: str = "",
-) -> str:
-    """Print the server's address and return it."""
-    shown = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-    url = f"http://{shown}:{server.server_port}"
-    say(f"serving {what} at {url} ({str(dtype).removeprefix('torch.')} on {device}{beside})")
-    return url
 
 
 def _address(host: str, port: int, key: str | None) -> tuple:

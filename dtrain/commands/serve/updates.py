@@ -5,7 +5,6 @@ update_weights_from_distributed, destroy_weights_update_group, with `weight_vers
 tensors: nothing that comes over it is unpickled.
 """
 
-import ctypes
 import hashlib
 import os
 import re
@@ -232,8 +231,7 @@ def _by_every_name(model: CausalLM) -> dict[str, _Parts]:
 
 
 def _sha256(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).hexdigest()
+    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _mode(fields: Mapping[str, Any]) -> Mode:

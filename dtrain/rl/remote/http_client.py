@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from dtrain.base.errors import UserError
+from dtrain.base.errors import UserError, in_words
 
 CONNECT_SECONDS = 10.0
 LARGEST = 1 << 32  # bytes of an answer; the experts of many long completions are some hundred MB
@@ -141,6 +141,4 @@ def _message(answer: Any) -> str:
 def _describe(error: Exception) -> str:
     if isinstance(error, http.client.IncompleteRead):
         return f"the answer broke off after {len(error.partial)} bytes"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) or type(error).__name__
+    return in_words(error) or type(error).__name__
