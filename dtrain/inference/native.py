@@ -8,7 +8,6 @@ attends by itself.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.base.hardware import free_memory
 from dtrain.base.ranks import Ranks
-from dtrain.inference.budget import Budget, choose_budget, share_out
+from dtrain.inference.budget import choose_budget, share_out
 from dtrain.inference.cached_attention import Prefill
 from dtrain.inference.engine import Engine, Peers
 from dtrain.inference.kv_cache import KeyValues
@@ -115,12 +114,13 @@ class NativeEngine:
 
     def _engine(self, requests: Sequence[Request], peers: Peers | None = None) -> Engine:
         """Return this rank's engine, which can answer each of `requests`. Collective. Raises UserError."""
-        budget = self._agreed_budget()
+        chosen = choose_budget(self.model, self.device, self.mesh.size, self.mesh.tp.size())
+        rows, tokens = self._limits
         engine = Engine(
             self.model,
             decode=self._decode,
-            max_rows=budget.rows,
-            max_tokens=budget.tokens,
+            max_rows=rows or chosen.rows,
+            max_tokens=tokens or self._least(chosen.tokens),  # the ranks of a tp group must let in the same rows
             device=self.device,
             peers=peers,
             graphs=self._graphs,
@@ -136,12 +136,6 @@ class NativeEngine:
         whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in self.model.parameters())
         per_rank = whole // self.mesh.tp.size()
         return bool(self._least(int(2 * per_rank <= free_memory(self.device, self.mesh.size))))
-
-    def _agreed_budget(self) -> Budget:
-        """Return the budget that suits every rank: the ranks of a tp group must let in the same rows. Collective."""
-        chosen = choose_budget(self.model, self.device, self.mesh.size, self.mesh.tp.size())
-        rows, tokens = self._limits
-        return replace(chosen, rows=rows or chosen.rows, tokens=tokens or self._least(chosen.tokens))
 
     def _least(self, value: int) -> int:
         """Return the smallest of all ranks' values. An all-reduce over dp and cp, and one over tp."""

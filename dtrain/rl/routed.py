@@ -81,8 +81,7 @@ class RoutedReader:
             raise UserError("its routed experts name one twice for a token, where the model takes different ones")
         # A token is known in all layers, or in none.
         ordered = ordered.masked_fill(is_unknown.any(1)[:, None, None], -1).to(torch.int16)
-        rest = tokens - 1
-        return torch.cat([ordered[:rest], self.nothing(tokens - rest)])
+        return torch.cat([ordered[: tokens - 1], self.nothing(1)])
 
     def _array(self, part: Any, tokens: int) -> Tensor:
         """Return one part, a list or a text, as [n, ..] int64. Raises UserError for what cannot be read."""

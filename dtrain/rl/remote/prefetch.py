@@ -6,28 +6,21 @@ A completion's staleness is the trainer's version of the weights less the comple
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Protocol
 
 from dtrain.base.errors import UserError
 from dtrain.inference.request import AskStop, Completion, Request
-from dtrain.rl.remote.http import wait_for
-
-
-class CompletionSource(Protocol):
-    def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]: ...
+from dtrain.rl.remote.http import HttpEngine, wait_for
 
 
 class RolloutPrefetcher:
     """Prefetcher of one rollout at a time, on one rank.
 
-    engine: an `HttpEngine`, say. max_off_policy_steps: the staleness that `take` lets pass; 0 draws everything that
+    max_off_policy_steps: the staleness that `take` lets pass; 0 draws everything that
     older weights drew again. `dropped` and `staleness` are the last `take`'s: how many completions were too old, and
     each one's staleness, in order.
     """
 
-    def __init__(
-        self, engine: CompletionSource, max_off_policy_steps: int, say: Callable[[str], None] = lambda line: None
-    ):
+    def __init__(self, engine: HttpEngine, max_off_policy_steps: int, say: Callable[[str], None] = lambda line: None):
         self.engine, self.most, self.say = engine, max_off_policy_steps, say
         self.dropped = 0
         self.staleness: list[int] = []
