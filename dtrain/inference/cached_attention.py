@@ -52,14 +52,7 @@ class Prefill:
         self.last: Tensor | None = self._lengths - 1
 
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        held: bool = False,
-        sinks: Tensor | None = None,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False, sinks: Tensor | None = None
     ) -> Tensor:
         """Write keys and values, and return the attention: q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
         if not held:
@@ -267,14 +260,7 @@ class Decode:
             slot.length += 1
 
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        held: bool = False,
-        sinks: Tensor | None = None,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False, sinks: Tensor | None = None
     ) -> Tensor:
         """Write keys and values, and return the attention: q [R, 1, H, hd], k and v [R, 1, kv, hd] → [R, 1, H, hd]."""
         window, heads, key_heads = self._windows[layer], q.shape[2], k.shape[2]

@@ -338,12 +338,7 @@ class Engine:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
 
     def _draw(
-        self,
-        rows: list[RunningSequence],
-        logits: Tensor,
-        sampler: Sampler,
-        drawn: Tensor,
-        routed: Tensor | None = None,
+        self, rows: list[RunningSequence], logits: Tensor, sampler: Sampler, drawn: Tensor, routed: Tensor | None = None
     ) -> Tensor:
         return self._keep(rows, *self._peers.agree(*sampler.draw(logits, drawn)), routed)
 

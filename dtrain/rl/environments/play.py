@@ -123,10 +123,7 @@ def open_episodes(section: Grpo, data: Data, tokenizer: Tokenizer, run: RunConte
             library_options = (library.name, library.args, tokenizer.special_texts)
             arguments = {"path": path, "options": library_options, "whose": "grpo.verifiers"}
         environments = Environments(
-            **arguments,
-            timeout=section.environment_timeout,
-            threads=section.environment_threads,
-            say=run.metrics.say,
+            **arguments, timeout=section.environment_timeout, threads=section.environment_threads, say=run.metrics.say
         )
         return run.stack.enter_context(environments)
 

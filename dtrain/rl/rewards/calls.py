@@ -106,14 +106,12 @@ def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | 
 
 
 def _arguments(name: str, function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
-    bound = function.keywords if isinstance(function, partial) else {}
-    parameters = inspect.signature(function).parameters.values()
-    takes = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    missing = [key for key, p in takes.items() if p.default is p.empty and key not in batch and key not in bound]
-    if missing:
+    takes = _signature(name, function)
+    if missing := [key for key in takes.needs if key not in batch]:
         raise UserError(takes_more(name, missing, batch))
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return {key: values for key, values in batch.items() if key not in bound and (takes_all or key in takes)}
+    bound = function.keywords if isinstance(function, partial) else {}
+    names = batch if takes.takes_all else {*takes.needs, *takes.may}
+    return {key: values for key, values in batch.items() if key in names and key not in bound}
 
 
 async def _awaited(result: Any) -> Any:

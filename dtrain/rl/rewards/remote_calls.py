@@ -117,25 +117,17 @@ class CodeSide(Side):
             self.answer(self.receive())
 
     def perform(self, operation: str, *operands: Any) -> Any:
-        if operation == "run":
-            return exec(compile(self._code, "solution", "exec"), self._module.__dict__)
-        if operation == "global":
-            return vars(self._module)[operands[0]]
-        if operation == "call":
-            function, arguments, keywords = operands
-            return function(*arguments, **keywords)
-        if operation == "special":
-            name, owner, *arguments = operands
-            return getattr(type(owner), name)(owner, *arguments)
-        if operation == "operator":
-            return getattr(operator, operands[0])(*operands[1:])
-        if operation == "copy":
-            return getattr(copy, operands[0])(operands[1])
-        if operation == "contents":
-            base: Any = next(base for base in _CONTAINERS if isinstance(operands[0], base))
-            return base(dict.items(operands[0]) if base is dict else base.__iter__(operands[0]))
-        attributes: dict[str, Callable[..., Any]] = {"getattr": getattr, "setattr": setattr, "delattr": delattr}
-        return attributes[operation](*operands)
+        operations: dict[str, Callable[..., Any]] = {
+            "run": lambda: exec(compile(self._code, "solution", "exec"), self._module.__dict__),
+            "global": lambda name: vars(self._module)[name],
+            "call": lambda function, arguments, keywords: function(*arguments, **keywords),
+            "special": lambda name, owner, *arguments: getattr(type(owner), name)(owner, *arguments),
+            "operator": lambda name, *values: getattr(operator, name)(*values),
+            "copy": lambda name, value: getattr(copy, name)(value),
+            "contents": _contents_of,
+            **{"getattr": getattr, "setattr": setattr, "delattr": delattr},
+        }
+        return operations[operation](*operands)
 
     def printed(self) -> str:
         text = self._stdout.getvalue().decode(errors="replace")
@@ -204,6 +196,11 @@ class Callback:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._side.request("call", self, arguments, keywords)
+
+
+def _contents_of(value: Any) -> Any:
+    base: Any = next(base for base in _CONTAINERS if isinstance(value, base))
+    return base(dict.items(value) if base is dict else base.__iter__(value))
 
 
 def _items_of(take: Callable[[], Any]) -> Iterator[Any]:
