@@ -199,7 +199,7 @@ def _preview(arguments: argparse.Namespace) -> None:
 
     recipe = load(arguments.recipe, arguments.overrides)
     with config.redacted_errors(recipe):
-        preview(recipe, arguments.samples, sys.stdout.isatty(), hide=lambda text: config.redact(text, recipe))
+        preview(recipe, arguments.samples, hide=lambda text: config.redact(text, recipe))
 
 
 def _ls(arguments: argparse.Namespace) -> None:

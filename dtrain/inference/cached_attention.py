@@ -122,15 +122,12 @@ class Decode:
         self.live = torch.tensor(live, device=device) if fixed else None
         self._lay_prompts(store, prompts, live, fixed)
         self._begin_rows(prompts)
-        added, before = [0] * start, [0] * start
+        added, before, step = ([0] * start for _ in range(3))
         for row, slot, prompt in zip(live, self._slots, prompts, strict=True):
-            added[row], before[row] = slot.length, prompt.length
+            added[row], before[row], step[row] = slot.length, prompt.length, 1
         self._added = torch.tensor(added, device=device)  # [R] own tokens in the cache
         self._before = torch.tensor(before, device=device)
         # A row without a sequence stays at its slot's beginning, which the next sequence there overwrites.
-        step = [0] * start
-        for row in live:
-            step[row] = 1
         self._step: Tensor | int = torch.tensor(step, device=device) if fixed else 1
 
     def _lay_prompts(self, store: KeyValues, prompts: Sequence[KVSlot], live: list[int], fixed: bool) -> None:
@@ -249,10 +246,9 @@ class Decode:
     def end(self) -> None:
         """Count one token more in the cache for every row, after the forward."""
         self._added += self._step
-        for own in self._own:
-            own.views.clear()
-        for shared in self._shared:
-            shared.views.clear()
+        parts: list[_Own | _Shared] = [*self._own, *self._shared]
+        for part in parts:
+            part.views.clear()
 
     def lengthen(self) -> None:
         """Count one token more in the slots, on the host, after a step."""

@@ -36,8 +36,8 @@ class NativeEngine:
     """Engine of a model that lies on `mesh`, with its weights as they are at each call: they may change in between.
 
     decode: token ids → text; needed for stop texts only. unshard: whether FSDP's weights are gathered once for a whole
-    rollout; "auto" where they take at most half of the memory that is free. max_rows and max_tokens: of each rank, as
-    `Engine` has them. graphs: as `Engine` has it; not under tp, and where weights are not gathered once a rollout ends
+    rollout; "auto" where they take at most half of the memory that is free. max_tokens: of each rank, as `Engine` has
+    it. graphs: as `Engine` has it; not under tp, and where weights are not gathered once a rollout ends
     with UserError before it begins.
     """
 
@@ -49,7 +49,6 @@ class NativeEngine:
         *,
         decode: Callable[[list[int]], str] | None = None,
         unshard: bool | str = "auto",
-        max_rows: int | None = None,
         max_tokens: int | None = None,
         graphs: "Callable[[torch.device], GraphMaker] | None" = None,
     ):
@@ -59,7 +58,7 @@ class NativeEngine:
         self.model, self.mesh, self.device = model, mesh, device
         self._decode = decode
         self._unshard = unshard
-        self._limits = max_rows, max_tokens
+        self._max_tokens = max_tokens
         self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
 
     @torch.no_grad()
@@ -115,12 +114,12 @@ class NativeEngine:
     def _engine(self, requests: Sequence[Request], peers: Peers | None = None) -> Engine:
         """Return this rank's engine, which can answer each of `requests`. Collective. Raises UserError."""
         chosen = choose_budget(self.model, self.device, self.mesh.size, self.mesh.tp.size())
-        rows, tokens = self._limits
         engine = Engine(
             self.model,
             decode=self._decode,
-            max_rows=rows or chosen.rows,
-            max_tokens=tokens or self._least(chosen.tokens),  # the ranks of a tp group must let in the same rows
+            max_rows=chosen.rows,
+            max_tokens=self._max_tokens
+            or self._least(chosen.tokens),  # the ranks of a tp group must let in the same rows
             device=self.device,
             peers=peers,
             graphs=self._graphs,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import islice
 
 import yaml
 
@@ -141,9 +142,7 @@ def groups(runs: Sequence[RunFiles]) -> str:
 def _widest(index: records.Answers, step: int) -> list[records.Answer]:
     """Return the group of a step whose rewards differ most; the first of several."""
     by_prompt: dict[int, list[records.Answer]] = {}
-    for count, answer in enumerate(index.of_step(step)):
-        if count >= READ:
-            break
+    for answer in islice(index.of_step(step), READ):
         by_prompt.setdefault(answer.index, []).append(answer)
 
     def width(group: list[records.Answer]) -> float:

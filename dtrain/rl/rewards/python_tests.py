@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from textwrap import dedent
 from typing import Any
 
@@ -90,10 +91,8 @@ def read_tests(value: Any, column: str) -> list[Test]:
         return []
     tests = value
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
+        with suppress(ValueError):  # a text of Python
             tests = json.loads(value)
-        except ValueError:
-            pass  # a text of Python
     if isinstance(tests, dict):
         inputs, outputs = tests.get("inputs"), tests.get("outputs")
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):
