@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import TextIO
 
 import torch
@@ -91,13 +92,9 @@ def documents(row: Row, tokenizer: Tokenizer, color: bool) -> Iterator[str]:
     for document in range(int(row["seq_ids"][-1]) + 1):
         inside = row["seq_ids"] == document
         ids, trained = row["input_ids"][inside].tolist(), targets[inside].tolist()
-        text, start = "", 0
-        for stop in range(1, len(ids) + 1):
-            if stop == len(ids) or trained[stop] != trained[start]:
-                piece = tokenizer.decode(ids[start:stop])
-                text += f"{begin}{piece}{end}" if trained[start] else piece
-                start = stop
-        yield text
+        spans = groupby(zip(ids, trained, strict=True), key=itemgetter(1))
+        texts = ((is_trained, tokenizer.decode([token for token, _ in span])) for is_trained, span in spans)
+        yield "".join(f"{begin}{text}{end}" if is_trained else text for is_trained, text in texts)
 
 
 def histogram(samples: Samples) -> list[str]:
