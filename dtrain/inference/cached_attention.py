@@ -65,7 +65,7 @@ class Prefill:
 
     def _write(self, layer: int, *fresh_ones: Tensor) -> None:
         """Write k and v [B, S, kv, hd], or the last of them that the layer keeps."""
-        size = self._pool.size(layer)
+        size = self._pool.sizes[layer]
         for tensor, fresh in zip(self._pool.layer(layer, fresh_ones[0]), fresh_ones, strict=True):
             if self._length > size:
                 start = (self._lengths - size).clamp(min=0)  # [B]
@@ -227,14 +227,14 @@ class Decode:
             added = self._added[own.rows]
             longest = own.reach or max(slot.length for slot in own.pool.slots) + 1
             for window, layer in self._kinds.items():
-                size = own.pool.size(layer)
+                size = own.pool.sizes[layer]
                 seen = min(longest, size)
                 columns = torch.arange(seen, device=self._device)
                 # A window's positions are a ring: once all are written, they hold just what the token sees.
                 own.views[window] = _View(seen, columns <= added[:, None], added if longest <= size else added % size)
         for shared in self._shared:
             for window, layer in self._kinds.items():
-                size = shared.pool.size(layer)
+                size = shared.pool.sizes[layer]
                 columns = torch.arange(min(shared.longest, size), device=self._device)
                 stored = shared.lengths.clamp(max=size)[:, None, None]  # [G, 1, 1]
                 visible = columns < stored  # [G, 1, L]

@@ -221,8 +221,8 @@ def notes(runs: Sequence[RunFiles]) -> str:
                 f"its curves have {longest:,} points; a chart has about {figures.MOST:,} of each, the smallest and the "
                 "largest of every bucket of neighbours among them"
             )
-        if run.damaged or run.skipped:
-            texts.append(f"{run.damaged + run.skipped:,} damaged or overlong lines of metrics.jsonl are left out")
+        if unread := run.damaged + run.metrics.skipped:
+            texts.append(f"{unread:,} damaged or overlong lines of metrics.jsonl are left out")
         if not run.curves:
             texts.append("it has no row of metrics yet")
         if run.planned_gib is None and "mem_gib" in run.curves:

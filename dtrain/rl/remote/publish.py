@@ -32,8 +32,13 @@ class Publisher:
     """Base of the publishers. engine: on rank 0, None elsewhere. dtype: of what is published (None: the model's)."""
 
     def __init__(self, engine: HttpEngine | None, dtype: torch.dtype | None):
-        self.engine: Any = engine
-        self.dtype, self.ranks = dtype, Ranks()
+        self._engine, self.dtype, self.ranks = engine, dtype, Ranks()
+
+    @property
+    def engine(self) -> HttpEngine:
+        if self._engine is None:
+            raise ValueError("rank 0 talks to the servers, and was given none")
+        return self._engine
 
     def _announce(self, directory: Path, version: int, update: Callable[[], None]) -> None:
         """Mark a written step-N as whole, have the servers load it by `update`, and keep two. One broadcast."""
