@@ -55,7 +55,7 @@ def test_rows_that_are_full_move_to_larger_slots():
     assert store.grow() and not store.grow()
     assert sorted(check(store)) == [0, 1, 2, 3, 4]
     assert {slot.owner for slot in store.rows[2 * SMALLEST_SLOT].slots} == {1, 3, 4}
-    assert store.rows[2 * SMALLEST_SLOT].size(1) == 40  # a window keeps no more
+    assert store.rows[2 * SMALLEST_SLOT].sizes[1] == 40  # a window keeps no more
     assert slots[3].pool.capacity == 2 * SMALLEST_SLOT and slots[0].pool.capacity == SMALLEST_SLOT
 
 
