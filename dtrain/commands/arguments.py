@@ -15,6 +15,22 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=OVERRIDES)
 
 
+def add_sampling(parser: argparse.ArgumentParser, temperature: float = 0.0) -> None:
+    """Add the arguments of a draw. temperature: the default."""
+    meaning = (
+        "0 takes the likeliest token (default: {})" if temperature else "0, the default, takes the likeliest token"
+    )
+    parser.add_argument("--temperature", type=float, default=temperature, help=meaning.format(temperature))
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this sum")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of where and in which dtype a model computes."""
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """Return the argument type of whole numbers of at least `least`."""
 

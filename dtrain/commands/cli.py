@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dtrain import __version__
 from dtrain.base.errors import Stopped, UserError
-from dtrain.commands.arguments import DIRECTORY, PROCESSES, RECIPE, add_recipe, at_least
+from dtrain.commands.arguments import DIRECTORY, PROCESSES, RECIPE, add_device, add_recipe, add_sampling, at_least
 
 COMMANDS = {
     "plan": ("dtrain.commands.plan.command", "show what each rank would hold and send: no GPU and no weights needed"),
@@ -43,15 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         rest = [word for word in rest if word.startswith("-")]
     _check_options(parser, typed, rest)
     try:
-        status = arguments.command(arguments)
+        arguments.command(arguments)
         sys.stdout.flush()
-        return status or 0
-    except UserError as error:
+        return 0
+    except (UserError, Stopped) as error:
         print(f"dtrain: {error}", file=sys.stderr)
-        return 1
-    except Stopped as error:
-        print(f"dtrain: {error}", file=sys.stderr)
-        return 128 + error.signum
+        return 128 + error.signum if isinstance(error, Stopped) else 1
     except KeyboardInterrupt as error:  # with the number of a second signal, of whatever kind
         print("dtrain: interrupted", file=sys.stderr)
         return 128 + (error.args[0] if error.args else signal.SIGINT)
@@ -116,10 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help=sources)
     export.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     export.add_argument("--dtype", help="bfloat16, float16, float32 or float64 (default: as saved)")
-    forms, merged = (
-        export.add_mutually_exclusive_group(),
-        "a whole model, an adapter merged into it (the default)",
-    )
+    forms = export.add_mutually_exclusive_group()
+    merged = "a whole model, an adapter merged into it (the default)"
     forms.add_argument("--merged", dest="form", action="store_const", const="merged", help=merged)
     alone = "an adapter alone, as PEFT writes it, with the tokenizer's files"
     forms.add_argument("--adapter", dest="form", action="store_const", const="adapter", help=alone)
@@ -137,18 +132,13 @@ def _parser() -> argparse.ArgumentParser:
     download.add_argument("--revision", help="of a dataset: a branch, a tag or a commit (default: main)")
     generate = add("generate", _generate, "complete prompts with a model")
     generate.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY)
-    prompt_help = (
-        r"what the user says; may be repeated (default: each line of standard input; line breaks come out as \n)"
-    )
-    generate.add_argument("--prompt", action="append", help=prompt_help)
+    spoken = r"what the user says; may be repeated (default: each line of standard input; line breaks come out as \n)"
+    generate.add_argument("--prompt", action="append", help=spoken)
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     generate.add_argument("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="default: 256")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    generate.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
-    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this sum")
+    add_sampling(generate)
     generate.add_argument("--seed", type=int, default=0, help="default: 0")
-    generate.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
-    generate.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    add_device(generate)
     for name, (module_name, text) in COMMANDS.items():
         add(name, None, text).module_name = module_name
     return parser
@@ -186,48 +176,42 @@ def _check_options(parser: argparse.ArgumentParser, typed: list[str], rest: list
         command.error("\n  ".join(problems))
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> None:
     from dtrain.commands.run import run
     from dtrain.launch.agent import WorkerFailed
 
     try:
         run(arguments.recipe, arguments.overrides)
     except WorkerFailed as error:
-        print(f"dtrain: {error}", file=sys.stderr)
-        return 1
-    return 0
+        raise UserError(str(error)) from error
 
 
-def _validate(arguments: argparse.Namespace) -> int:
+def _validate(arguments: argparse.Namespace) -> None:
     from dtrain.launch import validate
 
-    for line in validate(arguments.recipe, arguments.overrides, arguments.world_size):
-        print(line)
-    return 0
+    print("\n".join(validate(arguments.recipe, arguments.overrides, arguments.world_size)))
 
 
-def _preview(arguments: argparse.Namespace) -> int:
+def _preview(arguments: argparse.Namespace) -> None:
     from dtrain import recipe as config
     from dtrain.commands.preview import preview
     from dtrain.run.preflight import load
 
     recipe = load(arguments.recipe, arguments.overrides)
     with config.redacted_errors(recipe):
-        preview(recipe, arguments.samples, sys.stdout.isatty(), hide=lambda text: config.redact(text, recipe))
-    return 0
+        preview(recipe, arguments.samples, hide=lambda text: config.redact(text, recipe))
 
 
-def _ls(arguments: argparse.Namespace) -> int:
+def _ls(arguments: argparse.Namespace) -> None:
     from dtrain import recipe as config
 
     shipped = config.shipped()
     width = max((len(name) for name, _ in shipped), default=0)
     for name, text in shipped:
         print(f"{name:<{width}}  {text}")
-    return 0
 
 
-def _cp(arguments: argparse.Namespace) -> int:
+def _cp(arguments: argparse.Namespace) -> None:
     from dtrain import recipe as config
 
     source = config.find(arguments.recipe)
@@ -239,26 +223,22 @@ def _cp(arguments: argparse.Namespace) -> int:
         raise UserError(f"{target} is there already; choose another name") from None
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}") from error
-    return 0
 
 
-def _cat(arguments: argparse.Namespace) -> int:
+def _cat(arguments: argparse.Namespace) -> None:
     from dtrain import recipe as config
 
-    text = config.find(arguments.recipe).read_bytes()
-    sys.stdout.write(text.decode("utf-8", errors="replace"))
-    return 0
+    sys.stdout.write(config.find(arguments.recipe).read_bytes().decode("utf-8", errors="replace"))
 
 
-def _export(arguments: argparse.Namespace) -> int:
+def _export(arguments: argparse.Namespace) -> None:
     from dtrain.checkpoint.huggingface.export import export
 
     origin = export(arguments.source, arguments.out, arguments.dtype, arguments.form, arguments.original_base)
     print(f"wrote {arguments.out} from {origin}")
-    return 0
 
 
-def _download(arguments: argparse.Namespace) -> int:
+def _download(arguments: argparse.Namespace) -> None:
     from dtrain.base import hub
 
     name, kind = arguments.name, "dataset" if arguments.data else "model"
@@ -271,14 +251,13 @@ def _download(arguments: argparse.Namespace) -> int:
 
         files = download(name, Pick(arguments.split, arguments.subset, arguments.revision))
         print("\n".join(map(str, files)))
-        return 0
+        return
     if arguments.split != "train" or arguments.subset or arguments.revision:
         raise UserError("--split, --subset and --revision are for datasets: add --data")
     print(hub.download(name))
-    return 0
 
 
-def _generate(arguments: argparse.Namespace) -> int:
+def _generate(arguments: argparse.Namespace) -> None:
     from dtrain.base.hub import find_directory
 
     find_directory(arguments.directory)  # before torch is loaded, which takes long
@@ -301,4 +280,3 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
     for text in texts:
         print(text.replace("\n", "\\n") if is_piped else text, flush=True)
-    return 0

@@ -10,18 +10,8 @@ import torch
 from dtrain import __version__
 
 PACKAGES = (
-    "torch",
-    "safetensors",
-    "omegaconf",
-    "torchdata",
-    "tokenizers",
-    "jinja2",
-    "tqdm",
-    "tensorboard",
-    "wandb",
-    "pyarrow",
-    "transformers",
-    "fla-core",
+    *("torch", "safetensors", "omegaconf", "torchdata", "tokenizers", "jinja2", "tqdm"),
+    *("tensorboard", "wandb", "pyarrow", "transformers", "fla-core"),
 )
 
 
@@ -29,10 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add no argument: the command takes none."""
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+def run(arguments: argparse.Namespace) -> None:
     print(describe())
-    return 0
 
 
 def describe() -> str:

@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import TextIO
 
 import torch
@@ -79,11 +80,7 @@ def preview(
         if noun == "prompts":
             for name, value in rows.samples.row(placement.samples[0])["columns"].items():
                 say(f"- {name}: {value}")
-    say()
-    for line in histogram(rows.samples):
-        say(line)
-    say()
-    for line in packing(rows):
+    for line in ["", *histogram(rows.samples), "", *packing(rows)]:
         say(line)
 
 
@@ -95,32 +92,27 @@ def documents(row: Row, tokenizer: Tokenizer, color: bool) -> Iterator[str]:
     for document in range(int(row["seq_ids"][-1]) + 1):
         inside = row["seq_ids"] == document
         ids, trained = row["input_ids"][inside].tolist(), targets[inside].tolist()
-        text, start = "", 0
-        for stop in range(1, len(ids) + 1):
-            if stop == len(ids) or trained[stop] != trained[start]:
-                piece = tokenizer.decode(ids[start:stop])
-                text += f"{begin}{piece}{end}" if trained[start] else piece
-                start = stop
-        yield text
+        spans = groupby(zip(ids, trained, strict=True), key=itemgetter(1))
+        texts = ((is_trained, tokenizer.decode([token for token, _ in span])) for is_trained, span in spans)
+        yield "".join(f"{begin}{text}{end}" if is_trained else text for is_trained, text in texts)
 
 
 def histogram(samples: Samples) -> list[str]:
     """Return the histogram of the documents' lengths in tokens, before truncation, as lines."""
-    lengths = _Spread()
-    for start in range(0, len(samples), BLOCK):
-        lengths.add(samples.full_lengths(start, min(len(samples), start + BLOCK)))
-    limit, lines = samples.meta["max_length"], []
-    lowest = lengths.lowest
-    width = max(1, -(-(lengths.highest + 1 - lowest) // BUCKETS))
-    counts = torch.zeros(BUCKETS, dtype=torch.int64)
-    for start in range(0, len(samples), BLOCK):
-        buckets = (samples.full_lengths(start, min(len(samples), start + BLOCK)) - lowest) // width
-        counts += torch.bincount(buckets, minlength=BUCKETS)
-    mean = lengths.total / (len(samples) * samples.documents_per_sample)
-    lines.append(f"lengths in tokens: {lengths.lowest} to {lengths.highest}, mean {mean:.1f} (max_length {limit})")
+
+    def blocks() -> Iterator[Tensor]:
+        for start in range(0, len(samples), BLOCK):
+            yield samples.full_lengths(start, min(len(samples), start + BLOCK))
+
+    lows, highs, sums = zip(*((int(b.min()), int(b.max()), int(b.sum())) for b in blocks()), strict=True)
+    lowest, highest, limit = min(lows), max(highs), samples.meta["max_length"]
+    width = max(1, -(-(highest + 1 - lowest) // BUCKETS))
+    counts = torch.stack([((block - lowest) // width).bincount(minlength=BUCKETS) for block in blocks()]).sum(0)
+    mean = sum(sums) / (len(samples) * samples.documents_per_sample)
+    lines = [f"lengths in tokens: {lowest} to {highest}, mean {mean:.1f} (max_length {limit})"]
     for bucket, count in enumerate(counts.tolist()):
         low, high = lowest + bucket * width, lowest + (bucket + 1) * width - 1
-        if low <= lengths.highest:
+        if low <= highest:
             lines.append(f"{low:>8} - {high:<8} {count:>9,} {'#' * round(BAR * count / int(counts.max()))}".rstrip())
     return lines
 
@@ -136,15 +128,3 @@ def packing(rows: Rows) -> list[str]:
         per_row = sum(share.total for share in rows.samples.shares) / count
         lines.append(f"packed rows of {rows.capacity} tokens are {full:.1f}% full, {per_row:.1f} {noun} each")
     return lines
-
-
-class _Spread:
-    """Lowest, highest and sum of numbers that come in blocks."""
-
-    def __init__(self):
-        self.lowest, self.highest, self.total = sys.maxsize, 0, 0
-
-    def add(self, values: Tensor) -> None:
-        self.lowest = min(self.lowest, int(values.min()))
-        self.highest = max(self.highest, int(values.max()))
-        self.total += int(values.sum())

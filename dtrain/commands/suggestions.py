@@ -1,11 +1,11 @@
-"""Suggestions for words after `dtrain` that are none of its commands or options.
+"""Suggestions for words after `dtrain` that are none of its commands or options, by the table `suggestions.toml`.
 
-Loaded only for an error, so that it costs no start-up time. The words are those of torchtune, LLaMA-Factory, axolotl,
-TRL and Unsloth, and those that people try.
+Loaded only for an error, so that it costs no start-up time.
 """
 
 import argparse
 import re
+import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -17,65 +17,10 @@ from dtrain.recipe.key_aliases import by_word
 TOOLS = "tune llamafactory-cli lmf axolotl trl unsloth accelerate deepspeed torchrun python dtrain -m launch".split()
 """They start others' commands; the word after them counts."""
 
-COMMANDS = by_word(
-    {
-        "`dtrain run RECIPE` trains": "train finetune fine-tune ft fit tune start launch pretrain full_finetune resume",
-        "`dtrain run RECIPE` trains, and the recipe says how, method: sft | dpo | kto | grpo | distill | reward; "
-        "`dtrain cp {word} my.yaml` copies one to begin with": "sft dpo kto grpo distill reward",
-        "`dtrain run RECIPE` trains, by method: sft | dpo | kto | grpo | distill | reward; `dtrain ls` lists recipes "
-        "to begin with": "orpo rm ppo rloo gkd pt lora qlora pairs rl",
-        "`dtrain generate DIR` answers prompts, one a line": "inference infer complete predict ask prompt sample",
-        "`dtrain serve DIR` answers over HTTP, as OpenAI's API has it": (
-            "api vllm-serve vllm_serve server deploy webui webchat ui studio gradio"
-        ),
-        "`dtrain export RUN OUT` writes a whole model, adapters merged": (
-            "merge merge-lora merge_lora merge-sharded-fsdp-weights save convert merge_and_unload fuse save_pretrained"
-        ),
-        "`dtrain push RUN owner/name` uploads a run's model": "upload publish push_to_hub",
-        "`dtrain run` tokenises by itself and keeps the result; `dtrain preview RECIPE` shows rows": (
-            "preprocess tokenize tokenise prepare data show-data inspect"
-        ),
-        "`dtrain ls` lists recipes and `dtrain cp NAME my.yaml` copies one": "fetch list recipes init new create",
-        "`dtrain cp NAME my.yaml` copies a recipe": "copy",
-        "`dtrain cat NAME` prints a recipe": "show print view",
-        "`dtrain validate RECIPE` looks for errors": "check lint verify dry-run dryrun dry_run test",
-        "`dtrain eval DIR DATA` answers and judges": "evaluate evaluation benchmark bench judge score lm-eval lm_eval",
-        "`dtrain download owner/name` fetches a model": "pull get dl",
-        "`dtrain plan RECIPE` says what each GPU would hold": "estimate memory mem size vram profile",
-        "`dtrain env` prints versions and devices": "info doctor collect_env collect-env system",
-        "`dtrain --version` prints it": "version",
-        "`dtrain --help` lists the commands": "help commands usage",
-        "lora.quantize=nf4 in a recipe holds a model in 4 bits; dtrain writes no quantised model": "quantize quantise",
-        "a run writes metrics.jsonl, and TensorBoard where it is installed": "status logs log monitor tensorboard plot",
-        "`hf auth login` is the hub's own command": "login auth",
-        "Ctrl-C, or a SIGTERM, ends a run in order": "stop kill cancel",
-    }
-)
+_FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+COMMANDS = by_word(_FILE["commands"])
 """Their command → the suggestion; `{word}` is the word itself."""
-
-OPTIONS = by_word(
-    {
-        "--max-new-tokens": "max-tokens max-length max-completion-tokens num-tokens length n-predict",
-        "--temperature": "temp t",
-        "--samples": "n num-samples n-samples num-return-sequences k",
-        "--system": "system-prompt system-message",
-        "--out": "output output-file o save-to",
-        "--limit": "num-examples max-samples num-rows head",
-        "--chat-template": "template prompt-template",
-        "--reward": "metric metrics task tasks judge scorer reward-fn reward-funcs",
-        "--prompt": "p text input message user query",
-        "--name": "served-model-name model-name alias",
-        "--max-length": "max-model-len ctx context-length max-seq-len",
-        "--api-key-file": "api-key key token",
-        "--adapter": "lora lora-modules peft adapter-path",
-        "--world-size": "nproc gpus num-gpus nproc-per-node num-processes ngpu",
-        "--gpu": "gpu-type device hardware card",
-        "--dtype": "precision torch-dtype",
-        "--device": "cuda cpu use-cpu",
-        "--samples N, how many to print": "rows num",
-        "--merged": "merge whole",
-    }
-)
+OPTIONS = by_word(_FILE["options"])
 """Their option → ours, where the command has it."""
 
 
@@ -89,23 +34,22 @@ def no_command(typed: Sequence[str], known: Collection[str]) -> str:
     of_a_tool = [word for word in typed if word not in TOOLS]
     word = of_a_tool[0] if first in TOOLS and of_a_tool else first
     answer = COMMANDS["train"] if word == "run" else f"`dtrain {word}` is it" if word in known else COMMANDS.get(word)
-    if answer is None:
-        answer = _near(word, known)
+    if answer is None and (near := nearest(word, known)):
+        answer = f"did you mean `dtrain {near}`?"
+    elif answer is None and (theirs := nearest(word, [command for command in COMMANDS if command.isalpha()])):
+        word, answer = theirs, COMMANDS[theirs]
+    answer = answer or f"the commands are {', '.join(known)}"
     return f"there is no command {first}: {answer.replace('{word}', word)}"
 
 
-def _near(word: str, known: Collection[str]) -> str:
-    near = nearest(word, known)
-    theirs = nearest(word, [command for command in COMMANDS if command.isalpha()]) if near is None else None
-    if theirs is not None:
-        return COMMANDS[theirs].replace("{word}", theirs)
-    return f"did you mean `dtrain {near}`?" if near else f"the commands are {', '.join(known)}"
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    return [option for option in parser._option_string_actions if option.startswith("--")]
 
 
 def no_option(parser: argparse.ArgumentParser, typed: Sequence[str], unknown: Sequence[str]) -> list[str]:
     """Return an error message for each `unknown` word among those `typed` after the command of `parser`."""
     takes_keys = any(action.dest == "overrides" for action in parser._actions)
-    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    options = _options(parser)
     answers = []
     for word in unknown:
         name, _, value = word.partition("=")
@@ -154,7 +98,7 @@ def _option(key: str, options: Sequence[str]) -> str | None:
 
 def keys_of_a_recipe(parser: argparse.ArgumentParser, typed: Sequence[str]) -> list[str]:
     """Return an error message for each `key=value` among those `typed` after a command that takes options only."""
-    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    options = _options(parser)
     pairs = [word for before, word in zip(["", *typed], typed, strict=False) if not before.startswith("-")]
     pairs = [word for word in pairs if re.fullmatch(r"[A-Za-z_][\w.]*=.*", word) and not Path(word).exists()]
     return [f"{word}: {_of_command(word.partition('=')[0], word.partition('=')[2], options)}" for word in pairs]

@@ -52,14 +52,7 @@ class Prefill:
         self.last: Tensor | None = self._lengths - 1
 
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        held: bool = False,
-        sinks: Tensor | None = None,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False, sinks: Tensor | None = None
     ) -> Tensor:
         """Write keys and values, and return the attention: q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
         if not held:
@@ -72,7 +65,7 @@ class Prefill:
 
     def _write(self, layer: int, *fresh_ones: Tensor) -> None:
         """Write k and v [B, S, kv, hd], or the last of them that the layer keeps."""
-        size = self._pool.size(layer)
+        size = self._pool.sizes[layer]
         for tensor, fresh in zip(self._pool.layer(layer, fresh_ones[0]), fresh_ones, strict=True):
             if self._length > size:
                 start = (self._lengths - size).clamp(min=0)  # [B]
@@ -129,15 +122,12 @@ class Decode:
         self.live = torch.tensor(live, device=device) if fixed else None
         self._lay_prompts(store, prompts, live, fixed)
         self._begin_rows(prompts)
-        added, before = [0] * start, [0] * start
+        added, before, step = ([0] * start for _ in range(3))
         for row, slot, prompt in zip(live, self._slots, prompts, strict=True):
-            added[row], before[row] = slot.length, prompt.length
+            added[row], before[row], step[row] = slot.length, prompt.length, 1
         self._added = torch.tensor(added, device=device)  # [R] own tokens in the cache
         self._before = torch.tensor(before, device=device)
         # A row without a sequence stays at its slot's beginning, which the next sequence there overwrites.
-        step = [0] * start
-        for row in live:
-            step[row] = 1
         self._step: Tensor | int = torch.tensor(step, device=device) if fixed else 1
 
     def _lay_prompts(self, store: KeyValues, prompts: Sequence[KVSlot], live: list[int], fixed: bool) -> None:
@@ -237,14 +227,14 @@ class Decode:
             added = self._added[own.rows]
             longest = own.reach or max(slot.length for slot in own.pool.slots) + 1
             for window, layer in self._kinds.items():
-                size = own.pool.size(layer)
+                size = own.pool.sizes[layer]
                 seen = min(longest, size)
                 columns = torch.arange(seen, device=self._device)
                 # A window's positions are a ring: once all are written, they hold just what the token sees.
                 own.views[window] = _View(seen, columns <= added[:, None], added if longest <= size else added % size)
         for shared in self._shared:
             for window, layer in self._kinds.items():
-                size = shared.pool.size(layer)
+                size = shared.pool.sizes[layer]
                 columns = torch.arange(min(shared.longest, size), device=self._device)
                 stored = shared.lengths.clamp(max=size)[:, None, None]  # [G, 1, 1]
                 visible = columns < stored  # [G, 1, L]
@@ -256,10 +246,9 @@ class Decode:
     def end(self) -> None:
         """Count one token more in the cache for every row, after the forward."""
         self._added += self._step
-        for own in self._own:
-            own.views.clear()
-        for shared in self._shared:
-            shared.views.clear()
+        parts: list[_Own | _Shared] = [*self._own, *self._shared]
+        for part in parts:
+            part.views.clear()
 
     def lengthen(self) -> None:
         """Count one token more in the slots, on the host, after a step."""
@@ -267,14 +256,7 @@ class Decode:
             slot.length += 1
 
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        held: bool = False,
-        sinks: Tensor | None = None,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False, sinks: Tensor | None = None
     ) -> Tensor:
         """Write keys and values, and return the attention: q [R, 1, H, hd], k and v [R, 1, kv, hd] → [R, 1, H, hd]."""
         window, heads, key_heads = self._windows[layer], q.shape[2], k.shape[2]

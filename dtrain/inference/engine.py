@@ -17,9 +17,10 @@ from torch import Tensor
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.budget import choose_budget
 from dtrain.inference.cached_attention import Decode, Prefill
-from dtrain.inference.kv_cache import KeyValues, slot_size
+from dtrain.inference.kv_cache import SMALLEST_SLOT, KeyValues, slot_size
 from dtrain.inference.request import Completion, Request, check_request
 from dtrain.inference.sampling import Sampler
+from dtrain.inference.scores import at_rest
 from dtrain.inference.sequence import CachedPrompt, DecodingRows, DrawnTokens, RunningSequence, Ticket
 from dtrain.models.common.config import SLIDING
 from dtrain.models.common.decoder import CausalLM
@@ -173,9 +174,7 @@ class Engine:
         On CUDA completions come up to 16 steps late: looking at tokens waits for the device. Without work it returns
         nothing. Raises NotFinite for rows whose logits are not; what has ended beside them comes with the next step.
         """
-        was_training = self.model.training
-        self.model.eval()
-        try:
+        with at_rest(self.model):
             if self._sequences:
                 self._drop_ended()
                 decoding = self._lay_out(*self._read_prompts(self._admit()))
@@ -183,8 +182,6 @@ class Engine:
                     self._decode(decoding)
                 if self._fresh and (len(self._fresh) >= self._look_every or all(row.has_all for row in self._rows)):
                     self._look()
-        finally:
-            self.model.train(was_training)
         if not self._sequences:
             self._clear()
         if self._failed:
@@ -219,8 +216,7 @@ class Engine:
         entering = self._admit_within(self.budget.rows - len(self._rows))
         if not entering and not self._rows:
             # Prompts kept for samples that wait may fill the memory that one of these needs.
-            idle = list(self._prompts)
-            self._store.release([self._prompts[ids].slot for ids in idle])
+            self._store.release([prompt.slot for prompt in self._prompts.values()])
             self._prompts.clear()
             self._held = 0
             entering = self._admit_within(self.budget.rows)
@@ -296,10 +292,7 @@ class Engine:
         rows."""
         old = {id(row): index for index, row in enumerate([*self._rows, *entering])}
         for row in entering:
-            if self._steps is None:
-                self._store.new_row(row)
-            else:
-                self._store.new_row(row, row.capacity)
+            self._store.new_row(row, SMALLEST_SLOT if self._steps is None else row.capacity)
         if self._store.grow() or entering or (self._decoding is not None and self._decoding.decode.is_full):
             self._decoding = None
         if self._decoding is None:
@@ -345,12 +338,7 @@ class Engine:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
 
     def _draw(
-        self,
-        rows: list[RunningSequence],
-        logits: Tensor,
-        sampler: Sampler,
-        drawn: Tensor,
-        routed: Tensor | None = None,
+        self, rows: list[RunningSequence], logits: Tensor, sampler: Sampler, drawn: Tensor, routed: Tensor | None = None
     ) -> Tensor:
         return self._keep(rows, *self._peers.agree(*sampler.draw(logits, drawn)), routed)
 

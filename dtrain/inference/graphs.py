@@ -83,7 +83,7 @@ class Step:
         self._decode, self._sampler = decode, sampler
         self.tokens = tokens.clone()
         self._replay: Replay | None = None
-        self._addresses: list[int] = []  # at the capture
+        self._addresses: list[int] = []  # of weights, keys and values, at the capture
         self._is_warm = False
 
     def load(self, decode: Decode, sampler: Sampler, tokens: Tensor) -> None:
@@ -97,7 +97,8 @@ class Step:
             self._run()
             self._is_warm = True
             return
-        addresses = self._current_addresses()
+        weights = (held[name] for held, name in self._weights)
+        addresses = [weight.data_ptr() for weight in weights if weight is not None] + self._decode.addresses()
         if self._replay is None or self._addresses != addresses:
             self._replay, self._addresses = None, addresses
             self._replay = self._maker.capture(self._run)
@@ -113,8 +114,3 @@ class Step:
         self.tokens.copy_(tokens)
         self.logprobs.copy_(logprobs)
         self._decode.end()
-
-    def _current_addresses(self) -> list[int]:
-        """Return the addresses of weights, keys and values."""
-        weights = (held[name] for held, name in self._weights)
-        return [*(weight.data_ptr() for weight in weights if weight is not None), *self._decode.addresses()]

@@ -53,7 +53,7 @@ class KVSlotPool:
         self.capacity = capacity
         self.slots: list[KVSlot] = []  # by index
         self.min_slots = 0  # slots that there is room for, used or not
-        self._sizes = [capacity if most is None else min(capacity, most) for most in kept]
+        self.sizes = [capacity if most is None else min(capacity, most) for most in kept]  # positions, by layer
         self._linear: set[int] = set()  # layers that keep states
         self._layers: list[tuple[Tensor, ...] | None] = [None] * len(kept)
 
@@ -62,13 +62,9 @@ class KVSlotPool:
         self.slots.append(slot)
         return slot
 
-    def size(self, layer: int) -> int:
-        """Return the number of positions that a slot has in this layer."""
-        return self._sizes[layer]
-
     def layer(self, index: int, like: Tensor) -> tuple[Tensor, ...]:
         """Return keys and values of a layer for every slot in use; like: [..., kv, hd] of what is to be written."""
-        shape = (like.shape[-2], self._sizes[index], like.shape[-1])
+        shape = (like.shape[-2], self.sizes[index], like.shape[-1])
         return self._grown(index, [(shape, like), (shape, like)])
 
     def states(self, index: int, like: Sequence[Tensor]) -> tuple[Tensor, ...]:

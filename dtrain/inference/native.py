@@ -8,7 +8,6 @@ attends by itself.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.base.hardware import free_memory
 from dtrain.base.ranks import Ranks
-from dtrain.inference.budget import Budget, choose_budget, share_out
+from dtrain.inference.budget import choose_budget, share_out
 from dtrain.inference.cached_attention import Prefill
 from dtrain.inference.engine import Engine, Peers
 from dtrain.inference.kv_cache import KeyValues
@@ -37,8 +36,8 @@ class NativeEngine:
     """Engine of a model that lies on `mesh`, with its weights as they are at each call: they may change in between.
 
     decode: token ids → text; needed for stop texts only. unshard: whether FSDP's weights are gathered once for a whole
-    rollout; "auto" where they take at most half of the memory that is free. max_rows and max_tokens: of each rank, as
-    `Engine` has them. graphs: as `Engine` has it; not under tp, and where weights are not gathered once a rollout ends
+    rollout; "auto" where they take at most half of the memory that is free. max_tokens: of each rank, as `Engine` has
+    it. graphs: as `Engine` has it; not under tp, and where weights are not gathered once a rollout ends
     with UserError before it begins.
     """
 
@@ -50,7 +49,6 @@ class NativeEngine:
         *,
         decode: Callable[[list[int]], str] | None = None,
         unshard: bool | str = "auto",
-        max_rows: int | None = None,
         max_tokens: int | None = None,
         graphs: "Callable[[torch.device], GraphMaker] | None" = None,
     ):
@@ -60,7 +58,7 @@ class NativeEngine:
         self.model, self.mesh, self.device = model, mesh, device
         self._decode = decode
         self._unshard = unshard
-        self._limits = max_rows, max_tokens
+        self._max_tokens = max_tokens
         self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
 
     @torch.no_grad()
@@ -115,12 +113,13 @@ class NativeEngine:
 
     def _engine(self, requests: Sequence[Request], peers: Peers | None = None) -> Engine:
         """Return this rank's engine, which can answer each of `requests`. Collective. Raises UserError."""
-        budget = self._agreed_budget()
+        chosen = choose_budget(self.model, self.device, self.mesh.size, self.mesh.tp.size())
         engine = Engine(
             self.model,
             decode=self._decode,
-            max_rows=budget.rows,
-            max_tokens=budget.tokens,
+            max_rows=chosen.rows,
+            max_tokens=self._max_tokens
+            or self._least(chosen.tokens),  # the ranks of a tp group must let in the same rows
             device=self.device,
             peers=peers,
             graphs=self._graphs,
@@ -136,12 +135,6 @@ class NativeEngine:
         whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in self.model.parameters())
         per_rank = whole // self.mesh.tp.size()
         return bool(self._least(int(2 * per_rank <= free_memory(self.device, self.mesh.size))))
-
-    def _agreed_budget(self) -> Budget:
-        """Return the budget that suits every rank: the ranks of a tp group must let in the same rows. Collective."""
-        chosen = choose_budget(self.model, self.device, self.mesh.size, self.mesh.tp.size())
-        rows, tokens = self._limits
-        return replace(chosen, rows=rows or chosen.rows, tokens=tokens or self._least(chosen.tokens))
 
     def _least(self, value: int) -> int:
         """Return the smallest of all ranks' values. An all-reduce over dp and cp, and one over tp."""

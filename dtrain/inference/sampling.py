@@ -111,10 +111,8 @@ class _Chunk:
         top_ks = [row.top_k if row.top_k is not None and row.top_k > 0 else 0 for row in settings]
         drawn = [index for index, is_greedy in enumerate(greedy) if not is_greedy]
         filtered = [i for i in drawn if top_ks[i] or settings[i].top_p < 1 or settings[i].min_p > 0]
-        has_top_p, has_min_p = (
-            any(settings[i].top_p < 1 for i in filtered),
-            any(settings[i].min_p > 0 for i in filtered),
-        )
+        has_top_p = any(settings[i].top_p < 1 for i in filtered)
+        has_min_p = any(settings[i].min_p > 0 for i in filtered)
         most = max((top_ks[i] for i in filtered), default=0)
         return cls(
             rows=slice(start, start + len(settings)),

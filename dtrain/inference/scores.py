@@ -28,7 +28,7 @@ def score_prompts(model: CausalLM, prompts: Sequence[Sequence[int]], together: i
     """Return the scores of each prompt, in order, in max(float32, the model's dtype). model: whole on its device.
     together: tokens of one forward, beyond a single prompt. No collective."""
     scores: dict[int, TokenScores] = {}
-    with _at_rest(model):
+    with at_rest(model):
         for batch, ids in _batches(prompts, together, next(model.parameters()).device):
             hidden = model.model(ids)  # [B, S, D]
             for index, states, tokens in zip(batch, hidden, ids, strict=True):
@@ -44,7 +44,7 @@ def rate(model: CausalLM, rows: Sequence[Sequence[int]], together: int) -> Tenso
     `score_prompts`."""
     weight, pad = next(model.parameters()), model.config.pad_token_id
     outputs = torch.zeros(len(rows), model.config.labels or 0, dtype=torch.promote_types(weight.dtype, torch.float32))
-    with _at_rest(model):
+    with at_rest(model):
         for batch, ids in _batches(rows, together, weight.device):
             ends = [max((i for i, token in enumerate(rows[row]) if token != pad), default=0) for row in batch]
             states = model.model(ids)[torch.arange(len(batch), device=ids.device), torch.tensor(ends)]  # [B, D]
@@ -53,7 +53,7 @@ def rate(model: CausalLM, rows: Sequence[Sequence[int]], together: int) -> Tenso
 
 
 @contextmanager
-def _at_rest(model: CausalLM) -> Iterator[None]:
+def at_rest(model: CausalLM) -> Iterator[None]:
     """Context in which the model is in evaluation mode."""
     was_training = model.training
     model.eval()

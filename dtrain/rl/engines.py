@@ -1,10 +1,9 @@
 """The engine of a method's completions, the environments that answer them and the rewards that judge them, opened as
 the recipe's `grpo` section says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,9 +18,6 @@ from dtrain.recipe.schema import Data, Grpo, Lora
 from dtrain.rl.engine_interfaces import EpisodePlayer, RolloutEngine
 from dtrain.rl.rewards import Rewards
 
-if TYPE_CHECKING:
-    from dtrain.inference.graphs import GraphMaker
-
 
 class OnTheMesh:
     """The native engine on the policy's own weights; with `offload` the optimizer's state waits in host memory."""
@@ -35,7 +31,7 @@ class OnTheMesh:
             policy.device,
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
             unshard=section.unshard,
-            graphs=_graphs() if section.cuda_graphs else None,
+            graphs=import_module("dtrain.inference.graphs").CudaGraphs if section.cuda_graphs else None,
         )
 
     def generate(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
@@ -57,11 +53,6 @@ def refuse_graphs(section: Grpo, device: torch.device) -> None:
         raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
 
 
-def _graphs() -> "Callable[[torch.device], GraphMaker]":
-    """Return the class that captures decoding steps."""
-    return import_module("dtrain.inference.graphs").CudaGraphs
-
-
 def open_engine(
     section: Grpo, policy: Policy, tokenizer: Tokenizer, run: RunContext, base: Path, lora: Lora | None
 ) -> RolloutEngine:
@@ -75,15 +66,14 @@ def open_engine(
 def open_rewards(section: Grpo, run: RunContext) -> Rewards | None:
     """Return the rewards in their own process, on rank 0 alone; None elsewhere, or where the recipe has none. The run
     closes them. Collective. Raises UserError."""
-    opened: list[Rewards] = []
+    ranks = Ranks()
 
-    def start() -> None:
-        if section.rewards:
-            rewards = Rewards(section.rewards, timeout=section.reward_timeout, say=run.metrics.say)
-            opened.append(run.stack.enter_context(rewards))
+    def start() -> Rewards | None:
+        if not ranks.is_first or not section.rewards:
+            return None
+        return run.stack.enter_context(Rewards(section.rewards, timeout=section.reward_timeout, say=run.metrics.say))
 
-    Ranks().first(start)
-    return opened[0] if opened else None
+    return ranks.together(start)
 
 
 def open_episodes(section: Grpo, data: Data, tokenizer: Tokenizer, run: RunContext) -> EpisodePlayer | None:

@@ -164,16 +164,10 @@ def _score(
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
         contents, ids = [prompt.content for prompt in prompts], [completion.ids for completion in part]
         scores = judges.score(contents, texts, ids, columns)
+        by_answer = zip(places, texts, part, scores.total, *scores.parts.values(), strict=True)
         yield [
-            ScoredAnswer(
-                index,
-                sample,
-                texts[offset],
-                part[offset],
-                scores.total[offset],
-                {name: values[offset] for name, values in scores.parts.items()},
-            )
-            for offset, (index, sample) in enumerate(places)
+            ScoredAnswer(index, sample, text, completion, total, dict(zip(scores.parts, values, strict=True)))
+            for (index, sample), text, completion, total, *values in by_answer
         ]
 
 

@@ -9,6 +9,5 @@ def passes(samples: int) -> list[int]:
 
 
 def pass_at(k: int, samples: int, right: int) -> float:
-    """Return the chance that k of `samples` completions, of which `right` pass, have one that does
-    (arXiv:2107.03374)."""
+    """Return the chance that k of `samples` completions, of which `right` pass, have one that does."""
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)

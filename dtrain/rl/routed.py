@@ -81,14 +81,16 @@ class RoutedReader:
             raise UserError("its routed experts name one twice for a token, where the model takes different ones")
         # A token is known in all layers, or in none.
         ordered = ordered.masked_fill(is_unknown.any(1)[:, None, None], -1).to(torch.int16)
-        rest = tokens - 1
-        return torch.cat([ordered[:rest], self.nothing(tokens - rest)])
+        return torch.cat([ordered[: tokens - 1], self.nothing(1)])
 
     def _array(self, part: Any, tokens: int) -> Tensor:
         """Return one part, a list or a text, as [n, ..] int64. Raises UserError for what cannot be read."""
         try:
             if isinstance(part, list):
-                return _of_list(part)
+                experts = torch.tensor(part) if part else torch.zeros(0, dtype=torch.int64)
+                if experts.is_floating_point() or experts.dtype == torch.bool:
+                    raise ValueError("numbers that are not whole")
+                return experts
             data = base64.b64decode(part, validate=True)
             return _of_npy(data) if data.startswith(MAGIC) else self._of_int32(data, tokens)
         except (ValueError, TypeError, LookupError, SyntaxError, OverflowError, RuntimeError, struct.error) as error:
@@ -102,13 +104,6 @@ class RoutedReader:
                 if len(flat) == rows * layers * self.top:
                     return flat.view(rows, layers, self.top)
         raise ValueError(f"{len(flat)} numbers for {tokens} tokens")
-
-
-def _of_list(rows: list[Any]) -> Tensor:
-    experts = torch.tensor(rows) if rows else torch.zeros(0, dtype=torch.int64)
-    if experts.is_floating_point() or experts.dtype == torch.bool:
-        raise ValueError("numbers that are not whole")
-    return experts
 
 
 def _of_npy(data: bytes) -> Tensor:

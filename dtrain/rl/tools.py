@@ -7,6 +7,7 @@ Nothing is imported or run: hints and docstring stand in the source. No torch.
 import ast
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,18 +18,15 @@ from dtrain.rl.rewards.find import definition, find_file
 
 Schema = dict[str, Any]
 
+_CONSTANTS = {str: "string", int: "integer", bool: "boolean", float: "number"}
 _PLAIN: Mapping[str, Schema] = MappingProxyType(
     {
-        **dict.fromkeys(("str",), {"type": "string"}),
-        **dict.fromkeys(("int",), {"type": "integer"}),
-        **dict.fromkeys(("float",), {"type": "number"}),
-        **dict.fromkeys(("bool",), {"type": "boolean"}),
+        **{kind.__name__: {"type": name} for kind, name in _CONSTANTS.items()},
         **dict.fromkeys(("list", "List", "Sequence"), {"type": "array"}),
         **dict.fromkeys(("dict", "Dict", "Mapping"), {"type": "object"}),
         "Any": {},
     }
 )
-_CONSTANTS = {str: "string", int: "integer", bool: "boolean", float: "number"}
 HINTS = "str, int, float, bool, list[..], dict[str, ..], Literal[..], Any, and unions of these with | or Optional"
 
 
@@ -92,13 +90,11 @@ def tool_schema(path: str) -> Schema:
         raise UserError(f"tool {path} takes *args, **kwargs or positional parameters: a call gives arguments by name")
     named = (*takes.args, *takes.kwonlyargs)
     properties = {argument.arg: _parameter(path, argument, described) for argument in named}
-    bare = takes.args[: len(takes.args) - len(takes.defaults)]
-    required = [argument.arg for argument in bare]
-    defaults = zip(takes.kwonlyargs, takes.kw_defaults, strict=True)
-    required += [argument.arg for argument, default in defaults if default is None]
+    bare = [*takes.args[: len(takes.args) - len(takes.defaults)]]
+    bare += [key for key, default in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if default is None]
     parameters: Schema = {"type": "object", "properties": properties}
-    if required:
-        parameters["required"] = required
+    if bare:
+        parameters["required"] = [argument.arg for argument in bare]
     return {"type": "function", "function": {"name": node.name, "description": description, "parameters": parameters}}
 
 
@@ -121,8 +117,7 @@ def _of_hint(hint: ast.expr) -> Schema | None:
         except SyntaxError:
             return None
     if isinstance(hint, ast.Name | ast.Attribute):
-        known = _PLAIN.get(_last(hint))
-        return None if known is None else dict(known)
+        return copy(_PLAIN.get(_last(hint)))
     if isinstance(hint, ast.BinOp) and isinstance(hint.op, ast.BitOr):
         return _union([*_sides(hint)])
     if not isinstance(hint, ast.Subscript):

@@ -30,7 +30,7 @@ def check(store):
             seen.append(slot.owner)
             for layer in (0, 1):
                 keys, values = pool.layer(layer, torch.zeros(1, 2, 4))
-                used = min(slot.length, pool.size(layer))
+                used = min(slot.length, pool.sizes[layer])
                 assert (keys[index, :, :used] == slot.owner).all()
                 assert (values[index, :, :used] == -slot.owner).all()
     return seen
@@ -55,7 +55,7 @@ def test_rows_that_are_full_move_to_larger_slots():
     assert store.grow() and not store.grow()
     assert sorted(check(store)) == [0, 1, 2, 3, 4]
     assert {slot.owner for slot in store.rows[2 * SMALLEST_SLOT].slots} == {1, 3, 4}
-    assert store.rows[2 * SMALLEST_SLOT].size(1) == 40  # a window keeps no more
+    assert store.rows[2 * SMALLEST_SLOT].sizes[1] == 40  # a window keeps no more
     assert slots[3].pool.capacity == 2 * SMALLEST_SLOT and slots[0].pool.capacity == SMALLEST_SLOT
 
 
@@ -72,4 +72,4 @@ def test_more_slots_keep_what_the_first_hold():
 def test_a_window_keeps_of_a_prompt_what_the_next_token_sees():
     store = KeyValues([None, 5, 1])
     pool = store.new_prompt(50).pool
-    assert [pool.size(layer) for layer in range(3)] == [64, 4, 1]
+    assert [pool.sizes[layer] for layer in range(3)] == [64, 4, 1]

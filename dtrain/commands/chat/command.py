@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from dtrain.commands.arguments import DIRECTORY, at_least
+from dtrain.commands.arguments import DIRECTORY, add_device, add_sampling, at_least
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,21 +16,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--thinking", choices=("on", "off"), help=thought)
     longest = "tokens of an answer (default: 4096, or what the model's context leaves)"
     parser.add_argument("--max-new-tokens", type=at_least(1), default=4096, metavar="N", help=longest)
-    drawn = "0 takes the likeliest token (default: 0.7)"
-    parser.add_argument("--temperature", type=float, default=0.7, help=drawn)
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this sum")
+    add_sampling(parser, temperature=0.7)
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    add_device(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+def run(arguments: argparse.Namespace) -> None:
     from dtrain.base.hub import find_directory
 
     find_directory(arguments.directory)  # before torch is loaded, which takes long
     from dtrain.commands.chat.terminal import talk
 
     talk(arguments)
-    return 0

@@ -6,21 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.commands.arguments import DIRECTORY, at_least
+from dtrain.commands.arguments import DIRECTORY, add_device, add_sampling, at_least
 from dtrain.commands.eval.options import in_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY)
-    parser.add_argument(
-        "data", metavar="DATA", nargs="+", help="JSON lines (or CSV, parquet) of prompts, as GRPO's data"
-    )
+    prompts = "JSON lines (or CSV, parquet) of prompts, as GRPO's data"
+    parser.add_argument("data", metavar="DATA", nargs="+", help=prompts)
     usual = "default: math_exact, or text_exact where most answers hold no number"
     judged = f"a reward's name or import path, options as JSON after =; may be repeated ({usual})"
     parser.add_argument("--reward", action="append", metavar="FN[={...}]", help=judged)
-    parser.add_argument(
-        "--samples", type=at_least(1), default=1, metavar="N", help="answers to each prompt (default: 1)"
-    )
+    repeated = "answers to each prompt (default: 1)"
+    parser.add_argument("--samples", type=at_least(1), default=1, metavar="N", help=repeated)
     parser.add_argument("--limit", type=at_least(1), metavar="N", help="the first N prompts only")
     parser.add_argument("--system", metavar="TEXT", help="the system message of conversations that have none")
     parser.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the model's own")
@@ -30,12 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts-as", choices=("user", "text"), help=plain)
     longest = "default: 512, or half of the model's positions where that is less"
     parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help=longest)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this sum")
-    parser.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="draw from those P times as likely as the first"
-    )
+    add_sampling(parser)
+    unlikely = "draw from those P times as likely as the first"
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help=unlikely)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a text that ends an answer")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     passing = "the reward from which an answer passes, for pass@k (default: 1)"
@@ -45,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write each answer with its rewards as a JSON line")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
     parser.add_argument("--max-rows", type=at_least(1), metavar="N", help="answers decoded together")
-    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    add_device(parser)
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -56,8 +50,7 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+def run(arguments: argparse.Namespace) -> None:
     from dtrain.commands.eval.evaluate import as_json, as_table, evaluate
 
     try:
@@ -65,4 +58,3 @@ def run(arguments: argparse.Namespace) -> int:
     except UserError as error:
         raise UserError(in_options(str(error))) from error
     print(as_json(report) if arguments.json else as_table(report))
-    return 0

@@ -26,12 +26,10 @@ def _plain(gpu: str) -> str:
     return gpu.lower().removeprefix("rtx").lstrip(" -_")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+def run(arguments: argparse.Namespace) -> None:
     from dtrain import recipe as config
     from dtrain.commands.plan.answer import answer, read_recipe
 
     recipe = read_recipe(arguments.recipe, arguments.overrides, arguments.world_size)
     with config.redacted_errors(recipe):
         answer(recipe, arguments, lambda text: print(config.redact(text, recipe), flush=True))
-    return 0

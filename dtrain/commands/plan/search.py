@@ -129,7 +129,7 @@ def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recip
 
 def with_mesh(recipe: Recipe, world: Sizes) -> Recipe:
     """Return `recipe` on the mesh and with the micro-batch of `world`."""
-    mesh = {f"parallel.{name}": getattr(world, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
+    mesh = {f"parallel.{name}": size for name, size in world.shape.items()}
     return _changed(recipe, mesh | {"train.micro_batch": world.micro_batch})
 
 
@@ -162,8 +162,7 @@ class _ClosedForms:
         of_each = sample.element_size() + state_bytes(optimizer) / sample.numel()
         if recipe.parallel.optimizer_offload:
             of_each = self.precision.compute.itemsize
-        self.held = self.trained * (sample.element_size() + of_each)
-        self.held += self.frozen_bytes
+        self.held = self.trained * (sample.element_size() + of_each) + self.frozen_bytes
 
     def shards(self, world: Sizes) -> float:
         """Return the bytes of a rank's parameters, gradients and optimizer state, if all are sharded evenly."""
@@ -188,17 +187,12 @@ class _ClosedForms:
         keys = 2 * tokens * world.cp * width * compute  # of a layer, on the mean
         gathers = 1 if recipe.parallel.reshard_after_forward is False else 2
         passes = world.accumulation
+        in_layers = passes * (4 + again) * layers  # all-reduces over tp
         messages = [
             ("fsdp", "all-gather", shards, passes * gathers * (layers + 1), passes * gathers * whole),
             ("fsdp", "reduce-scatter", shards, layers + 1, trained * reduce),
             ("dp_replicate", "all-reduce", world.dp_replicate, layers + 1, trained / shards * reduce),
-            (
-                "tp",
-                "all-reduce",
-                world.tp,
-                passes * (4 + again) * layers,
-                passes * (4 + again) * layers * tokens * config.hidden_size * compute,
-            ),
+            ("tp", "all-reduce", world.tp, in_layers, in_layers * tokens * config.hidden_size * compute),
             ("cp", "all-gather", world.cp, passes * (2 + again) * layers, passes * (2 + again) * keeping * keys),
         ]
         gathered, reduced, replicas, tp, cp = (wire_time(*message, world, hardware) for message in messages)

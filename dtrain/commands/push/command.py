@@ -30,16 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     public = "a new repository is open to everybody (default: private); one that is there stays as it is"
     parser.add_argument("--public", action="store_true", help=public)
     parser.add_argument("--revision", metavar="BRANCH", help="the branch to push to, made where there is none")
-    parser.add_argument(
-        "--base", metavar="OWNER/NAME", help="the hub's id of the base model, where the run cannot tell"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the card and the names of the files; send nothing"
-    )
+    began = "the hub's id of the base model, where the run cannot tell"
+    parser.add_argument("--base", metavar="OWNER/NAME", help=began)
+    dry = "print the card and the names of the files; send nothing"
+    parser.add_argument("--dry-run", action="store_true", help=dry)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+def run(arguments: argparse.Namespace) -> None:
     name, revision = arguments.name, arguments.revision
     for key, value in (("", name), ("--base ", arguments.base)):
         if value is not None and ("/" not in value or value.startswith(("/", ".", "~"))):
@@ -49,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(card(pushed, {}))
         print("\n".join(sorted([*files, README, CURVE])))
-        return 0
+        return
     with _hub_errors(name):
         from huggingface_hub import HfApi
 
@@ -63,7 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{commit.commit_url}\n{name} is {'private' if is_private else 'public'}")
     if arguments.public and is_private:
         print(f"it was there already, and stays private: its settings on the hub open it ({made}/settings)")
-    return 0
 
 
 def _files(export: Path) -> dict[str, Path]:
@@ -101,17 +97,13 @@ def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], p
     if train or val:
         contents[CURVE] = curve.svg(train, val).encode()
     if pushed.is_adapter and pushed.base is not None:
-        contents[ADAPTER_CONFIG] = _named_base(files[ADAPTER_CONFIG], pushed.base)
+        named = {**read_json(files[ADAPTER_CONFIG]), BASE: pushed.base}  # in place of a directory of this machine
+        contents[ADAPTER_CONFIG] = json.dumps(named, indent=2).encode()
     stale = [path for path in there if path.endswith((WEIGHTS, INDEX)) and "/" not in path and path not in contents]
     operations: list[Any] = [CommitOperationAdd(path, content) for path, content in sorted(contents.items())]
     operations += [CommitOperationDelete(path) for path in stale]
     title = f"dtrain: {pushed.name}" + (f", step {pushed.step}" if pushed.step is not None else "")
     return api.create_commit(name, operations, commit_message=title, revision=revision)
-
-
-def _named_base(config: Path, base: str) -> bytes:
-    """Return adapter_config.json with the base's id on the hub in place of a directory of this machine."""
-    return json.dumps({**read_json(config), BASE: base}, indent=2).encode()
 
 
 @contextmanager
@@ -124,14 +116,13 @@ def _hub_errors(name: str) -> Iterator[None]:
     try:
         yield
     except errors.HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
-        if status == 401:
-            raise UserError(f"{name}: the hub knows no token of yours, or it is the wrong one: {login}") from error
-        if status == 403:
-            raise UserError(f"{name}: your token may not write there: name an owner that you are, {login}") from error
-        if status == 404:
-            raise UserError(f"{name}: the hub has no owner {owner}, or not for your token: {login}") from error
-        raise UserError(f"{name}: the hub answered with an error: {str(error).strip().splitlines()[0]}") from error
+        problem = {
+            401: f"the hub knows no token of yours, or it is the wrong one: {login}",
+            403: f"your token may not write there: name an owner that you are, {login}",
+            404: f"the hub has no owner {owner}, or not for your token: {login}",
+        }.get(getattr(error.response, "status_code", 0))
+        problem = problem or f"the hub answered with an error: {str(error).strip().splitlines()[0]}"
+        raise UserError(f"{name}: {problem}") from error
     except errors.LocalTokenNotFoundError as error:
         raise UserError(f"{name}: there is no token on this machine: {login}") from error
     except (ValueError, OSError) as error:  # a name that the hub does not take, HF_HUB_OFFLINE

@@ -5,6 +5,7 @@ each, so that no extreme is lost; the page says so. A value that is not finite i
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -18,13 +19,13 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 BINS = 24
 
 
-def thinned(steps: Sequence[float], values: Sequence[float | None], most: int = MOST) -> tuple[list, list]:
-    """Return about `most` of the points: the first, the last, and of each bucket the smallest, the largest and one
+def thinned(steps: Sequence[float], values: Sequence[float | None]) -> tuple[list, list]:
+    """Return about MOST of the points: the first, the last, and of each bucket the smallest, the largest and one
     gap."""
     count = len(steps)
-    if count <= most:
+    if count <= MOST:
         return list(steps), list(values)
-    size = -(-(count - 2) // max(1, (most - 2) // 2))
+    size = -(-(count - 2) // (MOST // 2 - 1))
     kept = [0]
     for start in range(1, count - 1, size):
         bucket = range(start, min(start + size, count - 1))
@@ -111,11 +112,9 @@ def histogram(id: str, title: str, unit: str, counted: Sequence[tuple[int, str, 
     bins = max(1, math.ceil((high - first + 1) / width))
     lines, notes = [], []
     for number, (run, name, values) in enumerate(counted):
-        counts = [0] * bins
-        for value in values:
-            counts[int((value - first) // width)] += 1
+        counts = Counter(int((value - first) // width) for value in values)
         edges = [first + width * at for at in range(bins + 1)]
-        shares = [count / len(values) for count in counts]
+        shares = [counts[at] / len(values) for at in range(bins)]
         dash = DASHES[sum(entry[0] == run for entry in counted[:number]) % len(DASHES)]
         lines.append(
             {"run": run, "field": "", "name": name, "dash": dash, "dots": False, "points": len(values)}

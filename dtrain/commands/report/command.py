@@ -22,8 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=at_least(0), default=8001, help="of --live (default: 8001; 0 takes a free one)")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+def run(arguments: argparse.Namespace) -> None:
     from dtrain.commands.report.page import MARK, page, plotly, state
     from dtrain.commands.report.run_files import open_runs
 
@@ -32,7 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.live:
         from dtrain.commands.report.live import follow
 
-        return follow(runs, arguments.answers, arguments.port, library)
+        follow(runs, arguments.answers, arguments.port, library)
+        return
     out: Path = arguments.out
     if out.is_dir():
         raise UserError(f"-o {out} is a directory: name a file, such as {out / 'report.html'}")
@@ -48,4 +48,3 @@ def run(arguments: argparse.Namespace) -> int:
     print(
         f"wrote {out} ({bytes_of(len(text.encode()))}, {bytes_of(len(library.encode()))} of them the charts' library)"
     )
-    return 0

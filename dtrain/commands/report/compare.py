@@ -18,12 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="runs' directories, such as runs/x runs/y")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+def run(arguments: argparse.Namespace) -> None:
     runs = open_runs(arguments.runs)
-    for line in comparison(runs, shutil.get_terminal_size((100, 0)).columns):
-        print(line)
-    return 0
+    print("\n".join(comparison(runs, shutil.get_terminal_size((100, 0)).columns)))
 
 
 def comparison(runs: Sequence[RunFiles], width: int) -> Iterator[str]:

@@ -25,39 +25,33 @@ class Chart:
     unit: str = ""
 
 
-def _alone(group: str, field: str, line: str = "training") -> Chart:
-    """Return the chart of one field, titled as the table of fields has it."""
+def _chart(group: str, field: str, *lines: tuple[str, str]) -> Chart:
+    """Return a chart of `lines`, titled as the table of fields has `field`."""
     known = field_of(field)
-    return Chart(group, known.title if known else field, ((field, line),), known.unit if known else "")
+    return Chart(group, known.title if known else field, lines, known.unit if known else "")
+
+
+def _alone(group: str, *fields: str) -> list[Chart]:
+    return [_chart(group, field, (field, "training")) for field in fields]
 
 
 _KNOWN = (
-    _alone(LEARNING, "loss"),
-    _alone(LEARNING, "token_accuracy"),
-    _alone(LEARNING, "reward_mean"),
-    _alone(LEARNING, "accuracy"),
+    *_alone(LEARNING, "loss", "token_accuracy", "reward_mean", "accuracy"),
     Chart(LEARNING, "Rewards of the pairs", (("rewards_chosen", "chosen"), ("rewards_rejected", "rejected"))),
-    _alone(LEARNING, "rewards_margin"),
-    _alone(LEARNING, "reward_std"),
-    _alone(LEARNING, "frac_zero_std"),
-    _alone(POLICY, "completion_len"),
-    _alone(POLICY, "truncated_frac"),
-    _alone(POLICY, "kl"),
-    _alone(POLICY, "entropy"),
+    *_alone(LEARNING, "rewards_margin", "reward_std", "frac_zero_std"),
+    *_alone(POLICY, "completion_len", "truncated_frac", "kl", "entropy"),
     Chart(POLICY, "Clipped tokens", (("clip_frac", "all"), ("clip_low", "low"), ("clip_high", "high")), "share"),
-    _alone(POLICY, "mismatch_kl"),
-    _alone(OPTIMIZER, "grad_norm"),
-    _alone(OPTIMIZER, "lr"),
-    _alone(SPEED, "tokens_per_sec"),
-    _alone(SPEED, "mem_gib", "measured"),
+    *_alone(POLICY, "mismatch_kl"),
+    *_alone(OPTIMIZER, "grad_norm", "lr"),
+    *_alone(SPEED, "tokens_per_sec"),
+    _chart(SPEED, "mem_gib", ("mem_gib", "measured")),
     Chart(
         SPEED,
         "Time of a step",
         (("step_time", "step"), ("data_time", "data"), ("rollout_time", "rollout"), ("train_time", "training")),
         "s",
     ),
-    _alone(SPEED, "mfu"),
-    _alone(SPEED, "tokens"),
+    *_alone(SPEED, "mfu", "tokens"),
 )
 
 
@@ -73,14 +67,11 @@ def charts_of(fields: Iterable[str]) -> list[Chart]:
             charts.append(Chart(chart.group, chart.title, tuple(lines), chart.unit))
             for field, _ in lines:
                 del left[field]
-    parts = tuple((field, field.removeprefix("reward/")) for field in left if field.startswith("reward/"))
-    if parts:
-        charts.append(Chart(LEARNING, "Rewards by function", parts))
     joined: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for field in left:
         if field.startswith("reward/"):
-            continue
-        if passed := _PASS.fullmatch(field):
+            joined.setdefault((LEARNING, "Rewards by function"), []).append((field, field.removeprefix("reward/")))
+        elif passed := _PASS.fullmatch(field):
             joined.setdefault((EVALUATION, f"{passed[1]}: pass@k"), []).append((field, f"pass@{passed[2]}"))
         elif judged := re.fullmatch(r"eval_(.+)_reward_mean", field):
             joined.setdefault((EVALUATION, f"{judged[1]}: reward"), []).append((field, "evaluation"))
@@ -90,8 +81,7 @@ def charts_of(fields: Iterable[str]) -> list[Chart]:
             base = field.removeprefix("val_")
             joined.setdefault((OTHER, base), []).append((field, "training" if base == field else "validation"))
     for (group, title), lines in joined.items():
-        known = field_of(title) if group == OTHER else None
-        charts.append(Chart(group, known.title if known else title, tuple(lines), known.unit if known else ""))
+        charts.append(_chart(group, title, *lines) if group == OTHER else Chart(group, title, tuple(lines)))
     return sorted(charts, key=lambda chart: GROUPS.index(chart.group))
 
 

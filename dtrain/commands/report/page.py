@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from dtrain import __version__
@@ -64,8 +65,8 @@ def state(runs: Sequence[RunFiles], answers: int) -> tuple[dict[str, Any], dict[
 def page(data: dict[str, Any], html: dict[str, str], library: str, seen: str = "") -> str:
     """Return the page of `state`. library: the text of `plotly`. seen: of a page that is live, the mark of that
     state."""
-    scripts = [_script(library), _script(Path(__file__).with_name("page.js").read_text(encoding="utf-8"))]
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    form, style, code = (Path(__file__).with_name(f"page.{end}").read_text("utf-8") for end in ("html", "css", "js"))
+    scripts = [_script(library), _script(code)]
     policy = f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src 'unsafe-inline'; img-src data:"
     policy += "; base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if seen else "")
     names = [sections.safe(name) for name in data["runs"]]
@@ -76,23 +77,15 @@ def page(data: dict[str, Any], html: dict[str, str], library: str, seen: str = "
         for id in html
         if id not in ("recipes", "notes")
     )
-    made = time.strftime("%Y-%m-%d %H:%M")
     body = "".join(
         f'<section id="{id}"{_hidden(text)}><h2>{_TITLES[id]}</h2>{_CONTROLS if id == "curves" else ""}'
         f'<div class="body">{text}</div></section>'
         for id, text in html.items()
     )
-    return (
-        f'<!doctype html>\n<html lang="en" data-live="{seen}">\n<head>\n<meta charset="utf-8">\n{MARK}\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<title>{title} — dtrain report</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        f'<a class="skip" href="#main">to the content</a>\n<header><h1>{heads}</h1>'
-        f'<p class="soft">A report of dtrain {__version__}, made {made}. '
-        '<span id="following" role="status"></span></p></header>\n'
-        f'<nav aria-label="Sections"><ul>{links}</ul></nav>\n<main id="main">\n{body}\n</main>\n'
-        f'<script type="application/json" id="data">{embedded(data)}</script>\n'
-        f"<script>{scripts[0]}</script>\n<script>{scripts[1]}</script>\n</body>\n</html>\n"
+    return Template(form).substitute(
+        {"seen": seen, "mark": MARK, "policy": policy, "title": title, "style": style, "heads": heads, "links": links},
+        **{"version": __version__, "made": time.strftime("%Y-%m-%d %H:%M"), "body": body, "data": embedded(data)},
+        **{"library": scripts[0], "script": scripts[1]},
     )
 
 

@@ -71,7 +71,9 @@ def _identity(run: RunFiles) -> dict[str, str]:
         "model": f"{at('model', 'path') or ''}{size}",
         "data": ", ".join([_paths(at("data", "train")), *counts]),
         "mesh": mesh_words(run),
-        "batch": _batch(batch) if isinstance(batch, dict) else str(at("train", "global_batch") or ""),
+        "batch": f"{batch.get('global_batch')}, micro batch {batch.get('micro_batch')}"
+        if isinstance(batch, dict)
+        else str(at("train", "global_batch") or ""),
         "steps": f"{run.step:,}{total}" + (f", {epochs[-1][1]:.3g} epochs" if epochs else ""),
         "time": (f"{duration(seconds)} in steps" if seconds else "") + when,
         "tokens": amount(tokens) if tokens else "",
@@ -79,10 +81,6 @@ def _identity(run: RunFiles) -> dict[str, str]:
         "versions": ", ".join(versions),
         "directory": str(run.directory),
     }
-
-
-def _batch(sizes: dict[str, Any]) -> str:
-    return f"{sizes.get('global_batch')}, micro batch {sizes.get('micro_batch')}"
 
 
 def _paths(source: Any) -> str:

@@ -44,7 +44,7 @@ class RunFiles:
     def __init__(self, directory: Path, name: str):
         self.directory, self.name = directory, name
         self.samples, self.evals = records.Answers(directory / SAMPLES), records.Answers(directory / EVALS)
-        self._metrics = records.Lines(directory / METRICS)
+        self.metrics = records.Lines(directory / METRICS)
         self._times = 0
         self._forget()
         self.recipe: dict[str, Any] = {}
@@ -72,9 +72,9 @@ class RunFiles:
 
     def _read_metrics(self) -> bool:
         is_new = False
-        for _, line in self._metrics.look():
-            if self._metrics.times != self._times:
-                self._times = self._metrics.times
+        for _, line in self.metrics.look():
+            if self.metrics.times != self._times:
+                self._times = self.metrics.times
                 self._forget()
             is_new = True
             row = records.row_of(line) or {}
@@ -112,11 +112,6 @@ class RunFiles:
     def at(self, *keys: str) -> Any:
         """Return a value of the recipe; None if there is none."""
         return secrets.at(self.recipe, keys)
-
-    @property
-    def skipped(self) -> int:
-        """Lines that were too long to read."""
-        return self._metrics.skipped
 
     @property
     def planned_gib(self) -> float | None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import islice
 
 import yaml
 
@@ -141,9 +142,7 @@ def groups(runs: Sequence[RunFiles]) -> str:
 def _widest(index: records.Answers, step: int) -> list[records.Answer]:
     """Return the group of a step whose rewards differ most; the first of several."""
     by_prompt: dict[int, list[records.Answer]] = {}
-    for count, answer in enumerate(index.of_step(step)):
-        if count >= READ:
-            break
+    for answer in islice(index.of_step(step), READ):
         by_prompt.setdefault(answer.index, []).append(answer)
 
     def width(group: list[records.Answer]) -> float:
@@ -222,8 +221,8 @@ def notes(runs: Sequence[RunFiles]) -> str:
                 f"its curves have {longest:,} points; a chart has about {figures.MOST:,} of each, the smallest and the "
                 "largest of every bucket of neighbours among them"
             )
-        if run.damaged or run.skipped:
-            texts.append(f"{run.damaged + run.skipped:,} damaged or overlong lines of metrics.jsonl are left out")
+        if unread := run.damaged + run.metrics.skipped:
+            texts.append(f"{unread:,} damaged or overlong lines of metrics.jsonl are left out")
         if not run.curves:
             texts.append("it has no row of metrics yet")
         if run.planned_gib is None and "mem_gib" in run.curves:

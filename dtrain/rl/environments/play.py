@@ -108,9 +108,11 @@ def open_episodes(section: Grpo, data: Data, tokenizer: Tokenizer, run: RunConte
     template = choose_template(tokenizer.directory, tokenizer.special_tokens, data.chat_template, data.template_kwargs)
     tools = tool_schemas(section.tools) if section.tools else []
     calls = learn_tool_format(template, [schema for _, schema in tools]) if tools else None
-    opened: list[Environments] = []
+    ranks = Ranks()
 
-    def start() -> None:
+    def start() -> Environments | None:
+        if not ranks.is_first:
+            return None
         arguments: dict[str, Any] = {"path": section.environment}
         if calls is not None:
             sources = [(find(tool.fn, "tool") if tool.fn else tool.mcp, schema["function"]) for tool, schema in tools]
@@ -121,15 +123,9 @@ def open_episodes(section: Grpo, data: Data, tokenizer: Tokenizer, run: RunConte
             library_options = (library.name, library.args, tokenizer.special_texts)
             arguments = {"path": path, "options": library_options, "whose": "grpo.verifiers"}
         environments = Environments(
-            **arguments,
-            timeout=section.environment_timeout,
-            threads=section.environment_threads,
-            say=run.metrics.say,
+            **arguments, timeout=section.environment_timeout, threads=section.environment_threads, say=run.metrics.say
         )
-        opened.append(run.stack.enter_context(environments))
+        return run.stack.enter_context(environments)
 
-    ranks = Ranks()
-    ranks.first(start)
-    environments = opened[0] if opened else None
-    has_own = library.name is not None
+    environments, has_own = ranks.together(start), library.name is not None
     return Episodes(environments, tokenizer, template, calls, section.max_turns, data.max_length, ranks, has_own)

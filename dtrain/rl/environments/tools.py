@@ -28,11 +28,7 @@ class Toolbox:
     """
 
     def __init__(
-        self,
-        sources: Sequence[tuple[tuple[str, str] | str, Mapping[str, Any]]],
-        form: str,
-        is_single: bool,
-        most: int,
+        self, sources: Sequence[tuple[tuple[str, str] | str, Mapping[str, Any]]], form: str, is_single: bool, most: int
     ):
         self.form, self._is_single, self._most = form, is_single, most
         self.parameters: Parameters = {schema["name"]: schema["parameters"] for _, schema in sources}

@@ -71,9 +71,10 @@ class Library:
         columns = row["columns"]
         if columns.get(MADE) != self.made:
             origin = json.dumps(columns[MADE]) if MADE in columns else "no environment of verifiers"
+            arguments = f" '{json.dumps(self.made['args'])}'" if self.made["args"] else ""
             raise UserError(
                 f"the data's row is of {origin}, and the run of {json.dumps(self.made)}: write the data anew: "
-                f"{_command(**self.made)}"
+                f"python -m dtrain.rl.environments.verifiers {self.made['name']}{arguments} > FILE"
             )
         talk = _Talk(self._loop)
         inputs = {**columns[ROW], "prompt": row["prompt"]}
@@ -104,7 +105,7 @@ class Played:
         self._check(talk.messages, talk.tools, len(self._messages))
 
     def __del__(self) -> None:
-        self._talk.cancel()
+        self._talk.task.cancel()
 
     def step(self, completion: str) -> float | None:
         reply = self._read(completion, self._count)
@@ -145,7 +146,7 @@ class Played:
 
     def _earned(self) -> float | None:
         """Return the reward of the rollout. Raises whatever it raised."""
-        result = self._talk.result()
+        result = self._talk.task.result()
         if result.get("error"):
             raise RuntimeError(f"the rollout failed: {result['error']}")
         metrics = result.get("metrics") or {}
@@ -171,8 +172,8 @@ class _Talk:
         self._heard: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
 
     def run(self, rollout: Any) -> None:
-        self._task = asyncio.run_coroutine_threadsafe(rollout, self._loop)
-        self._task.add_done_callback(lambda _: self._heard.put(None))
+        self.task = asyncio.run_coroutine_threadsafe(rollout, self._loop)
+        self.task.add_done_callback(lambda _: self._heard.put(None))
 
     async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Any:
         """Return the completion that follows, `openai.types.chat.ChatCompletion`."""
@@ -198,12 +199,6 @@ class _Talk:
     def fail(self, error: Exception) -> None:
         self._loop.call_soon_threadsafe(self._answer.set_exception, error)
 
-    def cancel(self) -> None:
-        self._task.cancel()
-
-    def result(self) -> Any:
-        return self._task.result()
-
 
 def _client(talk: _Talk) -> Any:
     from verifiers.clients import OpenAIChatCompletionsClient
@@ -228,11 +223,11 @@ def _message(text: str, count: int, *, specials: Sequence[str], calls: Sequence[
         form, is_single = calls
         parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
         read = read_calls(form, text, parameters)[: 1 if is_single else None]
-    if read and not any(call.problem for call in read):
+    if any(call.problem for call in read):
+        read = []
+    if read:
         begin = min((text.find(opening) for opening in OPENINGS if opening in text), default=0)
         text = text[:begin].rstrip()
-    else:
-        read = []
     for special in specials:
         text = text.replace(special, "")
     written = [
@@ -281,10 +276,11 @@ def rows_of(environment: Any, name: str, args: Mapping[str, Any], is_eval: bool 
         info = record.get("info") or {}
         info = json.loads(info) if isinstance(info, str) else info
         defined = info.get("tool_defs", environment.tool_defs) or []
-        prompt = [_message_of(message) for message in record["prompt"]]
+        messages = map(_mapping, record["prompt"])
+        prompt = [{key: value for key, value in message.items() if value is not None} for message in messages]
         row: dict[str, Any] = {"prompt": prompt, MADE: {"name": name, "args": dict(args)}}
         row |= {"answer": record["answer"]} if isinstance(record.get("answer"), str) else {}
-        row |= {"tools": [_openai(tool) for tool in defined]} if defined else {}
+        row |= {"tools": [_openai(_mapping(tool)) for tool in defined]} if defined else {}
         rows.append(row | {ROW: {key: value for key, value in record.items() if key != "prompt"}})
     if not rows:
         raise UserError(f"{name}: its data set is empty")
@@ -295,22 +291,15 @@ def rows_of(environment: Any, name: str, args: Mapping[str, Any], is_eval: bool 
     return rows
 
 
-def _message_of(message: Any) -> Message:
-    plain = message if isinstance(message, Mapping) else message.model_dump()
-    return {key: value for key, value in plain.items() if value is not None}
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else value.model_dump()
 
 
-def _openai(tool: Any) -> dict[str, Any]:
-    """Return a definition, an object or a mapping, in OpenAI's function format."""
-    plain = tool if isinstance(tool, Mapping) else tool.model_dump()
-    function = plain.get("function", plain)
+def _openai(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a definition in OpenAI's function format."""
+    function = tool.get("function", tool)
     about = {key: function[key] for key in ("name", "description", "parameters")}
     return {"type": "function", "function": about}
-
-
-def _command(name: str, args: Mapping[str, Any]) -> str:
-    arguments = f" '{json.dumps(dict(args))}'" if args else ""
-    return f"python -m dtrain.rl.environments.verifiers {name}{arguments} > FILE"
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from dtrain.parallel.fsdp import reshard_model
 from dtrain.rl.remote.dialects import AdapterVersion
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.publish import Publisher
-from dtrain.rl.remote.shared_directory import mark, prune, step_directory
+from dtrain.rl.remote.shared_directory import step_directory
 
 MERGED = "grpo.server.weights=directory sends merged weights"
 
@@ -48,14 +48,12 @@ class AdapterPublisher(Publisher):
     """Publisher that writes the adapter to `shared`/step-N, marked when it is whole, and has the servers load it.
 
     shared: a directory that trainer and servers see under the same path. base: the directory of the model that the
-    adapter is of. keep: how many step-N stay; those that a server may still draw with are among two.
+    adapter is of. Two step-N stay: those that a server may still draw with are among them.
     """
 
-    def __init__(
-        self, shared: Path, base: Path, config: AdapterConfig, engine: HttpEngine | None, *, keep: int = 2
-    ) -> None:
+    def __init__(self, shared: Path, base: Path, config: AdapterConfig, engine: HttpEngine | None):
         super().__init__(engine, None)
-        self.shared, self.base, self.config, self.keep = Path(shared).absolute(), base, config, keep
+        self.shared, self.base, self.config = Path(shared).absolute(), base, config
         self._run = secrets.token_hex(4)  # servers keep names, and what they know by them, from run to run
 
     def publish(self, model: CausalLM, version: int) -> None:
@@ -64,14 +62,8 @@ class AdapterPublisher(Publisher):
         config, tensors = served(model, self.config)
         directory = step_directory(self.shared, version)
         write_adapter(directory, tensors, config, model.config, str(self.base), replace=True, ranks=self.ranks)
-
-        def announce() -> None:
-            mark(directory)
-            name = f"{self._run}-{directory.name}"
-            self.engine.update_adapter(AdapterVersion(directory, version, name, config.rank))
-            prune(self.shared, version, self.keep)
-
-        self.ranks.first(announce)
+        adapter = AdapterVersion(directory, version, f"{self._run}-{directory.name}", config.rank)
+        self._announce(directory, version, lambda: self.engine.update_adapter(adapter))
 
 
 @torch.no_grad()

@@ -162,11 +162,7 @@ class HttpEngine:
         """Have every server read a whole directory that they all see. One that fails is asked for nothing until the
         next update reaches it; UserError where none took it."""
         directory = directory.absolute()
-
-        def give(server: ServerClient, call: Call) -> None:
-            server.dialect.load(call, directory, version)
-
-        self._update(give, version, directory)
+        self._update(lambda server, call: server.dialect.load(call, directory, version), version, directory)
 
     def update_adapter(self, adapter: AdapterVersion) -> None:
         """Have every server load an adapter from a directory that they all see, and draw with it from here on; earlier

@@ -115,11 +115,10 @@ class Judge:
                 reward = _points(self._client.ask("/v1/chat/completions", body, left))
                 self._failed = 0
                 return reward
-            except RetryableError as error:
+            except (RetryableError, ClientError) as error:
                 problem = str(error)
-            except ClientError as error:
-                problem = str(error)
-                break
+                if isinstance(error, ClientError):
+                    break
         with self._lock:
             self._failed += 1
         return problem

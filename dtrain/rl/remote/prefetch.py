@@ -6,31 +6,21 @@ A completion's staleness is the trainer's version of the weights less the comple
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Protocol
 
 from dtrain.base.errors import UserError
 from dtrain.inference.request import AskStop, Completion, Request
-from dtrain.rl.remote.http import wait_for
-
-
-class CompletionSource(Protocol):
-    def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]: ...
+from dtrain.rl.remote.http import HttpEngine, wait_for
 
 
 class RolloutPrefetcher:
     """Prefetcher of one rollout at a time, on one rank.
 
-    engine: an `HttpEngine`, say. max_off_policy_steps: the staleness that `take` lets pass; 0 draws everything that
-    older weights drew again. `dropped` and `staleness` are the last `take`'s: how many completions were too old, and
-    each one's staleness, in order.
+    max_off_policy_steps: the staleness that `take` lets pass; 0 draws everything that
+    older weights drew again.
     """
 
-    def __init__(
-        self, engine: CompletionSource, max_off_policy_steps: int, say: Callable[[str], None] = lambda line: None
-    ):
+    def __init__(self, engine: HttpEngine, max_off_policy_steps: int, say: Callable[[str], None] = lambda line: None):
         self.engine, self.most, self.say = engine, max_off_policy_steps, say
-        self.dropped = 0
-        self.staleness: list[int] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._drawing: Future[list[Completion]] | None = None
         self.requests: list[Request] = []
@@ -60,7 +50,6 @@ class RolloutPrefetcher:
         wait_for([drawing], ask_stop)
         completions = drawing.result()
         old = [index for index, age in enumerate(_ages(completions, version)) if age > self.most]
-        self.dropped = len(old)
         if old:
             self.say(f"{len(old)} of {len(completions)} completions are more than {self.most} steps old: drawn again")
             again = self._draw([self.requests[index] for index in old], version, ask_stop)
@@ -72,7 +61,6 @@ class RolloutPrefetcher:
                     f"the engine draws with version {version - oldest} of the weights and the trainer has {version}: "
                     f"give it the weights before a rollout, or raise max_off_policy_steps={self.most}"
                 )
-        self.staleness = _ages(completions, version)
         return completions
 
     def close(self) -> None:

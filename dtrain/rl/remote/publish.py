@@ -41,38 +41,34 @@ class Publisher:
             raise ValueError("rank 0 talks to the servers, and was given none")
         return self._engine
 
+    def _announce(self, directory: Path, version: int, update: Callable[[], None]) -> None:
+        """Mark a written step-N as whole, have the servers load it by `update`, and keep two. One broadcast."""
+
+        def announce() -> None:
+            mark(directory)
+            update()
+            prune(directory.parent, version, keep=2)
+
+        self.ranks.first(announce)
+
 
 class DirectoryPublisher(Publisher):
     """Publisher that writes `shared`/step-N, marked when it is whole, and has the servers read it.
 
     shared: a directory that trainer and servers see under the same path. source: as of `write_directory`, the directory
-    that the model came from. keep: how many step-N stay.
+    that the model came from.
     """
 
-    def __init__(
-        self,
-        shared: Path,
-        source: Path,
-        engine: HttpEngine | None,
-        *,
-        dtype: torch.dtype | None = None,
-        keep: int = 2,
-    ):
+    def __init__(self, shared: Path, source: Path, engine: HttpEngine | None, *, dtype: torch.dtype | None = None):
         super().__init__(engine, dtype)
-        self.shared, self.source, self.keep = Path(shared).absolute(), source, keep
+        self.shared, self.source = Path(shared).absolute(), source
 
     def publish(self, model: nn.Module, version: int) -> None:
         """Write `model` and have the servers read it. Collective; one all-gather per sharded tensor, as
         `write_directory`. Raises UserError where the directory cannot be written or no server took it."""
         directory = step_directory(self.shared, version)
         write_directory(model, directory, self.source, self.dtype, replace=True, ranks=self.ranks)
-
-        def announce() -> None:
-            mark(directory)
-            self.engine.update_from_directory(directory, version)
-            prune(self.shared, version, self.keep)
-
-        self.ranks.first(announce)
+        self._announce(directory, version, lambda: self.engine.update_from_directory(directory, version))
 
 
 class StreamPublisher(Publisher):

@@ -54,15 +54,15 @@ class Look:
         self._signatures: tuple[dict[str, Any] | None, dict[str, Any]]
         reward = getattr(importlib.import_module(module), function)
         if not isinstance(reward, type):
-            self._signatures = None, asdict(_signature(path, reward, skip=0))
+            self._signatures = None, asdict(_signature(path, reward))
         elif any("__call__" in vars(base) for base in reward.__mro__):
-            made_with, called_with = _signature(path, reward, skip=0), _signature(path, reward.__call__, skip=1)
+            made_with, called_with = _signature(path, reward), _signature(path, reward.__call__, skip=1)
             self._signatures = asdict(made_with), asdict(called_with)
         else:
             raise UserError(f"reward {path} is a class without __call__, {NO_REWARD}")
 
 
-def _signature(path: str, function: Any, skip: int) -> Signature:
+def _signature(path: str, function: Any, skip: int = 0) -> Signature:
     """Return the signature of a callable. skip: how many parameters to leave out at the beginning. Raises UserError for
     what has no signature."""
     try:
@@ -84,10 +84,7 @@ def load(module: str, function: str, options: Mapping[str, Any]) -> Callable[...
     called or has no signature; whatever the module raises passes."""
     reward = getattr(importlib.import_module(module), function)
     made = reward(**options) if isinstance(reward, type) else partial(reward, **options) if callable(reward) else reward
-    try:
-        inspect.signature(made)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"reward {module}.{function} cannot be called by names ({error}), {NO_REWARD}") from None
+    _signature(f"{module}.{function}", made)
     return made
 
 
@@ -109,14 +106,12 @@ def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | 
 
 
 def _arguments(name: str, function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
-    bound = function.keywords if isinstance(function, partial) else {}
-    parameters = inspect.signature(function).parameters.values()
-    takes = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    missing = [key for key, p in takes.items() if p.default is p.empty and key not in batch and key not in bound]
-    if missing:
+    takes = _signature(name, function)
+    if missing := [key for key in takes.needs if key not in batch]:
         raise UserError(takes_more(name, missing, batch))
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return {key: values for key, values in batch.items() if key not in bound and (takes_all or key in takes)}
+    bound = function.keywords if isinstance(function, partial) else {}
+    names = batch if takes.takes_all else {*takes.needs, *takes.may}
+    return {key: values for key, values in batch.items() if key in names and key not in bound}
 
 
 async def _awaited(result: Any) -> Any:

@@ -51,13 +51,8 @@ _REFUSED_CALLS: dict[str, tuple[int | None, int | None]] = {  # name -> its numb
     # processes and namespaces
     **{"fork": (57, None), "vfork": (58, None), "unshare": (272, 97), "setns": (308, 268)},
     # memory that no limit counts
-    **{
-        "shmget": (29, 194),
-        "msgget": (68, 186),
-        "semget": (64, 190),
-        "mq_open": (240, 180),
-        "memfd_create": (319, 279),
-    },
+    **{"shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180)},
+    **{"memfd_create": (319, 279)},
     **{"memfd_secret": (447, 447), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
     # what else is known for its holes
     **{"bpf": (321, 280), "io_uring_setup": (425, 425), "perf_event_open": (298, 241), "userfaultfd": (323, 282)},
@@ -234,24 +229,14 @@ def _seccomp_filter() -> bytes:
     machine = os.uname().machine
     column = [*_MACHINES].index(machine)
     allow, refuse, absent = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38
-    rules = [
-        (0x20, 0, 0, 4),
-        (0x15, 1, 0, _MACHINES[machine]),
-        (6, 0, 0, 0x80000000),
-    ]  # another machine's calls kill
+    rules = [(0x20, 0, 0, 4), (0x15, 1, 0, _MACHINES[machine]), (6, 0, 0, 0x80000000)]  # another machine's calls kill
     rules += [(0x20, 0, 0, 0), (0x35, 0, 1, 0x40000000), (6, 0, 0, absent)]  # x32's do not exist
     rules += [(0x15, 0, 1, 435), (6, 0, 0, absent)]  # clone3, whose flags a filter cannot read
     for numbers in _REFUSED_CALLS.values():
         number = numbers[column]
         rules += [] if number is None else [(0x15, 0, 1, number), (6, 0, 0, refuse)]
-    rules += [
-        (0x15, 0, 4, _CLONE[column]),
-        (0x20, 0, 0, 16),
-        (0x45, 1, 0, 0x10000),
-        (6, 0, 0, refuse),
-        (6, 0, 0, allow),
-    ]
-    rules += [(6, 0, 0, allow)]
+    rules += [(0x15, 0, 4, _CLONE[column]), (0x20, 0, 0, 16), (0x45, 1, 0, 0x10000)]
+    rules += [(6, 0, 0, refuse), (6, 0, 0, allow), (6, 0, 0, allow)]
     return b"".join(struct.pack("HBBI", *rule) for rule in rules)
 
 

@@ -3,8 +3,9 @@ not tell."""
 
 import ast
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,12 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[s
         column = {**import_module("dtrain.rl.rewards.options").REWARDS[own], **options}.get("column")
         if column is not None and column not in columns:
             return no_column(own, column, columns)
-        return _refusal(module, function, options) if own == "python_tests" else None
+        try:
+            if own == "python_tests":  # whose walls may not stand here
+                getattr(import_module(module), function)(**options)
+        except UserError as problem:
+            return str(problem)
+        return None
     node = definition(Path(file), function)
     if isinstance(node, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set):
         return f"reward {name} is a value that cannot be called, {NO_REWARD}"
@@ -76,21 +82,19 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[s
     return None
 
 
-def _refusal(module: str, function: str, options: Mapping[str, Any]) -> str | None:
-    """Return why a reward cannot be made on this machine; None where it can."""
-    try:
-        getattr(import_module(module), function)(**options)
-    except UserError as problem:
-        return str(problem)
-    return None
-
-
 def no_column(name: str, column: str, columns: Collection[str]) -> str:
     """Return the refusal of a reward of dtrain's own that reads a column which the data does not have."""
     return (
         f"reward {name}: the data has no column {column!r} (it has {_listed(columns)}); name the right one: "
         f"grpo.rewards=[{{fn: {name}, kwargs: {{column: ..}}}}]"
     )
+
+
+def values_of(name: str, column: str, columns: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
+    """Return the values of the column that a reward of dtrain's own reads. Raises UserError where there is none."""
+    if column not in columns:
+        raise UserError(no_column(name, column, columns))
+    return columns[column]
 
 
 def takes_more(name: str, missing: Collection[str], columns: Collection[str]) -> str:
@@ -106,10 +110,7 @@ class _Look(Worker):
     """A process that has imported a reward, and has neither made nor called it."""
 
     def __init__(self, name: str, module: str, function: str):
-        def say(text: str) -> None:
-            print(text, file=sys.stderr)
-
-        service, key = "dtrain.rl.rewards.calls:Look", "grpo.reward_timeout"
+        service, key, say = "dtrain.rl.rewards.calls:Look", "grpo.reward_timeout", partial(print, file=sys.stderr)
         super().__init__(service, module, function, what=f"reward {name}", timeout=60.0, key=key, say=say)
 
     def signatures(self) -> tuple[Signature | None, Signature]:

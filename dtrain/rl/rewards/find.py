@@ -3,7 +3,6 @@
 import ast
 import importlib
 import importlib.util
-import re
 import symtable
 import sys
 from collections.abc import Mapping
@@ -56,11 +55,10 @@ def find_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
         hint = f"did you mean {near}?" if near else f"there are {', '.join(known) or 'none by name'}"
         raise UserError(f"{kind} {name}: no {kind} has this name; {hint} (an import path reads module.function)")
     if not all(map(str.isidentifier, module.split("."))) or function == "py":
-        plain = (
-            re.sub(r"\.py$", "", module if function != "py" else path.rpartition(".")[0]).strip("./").replace("/", ".")
-        )
-        named = function if function != "py" else "function"
-        raise UserError(f"{kind} {name} is no import path: write module.function, without .py, such as {plain}.{named}")
+        if function == "py":
+            module, function = path.rpartition(".")[0], "function"
+        plain = f"{module.removesuffix('.py').strip('./').replace('/', '.')}.{function}"
+        raise UserError(f"{kind} {name} is no import path: write module.function, without .py, such as {plain}")
     spec = _spec(f"{kind} {name}", module)
     names = _names(f"{kind} {name}", spec)
     if names is not None and function not in names:

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dtrain.base.errors import UserError
-from dtrain.rl.rewards.columns import no_column
+from dtrain.rl.rewards.columns import values_of
 from dtrain.rl.rewards.math_answers import MathAnswer, answer_in, equal, marked_answer, read
 
 
@@ -37,9 +36,8 @@ def are_right(
 def right_answers(reward: str, column: str, columns: dict[str, Sequence[Any]]) -> list[MathAnswer | None]:
     """Return the data's answers; None where a row has none. Raises UserError for a column that the data does not
     have."""
-    if column not in columns:
-        raise UserError(no_column(reward, column, columns))
-    return [None if value is None or value == "" else _of_data(value) for value in columns[column]]
+    values = values_of(reward, column, columns)
+    return [None if value is None or value == "" else _of_data(value) for value in values]
 
 
 def _of_data(value: Any) -> MathAnswer:

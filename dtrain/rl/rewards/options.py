@@ -35,17 +35,12 @@ FORMER_NAMES: Mapping[str, str] = MappingProxyType({"isolated": "allow_full_acce
 """Options that had another name or meaning -> which one replaced them."""
 
 
-def _is_pattern(value: Any) -> bool:
-    return isinstance(value, str) and python_error(value) is None
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
 _TEXT: Range = (lambda v: isinstance(v, str), "a string")
 _NON_EMPTY: Range = (lambda v: v is None or (isinstance(v, str) and v.strip() != ""), "a text that is not empty")
-_WORDS: Range = (lambda v: _is_list(v) and all(isinstance(item, str) for item in v), "a list of strings")
+_WORDS: Range = (
+    lambda v: isinstance(v, Sequence) and not isinstance(v, str) and all(isinstance(item, str) for item in v),
+    "a list of strings",
+)
 _SWITCH: Range = (lambda v: isinstance(v, bool), "true or false")
 _NOT_NEGATIVE: Range = (lambda v: is_finite(v) and v >= 0, "a finite number, at least 0")
 _TOKENS: Range = (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "a whole number, at least 0")
@@ -56,7 +51,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "column": (lambda v: isinstance(v, str) and v != "", "the name of a column"),
         "absolute": _NOT_NEGATIVE,
         "relative": _NOT_NEGATIVE,
-        "pattern": (_is_pattern, "a regular expression of Python's re"),
+        "pattern": (lambda v: isinstance(v, str) and python_error(v) is None, "a regular expression of Python's re"),
         "full": _SWITCH,
         "ignore_case": _SWITCH,
         "tags": (lambda v: _WORDS[0](v) and len(v) > 0 and all(v), "a list of at least one tag's name"),

@@ -5,13 +5,14 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from textwrap import dedent
 from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import shown
 from dtrain.rl.rewards.code_sandbox import CodeSandbox
-from dtrain.rl.rewards.columns import no_column
+from dtrain.rl.rewards.columns import values_of
 
 _BLOCK = re.compile(
     r"^[ \t]*(?P<fence>`{3,})[ \t]*(?P<language>[^\s`]*)[^\n`]*\n(?P<code>.*?)(?:^[ \t]*(?P=fence)(?![\w`])|\Z)",
@@ -52,9 +53,7 @@ class PythonTests:
     def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         """Return the share of each row's tests that the completion's last block of Python passes, alone and in a
         process of its own for each test; None for a row without tests."""
-        if self._column not in columns:
-            raise UserError(no_column("python_tests", self._column, columns))
-        rows = [read_tests(value, self._column) for value in columns[self._column]]
+        rows = [read_tests(value, self._column) for value in values_of("python_tests", self._column, columns)]
         jobs = [(code_of(text), *test) for text, tests in zip(completions, rows, strict=True) for test in tests]
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
             passed = iter(list(pool.map(lambda job: self._sandbox.passes(*job), jobs)))
@@ -92,10 +91,8 @@ def read_tests(value: Any, column: str) -> list[Test]:
         return []
     tests = value
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
+        with suppress(ValueError):  # a text of Python
             tests = json.loads(value)
-        except ValueError:
-            pass  # a text of Python
     if isinstance(tests, dict):
         inputs, outputs = tests.get("inputs"), tests.get("outputs")
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):

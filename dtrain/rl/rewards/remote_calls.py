@@ -23,36 +23,12 @@ FAILED = 1
 _CONTAINERS = (list, dict, set, bytearray)
 # Special methods that an object has where its class has them. They show the code nothing but the object itself, keys
 # and arguments: what is compared or computed with it stays with the test.
-_SPECIAL = (
-    *(
-        "__len__",
-        "__iter__",
-        "__next__",
-        "__reversed__",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__complex__",
-        "__index__",
-    ),
-    *("__abs__", "__neg__", "__pos__", "__invert__", "__round__", "__trunc__", "__floor__", "__ceil__", "__bytes__"),
-    *("__getitem__", "__setitem__", "__delitem__", "__enter__"),
+_SPECIAL = tuple(
+    f"__{name}__"
+    for name in "len iter next reversed bool int float complex index abs neg pos invert round trunc floor ceil bytes "
+    "getitem setitem delitem enter".split()
 )
-_ARITHMETIC = (
-    "add",
-    "sub",
-    "mul",
-    "matmul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "lshift",
-    "rshift",
-    "and",
-    "or",
-    "xor",
-)
+_ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor".split()
 _BETWEEN_OBJECTS = (
     *(f"__{prefix}{name}__" for name in _ARITHMETIC for prefix in ("", "i")),
     *("__lt__", "__le__", "__gt__", "__ge__"),
@@ -141,25 +117,17 @@ class CodeSide(Side):
             self.answer(self.receive())
 
     def perform(self, operation: str, *operands: Any) -> Any:
-        if operation == "run":
-            return exec(compile(self._code, "solution", "exec"), self._module.__dict__)
-        if operation == "global":
-            return vars(self._module)[operands[0]]
-        if operation == "call":
-            function, arguments, keywords = operands
-            return function(*arguments, **keywords)
-        if operation == "special":
-            name, owner, *arguments = operands
-            return getattr(type(owner), name)(owner, *arguments)
-        if operation == "operator":
-            return getattr(operator, operands[0])(*operands[1:])
-        if operation == "copy":
-            return getattr(copy, operands[0])(operands[1])
-        if operation == "contents":
-            base: Any = next(base for base in _CONTAINERS if isinstance(operands[0], base))
-            return base(dict.items(operands[0]) if base is dict else base.__iter__(operands[0]))
-        attributes: dict[str, Callable[..., Any]] = {"getattr": getattr, "setattr": setattr, "delattr": delattr}
-        return attributes[operation](*operands)
+        operations: dict[str, Callable[..., Any]] = {
+            "run": lambda: exec(compile(self._code, "solution", "exec"), self._module.__dict__),
+            "global": lambda name: vars(self._module)[name],
+            "call": lambda function, arguments, keywords: function(*arguments, **keywords),
+            "special": lambda name, owner, *arguments: getattr(type(owner), name)(owner, *arguments),
+            "operator": lambda name, *values: getattr(operator, name)(*values),
+            "copy": lambda name, value: getattr(copy, name)(value),
+            "contents": _contents_of,
+            **{"getattr": getattr, "setattr": setattr, "delattr": delattr},
+        }
+        return operations[operation](*operands)
 
     def printed(self) -> str:
         text = self._stdout.getvalue().decode(errors="replace")
@@ -173,18 +141,20 @@ class CodeSide(Side):
         return super().encode(value, shared)
 
     def encode_other(self, value: Any, shared: Shared) -> dict[str, Any]:
+        if isinstance(value, type):
+            return self.encode_type(value, shared)
+        handle = self._handle_of(value)
+        return {"kind": "object", "handle": handle, "type": self.encode_type(type(value), shared)}
+
+    def _handle_of(self, value: Any) -> int:
         handle = self._handles.setdefault(id(value), len(self._objects))
         if handle == len(self._objects):
             self._objects.append(value)
-        if not isinstance(value, type):
-            return {"kind": "object", "handle": handle, "type": self.encode_type(type(value), shared)}
-        return self.encode_type(value, shared)
+        return handle
 
     def encode_type(self, kind: type, shared: Shared) -> dict[str, Any]:
         """Return the node of a class, with its description where it is sent for the first time."""
-        handle = self._handles.setdefault(id(kind), len(self._objects))
-        if handle == len(self._objects):
-            self._objects.append(kind)
+        handle = self._handle_of(kind)
         node: dict[str, Any] = {"kind": "class", "handle": handle}
         if handle not in self._described:
             self._described.add(handle)
@@ -194,7 +164,7 @@ class CodeSide(Side):
             node |= {
                 "name": kind.__name__,
                 "error": next((base.__name__ for base in kind.__mro__ if ERRORS.get(base.__name__) is base), None),
-                "bases": [self.encode_type(base, shared) for base in kind.__bases__ if _is_sent_as_base(base)],
+                "bases": [self.encode_type(base, shared) for base in kind.__bases__ if base.__module__ != "builtins"],
                 "special": [name for name in (*_SPECIAL, "__call__") if attributes.get(name) is not None],
                 "has_contents": issubclass(kind, _CONTAINERS),
             }
@@ -228,6 +198,11 @@ class Callback:
         return self._side.request("call", self, arguments, keywords)
 
 
+def _contents_of(value: Any) -> Any:
+    base: Any = next(base for base in _CONTAINERS if isinstance(value, base))
+    return base(dict.items(value) if base is dict else base.__iter__(value))
+
+
 def _items_of(take: Callable[[], Any]) -> Iterator[Any]:
     while True:
         try:
@@ -235,10 +210,6 @@ def _items_of(take: Callable[[], Any]) -> Iterator[Any]:
         except StopIteration:
             return
         yield item
-
-
-def _is_sent_as_base(base: type) -> bool:
-    return base is not object and base.__module__ != "builtins"
 
 
 class TestSide(Side):
@@ -313,7 +284,7 @@ class TestSide(Side):
         error = ERRORS.get(node["error"])
         if error is not None and not any(issubclass(base, error) for base in bases):
             bases.append(error)
-        methods = {name: _special(name) for name in _SPECIAL if name in node["special"]}
+        methods = {name: _asks("special", name) for name in _SPECIAL if name in node["special"]}
         if "__call__" in node["special"]:
             methods["__call__"] = _call
         if "__enter__" in node["special"]:
@@ -325,28 +296,26 @@ class TestSide(Side):
         return made
 
 
+def _asks(*operation: str) -> Callable[..., Any]:
+    """Return a method that asks the code's side for this operation of the object and the method's operands."""
+    return lambda self, *operands: self._dtrain_side.request(*operation, self, *operands)
+
+
+def _call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    return self._dtrain_side.request("call", self, arguments, keywords)
+
+
 class RemoteClass(type):
     """The class of stand-ins for objects of one class of the code; itself the stand-in for that class."""
 
     _dtrain_side: TestSide
 
-    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
-        return cls._dtrain_side.request("call", cls, arguments, keywords)
-
-    def __getattr__(cls, name: str) -> Any:
-        return cls._dtrain_side.request("getattr", cls, name)
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        cls._dtrain_side.request("setattr", cls, name, value)
-
-    def __getitem__(cls, key: Any) -> Any:
-        return cls._dtrain_side.request("operator", "getitem", cls, key)
-
-    def __iter__(cls) -> Any:
-        return cls._dtrain_side.request("special", "__iter__", cls)
-
-    def __len__(cls) -> int:
-        return cls._dtrain_side.request("special", "__len__", cls)
+    __call__ = _call
+    __getattr__ = _asks("getattr")
+    __setattr__ = _asks("setattr")
+    __getitem__ = _asks("operator", "getitem")
+    __iter__ = _asks("special", "__iter__")
+    __len__ = _asks("special", "__len__")
 
     def __bool__(cls) -> bool:
         return True
@@ -366,14 +335,9 @@ class RemoteObject:
 
     __dict__ = property(lambda self: self._dtrain_side.request("getattr", self, "__dict__"))
 
-    def __getattr__(self, name: str) -> Any:
-        return self._dtrain_side.request("getattr", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._dtrain_side.request("setattr", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self._dtrain_side.request("delattr", self, name)
+    __getattr__ = _asks("getattr")
+    __setattr__ = _asks("setattr")
+    __delattr__ = _asks("delattr")
 
     def __eq__(self, other: Any) -> Any:
         if _is_remote(other):
@@ -387,28 +351,17 @@ class RemoteObject:
             return self._dtrain_side.request("operator", "contains", self, item)
         return any(item is each or item == each for each in self)  # type: ignore[attr-defined]
 
-    def __hash__(self) -> int:
-        return self._dtrain_side.request("special", "__hash__", self)
-
-    def __str__(self) -> str:
-        return self._dtrain_side.request("special", "__str__", self)
-
-    def __repr__(self) -> str:
-        return self._dtrain_side.request("special", "__repr__", self)
-
-    def __format__(self, layout: str) -> str:
-        return self._dtrain_side.request("special", "__format__", self, layout)
-
-    def __copy__(self) -> Any:
-        return self._dtrain_side.request("copy", "copy", self)
+    __hash__ = _asks("special", "__hash__")
+    __str__ = _asks("special", "__str__")
+    __repr__ = _asks("special", "__repr__")
+    __format__ = _asks("special", "__format__")
+    __copy__ = _asks("copy", "copy")
 
     def __deepcopy__(self, _: Any) -> Any:
         return self._dtrain_side.request("copy", "deepcopy", self)
 
 
-_FUNCTIONS = (
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType, functools.partial),
-)
+_FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType, functools.partial
 
 
 def _remote_class(value: Any) -> Any:
@@ -419,14 +372,6 @@ def _remote_class(value: Any) -> Any:
 
 def _is_remote(value: Any) -> bool:
     return isinstance(value, RemoteObject | RemoteClass)
-
-
-def _special(name: str) -> Callable[..., Any]:
-    return lambda self, *operands: self._dtrain_side.request("special", name, self, *operands)
-
-
-def _call(self: RemoteObject, *arguments: Any, **keywords: Any) -> Any:
-    return self._dtrain_side.request("call", self, arguments, keywords)
 
 
 def _exit(self: RemoteObject, kind: Any, error: Any, _: Any) -> Any:

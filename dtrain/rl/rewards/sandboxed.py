@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 import types
+from contextlib import suppress
 from typing import Any
 
 from dtrain.rl.rewards.remote_calls import FAILED, CodeSide, TestSide
@@ -52,10 +53,8 @@ def _run_test(test: str, side: TestSide, module: types.ModuleType) -> None:
     solution.__dict__["__getattr__"] = lambda name: _attribute(side, name)
     module.__dict__["__builtins__"] = _Names(side)
     for name in _ambiguous_names(tree):
-        try:
+        with suppress(KeyError):  # it is the built-in one
             module.__dict__[name] = side.request("global", name)
-        except KeyError:
-            pass  # the built-in one
     exec(compile(tree, "test", "exec"), module.__dict__)
 
 

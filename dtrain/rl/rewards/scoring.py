@@ -115,14 +115,11 @@ class Rewards(Worker):
             text = f"reward {name} {answer['lost']}; its values of this rollout are unknown"
             self._tell(name, answer["lost"], text)
         else:
-            text = answer.get("user") or f"{self._called(name)} failed:\n{answer['error']}{_hint(answer['error'])}"
+            path = self._paths[name]
+            called = f"reward {name}" if path == name else f"reward {name} ({path})"
+            text = answer.get("user") or f"{called} failed:\n{answer['error']}{_hint(answer['error'])}"
             self._judge(name, text.splitlines()[-1], text, "\nits values of this rollout are unknown")
         return [math.nan] * count
-
-    def _called(self, name: str) -> str:
-        """Return the reward's name and, where that says more, its import path."""
-        path = self._paths[name]
-        return f"reward {name}" if path == name else f"reward {name} ({path})"
 
     def _sum(self, values: Sequence[float]) -> float:
         known = [w * v for w, v in zip(self._weights.values(), values, strict=True) if not math.isnan(v)]

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dtrain.base.errors import UserError
-from dtrain.rl.rewards.columns import no_column
+from dtrain.rl.rewards.columns import values_of
 
 
 def text_exact(
@@ -18,13 +17,11 @@ def text_exact(
     >>> text_exact(["yes"], column="label", ignore_case=True, label=["Yes"])
     [1.0]
     """
-    if column not in columns:
-        raise UserError(no_column("text_exact", column, columns))
 
     def words(text: str) -> list[str]:
         return (text.casefold() if ignore_case else text).split()
 
     return [
         None if right is None or right == "" else float(words(text) == words(str(right)))
-        for text, right in zip(completions, columns[column], strict=True)
+        for text, right in zip(completions, values_of("text_exact", column, columns), strict=True)
     ]
