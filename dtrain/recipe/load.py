@@ -213,10 +213,9 @@ def _read(path: Path) -> dict:
     return _as_typed(Recipe, _tree(config), typed)
 
 
-def _is_too_deep(text: str) -> bool:
-    """Return whether `text` nests mappings and lists deeper than `DEPTH` levels. YAML's events are read without
-    recursion, so the answer does not depend on how full the stack is. Raises YAMLError."""
-    level = 0
+def _is_too_deep(text: str, level: int = 0) -> bool:
+    """Return whether `text`, itself at `level`, nests mappings and lists deeper than `DEPTH` levels. YAML's events are
+    read without recursion, so the answer does not depend on how full the stack is. Raises YAMLError."""
     for event in yaml.parse(text, Loader=yaml.BaseLoader):
         if isinstance(event, yaml.CollectionStartEvent):
             level += 1
@@ -259,7 +258,7 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
         return
     shown = f"{key}={secrets.HIDDEN}" if any(map(secrets.is_secret_name, key.split("."))) else override
     try:
-        if _is_too_deep(text):
+        if _is_too_deep(text, key.count(".") + key.count("[")):
             problems.append(f"{key}: the value is nested too deep")
             return
         value = _tree(OmegaConf.from_dotlist([f"value={text}"]))["value"]

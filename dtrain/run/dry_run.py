@@ -56,11 +56,7 @@ def _data(spec: RunSpec, host: "DryHost") -> bool:
     _look_at_rows(spec, host)
     if host.known:
         return False
-    recipe = spec.recipe
-    for eval_set in eval_sets.sets(recipe):
-        if f"{eval_set.key}.path" not in host.awaited:
-            read_set = import_module("dtrain.run.evaluations").read_set
-            host.ask(read_set, recipe, eval_set, spec.tokenizer, spec.plain_prompts, host.notes.append)
+    _look_at_sets(spec, host)
     return True
 
 

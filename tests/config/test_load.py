@@ -164,6 +164,7 @@ def test_yaml_round_trip_and_diff():
         ("optimizer.lr", "an override is written key=value"),
         ("--optimizer.lr=1", "an override is written key=value, without dashes"),
         ("optimizer.betas=[0.9", "the value is not YAML"),
+        (f"optimizer.kwargs{'.a' * 90}=1", "the value is nested too deep"),
         ("optimizer.betas[7]=1", "optimizer.betas[7]=1: list index out of range"),
         ("train.steps=${nowhere}", "train.steps: Interpolation key 'nowhere' not found"),
         ("optimizer.eps=???", "optimizer.eps is left open (???)"),
