@@ -21,7 +21,7 @@ class RolloutEngine(Protocol):
 
 
 class EpisodePlayer(Protocol):
-    """Player of completions in several turns, an environment answering each (`environments.play`)."""
+    """Player of completions in several turns, an environment answering each (`rl.environments.play`)."""
 
     def play(
         self,

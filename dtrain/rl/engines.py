@@ -78,7 +78,7 @@ def open_rewards(section: Grpo, run: RunContext) -> Rewards | None:
 
 def open_episodes(section: Grpo, data: Data, tokenizer: Tokenizer, run: RunContext) -> EpisodePlayer | None:
     """Return the player of completions in the environment that `grpo.environment` or `grpo.verifiers` names, or with
-    `grpo.tools` (`environments.play.Episodes`); None where there are none. Collective. Raises UserError."""
+    `grpo.tools` (`rl.environments.play.Episodes`); None where there are none. Collective. Raises UserError."""
     if not section.has_episodes:
         return None
     return import_module("dtrain.rl.environments.play").open_episodes(section, data, tokenizer, run)

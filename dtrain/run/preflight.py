@@ -40,7 +40,7 @@ from dtrain.run.preflight_models import (
 
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
-    """`config.load`, whose RecipeError also lists what `preflight` finds in the rest of a recipe that is wrong."""
+    """`recipe.load`, whose RecipeError also lists what `preflight` finds in the rest of a recipe that is wrong."""
     loaded, problems = read(recipe, overrides)
     local = with_local_model(loaded)
     if problems:

@@ -264,7 +264,7 @@ def differing_tokens(teacher: Path, student: Path) -> list[str]:
 
 
 def _weights(directory: Path, otherwise: str = "", key: str = "model.path") -> list[str]:
-    """Check the headers of the files; `checkpoint.huggingface.check_fit` compares them with the model."""
+    """Check the headers of the files; `checkpoint.huggingface.read.check_fit` compares them with the model."""
     index = directory / INDEX
     if not has_weights(directory):
         bins = " (pytorch_model.bin is a pickle, which dtrain does not open)" if any(directory.glob("*.bin")) else ""

@@ -2,11 +2,11 @@
 
 The files that a batch passes through:
 
-    data/files → formats → template → sample → cache     rows of files to token ids and a trained mask, once
-    data/order → rows                                     the endless row sequence; a dp rank's rows of a global batch
+    data/sources → formats → text → rows/cache            rows of files to token ids and a trained mask, once
+    data/rows/order → rows                                the endless row sequence; a dp rank's rows of a global batch
     methods: batch, prepare                               rows to a batch [n, S] on the host, and what its loss reads
     policy.Policy.train → policy/batching                 counts over all ranks, micro-batches; backward
-    policy/score → models → losses/hidden                 hidden states, the loss inside the root's forward
+    policy/score → models → losses/head                   hidden states, the loss inside the root's forward
     optim → parallel/grads                                norm, clip, update
     metrics                                               the row of metrics.jsonl
 """

@@ -18,7 +18,7 @@ A dialect's `body` asks for samples of one prompt: requests that differ in their
 `streams`: whether it can join a process group that dtrain makes; `pause`, `resume`: the posts before and after an
 update there. `names_versions`: whether each version of an adapter has a name of its own, by which a completion's
 version is known; `dora`: whether it takes DoRA. `routed_fields`: the body's further fields that ask for experts;
-`routed`: of each completion in `read`'s order what the answer says of them, for `rollout.routed`; `routed_start`: how
+`routed`: of each completion in `read`'s order what the answer says of them, for `rl.routed`; `routed_start`: how
 to start a server that reports them. `load_adapter` gives the name to ask for. `read` raises RetryableError for an
 answer that may be better next time, and UserError, with the fix, for one that a setting of the server explains.
 """
