@@ -24,7 +24,8 @@ class Method:
     leaves them as they are.
 
     state()      its numbers and words as JSON, the same on every rank
-    tensors()    its tensors by name: plain ones (the same on every rank), DTensors, or a `checkpoint.dcp.pieces.Piece` of
+    tensors()    its tensors by name: plain ones (the same on every rank), DTensors, or a `checkpoint.dcp.pieces.Piece`
+    of
                  what the ranks hold together; all ranks give the same names
     load(state)  for a resume, before the first step: takes `state()` of the save back and makes room, so that
                  `tensors()` gives tensors of the saved sizes, which are then filled in place. On another world size

@@ -1,7 +1,8 @@
 """Policy: a model on a mesh with its optimizer; the one object through which the trainer and the methods train.
 
 The path of a batch: host rows of this dp rank → `batching.assemble` → counts over all ranks → `score.Scorer.at_head`
-per micro-batch (the loss is computed inside the root's forward, from hidden states) → backward → `optim.update.Updater`.
+per micro-batch (the loss is computed inside the root's forward, from hidden states) → backward →
+`optim.update.Updater`.
 
 Owners: the policy has model, updater and reference, and hands the first two to its parts; `checkpoint` has an adapter's
 base, and knows whether files hold the frozen weights; `weights` has the receivers and the tensors that are shared.

@@ -1,8 +1,8 @@
 """Losses of tokens by the log-probability of their label: the functions. `options` has their names and options.
 
 A loss takes log-probabilities [t] and gives losses [t], each by its own log-probability alone. The sum over the global
-batch's trained tokens is divided by their number. `head.weighted_sum.token_loss_sums` calls it tile by tile and asks autograd for
-its derivative, so it is written as any differentiable function; what is detached is a constant.
+batch's trained tokens is divided by their number. `head.weighted_sum.token_loss_sums` calls it tile by tile and asks
+autograd for its derivative, so it is written as any differentiable function; what is detached is a constant.
 """
 
 from collections.abc import Callable
