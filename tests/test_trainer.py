@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from dtrain.base.errors import Stopped, UserError
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.commands.plan.beside import Peak
 from dtrain.parallel.runtime import Runtime, StopFlag
+from dtrain.run.spec import Host, World, resolve
 from dtrain.run.trainer import train, train_checked
 from tests.tiny import tiny_recipe, write_rows
 from tests.world import run_world
@@ -74,6 +76,17 @@ def test_ranks_and_accumulation_give_the_trajectory_of_one_process(tmp_path, fam
         for name, value in weights(other).items():
             if name.startswith("model."):
                 assert (value - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), name
+
+
+def test_validation_rows_lie_as_the_training_rows_do(tmp_path, capsys):
+    write_rows(tmp_path / "few.jsonl", 20)  # less than 16 packed rows, and of val more
+    write_rows(tmp_path / "val.jsonl", 100, seed=1)
+    paths = [f"data.train.path={tmp_path / 'few.jsonl'}", f"data.val.path={tmp_path / 'val.jsonl'}"]
+    recipe = tiny_recipe(tmp_path, *paths, "data.packing=auto")
+    with ExitStack() as stack:
+        spec = resolve(recipe, World(1), Host(Runtime(), stack), until="data")
+    assert [rows.packing for rows in spec.rows.values()] == [False, False]
+    assert "data.packing=auto: false" in capsys.readouterr().err
 
 
 def test_each_micro_batch_is_a_sign_of_life(tmp_path):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain.data import Rows, open_rows
 from dtrain.methods.spec import spec_of
 from dtrain.run.host import Host
+from dtrain.run.stages.sizes import resolve_packing
 
 if TYPE_CHECKING:
     from dtrain.run.spec import RunSpec
@@ -17,6 +18,7 @@ def resolve(spec: "RunSpec", host: Host) -> bool:
     cache."""
     for split in splits(spec):
         spec.rows[split] = open_split(spec, split, spec.recipe.cache, host.recorder.say, host.ranks.is_first)
+        spec.recipe = resolve_packing(spec.recipe, spec.rows["train"])  # val has it too
     for split, rows in spec.rows.items():
         host.ranks.same(rows.fingerprint, f"data.{split} is not the same on every host")
     spec.columns = {split: rows.samples.column_names() for split, rows in spec.rows.items()}

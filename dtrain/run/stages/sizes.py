@@ -46,6 +46,14 @@ def _steps(spec: "RunSpec", rows: Rows) -> int:
     return steps
 
 
+def resolve_packing(recipe: Recipe, rows: Rows) -> Recipe:
+    """Return `recipe` with `data.packing` as the training rows are, in place of `auto`."""
+    if recipe.data.packing != "auto":
+        return recipe
+    is_packed = rows.packing or spec_of(recipe).kind == "prompts"  # there completions are packed
+    return replace(recipe, data=replace(recipe.data, packing=is_packed))
+
+
 def resolve_batch_size(recipe: Recipe, rows: Rows, world_size: int) -> Recipe:
     """`recipe` with what its data say in place of `auto`: `data.packing` as its rows are, and a number for
     `train.global_batch`, by the rows of the first pass over them.
@@ -54,9 +62,7 @@ def resolve_batch_size(recipe: Recipe, rows: Rows, world_size: int) -> Recipe:
     divide a rank's part of it becomes the next smaller one that does. Raises UserError where the data-parallel ranks do
     not divide it.
     """
-    if recipe.data.packing == "auto":
-        is_packed = rows.packing or spec_of(recipe).kind == "prompts"  # there completions are packed
-        recipe = replace(recipe, data=replace(recipe.data, packing=is_packed))
+    recipe = resolve_packing(recipe, rows)
     if recipe.train.global_batch != "auto":
         return recipe
     per_pass = rows.rows_in_epoch(0)
