@@ -3,10 +3,10 @@
 import pytest
 
 from dtrain import recipe as config
+from dtrain.base.ranges import out_of_range
 from dtrain.optim import update as optim
 from dtrain.recipe import schema
 from dtrain.run import check
-from dtrain.run.check import RANGES
 
 WHOLE = {"model": {"path": "m"}, "data": {"train": {"path": "t.jsonl"}}, "train": {"steps": 10}}
 
@@ -216,10 +216,10 @@ def test_names_are_those_that_optim_knows():
     assert set(schema.SCHEDULES) == set(optim.SCHEDULES)
 
 
-def test_the_tables_name_keys_that_exist():
-    known = config.keys()
-    sections = {key.rpartition(".")[0] for key in known}  # data.val is a section, or a number in its place
-    assert all(key in known or key in sections for key, *_ in RANGES)
+def test_every_default_is_in_its_range():
+    sections = schema.Recipe(eval=schema.Eval(), lora=schema.Lora(), scheduler=[schema.Stage()])
+    assert out_of_range(sections) == []
+    assert out_of_range(schema.Launch(nproc=0), "launch.") == [("launch.nproc", 0, "at least 1")]
 
 
 def test_shipped_recipes_fit_their_meshes():

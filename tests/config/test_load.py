@@ -1,5 +1,6 @@
 """Recipes in: defaults as recipe.md fixes them, overrides, types, and every mistake answered at once."""
 
+import ast
 import inspect
 import subprocess
 import sys
@@ -59,12 +60,13 @@ def test_every_key_is_documented_where_it_is_defined():
     sections = [cls for cls in vars(schema).values() if is_dataclass(cls)]
     assert len(sections) > 15
     for cls in sections:
-        source = inspect.getsource(cls).splitlines()
+        nodes = ast.parse(inspect.getsource(cls)).body[0].body
+        pairs = [pair for pair in pairwise(nodes) if isinstance(pair[0], ast.AnnAssign)]
+        documented = {field.target.id for field, text in pairs if isinstance(text, ast.Expr)}
         for key, hint in inspect.get_annotations(cls).items():
             if is_dataclass(hint):
                 continue  # a section: its class says what it is
-            line = next(i for i, text in enumerate(source) if text.startswith(f"    {key}: "))
-            assert source[line + 1].startswith('    """'), f"{cls.__name__}.{key}"
+            assert key in documented, f"{cls.__name__}.{key}"
 
 
 def test_a_file_then_overrides(tmp_path):
