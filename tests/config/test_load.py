@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 from dataclasses import is_dataclass
+from itertools import pairwise
 
 import pytest
 import yaml
