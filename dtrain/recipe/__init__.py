@@ -1,7 +1,9 @@
 """The recipe: its schema, loading, saving without secrets, sizes. Imports no torch.
 
 schema                          every key, its type, its default and what it means
-load                            YAML, shipped recipes and overrides to a `Recipe`
+load                            YAML and overrides to a `Recipe`
+typed                           the types of its values: problems, near misses, fixes
+shipped                         the recipes that ship with dtrain, by name
 saved, secrets                  a `Recipe` to YAML, with secrets redacted; which values are secrets
 world                           the mesh and the batch in a world of so many processes
 error_hints                     ends of messages about mistakes in YAML or in a value
@@ -11,9 +13,11 @@ other_tools                     a file of another tool as a recipe, with that to
 `dtrain.run.check`, which knows the methods, checks keys against one another.
 """
 
-from dtrain.recipe.load import find, keys, load, read, recipes_dir, shipped, translate
+from dtrain.recipe.load import load, read, translate
 from dtrain.recipe.saved import diff, origins, redact, redacted_errors, redacted_values, to_yaml, with_origins_of
 from dtrain.recipe.schema import Recipe
+from dtrain.recipe.shipped import find, recipes_dir, shipped
+from dtrain.recipe.typed import keys
 from dtrain.recipe.world import Sizes, sizes
 
 __all__ = [

@@ -15,8 +15,8 @@ from dtrain.base.ranges import Range, is_finite, nearest, out_of_range, shown
 from dtrain.data.sources import columns
 from dtrain.methods.spec import spec_of
 from dtrain.recipe import key_aliases, saved
-from dtrain.recipe.load import keys
 from dtrain.recipe.schema import OPTIMIZERS, SCHEDULES, DataSource, Recipe
+from dtrain.recipe.typed import keys
 from dtrain.recipe.world import batch_problems, mesh_problems
 from dtrain.run.eval_sets import best_problems, sets
 
