@@ -6,7 +6,7 @@ typed                           the types of its values: problems, near misses, 
 shipped                         the recipes that ship with dtrain, by name
 saved, secrets                  a `Recipe` to YAML, with secrets redacted; which values are secrets
 world                           the mesh and the batch in a world of so many processes
-error_hints                     ends of messages about mistakes in YAML or in a value
+error_hints                     ends of messages about mistakes in YAML or in a value (error_hints.toml)
 key_aliases                     other tools' names of our keys and values, and keys that we lack (key_aliases.toml)
 other_tools                     a file of another tool as a recipe, with that tool's defaults (other_tools.yaml)
 

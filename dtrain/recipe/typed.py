@@ -1,25 +1,20 @@
 """A tree of values as typed sections: unknown keys, types, choices and unions, each problem with its fix.
 
-The types are those of `dtrain.recipe.schema`. A leaf is converted by OmegaConf, after `_converted` has done what loses
-nothing; what does not fit is reported, and stays at its default.
+The types are those of `dtrain.recipe.schema`. A value is converted where nothing is lost. What does not fit is
+reported, and stays at its default.
 """
 
 import math
 import re
-import warnings
 from collections.abc import Mapping
-from dataclasses import is_dataclass, make_dataclass
-from functools import cache
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dtrain.base import ranges
 from dtrain.base.ranges import nearest
-from dtrain.recipe import error_hints, key_aliases, secrets
+from dtrain.recipe import error_hints, key_aliases
 from dtrain.recipe.saved import UNSET, flat, is_table, table_of
 from dtrain.recipe.schema import Recipe
 
@@ -97,28 +92,24 @@ def _entries(cls: type, values: list, dotted: str, problems: list[str]) -> list:
 
 def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
     """Put a leaf's value into its section, converted to its type; return the problem where it does not fit."""
-    kinds, cls = kinds_of(hint), cast(Any, type(section))  # mypy takes no class for hashable
+    kinds = kinds_of(hint)
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, Mapping) and (
         stuck := [name for name, inner in value.items() if inner is None and error_hints.stuck(name)]
     ):
         return [f"{dotted}: YAML reads {name} as one word: write a blank after the colon" for name in stuck]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", FutureWarning)  # OmegaConf's word for a conversion that was not asked for
-            node = OmegaConf.structured(_holder(cls, key, hint))
-            node[key] = "none" if value is None and "none" in choices else secrets.escaped(_converted(value, kinds))
-            setattr(section, key, getattr(OmegaConf.to_object(node), key))
-    except (OmegaConfBaseException, FutureWarning):
-        if choices:
-            near = key_aliases.meant(re.sub(r"\[\d+\]", "", dotted), value) or nearest(str(value), choices)
-            hint = f"; did you mean {near}?" if near else error_hints.pasted(value)
-            return [f"{dotted}={ranges.shown(value)} is none of {', '.join(choices)}{hint}"]
-        if alias := key_aliases.meant(re.sub(r"\[\d+\]", "", dotted), value):
-            return [f"{dotted}={ranges.shown(value)} must be {error_hints.needed(kinds)}: {alias}"]
-        hint = _hint_for(value, kinds, getattr(section, key, None))
-        return [f"{dotted}={ranges.shown(value)} must be {error_hints.needed(kinds)}{hint}"]
-    return []
+    fitting = "none" if value is None and "none" in choices else _converted(value, kinds)
+    if _fits(fitting, kinds):
+        setattr(section, key, fitting)
+        return []
+    if choices:
+        near = key_aliases.meant(re.sub(r"\[\d+\]", "", dotted), value) or nearest(str(value), choices)
+        hint = f"; did you mean {near}?" if near else error_hints.pasted(value)
+        return [f"{dotted}={ranges.shown(value)} is none of {', '.join(choices)}{hint}"]
+    if alias := key_aliases.meant(re.sub(r"\[\d+\]", "", dotted), value):
+        return [f"{dotted}={ranges.shown(value)} must be {error_hints.needed(kinds)}: {alias}"]
+    hint = _hint_for(value, kinds, getattr(section, key, None))
+    return [f"{dotted}={ranges.shown(value)} must be {error_hints.needed(kinds)}{hint}"]
 
 
 def _converted(value: Any, kinds: list) -> Any:
@@ -147,10 +138,19 @@ def _converted(value: Any, kinds: list) -> Any:
     return value
 
 
-@cache
-def _holder(cls: type, key: str, hint: Any) -> type:
-    """Return a section of that key alone: a whole one costs OmegaConf far more time."""
-    return make_dataclass(cls.__name__, [(key, hint)])
+def _fits(value: Any, kinds: list) -> bool:
+    """Return whether `value` is of one of the types `kinds`, with nothing left open in it."""
+    for kind in kinds:
+        origin, inner = get_origin(kind), get_args(kind)
+        if origin is list and isinstance(value, list):
+            fits = all(_fits(entry, list(inner)) for entry in value)
+        elif origin is dict and isinstance(value, dict):
+            fits = all(isinstance(name, str) and _fits(entry, [inner[1]]) for name, entry in value.items())
+        else:
+            fits = kind is Any or type(value) is kind or (origin is Literal and value in inner)
+        if fits and value != UNSET:
+            return True
+    return False
 
 
 def _plain(kinds: list) -> Any:
