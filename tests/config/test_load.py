@@ -177,12 +177,12 @@ def test_mistakes_are_answered(override, answer):
 
 
 def test_all_mistakes_come_at_once():
-    found = problems(
+    errors = problems(
         {"train": {"stpes": 1, "dtype": "bf16", "learning_rate": 1e-5}, "modle": {"path": "m"}},
         "optimizer.lr=fast",
         "data.max_length=${nowhere}",
     )
-    assert len(found) == 6
+    assert len(errors) == 6
 
 
 @pytest.mark.parametrize(
@@ -267,15 +267,15 @@ def test_config_and_preflight_import_no_torch():
 def test_a_number_where_text_belongs_stays_as_typed(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("run: {name: 007}\nmetrics: {wandb: 1e3}\ndata: {train: {path: 12:30}}\nlora: {target: [1e3]}\n")
-    found = config.load(path)
-    assert (found.run.name, found.metrics.wandb, found.data.train.path) == ("007", "1e3", "12:30")
-    assert found.lora.target == ["1e3"]
+    loaded = config.load(path)
+    assert (loaded.run.name, loaded.metrics.wandb, loaded.data.train.path) == ("007", "1e3", "12:30")
+    assert loaded.lora.target == ["1e3"]
     for typed, name in {"run.name=1e3": "1e3", "run.name=0x10": "0x10", "run={name: 1_000}": "1_000"}.items():
         assert config.load({}, [typed]).run.name == name
     sources = config.load({}, ["data.train.sources=[{path: 1e3}]", "data.train.sources[0].path=2e3"])
     assert sources.data.train.sources[0].path == "2e3"
     assert config.load({}, ["train.steps=1e3"]).train.steps == 1000
-    (tmp_path / "again.yaml").write_text(config.to_yaml(found))
+    (tmp_path / "again.yaml").write_text(config.to_yaml(loaded))
     assert config.load(tmp_path / "again.yaml").run.name == "007"
 
 
