@@ -2,7 +2,7 @@
 
 schema                          every key, its type, its default and what it means
 load                            YAML and overrides to a `Recipe`
-typed                           the types of its values: problems, near misses, fixes
+sections                        the types of its values: problems, near misses, fixes
 shipped                         the recipes that ship with dtrain, by name
 saved, secrets                  a `Recipe` to YAML, with secrets redacted; which values are secrets
 world                           the mesh and the batch in a world of so many processes
@@ -16,8 +16,8 @@ other_tools                     a file of another tool as a recipe, with that to
 from dtrain.recipe.load import load, read, translate
 from dtrain.recipe.saved import diff, origins, redact, redacted_errors, redacted_values, to_yaml, with_origins_of
 from dtrain.recipe.schema import Recipe
+from dtrain.recipe.sections import keys
 from dtrain.recipe.shipped import find, recipes_dir, shipped
-from dtrain.recipe.typed import keys
 from dtrain.recipe.world import Sizes, sizes
 
 __all__ = [

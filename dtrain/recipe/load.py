@@ -30,8 +30,8 @@ from dtrain.recipe.saved import (
     with_origins,
 )
 from dtrain.recipe.schema import Recipe
+from dtrain.recipe.sections import entry_of, keys, kinds_of, section_from, section_of, type_at
 from dtrain.recipe.shipped import find
-from dtrain.recipe.typed import entry_of, keys, kinds_of, section_from, section_of, type_at
 
 if TYPE_CHECKING:
     from dtrain.recipe.other_tools import Translation

@@ -16,7 +16,7 @@ from dtrain.data.sources import columns
 from dtrain.methods.spec import spec_of
 from dtrain.recipe import key_aliases, saved
 from dtrain.recipe.schema import OPTIMIZERS, SCHEDULES, DataSource, Recipe
-from dtrain.recipe.typed import keys
+from dtrain.recipe.sections import keys
 from dtrain.recipe.world import batch_problems, mesh_problems
 from dtrain.run.eval_sets import best_problems, sets
 
