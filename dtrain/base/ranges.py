@@ -4,8 +4,9 @@ The tables of options that stand beside the losses and the rewards are made of t
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 Range = tuple[Callable[[Any], bool], str]
 """A check of a value, and a phrase that says what it must be, in the words of a recipe: null is Python's None."""
@@ -36,6 +37,28 @@ NOT_NEGATIVE: Range = (lambda v: is_number(v) and v >= 0, "a finite number, at l
 
 def one_of(choices: Sequence[str]) -> Range:
     return (lambda v: v in choices, f"one of {', '.join(choices)}")
+
+
+def at_least(least: int, more: str = "") -> Range:
+    return (lambda v: v >= least, f"at least {least}{more}")
+
+
+def out_of_range(section: Any, prefix: str = "") -> list[tuple[str, Any, str]]:
+    """Return (dotted key, value, what it must be) of each value of `section`, and of sections inside it, that a `Range`
+    in its field's type refuses. None is not looked at: the type says where it is allowed."""
+    wrong = []
+    for name, hint in get_type_hints(type(section), include_extras=True).items():
+        key, value = f"{prefix}{name}", getattr(section, name)
+        ranges = getattr(hint, "__metadata__", ()) if value is not None else ()
+        wrong += [(key, value, phrase) for holds, phrase in ranges if not holds(value)]
+        inner = {key: value}
+        if isinstance(value, list):
+            inner = {f"{key}[{index}]": entry for index, entry in enumerate(value)}
+        elif isinstance(value, dict):
+            inner = {f"{key}.{entry_name}": entry for entry_name, entry in value.items()}
+        for place, entry in inner.items():
+            wrong += out_of_range(entry, f"{place}.") if is_dataclass(entry) else []
+    return wrong
 
 
 def nearest(word: str, known: Collection[str]) -> str | None:

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from operator import attrgetter
 
-from dtrain.base.ranges import is_number, shown
+from dtrain.base.ranges import shown
 from dtrain.data.formats.prompts import PromptOptions
 from dtrain.methods import grpo_section
 from dtrain.methods.spec import MethodSpec
@@ -11,16 +11,6 @@ from dtrain.recipe.schema import Distill, Recipe, Sampling
 
 
 class DistillSpec(MethodSpec):
-    ranges = (
-        ("distill.top_k", lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for the whole vocabulary"),
-        ("distill.temperature", lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10"),
-        ("distill.mixed_kl_weight", lambda v: 0 <= v <= 1, "from 0 to 1"),
-        ("distill.jsd_beta", lambda v: 0 <= v <= 1, "from 0 to 1"),
-        ("distill.student_share", lambda v: 0 < v <= 1, "more than 0, up to 1; distill.samples=data has none"),
-        ("distill.prompts_per_step", lambda v: v >= 1, "at least 1, or null for those of a step"),
-        *grpo_section.sampling_ranges("distill"),
-    )
-
     def missing(self, recipe: Recipe) -> list[str]:
         if recipe.distill.teacher:
             return []

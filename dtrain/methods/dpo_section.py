@@ -10,14 +10,6 @@ from dtrain.methods.spec import MethodSpec
 from dtrain.recipe import key_aliases
 from dtrain.recipe.schema import Recipe
 
-# As `dtrain.run.check.RANGES`.
-SECTION_RANGES = (
-    ("dpo.sft_weight", lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10"),
-    ("dpo.ld_alpha", lambda v: 0 <= v <= 1, "from 0 to 1, or null for no weights"),
-    ("dpo.sync_every", lambda v: v >= 1, "at least 1, or null for a reference that stands still"),
-    ("dpo.sync_mix", lambda v: 0 < v <= 1, "more than 0, up to 1"),
-)
-
 
 def problems(recipe: Recipe) -> list[str]:
     """Return what is wrong with a recipe of method dpo, beside its ranges, one line each."""
@@ -132,7 +124,6 @@ def loss_problems(
 
 class DpoSpec(MethodSpec):
     kind = "pairs"
-    ranges = SECTION_RANGES
     adapter_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 1e-6
     curves = MappingProxyType({**MethodSpec.curves, "accuracy": "accuracy"})
 

@@ -16,47 +16,6 @@ from dtrain.rl.rewards import options as rewards
 from dtrain.rl.tools import tool_schemas
 
 
-def sampling_ranges(section: str) -> tuple:
-    """Return the ranges of `sampling` in this section, as `dtrain.run.check.RANGES`."""
-    return (
-        (
-            f"{section}.sampling.temperature",
-            lambda v: is_number(v) and v > 0,
-            "a finite number, more than 0, 1e-10 to 1e10",
-        ),
-        (f"{section}.sampling.top_k", lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for all"),
-        (f"{section}.sampling.top_p", lambda v: 0 < v <= 1, "more than 0, up to 1"),
-        (f"{section}.sampling.max_new_tokens", lambda v: v >= 1, "at least 1"),
-        (f"{section}.sampling.stop", lambda v: all(v), "texts that are not empty"),
-    )
-
-
-# As `dtrain.run.check.RANGES`.
-SECTION_RANGES = (
-    ("grpo.prompts_per_step", lambda v: v >= 1, "at least 1"),
-    ("grpo.group_size", lambda v: v >= 1, "at least 1"),
-    ("grpo.updates_per_rollout", lambda v: v >= 1, "at least 1"),
-    ("grpo.sync_every", lambda v: v >= 1, "at least 1, or null for a reference that stands still"),
-    ("grpo.sync_mix", lambda v: 0 < v <= 1, "more than 0, up to 1"),
-    ("grpo.reward_timeout", lambda v: 0 < v < math.inf, "a finite number, more than 0"),
-    ("grpo.environment_timeout", lambda v: 0 < v < math.inf, "a finite number, more than 0"),
-    ("grpo.environment_threads", lambda v: v >= 1, "at least 1"),
-    ("grpo.overlong_cache", lambda v: v >= 1, "at least 1, or null for no punishment"),
-    ("grpo.max_refills", lambda v: v >= 0, "at least 0"),
-    ("grpo.max_turns", lambda v: v >= 1, "at least 1"),
-    ("grpo.tool_output", lambda v: v >= 1, "at least 1"),
-    ("grpo.max_off_policy_steps", lambda v: v >= 0, "at least 0"),
-    ("grpo.unshard", lambda v: v in ("auto", True, False), "auto, true or false"),
-    ("grpo.max_mismatch", lambda v: v > 0, "more than 0, or null for no check"),
-    ("grpo.show", lambda v: v >= 0, "at least 0"),
-    *sampling_ranges("grpo"),
-    ("grpo.server.timeout", lambda v: 0 < v < math.inf, "a finite number, more than 0"),
-    ("grpo.server.start_timeout", lambda v: 0 < v < math.inf, "a finite number, more than 0"),
-    ("grpo.server.retries", lambda v: v >= 0, "at least 0"),
-    ("grpo.server.concurrency", lambda v: v >= 1, "at least 1"),
-)
-
-
 def problems(recipe: Recipe) -> list[str]:
     """Return what is wrong with a recipe of method grpo, beside its ranges, one line each."""
     section = recipe.grpo
@@ -340,7 +299,6 @@ def _of_options(key: str, name: str, options: Mapping[str, Any]) -> list[str]:
 
 class GrpoSpec(MethodSpec):
     kind = "prompts"
-    ranges = SECTION_RANGES
     adapter_rates = (5e-6, "1e-5")  # full tuning takes 1e-6
     curves = MappingProxyType({"reward_mean": "reward", "val_reward_mean": "validation reward"})
     best = ("loss", "val_reward_mean")

@@ -2,7 +2,6 @@
 
 from types import MappingProxyType
 
-from dtrain.base.ranges import is_number
 from dtrain.methods import dpo_section
 from dtrain.methods.spec import MethodSpec
 from dtrain.recipe.schema import Recipe
@@ -10,13 +9,6 @@ from dtrain.recipe.schema import Recipe
 
 class KtoSpec(MethodSpec):
     kind = "labelled"
-    ranges = (
-        ("kto.beta", lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10"),
-        ("kto.desirable_weight", lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10"),
-        ("kto.undesirable_weight", lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10"),
-        ("kto.sync_every", lambda v: v >= 1, "at least 1, or null for a reference that stands still"),
-        ("kto.sync_mix", lambda v: 0 < v <= 1, "more than 0, up to 1"),
-    )
     adapter_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 5e-6
     curves = MappingProxyType({**MethodSpec.curves, "rewards_margin": "margin of rewards"})
 

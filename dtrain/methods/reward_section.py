@@ -2,7 +2,6 @@
 
 from types import MappingProxyType
 
-from dtrain.base.ranges import is_number
 from dtrain.data.formats.labels import Label
 from dtrain.methods.spec import MethodSpec
 from dtrain.recipe.schema import Recipe
@@ -14,14 +13,6 @@ HEAD = "score"
 class RewardSpec(MethodSpec):
     """Spec of a head that rates or classifies labelled texts."""
 
-    ranges = (
-        (
-            "reward.center_rewards_coefficient",
-            lambda v: is_number(v) and v >= 0,
-            "a finite number, at least 0, up to 1e10, or null for none",
-        ),
-        ("reward.num_labels", lambda v: 1 <= v <= 2**20, "at least 1, up to 2**20, or null"),
-    )
     curves = MappingProxyType({**MethodSpec.curves, "accuracy": "accuracy"})
 
     def missing(self, recipe: Recipe) -> list[str]:

@@ -2,7 +2,7 @@
 
 from types import MappingProxyType
 
-from dtrain.base.ranges import NUMBER, is_number, shown
+from dtrain.base.ranges import NUMBER, shown
 from dtrain.losses.token import options as token_options
 from dtrain.methods.spec import MethodSpec
 from dtrain.recipe import key_aliases
@@ -10,7 +10,6 @@ from dtrain.recipe.schema import Recipe
 
 
 class SftSpec(MethodSpec):
-    ranges = (("sft.label_smoothing", lambda v: is_number(v) and 0 <= v < 1, "from 0 to below 1"),)
     curves = MappingProxyType({**MethodSpec.curves, "token_accuracy": "token accuracy"})
 
     def problems(self, recipe: Recipe) -> list[str]:

@@ -21,14 +21,13 @@ REWARD_MODEL = "grpo.reward_model.path"
 class MethodSpec:
     """Spec of a method without a section, a second model or rows of its own.
 
-    kind: what a sample of the data is: examples, pairs, labelled (replies that are wanted or not) or prompts. ranges:
-    of its section's keys, as `run.check.RANGES`. best: what of `recipe.schema.BEST` it measures. adapter_rates: the
-    learning rate below which a fresh adapter hardly learns, and a usual one. curves: the fields of metrics.jsonl that
-    tell what was learned, and their names for a reader. more_steps: what of its section makes a pass more steps.
+    kind: what a sample of the data is: examples, pairs, labelled (replies that are wanted or not) or prompts. best:
+    what of `recipe.schema.BEST` it measures. adapter_rates: the learning rate below which a fresh adapter hardly
+    learns, and a usual one. curves: the fields of metrics.jsonl that tell what was learned, and their names for a
+    reader. more_steps: what of its section makes a pass more steps.
     """
 
     kind = "examples"
-    ranges: tuple = ()
     best: tuple[str, ...] = ("val_loss", "loss")
     more_steps: str | None = None
     adapter_rates = (5e-5, "2e-4")
@@ -131,10 +130,3 @@ def spec_of(recipe: Recipe) -> MethodSpec:
 def spec_by_name(method: str, recipe: Recipe | None = None) -> MethodSpec:
     """The spec of a method by its name; of its usual form where no recipe says which."""
     return import_module(f"dtrain.methods.{SECTIONS[method]}").spec(recipe)
-
-
-def section_ranges(recipe: Recipe) -> list[tuple]:
-    """The ranges of the sections of methods that are the recipe's own, or say something all the same."""
-    default = Recipe()
-    named = [name for name in SECTIONS if getattr(recipe, name, None) != getattr(default, name, None)]
-    return [row for name in dict.fromkeys([recipe.method, *named]) for row in spec_by_name(name, recipe).ranges]

@@ -1,19 +1,23 @@
 """The recipe: its schema, loading, saving without secrets, sizes. Imports no torch.
 
 schema                          every key, its type, its default and what it means
-load                            YAML, shipped recipes and overrides to a `Recipe`
+load                            YAML and overrides to a `Recipe`
+sections                        the types of its values: problems, near misses, fixes
+shipped                         the recipes that ship with dtrain, by name
 saved, secrets                  a `Recipe` to YAML, with secrets redacted; which values are secrets
 world                           the mesh and the batch in a world of so many processes
-error_hints                     ends of messages about mistakes in YAML or in a value
+error_hints                     ends of messages about mistakes in YAML or in a value (error_hints.toml)
 key_aliases                     other tools' names of our keys and values, and keys that we lack (key_aliases.toml)
 other_tools                     a file of another tool as a recipe, with that tool's defaults (other_tools.yaml)
 
 `dtrain.run.check`, which knows the methods, checks keys against one another.
 """
 
-from dtrain.recipe.load import find, keys, load, read, recipes_dir, shipped, translate
+from dtrain.recipe.load import load, read, translate
 from dtrain.recipe.saved import diff, origins, redact, redacted_errors, redacted_values, to_yaml, with_origins_of
 from dtrain.recipe.schema import Recipe
+from dtrain.recipe.sections import keys
+from dtrain.recipe.shipped import find, recipes_dir, shipped
 from dtrain.recipe.world import Sizes, sizes
 
 __all__ = [

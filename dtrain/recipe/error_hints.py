@@ -1,32 +1,16 @@
-"""Hints about mistyped YAML, numbers, and characters pasted from a page: ends of error messages.
+"""Hints about mistyped YAML, numbers, and characters pasted from a page (error_hints.toml): ends of error messages.
 
 `load` finds the mistake; a hint is empty where nothing is known. No recipe is read here.
 """
 
 import re
+import tomllib
 import unicodedata
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin
 
-_QUOTE = ": quote a text that begins so"
-_PARSERS = (
-    ("<block end>", ": keys of one section begin in the same column, those of a section inside it two blanks later"),
-    ("another document", ": a recipe has one; leave out the line ---"),
-    ("<document start>", ": a recipe holds lines `key: value`; a file of rows is named in it, as data.train.path"),
-    ("duplicate key", ": keep one of the two"),
-    ("'\\t'", ": indent with blanks, not with a tab"),
-    ("cannot start any token", _QUOTE),
-    ("expected alphabetic or numeric character", _QUOTE),
-    ("undefined alias", _QUOTE),
-    ("mapping values are not allowed", ": keys of one section begin in one column; a text with a colon is quoted"),
-    ("unexpected end of stream", ": a quote is not closed"),
-    ("but got '<stream end>'", ": a bracket is not closed"),
-    ("constructor for the tag", ": leave out the word that begins with !"),
-    ("no viable alternative", ": ${ is closed by }"),
-    ("Incompatible key type", ": a key is a word"),
-    ("unhashable key", ": a key is one word, without brackets"),
-)
-"""What the YAML parser says, in part, and what to add."""
+_FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _NEEDED = {
     int: "a whole number",
     float: "a number",
@@ -34,16 +18,12 @@ _NEEDED = {
     str: "text",
     dict: "a mapping such as {name: value}",
 }
-_QUOTES = dict.fromkeys("\u2018\u2019\u201a\u201b\u2032\u00b4", "'")
-_QUOTES |= dict.fromkeys("\u201c\u201d\u201e\u201f\u2033\u00ab\u00bb", '"')
-_DASHES = dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212", "-")
-_OTHERS = {"\u2024": ".", "\uff0e": ".", "\uff1a": ":", "\uff0c": ",", "\uff1d": "="}
-_PASTED = _QUOTES | _DASHES | _OTHERS
+_PASTED = {copy: character for character, copies in _FILE["look_alikes"].items() for copy in copies}
 
 
 def of_yaml(problem: Any) -> str:
     """Return the hint for a problem that the YAML parser reports."""
-    return next((fix for part, fix in _PARSERS if part in str(problem)), "")
+    return next((fix for part, fix in _FILE["yaml"].items() if part in str(problem)), "")
 
 
 def pasted(text: Any) -> str:

@@ -5,31 +5,24 @@ checked, and all problems are reported at once.
 """
 
 import io
-import math
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass, make_dataclass
-from functools import cache
+from dataclasses import asdict
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain.base import ranges
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.json_files import check_shape, read_text
-from dtrain.base.ranges import nearest
 from dtrain.recipe import error_hints, key_aliases, secrets
 from dtrain.recipe.saved import (
     PARTS,
     UNSET,
     Loaded,
     flat,
-    is_table,
     merge,
     redact,
     table_of,
@@ -37,12 +30,11 @@ from dtrain.recipe.saved import (
     with_origins,
 )
 from dtrain.recipe.schema import Recipe
+from dtrain.recipe.sections import entry_of, keys, kinds_of, section_from, section_of, type_at
+from dtrain.recipe.shipped import find
 
 if TYPE_CHECKING:
     from dtrain.recipe.other_tools import Translation
-
-CLUSTERS = ("slurm.sh", "kubernetes.yaml")
-"""Files beside the shipped recipes that start them on a cluster. `find` knows these by their whole name."""
 
 RECIPE_BYTES = 1 << 20
 DEPTH = 32  # levels of a recipe or a value; what reads them recurses, at most about ten frames a level
@@ -79,7 +71,7 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
     for override in overrides:
         _apply(config, override, problems)
     values = _resolve(config, "", problems)
-    made = _section(Recipe, values, "", problems)
+    made = section_from(Recipe, values, "", problems)
     method = (
         made.method if "method" in written or any(override.startswith("method=") for override in overrides) else None
     )
@@ -117,76 +109,6 @@ def _default_name(recipe: Recipe, stem: str | None, written: Mapping) -> str:
     if recipe.lora is not None and "lora" not in base:
         words.append("lora" if recipe.lora.quantize == "none" else "qlora")
     return "-".join([word for word in words if word] + [base])
-
-
-def recipes_dir() -> Path:
-    """Return the directory of the shipped recipes: in the package of an installed wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    packaged = package / "_recipes"
-    return packaged if packaged.is_dir() else package.parent / "recipes"
-
-
-def shipped() -> list[tuple[str, str]]:
-    """Return (name, first line of its header) of every shipped recipe: one for each method, the quickstart's, those of
-    models by name."""
-    general = get_args(get_type_hints(Recipe)["method"])
-
-    def place(path: Path) -> tuple[int, bool, str]:
-        rank = general.index(path.stem) if path.stem in general else len(general)
-        return rank, not path.stem.startswith("quickstart"), path.stem
-
-    recipes = []
-    for path in sorted(recipes_dir().glob("*.yaml"), key=place):
-        if path.name in CLUSTERS:
-            continue
-        with path.open(encoding="utf-8") as file:
-            recipes.append((path.stem, file.readline().lstrip("# ").strip()))
-    return recipes
-
-
-def find(recipe: str | Path) -> Path:
-    """Return the file of a recipe: a path as it is, or the name of a shipped recipe. Raises UserError."""
-    path = Path(recipe).expanduser()
-    if path.is_file():
-        return path
-    file = str(recipe) if str(recipe) in CLUSTERS else f"{recipe}.yaml"
-    packaged = recipes_dir() / file
-    if path.name == str(recipe) and (file == str(recipe) or file not in CLUSTERS) and packaged.is_file():
-        return packaged
-    if path.is_dir():
-        own = path / "config.yaml"
-        meant = f"; the recipe of this run is {own}" if own.is_file() else ": name a recipe's file in it"
-        raise UserError(f"{recipe or 'the recipe'} is a directory{meant}")
-    names = [name for name, _ in shipped()]
-    near = nearest(path.stem, names)
-    hint = f"; did you mean {near}?" if near else "; `dtrain ls` lists the recipes that ship with dtrain"
-    raise UserError(f"there is no recipe {recipe}: neither a file nor a shipped recipe{hint}")
-
-
-def keys() -> list[str]:
-    """Return every dotted key that holds a value, in the schema's order; entries of lists are not among them."""
-    return _keys(Recipe, "")
-
-
-def _hint_of(key: str) -> Any:
-    """Return the type of a dotted key, an entry of a list by its number; None for a key of no recipe."""
-    hint: Any = Recipe
-    for part in re.findall(r"[^.\[\]]+", key):
-        kinds = _kinds(hint)
-        if part.isdigit():
-            hint = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
-        else:
-            section = _section_of(kinds)
-            hint = get_type_hints(section).get(part, table_of(hint)) if section else None
-    return hint
-
-
-def _keys(cls: type, prefix: str) -> list[str]:
-    dotted = []
-    for name, hint in get_type_hints(cls).items():
-        section = _section_of(_kinds(hint))
-        dotted += _keys(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
-    return dotted
 
 
 def _read(path: Path) -> dict:
@@ -229,12 +151,12 @@ def _is_too_deep(text: str, level: int = 0) -> bool:
 def _as_typed(hint: Any, value: Any, typed: Any) -> Any:
     """Return `value` as YAML reads it, but where `hint` wants text and no number, a number as it was `typed`: a run may
     be called 1e3, or 007."""
-    kinds = _kinds(hint)
-    section = _section_of(kinds)
+    kinds = kinds_of(hint)
+    section = section_of(kinds)
     if section and isinstance(value, dict) and isinstance(typed, dict):
         hints, table = get_type_hints(section), table_of(hint)
         return {key: _as_typed(hints.get(key, table), inner, typed.get(str(key))) for key, inner in value.items()}
-    entry = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
+    entry = entry_of(kinds)
     if isinstance(value, list) and isinstance(typed, list) and len(value) == len(typed):
         return [_as_typed(entry, inner, other) for inner, other in zip(value, typed, strict=True)]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -262,7 +184,7 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
             problems.append(f"{key}: the value is nested too deep")
             return
         value = _tree(OmegaConf.from_dotlist([f"value={text}"]))["value"]
-        value = _as_typed(_hint_of(key), value, yaml.load(text, Loader=yaml.BaseLoader))
+        value = _as_typed(type_at(key), value, yaml.load(text, Loader=yaml.BaseLoader))
         old = OmegaConf.select(config, key, throw_on_resolution_failure=False)
         OmegaConf.update(config, key, value, merge=isinstance(old, DictConfig) and isinstance(value, dict))
     except yaml.YAMLError as error:
@@ -309,39 +231,6 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) ->
     return list(values.values()) if listed else values
 
 
-def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> Any:
-    """Return an instance of the dataclass `cls`; a value that does not fit is reported, and stays at its default."""
-    hints, made = get_type_hints(cls), cls()
-    for key, value in values.items():
-        dotted = f"{prefix}{key}"
-        if key not in hints:
-            problems += _unknown(dotted, value, prefix, list(hints))
-            continue
-        kinds = _kinds(hints[key])
-        section = _section_of(kinds)
-        entry = _section_of([get_args(kind)[0] for kind in kinds if get_origin(kind) is list])
-        if (table := table_of(hints[key])) and is_table(value, table):
-            named = {str(name): _section(table, inner, f"{dotted}.{name}.", problems) for name, inner in value.items()}
-            setattr(made, key, named)
-        elif section and isinstance(value, Mapping):
-            setattr(made, key, _section(section, value, f"{dotted}.", problems))
-        elif entry and isinstance(value, list):
-            setattr(made, key, _entries(entry, value, dotted, problems))
-        elif plain := _plain(kinds) if (section or entry) and not isinstance(value, NoneType | list) else None:
-            if _set(made, key, plain, value, dotted):
-                problems.append(_not_a_section(dotted, value, section, entry, False, "a number, or "))
-        elif section or entry:
-            # Nothing under a section's name is a section of defaults; scheduler=null may be meant as a constant rate.
-            if value is not None or (entry and NoneType not in kinds):
-                problems.append(_not_a_section(dotted, value, section, entry, NoneType in kinds))
-        elif isinstance(value, str) and value == UNSET:
-            if getattr(made, key) is not None:
-                problems.append(f"{dotted} is left open (???): give it a value")
-        elif value is not getattr(made, key):
-            problems += _set(made, key, hints[key], value, dotted)
-    return made
-
-
 def _of_other_methods(values: Mapping, tree: Mapping, overrides: Sequence[str]) -> list[str]:
     """Return the given keys of sections that another method alone reads. A saved recipe holds the sections of all
     methods: of these, the keys that are not at their defaults."""
@@ -367,145 +256,6 @@ def _head(key: str) -> str:
     return re.split(r"[.\[]", key)[0]
 
 
-def _entries(cls: type, values: list, dotted: str, problems: list[str]) -> list:
-    made = []
-    for index, value in enumerate(values):
-        if isinstance(value, Mapping):
-            made.append(_section(cls, value, f"{dotted}[{index}].", problems))
-        else:
-            problems.append(_not_a_section(f"{dotted}[{index}]", value, cls, None))
-    return made
-
-
-def _not_a_section(
-    dotted: str, value: Any, section: type | None, entry: type | None, is_optional: bool = False, plain: str = ""
-) -> str:
-    wanted = plain + (f"a mapping with the keys {', '.join(get_type_hints(section))}" if section else "")
-    if section and entry:
-        wanted += " or "
-    wanted += f"a list of mappings with the keys {', '.join(get_type_hints(entry))}" if entry else ""
-    wanted += f": write {dotted}={{}} for their defaults, or null for none" if section and is_optional else ""
-    hints = get_type_hints(section) if section else {}
-    if plain and error_hints.share(value):
-        return f"{dotted}={value} must be {plain.partition(',')[0]}{error_hints.share(value)}"
-    if isinstance(value, str) and error_hints.stuck(value):
-        return f"{dotted}: YAML reads {value} as one word: write a blank after the colon"
-    leaf = next((key for key in ("path", "name", "fn", "train.path") if key.partition(".")[0] in hints), None)
-    text = key_aliases.meant(f"{dotted}.{leaf}", value) or value
-    meant = f"; write {dotted}.{leaf}={text}" if isinstance(value, str) and leaf else ""
-    if entry and not section and isinstance(value, str):
-        first = next(iter(get_type_hints(entry)))
-        meant = f"; write {dotted}=[{{{first}: {key_aliases.meant(f'{dotted}.{first}', value) or value}}}]"
-    if entry and isinstance(value, Mapping) and all(str(key).isdigit() for key in value):
-        return f"{dotted} is no list yet, so it has no entry {next(iter(value))}: give the list, {dotted}=[{{...}}]"
-    return f"{dotted}={ranges.shown(value)}: {dotted} is {wanted}{meant}"
-
-
-def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
-    """Put a leaf's value into its section, converted to its type; return the problem where it does not fit."""
-    kinds, cls = _kinds(hint), cast(Any, type(section))  # mypy takes no class for hashable
-    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-    if isinstance(value, Mapping) and (
-        stuck := [name for name, inner in value.items() if inner is None and error_hints.stuck(name)]
-    ):
-        return [f"{dotted}: YAML reads {name} as one word: write a blank after the colon" for name in stuck]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", FutureWarning)  # OmegaConf's word for a conversion that was not asked for
-            node = OmegaConf.structured(_holder(cls, key, hint))
-            node[key] = "none" if value is None and "none" in choices else secrets.escaped(_converted(value, kinds))
-            setattr(section, key, getattr(OmegaConf.to_object(node), key))
-    except (OmegaConfBaseException, FutureWarning):
-        if choices:
-            near = key_aliases.meant(re.sub(r"\[\d+\]", "", dotted), value) or nearest(str(value), choices)
-            hint = f"; did you mean {near}?" if near else error_hints.pasted(value)
-            return [f"{dotted}={ranges.shown(value)} is none of {', '.join(choices)}{hint}"]
-        if alias := key_aliases.meant(re.sub(r"\[\d+\]", "", dotted), value):
-            return [f"{dotted}={ranges.shown(value)} must be {error_hints.needed(kinds)}: {alias}"]
-        hint = _hint_for(value, kinds, getattr(section, key, None))
-        return [f"{dotted}={ranges.shown(value)} must be {error_hints.needed(kinds)}{hint}"]
-    return []
-
-
-def _hint_for(value: Any, kinds: list, usual: Any) -> str:
-    """Return the hint for a refused `value`, where the cause is known; usual: the setting's own value."""
-    hints = (
-        error_hints.pasted(value),
-        error_hints.in_number(value, kinds),
-        error_hints.share(value),
-        error_hints.in_list(value, kinds, usual),
-    )
-    return next(filter(None, hints), "")
-
-
-@cache
-def _holder(cls: type, key: str, hint: Any) -> type:
-    """Return a section of that key alone: a whole one costs OmegaConf far more time."""
-    return make_dataclass(cls.__name__, [(key, hint)])
-
-
-def _plain(kinds: list) -> Any:
-    """Return the number, or text, that a section's key may hold in its place; None where there is none."""
-    return next((kind | None for kind in kinds if kind in (int, float, str, bool)), None)
-
-
-def _converted(value: Any, kinds: list) -> Any:
-    """Convert `value` to one of the types `kinds` where nothing is lost: 1e3 is an integer, 3 a float, 2024 a name."""
-    numeric = int in kinds or float in kinds
-    if isinstance(value, str) and numeric and str not in kinds:
-        try:
-            value = float(value)
-        except ValueError:
-            return value
-    if bool in kinds and str not in kinds and str(value).lower() in ("true", "false"):
-        return str(value).lower() == "true"
-    if isinstance(value, bool) or value is None:
-        return value
-    if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
-        return int(value)
-    if isinstance(value, int) and float in kinds and int not in kinds:
-        return float(value) if abs(value) < 2**1023 else math.inf if value > 0 else -math.inf
-    if isinstance(value, int | float | Path) and str in kinds and not numeric:
-        return str(value)
-    inner = {origin: get_args(kind)[-1:] for kind in kinds if (origin := get_origin(kind)) in (list, dict)}
-    if isinstance(value, list) and list in inner:
-        return [_converted(entry, list(inner[list])) for entry in value]
-    if isinstance(value, dict) and dict in inner:
-        return {key: _converted(entry, list(inner[dict])) for key, entry in value.items()}
-    return value
-
-
-def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str]) -> list[str]:
-    """Return one problem for an unknown key, and one per word of another tool in an unknown section."""
-    word = dotted.removeprefix(prefix)
-    known = key_aliases.answer(dotted)
-    inner = [
-        f"{key}: {answer}"
-        for key in (flat(value, f"{dotted}.") if isinstance(value, Mapping) else ())
-        if (answer := key_aliases.answer(key))
-    ]
-    if value is None and error_hints.stuck(word):
-        key, _, text = word.partition(":")
-        return [f"{dotted}: YAML reads this as one word: write a blank after the colon, {key}: {text}"]
-    if known:
-        return [f"{dotted}: {known}", *inner]
-    return [f"{dotted} is no key of a recipe{error_hints.pasted(word)}{_near(word, prefix, siblings)}", *inner]
-
-
-def _near(word: str, prefix: str, siblings: list[str]) -> str:
-    everywhere = keys()
-    near = nearest(word, siblings)
-    same = [key for key in everywhere if key.rpartition(".")[2] == word]
-    leaves = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
-    if near is None and not same and (leaf := nearest(word, leaves)):
-        same = [key for key in everywhere if key.rpartition(".")[2] == leaf]
-    if near or same:
-        return f"; did you mean {prefix + near if near else ' or '.join(same)}?"
-    if not prefix and (theirs := nearest(word, key_aliases.OURS)):
-        return f"; did you mean {theirs}? dtrain's word for it is {key_aliases.OURS[theirs]}"
-    return f"; the keys of {prefix.rstrip('.') or 'a recipe'} are {', '.join(siblings)}"
-
-
 def translate(tree: Mapping, path: str | None = None, method: str | None = None) -> "Translation | None":
     """Translate a recipe of another tool to one of ours. None where it is ours: it shows no tool, or `path`, our
     model's, is given, and few of its keys have one here. method: where it is known; else the file's keys tell it."""
@@ -526,7 +276,7 @@ def translate(tree: Mapping, path: str | None = None, method: str | None = None)
 def _fitted(key: str, value: Any) -> tuple[Any, list[str]]:
     """Return `value` in the type of a dotted key, and the problems with it."""
     problems: list[str] = []
-    made: Any = _section(Recipe, _nested({key: value}), "", problems)
+    made: Any = section_from(Recipe, _nested({key: value}), "", problems)
     for part in key.split("."):
         made = getattr(made, part)
     return value if isinstance(value, list) else made, problems
@@ -542,13 +292,3 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(section, {})
         inner[leaf] = value
     return made
-
-
-def _kinds(hint: Any) -> list:
-    """Return the alternatives of a type: its union's members, or itself."""
-    return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
-
-
-def _section_of(kinds: list) -> type | None:
-    """Return the dataclass among `kinds`."""
-    return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)

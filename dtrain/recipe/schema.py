@@ -1,18 +1,38 @@
 """The recipe's reference page: every key, its type, its default and what it means.
 
 A recipe is YAML over these dataclasses; what it leaves out has the default written here. `Recipe` is the root, the
-sections follow it in the order in which a recipe is usually written. The text under a field is its documentation.
-`null` turns a thing off where a field's type admits None. key_aliases.toml lists what is not there yet.
-docs/recipe.md shows all of it as a page (tools/recipe_reference.py).
+sections follow it in the order in which a recipe is usually written. The text under a field is its documentation, and a
+`Range` in its type says what its value must be beside that type. `null` turns a thing off where a field's type admits
+None. key_aliases.toml lists what is not there yet. docs/recipe.md shows all of it as a page
+(tools/recipe_reference.py).
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from dtrain.base.ranges import Range, at_least, is_finite, is_number
 
 Format = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "question", "text", "tokenized", "preference"
 ]
+
+_AUTO: Range = (lambda v: v in ("auto", True, False), "auto, true or false")
+_DIVISOR: Range = (lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10")
+_NAMES: Range = (lambda v: "" not in list(v), "a list of names")
+_POSITIVE: Range = (lambda v: 0 < v < math.inf, "a finite number above 0")
+_SHARE: Range = (lambda v: 0 <= v <= 1, "from 0 to 1")
+_SIZE: Range = (lambda v: 0 <= v < math.inf, "a finite number, at least 0")
+_STOP: Range = (all, "texts that are not empty")
+_TIME: Range = (lambda v: 0 < v < math.inf, "a finite number, more than 0")
+_TOP_K: Range = (lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for all")
+_UP_TO_1: Range = (lambda v: 0 < v <= 1, "more than 0, up to 1")
+_WARMUP: Range = (
+    lambda v: v >= 0 and (isinstance(v, int) or v < 1),
+    "a share of the steps, from 0 to below 1, or their number as a whole number",
+)
+_WEIGHT: Range = (lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10")
 
 
 @dataclass
@@ -38,18 +58,20 @@ class Run:
 class Launch:
     """`launch`: processes on this machine. torchrun and SLURM start processes themselves; `nproc` is then not read."""
 
-    nproc: int = 1
+    nproc: Annotated[int, at_least(1)] = 1
     """Processes to start here, one per device. 1 runs in place."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one, else cpu. Processes talk over nccl on cuda and over gloo on cpu."""
-    max_restarts: int = 0
+    max_restarts: Annotated[int, at_least(0)] = 0
     """How many times all processes are started again after one died. They resume from the newest whole checkpoint.
     Under torchrun, its own --max-restarts counts."""
-    lost_after: float = 60.0
+    lost_after: Annotated[float, (lambda v: 1 <= v < math.inf, "a finite number of seconds, at least 1")] = 60.0
     """A rank is lost after this many seconds without a sign of life (its process is stopped, its host is silent). The
     run then ends and names it. A process that died is noticed at once. A first SIGINT, SIGTERM or SIGUSR1 starts the
     same clock for ranks of one machine that get nothing done (a save counts as work): the run then ends unsaved."""
-    collective_timeout: float | None = None
+    collective_timeout: Annotated[
+        float | None, (lambda v: 1 <= v <= 31_536_000, "from 1 second to a year of them, or null")
+    ] = None
     """Seconds that a rank waits for the others in a collective before the run ends with an error. null: a day over
     gloo, where a rank may wait while another reads data, draws or judges a rollout, or writes a file; half an hour over
     nccl, where ranks wait for one another within a step. This ends a run whose ranks all live and wait for one another.
@@ -105,7 +127,7 @@ class Source:
 class WeightedSource(Source):
     """Entry of `data.train.sources`."""
 
-    weight: float = 1.0
+    weight: Annotated[float, _SIZE] = 1.0
     """How many times an epoch holds each sample: 2.5 takes all twice and half of them once more, 0 takes none."""
 
 
@@ -123,14 +145,19 @@ class Data:
 
     train: DataSource = field(default_factory=DataSource)
     """The training set."""
-    val: DataSource | float | None = None
+    val: Annotated[
+        DataSource | float | None,
+        (lambda v: not isinstance(v, float) or 0 < v < 1, "a section, or a share between 0 and 1"),
+    ] = None
     """The validation set; null: none. Or a share of the training rows, such as 0.05, which then do not train. A hash of
     its content and `run.seed` decides for each row, so that the share is about this large. Equal rows stay together,
     and a row stays where it is when others join it."""
-    max_length: int = 4096
+    max_length: Annotated[
+        int, (lambda v: 2 <= v < 2**31, "at least 2, a token and the one after it, and below 2 ** 31")
+    ] = 4096
     """Tokens of the longest sequence, prompt and completion together. A packed row has this many tokens, under dpo
     twice as many."""
-    packing: bool | str = True
+    packing: Annotated[bool | str, _AUTO] = True
     """auto | true | false. true: several samples share a row and do not see one another. false: one sample a row,
     padded. auto: true, where that leaves 16 rows or more of a pass over the data; the terminal says which."""
     loss_on: Literal["assistant", "completion", "last", "all"] = "assistant"
@@ -139,7 +166,7 @@ class Data:
     """Each epoch has its own order of the samples, drawn from `run.seed`."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to a sample longer than `max_length`. Counts are printed."""
-    num_workers: int = 0
+    num_workers: Annotated[int, (lambda v: 0 <= v <= 256, "at least 0, and at most 256")] = 0
     """Counts two things. Processes that tokenise: 0 means one per core. Processes of each rank that prepare batches
     ahead: 0 means none."""
     cache_dir: str | None = None
@@ -159,22 +186,25 @@ class Data:
 class Parallel:
     """`parallel`: the mesh. The product of its four sizes is the number of processes. Results do not depend on it."""
 
-    dp_replicate: int = 1
+    dp_replicate: Annotated[int, at_least(1)] = 1
     """Copies of the sharded model (HSDP)."""
-    dp_shard: int = -1
+    dp_shard: Annotated[int, (lambda v: v >= 1 or v == -1, "at least 1, or -1 to take the ranks that are left")] = -1
     """Ranks that share the parameters and see different data (FSDP2). -1 takes what the others leave."""
-    cp: int = 1
+    cp: Annotated[int, at_least(1)] = 1
     """Context parallel: ranks that share each sequence."""
-    tp: int = 1
+    tp: Annotated[int, at_least(1)] = 1
     """Tensor parallel: ranks that share each layer's matrices."""
-    ep: int = 1
+    ep: Annotated[int, at_least(1)] = 1
     """Expert parallel: ranks that share the experts of each layer, among those of dp_shard × cp, which it must divide.
     The number of processes stays the product of the other four."""
     sequence_parallel: bool = True
     """Under tp: the activations between the matrices are split over the sequence."""
     cp_rotate: Literal["allgather", "ring"] = "allgather"
     """How keys and values travel under cp."""
-    custom_plan: str | dict[str, str] | None = None
+    custom_plan: Annotated[
+        str | dict[str, str] | None,
+        (lambda v: len(v) > 0, "a table of module pattern and style, an import path, or null"),
+    ] = None
     """A tensor-parallel plan in place of the model's own: a table, module pattern → style
     (dtrain/parallel/README.md), or the import path of a table or of a function that gives one."""
     cpu_offload: bool = False
@@ -187,7 +217,9 @@ class Parallel:
     """For accumulation above 1. true: gradients are reduced after every micro-batch. Between two micro-batches a rank
     then keeps the gradients of its own shards only, which saves up to 4 bytes for each parameter that tp leaves it, for
     one more reduce-scatter per micro-batch. false: once, after the last. HSDP's all-reduce comes once in both cases."""
-    reshard_after_forward: bool | str = "default"
+    reshard_after_forward: Annotated[
+        bool | str, (lambda v: v in ("default", True, False), "default, true or false")
+    ] = "default"
     """default | true | false: whether gathered parameters are freed between forward and backward. default: yes for
     all layers but the last; no for the last one, the embedding and the head."""
 
@@ -196,15 +228,21 @@ class Parallel:
 class Train:
     """`train`: the loop."""
 
-    steps: int | None = None
+    steps: Annotated[int | None, (lambda v: 1 <= v <= 10**9, "at least 1, and at most a thousand million")] = None
     """Optimizer steps. Required, or `epochs`."""
-    epochs: int | None = None
+    epochs: Annotated[int | None, (lambda v: 1 <= v <= 10**6, "at least 1, and at most a million")] = None
     """Passes over the training set; the last batch may be short. Stands in for `steps`."""
-    global_batch: int | str = 64
+    global_batch: Annotated[
+        int | str,
+        (
+            lambda v: v == "auto" or (type(v) is int and 1 <= v <= 10**6),
+            "a whole number, at least 1 and at most a million, or auto",
+        ),
+    ] = 64
     """Rows per optimizer step over all ranks: micro_batch × accumulation × dp. Accumulation is derived. auto: the
     largest power of two up to 16 that makes 32 steps or more of a pass over the data (1 where none does), and under
     grpo all completions of a rollout; the terminal says which."""
-    micro_batch: int = 4
+    micro_batch: Annotated[int, at_least(1)] = 4
     """Rows that a rank holds in memory at once. Under dpo without packing: pairs, which are two rows each."""
     dynamic_batch: bool = False
     """For `data.packing: false`. A micro-batch holds rows of similar length: as many as fit, with their padding, where
@@ -217,7 +255,7 @@ class Train:
     Gradients are kept in bfloat16 too, and added up over ranks and micro-batches in float32. Under
     `parallel.reduce_each` no float32 copy of them is ever whole: the sum over micro-batches is rounded at random too.
     Works with adamw, adam and muon, and with `dtype` bfloat16, which auto then means."""
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: Annotated[float | None, (lambda v: v > 0, "more than 0, or null for no clipping")] = 1.0
     """Where the norm of the whole model's gradient is larger, the gradient is scaled down to it. null: never."""
     activation_checkpointing: Literal["none", "full", "mlp", "selective"] = "none"
     """Which activations are not kept but computed again in the backward pass: less memory, more time."""
@@ -229,11 +267,11 @@ class Train:
     freeze: list[str] = field(default_factory=list)
     """Patterns of the parameters to freeze; they win over `train_only`. A frozen parameter is kept in `dtype`, and has
     no gradient, optimizer state or master copy."""
-    validate_every: int | None = None
+    validate_every: Annotated[int | None, at_least(1, ", or null for no validation")] = None
     """Steps between validations on `data.val`. null: never."""
-    skip_nonfinite: int = 0
+    skip_nonfinite: Annotated[int, at_least(0)] = 0
     """How many steps in a row may be skipped because a gradient is not finite. 0: the first one ends the run."""
-    patience: int | None = None
+    patience: Annotated[int | None, at_least(1, ", or null to go on to the last step")] = None
     """The run ends, as at its last step, once so many measures of `checkpoint.keep_best` in a row were not better than
     the best before them. null: never."""
 
@@ -252,28 +290,37 @@ class Train:
 class Lora:
     """`lora`: an adapter is trained, and the model's own weights stay as they are. null: full fine-tuning."""
 
-    rank: int = 16
+    rank: Annotated[int, at_least(1, ", or lora=null for full fine-tuning")] = 16
     """Rows of A and columns of B, the two small matrices beside each layer's own."""
-    alpha: float = 32.0
+    alpha: Annotated[float, _POSITIVE] = 32.0
     """B·A is scaled by alpha ÷ rank."""
-    dropout: float = 0.0
+    dropout: Annotated[float, (lambda v: 0 <= v < 1, "from 0 up to 1, and below it")] = 0.0
     """The share of a layer's inputs that the adapter does not see."""
-    target: str | list[str] = "all-linear"
+    target: Annotated[
+        str | list[str], (lambda v: len(v) > 0 and _NAMES[0](v), "all-linear, a list of names, or a regular expression")
+    ] = "all-linear"
     """The layers with an adapter. all-linear: every linear layer but the head; a list of names (`[q_proj, v_proj]`); or
     a regular expression for whole names (`.*self_attn.*`). In a list `experts` means the matrices of a mixture's
     experts, which are no linear layers, and `gate.weight` its routers: `[all-linear, experts]`,
     `[q_proj, experts.down_proj, gate.weight]`."""
-    exclude: str | list[str] = field(default_factory=list)
+    exclude: Annotated[
+        str | list[str],
+        (lambda v: v not in ("", "all-linear") and _NAMES[0](v), "a list of names, or a regular expression"),
+    ] = field(default_factory=list)
     """Layers that get no adapter although `target` names them: names, or a regular expression."""
     rslora: bool = False
     """The scale is alpha ÷ √rank (arXiv:2312.03732)."""
     dora: bool = False
     """DoRA: the length of each weight's rows is trained apart from their direction (arXiv:2402.09353)."""
-    rank_pattern: dict[str, int] = field(default_factory=dict)
+    rank_pattern: Annotated[
+        dict[str, int], (lambda v: all(rank >= 1 for rank in v.values()), "a mapping to ranks of at least 1")
+    ] = field(default_factory=dict)
     """Other ranks for some layers: a regular expression for the end of a name, and a rank: `{down_proj: 32}`."""
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    alpha_pattern: Annotated[
+        dict[str, float], (lambda v: all(map(_POSITIVE[0], v.values())), "a mapping to finite numbers above 0")
+    ] = field(default_factory=dict)
     """Other alphas, in the same way."""
-    modules_to_save: list[str] = field(default_factory=list)
+    modules_to_save: Annotated[list[str], _NAMES] = field(default_factory=list)
     """Modules that are trained whole beside the adapter, by the ends of their names: `[embed_tokens, lm_head]`."""
     path: str | None = None
     """The directory of an adapter in PEFT's layout to go on from. Its own settings then count for the keys above. Only
@@ -290,15 +337,17 @@ class Optimizer:
     """adamw | adam | sgd | adafactor | muon, or the import path of a torch Optimizer. muon steps matrices by Muon, each
     whole on every mesh, and embeddings, heads and vectors by AdamW; its `kwargs`: momentum (0.95), nesterov (true),
     ns_steps (5), ns_coefficients, adjust_lr_fn (match_rms_adamw, for rates as AdamW's; or original)."""
-    lr: float = 1e-5
+    lr: Annotated[float, _SIZE] = 1e-5
     """The peak learning rate."""
-    adam_lr: float | None = None
+    adam_lr: Annotated[float | None, (_SIZE[0], "a finite number, at least 0, or null for optimizer.lr")] = None
     """The peak learning rate of what muon leaves to AdamW. null: `lr`."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    betas: Annotated[
+        list[float], (lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers from 0 up to 1")
+    ] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's decay of the first and second moment."""
-    eps: float = 1e-8
+    eps: Annotated[float, _SIZE] = 1e-8
     """Adam's term in the denominator."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, _SIZE] = 0.1
     """Applies to tensors of two or more dimensions, embeddings included."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments of the optimizer's class; they win over the keys above. `state`, `train.masters` and
@@ -315,13 +364,13 @@ class Scheduler:
     name: str = "cosine"
     """constant | cosine | linear | wsd, or the import path of a torch LRScheduler. All four begin with the warm-up,
     from a rate of 0. wsd then stays at lr, and falls over its last `decay_steps`."""
-    warmup: int | float = 0.03
+    warmup: Annotated[int | float, _WARMUP] = 0.03
     """The learning rate rises over so many steps first: a share of all steps where it is below 1 (rounded down), a
     count where it is a whole number. Step s of w, from 0, uses lr·s ÷ w. An import path's class is made without it: its
     own arguments stand in `kwargs`."""
-    warmup_steps: int | None = None
+    warmup_steps: Annotated[int | None, at_least(0, ", or null")] = None
     """The same as a count. It wins over `warmup` where it is given."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Annotated[float, _SHARE] = 0.1
     """The schedule would reach lr·min_lr_ratio at s = `train.steps`. constant stays at lr."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments: of an import path's class, or `decay_steps` of wsd (default: a fifth of the steps)."""
@@ -339,9 +388,9 @@ class Stage(Scheduler):
 
     Each stage counts its own steps from 0 (torch's SequentialLR), and warms up only where it says so."""
 
-    warmup: int | float = 0
+    warmup: Annotated[int | float, _WARMUP] = 0
     """As above, of the stage's own steps."""
-    steps: int | None = None
+    steps: Annotated[int | None, at_least(1)] = None
     """Optimizer steps of the stage; the last stage may leave it out and take the rest."""
 
 
@@ -349,11 +398,11 @@ class Stage(Scheduler):
 class Checkpoint:
     """`checkpoint`: what is saved, and from where a run goes on."""
 
-    every: int | None = 100
+    every: Annotated[int | None, at_least(1, ", or null for no checkpoints")] = 100
     """Steps between saves; the last step is saved too. null: nothing is saved."""
-    keep_last: int | None = 3
+    keep_last: Annotated[int | None, at_least(1, ", or null to keep all")] = 3
     """How many of the newest saves stay. null: all."""
-    keep_every: int | None = None
+    keep_every: Annotated[int | None, at_least(1, ", or null")] = None
     """Saves at multiples of this many steps stay too. null: no save stays for this reason."""
     keep_best: str | None = None
     """val_loss, or under grpo val_reward_mean: the save with the best value stays too; `every` is then a multiple of
@@ -381,13 +430,13 @@ class Checkpoint:
 class Metrics:
     """`metrics`: what a run tells. `metrics.jsonl` is always written."""
 
-    every: int = 1
+    every: Annotated[int, at_least(1)] = 1
     """Steps between updates of the progress bar and of TensorBoard and W&B. metrics.jsonl has every step."""
-    tensorboard: bool | str | None = "auto"
+    tensorboard: Annotated[bool | str | None, _AUTO] = "auto"
     """auto | true | false: auto writes where the package is installed, and says which."""
     wandb: str | None = None
     """A Weights & Biases project's name. null: no W&B."""
-    plan: bool | str = "auto"
+    plan: Annotated[bool | str, _AUTO] = "auto"
     """auto | true | false: whether a process of lower priority plans the run's memory; the terminal then shows the
     planned peak beside the measured one. auto: on GPUs only. There the run reads no weights before the plan is done. If
     the memory cannot hold the planned peak, the run ends and names the smallest change that helps."""
@@ -400,7 +449,7 @@ class Sft:
     loss: str = "nll"
     """nll: −log p of each trained token. dft: that times p, as a constant (arXiv:2508.05629). The table is
     dtrain/losses/token/options.py."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, (lambda v: is_number(v) and 0 <= v < 1, "from 0 to below 1")] = 0.0
     """With nll: this share of a token's loss is the mean of −log p over the whole vocabulary, as in transformers. The
     validation loss has it too."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -420,13 +469,13 @@ class Dpo:
     reference: str | None = "start"
     """start: the weights that training starts from; none (also null); base: the model without its adapter (`lora`),
     even where that was trained before; or the path of a model of the same shapes."""
-    sft_weight: float = 0.0
+    sft_weight: Annotated[float, _WEIGHT] = 0.0
     """Weight of the chosen completions' own negative log-likelihood per token in the loss."""
     loss_weights: list[float] | None = None
     """One weight per name in `loss`. null: 1 each."""
     f_divergence: str = "reverse_kl"
     """The divergence from the reference: reverse_kl | forward_kl | js_divergence | alpha_divergence."""
-    ld_alpha: float | None = None
+    ld_alpha: Annotated[float | None, (_SHARE[0], "from 0 to 1, or null for no weights")] = None
     """LD-DPO's weight of the tokens beyond the shorter completion. null: off."""
     use_weighting: bool = False
     """WPO: a pair's loss is weighted by how likely the policy finds its completions (arXiv:2406.11827)."""
@@ -434,9 +483,9 @@ class Dpo:
     """The reference scores all data once, before the first step, into the data's cache. After that it takes no memory
     and no time. This pays where the run sees each pair more than once. These scores come from other batches, so they
     are rounded otherwise: `accuracy` is a toss-up in the first step, where policy and reference are the same."""
-    sync_every: int | None = None
+    sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
     """The reference moves towards the policy every so many steps. null: it stands still."""
-    sync_mix: float = 0.6
+    sync_mix: Annotated[float, _UP_TO_1] = 0.6
     """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More options of the losses, such as `{simpo_gamma: 0.5}` for simpo."""
@@ -448,17 +497,17 @@ class Kto:
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
     """kto: a reply's reward is compared with the divergence from the reference. apo_zero_unpaired: with zero."""
-    beta: float = 0.1
+    beta: Annotated[float, _DIVISOR] = 0.1
     """Strength of the pull towards the reference."""
-    desirable_weight: float = 1.0
+    desirable_weight: Annotated[float, _WEIGHT] = 1.0
     """Weight of the replies that are wanted. Where a file has few of them, more than 1 makes up for it."""
-    undesirable_weight: float = 1.0
+    undesirable_weight: Annotated[float, _WEIGHT] = 1.0
     """Weight of the others."""
     reference: str = "start"
     """As `dpo.reference`: start, base, or the path of a model of the same shapes."""
-    sync_every: int | None = None
+    sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
     """The reference moves towards the policy every so many steps. null: it stands still."""
-    sync_mix: float = 0.6
+    sync_mix: Annotated[float, _UP_TO_1] = 0.6
     """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
 
 
@@ -466,15 +515,15 @@ class Kto:
 class Sampling:
     """`grpo.sampling`, `distill.sampling`: how completions are drawn. GRPO computes with the same distribution."""
 
-    temperature: float = 1.0
+    temperature: Annotated[float, _DIVISOR] = 1.0
     """Divides the logits before anything else."""
-    top_k: int | None = None
+    top_k: Annotated[int | None, _TOP_K] = None
     """Keep the k likeliest tokens. null: all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, _UP_TO_1] = 1.0
     """Keep the likeliest tokens of this much probability."""
-    max_new_tokens: int = 512
+    max_new_tokens: Annotated[int, at_least(1)] = 512
     """Tokens of the longest completion; in an environment, of the longest turn."""
-    stop: list[str] = field(default_factory=list)
+    stop: Annotated[list[str], _STOP] = field(default_factory=list)
     """Texts that end a completion, beside the model's end-of-sequence tokens."""
 
 
@@ -507,15 +556,15 @@ class Reward:
 class EvalSampling:
     """`eval.sampling`: how answers are drawn."""
 
-    temperature: float = 0.0
+    temperature: Annotated[float, (_WEIGHT[0], "a finite number, at least 0; 0 takes the likeliest token")] = 0.0
     """Divides the logits. 0: the likeliest token."""
-    top_k: int | None = None
+    top_k: Annotated[int | None, _TOP_K] = None
     """Draw from the k likeliest tokens only. null: all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, _UP_TO_1] = 1.0
     """Draw from the likeliest tokens of this much probability."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Annotated[int | None, at_least(1, ", or null")] = None
     """Tokens of the longest answer. null: 512, or half of the model's positions where that is less."""
-    stop: list[str] = field(default_factory=list)
+    stop: Annotated[list[str], _STOP] = field(default_factory=list)
     """Texts that end an answer, beside the model's end-of-sequence tokens."""
 
 
@@ -524,25 +573,25 @@ class Eval(Source):
     """`eval`: the model's answers to a set of prompts, judged while it trains, as `dtrain eval` does. Or several sets
     by name: `{math: {path: ..}, chat: {path: ..}}`, each with these keys. Training is the same with and without it."""
 
-    every: int | None = None
+    every: Annotated[int | None, at_least(1, ", or null")] = None
     """Optimizer steps between evaluations. The last step is evaluated too. null: only that, and `at_start`."""
     at_start: bool = True
     """Evaluate before the first step, as step 0."""
-    limit: int | None = None
+    limit: Annotated[int | None, at_least(1, ", or null for all")] = None
     """The first so many prompts only. null: all."""
     rewards: list[Reward] = field(default_factory=list)
     """What judges an answer, as `grpo.rewards`. []: math_exact, or text_exact where most answers hold no number."""
-    samples: int = 1
+    samples: Annotated[int, (lambda v: 1 <= v <= 10_000, "at least 1, and at most 10000")] = 1
     """Answers to each prompt. More than 1 needs a `sampling.temperature` above 0."""
     sampling: EvalSampling = field(default_factory=EvalSampling)
     """How answers are drawn, from `run.seed`."""
     system_prompt: str | None = None
     """The system message of conversations that have none."""
-    pass_reward: float = 1.0
+    pass_reward: Annotated[float, (is_finite, "a finite number")] = 1.0
     """The reward from which an answer passes, for pass@k."""
-    reward_timeout: float = 60.0
+    reward_timeout: Annotated[float, _TIME] = 60.0
     """Seconds that one reward may take over 512 answers; after that its values are unknown. A judge has its own."""
-    show: int = 2
+    show: Annotated[int, at_least(0)] = 2
     """Answers of each evaluation that the terminal shows; evals.jsonl has all."""
 
 
@@ -556,13 +605,13 @@ class Server:
     """What they are. auto asks the first one."""
     model: str | None = None
     """The model's name on the servers. null: the one that they report."""
-    timeout: float = 600.0
+    timeout: Annotated[float, _TIME] = 600.0
     """Seconds that a completion, or an update of the weights, may take."""
-    retries: int = 3
+    retries: Annotated[int, at_least(0)] = 3
     """How often a request is sent again where the connection or the server failed."""
-    concurrency: int = 64
+    concurrency: Annotated[int, at_least(1)] = 64
     """Requests on their way at once, over all servers."""
-    start_timeout: float = 300.0
+    start_timeout: Annotated[float, _TIME] = 300.0
     """Seconds that the servers may take to come up, when the run starts."""
     api_key_file: str | None = None
     """A file with the key that the servers want. null: none."""
@@ -618,11 +667,11 @@ class Grpo:
     """`grpo`: read by method grpo. A rollout is prompts_per_step × group_size completions; a minibatch is
     train.global_batch of them, and each pass over a rollout takes every completion once."""
 
-    prompts_per_step: int = 16
+    prompts_per_step: Annotated[int, at_least(1)] = 16
     """Prompts of a rollout."""
-    group_size: int = 8
+    group_size: Annotated[int, at_least(1)] = 8
     """Completions drawn for each prompt."""
-    updates_per_rollout: int = 1
+    updates_per_rollout: Annotated[int, at_least(1)] = 1
     """Passes over a rollout."""
     loss: str = "dapo"
     """The policy loss's name (dtrain/losses/policy/options.py lists them)."""
@@ -635,9 +684,9 @@ class Grpo:
     reference: str = "start"
     """What `beta` pulls towards. start: the weights that training starts from; base: the model without its adapter
     (`lora`), even where that was trained before; or the path of a model of the same shapes."""
-    sync_every: int | None = None
+    sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
     """The reference moves towards the policy every so many steps. null: it stands still."""
-    sync_mix: float = 0.6
+    sync_mix: Annotated[float, _UP_TO_1] = 0.6
     """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
     advantage: Literal["group", "leave_one_out", "batch", "none"] = "group"
     """What is subtracted from a reward: the mean of its group, of its group's others, of the rollout, or nothing."""
@@ -649,19 +698,19 @@ class Grpo:
     names one in CUDA_VISIBLE_DEVICES before it loads torch."""
     reward_model: RatingModel = field(default_factory=RatingModel)
     """A model that rates completions, beside `rewards`."""
-    reward_timeout: float = 60.0
+    reward_timeout: Annotated[float, _TIME] = 60.0
     """Seconds that one reward may take over a rollout; after that its values are unknown."""
     mask_truncated: bool = False
     """Completions that max_new_tokens cut train nothing; they still count where a loss divides by sequences. So do,
     in an environment, episodes whose last turn was cut, or whose next turn found no room in max_length."""
-    overlong_cache: int | None = None
+    overlong_cache: Annotated[int | None, at_least(1, ", or null for no punishment")] = None
     """Soft punishment of length (arXiv:2503.14476, section 3.4): within the last so many tokens before max_new_tokens
     the reward falls by up to 1. In an environment the longest turn decides, counted in tokens that the model drew. A
     turn that was cut, by max_length too, costs 1. null: off."""
     dynamic_sampling: Literal["none", "drop", "refill"] = "none"
     """Groups whose rewards are all equal teach nothing. drop: they are left out of the updates. refill: new prompts
     take their place."""
-    max_refills: int = 3
+    max_refills: Annotated[int, at_least(0)] = 3
     """How many times a rollout is refilled. After that it goes on with the groups that it has."""
     sampling: Sampling = field(default_factory=Sampling)
     """How completions are drawn."""
@@ -675,21 +724,21 @@ class Grpo:
     tools: list[Tool] = field(default_factory=list)
     """Functions that the model may call in its completions (dtrain/rl/README.md), in place of an environment. Each
     prompt tells it of them."""
-    tool_output: int = 4096
+    tool_output: Annotated[int, at_least(1)] = 4096
     """Characters of the longest answer of a tool. What is beyond is cut, and the answer says so."""
-    environment_timeout: float = 60.0
+    environment_timeout: Annotated[float, _TIME] = 60.0
     """Seconds that making an environment, or one step of it, may take; of tools, all calls of one turn. After that it
     is given up, and its completion has no known reward."""
-    environment_threads: int = 1
+    environment_threads: Annotated[int, at_least(1)] = 1
     """How many threads make and step environments, or call tools. More than 1 helps where they wait, for a server say.
     1: one after another, in the order of the completions."""
-    max_turns: int = 8
+    max_turns: Annotated[int, at_least(1)] = 8
     """Completions of the longest episode in an environment, or with tools."""
     engine: Literal["native", "http"] = "native"
     """What draws completions: the training processes, or servers."""
     server: Server = field(default_factory=Server)
     """The servers of `engine: http`."""
-    max_off_policy_steps: int = 0
+    max_off_policy_steps: Annotated[int, at_least(0)] = 0
     """How many optimizer steps old a completion's weights may be when its updates begin. 0: training waits for each
     rollout. More needs engine=http: the next rollout is drawn while this one is trained on. It must then be at least
     the optimizer steps of a rollout."""
@@ -698,7 +747,7 @@ class Grpo:
     by the policy's own router (arXiv:2510.11370). Tokens that the server says nothing of go where that router sends
     them, and in the reference all do. Servers must tell experts: `dtrain serve` does, vLLM and SGLang with
     --enable-return-routed-experts."""
-    unshard: bool | str = "auto"
+    unshard: Annotated[bool | str, _AUTO] = "auto"
     """auto | true | false. true: a rank gathers the whole weights (its tensor-parallel part) once and keeps them while
     it generates. false: it gathers each layer for each token. auto: true where memory allows."""
     cuda_graphs: bool = False
@@ -709,10 +758,10 @@ class Grpo:
     into micro_batch × max_length tokens. false: it holds micro_batch completions."""
     offload: bool = False
     """The optimizer's state, and with engine=http the weights, wait in host memory while completions are drawn."""
-    max_mismatch: float | None = 0.1
+    max_mismatch: Annotated[float | None, (lambda v: v > 0, "more than 0, or null for no check")] = 0.1
     """The run ends at its first rollout if trainer and engine differ by more than this in the log-probabilities of the
     sampled tokens (mean absolute difference). null: never."""
-    show: int = 2
+    show: Annotated[int, at_least(0)] = 2
     """Completions of each rollout that the terminal shows; samples.jsonl has all."""
 
     @property
@@ -728,16 +777,18 @@ class Distill:
     teacher: str | None = None
     """Required. The directory or hub id of a model with the student's vocabulary, of any size. It is frozen and lies
     on the same mesh."""
-    top_k: int | None = None
+    top_k: Annotated[
+        int | None, (lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for the whole vocabulary")
+    ] = None
     """How many of the teacher's likeliest tokens count. null: all, exactly."""
     kl: Literal["forward", "reverse", "mixed", "jsd"] = "forward"
     """forward: KL(teacher || student), reverse: KL(student || teacher), mixed: both, jsd: the generalized
     Jensen-Shannon divergence (arXiv:2306.13649)."""
-    temperature: float = 1.0
+    temperature: Annotated[float, _DIVISOR] = 1.0
     """Divides the logits of both; the loss is multiplied by its square."""
-    mixed_kl_weight: float = 0.5
+    mixed_kl_weight: Annotated[float, _SHARE] = 0.5
     """The forward KL's share where `kl` is mixed; the reverse KL has the rest."""
-    jsd_beta: float = 0.5
+    jsd_beta: Annotated[float, _SHARE] = 0.5
     """The teacher's share of the mixture where `kl` is jsd. 0: the forward KL; 1: the reverse KL."""
     zero_outside_topk: bool = True
     """With `top_k`. true: the teacher is zero outside its top k, and what the student gives to other tokens counts
@@ -745,9 +796,9 @@ class Distill:
     samples: Literal["data", "student"] = "data"
     """Whose completions are trained on. student: the data's rows are prompts, as under method grpo, and the student's
     own answers are what it learns from, drawn as training goes on."""
-    student_share: float = 1.0
+    student_share: Annotated[float, (_UP_TO_1[0], "more than 0, up to 1; distill.samples=data has none")] = 1.0
     """The share of a step's samples that the student draws. The rest are the data's."""
-    prompts_per_step: int | None = None
+    prompts_per_step: Annotated[int | None, at_least(1, ", or null for those of a step")] = None
     """Prompts of a rollout, a multiple of train.global_batch. null: as many, so that each step's samples are drawn by
     the weights of that step."""
     sampling: Sampling = field(default_factory=Sampling)
@@ -761,9 +812,9 @@ class RewardModel:
     task: Literal["pairs", "classes", "numbers"] = "pairs"
     """What the rows are. pairs: chosen and rejected answers, with a `margin` where they have one; classes, numbers:
     texts or messages with a `label`, a whole number from 0 or any number."""
-    num_labels: int | None = None
+    num_labels: Annotated[int | None, (lambda v: 1 <= v <= 2**20, "at least 1, up to 2**20, or null")] = None
     """How many classes there are. null: one output, a reward."""
-    center_rewards_coefficient: float | None = None
+    center_rewards_coefficient: Annotated[float | None, (_WEIGHT[0], f"{_WEIGHT[1]}, or null for none")] = None
     """The weight of (r_chosen + r_rejected)², which keeps rewards near zero (arXiv:2312.09244). null: none."""
 
 
@@ -771,7 +822,7 @@ class RewardModel:
 class Moe:
     """`moe`: what a mixture of experts trains with beside its method's loss."""
 
-    balance: float = 0.0
+    balance: Annotated[float, _SIZE] = 0.0
     """The weight of a loss that keeps experts evenly used, each document's own (DeepSeek-V3, arXiv:2412.19437). It is
     1 × this where they are. 0.0: none, as the files' own value for training on is not read."""
 

@@ -5,73 +5,23 @@ method asks of its section is its own: `dtrain.methods.spec`; of `lora`, `dtrain
 `dtrain.run.eval_section`.
 """
 
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
 
-from dtrain.base.ranges import Range, is_finite, nearest, shown
+from dtrain.base.ranges import Range, is_finite, nearest, out_of_range, shown
 from dtrain.data.sources import columns
-from dtrain.methods.spec import section_ranges, spec_of
+from dtrain.methods.spec import spec_of
 from dtrain.recipe import key_aliases, saved
-from dtrain.recipe.load import keys
 from dtrain.recipe.schema import OPTIMIZERS, SCHEDULES, DataSource, Recipe
+from dtrain.recipe.sections import keys
 from dtrain.recipe.world import batch_problems, mesh_problems
 from dtrain.run.eval_sets import best_problems, sets
 
 # What a resume compares beside the recipe's keys, and `checkpoint.allow_changes` may name.
 DIGESTS = ("data.fingerprint", "data.val.fingerprint", "model.weights", "model.config", "model.tokenizer")
-
-# (key, what its value must satisfy, and that in words). None is not looked at: the schema says where it is allowed.
-RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("launch.nproc", lambda v: v >= 1, "at least 1"),
-    ("launch.max_restarts", lambda v: v >= 0, "at least 0"),
-    ("launch.lost_after", lambda v: 1 <= v < math.inf, "a finite number of seconds, at least 1"),
-    ("launch.collective_timeout", lambda v: 1 <= v <= 31_536_000, "from 1 second to a year of them, or null"),
-    ("data.val", lambda v: not isinstance(v, float) or 0 < v < 1, "a section, or a share between 0 and 1"),
-    ("data.max_length", lambda v: 2 <= v < 2**31, "at least 2, a token and the one after it, and below 2 ** 31"),
-    ("data.packing", lambda v: v in ("auto", True, False), "auto, true or false"),
-    ("data.num_workers", lambda v: 0 <= v <= 256, "at least 0, and at most 256"),
-    ("parallel.dp_replicate", lambda v: v >= 1, "at least 1"),
-    ("parallel.dp_shard", lambda v: v >= 1 or v == -1, "at least 1, or -1 to take the ranks that are left"),
-    ("parallel.cp", lambda v: v >= 1, "at least 1"),
-    ("parallel.tp", lambda v: v >= 1, "at least 1"),
-    ("parallel.ep", lambda v: v >= 1, "at least 1"),
-    ("moe.balance", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
-    ("parallel.custom_plan", lambda v: len(v) > 0, "a table of module pattern and style, an import path, or null"),
-    ("parallel.reshard_after_forward", lambda v: v in ("default", True, False), "default, true or false"),
-    ("train.steps", lambda v: 1 <= v <= 10**9, "at least 1, and at most a thousand million"),
-    ("train.epochs", lambda v: 1 <= v <= 10**6, "at least 1, and at most a million"),
-    (
-        "train.global_batch",
-        lambda v: v == "auto" or (type(v) is int and 1 <= v <= 10**6),
-        "a whole number, at least 1 and at most a million, or auto",
-    ),
-    ("train.micro_batch", lambda v: v >= 1, "at least 1"),
-    ("train.max_grad_norm", lambda v: v > 0, "more than 0, or null for no clipping"),
-    ("train.validate_every", lambda v: v >= 1, "at least 1, or null for no validation"),
-    ("train.skip_nonfinite", lambda v: v >= 0, "at least 0"),
-    ("train.patience", lambda v: v >= 1, "at least 1, or null to go on to the last step"),
-    ("optimizer.lr", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
-    ("optimizer.adam_lr", lambda v: 0 <= v < math.inf, "a finite number, at least 0, or null for optimizer.lr"),
-    ("optimizer.eps", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
-    ("optimizer.weight_decay", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
-    ("optimizer.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers from 0 up to 1"),
-    ("checkpoint.every", lambda v: v >= 1, "at least 1, or null for no checkpoints"),
-    ("checkpoint.keep_last", lambda v: v >= 1, "at least 1, or null to keep all"),
-    ("checkpoint.keep_every", lambda v: v >= 1, "at least 1, or null"),
-    ("metrics.every", lambda v: v >= 1, "at least 1"),
-    ("metrics.tensorboard", lambda v: v in ("auto", True, False), "auto, true or false"),
-    ("metrics.plan", lambda v: v in ("auto", True, False), "auto, true or false"),
-)
-
-
-def ranges(recipe: Recipe) -> list[tuple[str, Callable[[Any], bool], str]]:
-    """`RANGES`, and those of the sections that are the method's own or say something."""
-    rows = [*RANGES, *section_ranges(recipe)]
-    return rows if recipe.lora is None else [*rows, *_lora().SECTION_RANGES]
 
 
 def _lora() -> Any:
@@ -94,7 +44,7 @@ def notes(recipe: Recipe) -> list[str]:
 def check(recipe: Recipe, world_size: int) -> list[str]:
     """Return every problem of `recipe` in a world of `world_size` processes, in the user's terms; empty if there is
     none."""
-    wrong = [(key, f"{key}={shown(value)} must be {sentence}") for key, value, sentence in _out_of_range(recipe)]
+    wrong = [(key, f"{key}={shown(value)} must be {sentence}") for key, value, sentence in out_of_range(recipe)]
     problems = [text for _, text in wrong]
     problems += _required(recipe)
     problems += _names(recipe)
@@ -250,11 +200,6 @@ def _get(recipe: Recipe, key: str) -> Any:
     return value
 
 
-def _out_of_range(recipe: Recipe) -> list[tuple[str, Any, str]]:
-    values = ((key, _get(recipe, key), holds, sentence) for key, holds, sentence in ranges(recipe))
-    return [(key, value, sentence) for key, value, holds, sentence in values if value is not None and not holds(value)]
-
-
 def _required(recipe: Recipe) -> list[str]:
     problems = []
     if not recipe.model.path:
@@ -290,8 +235,6 @@ def _source(source: DataSource, key: str) -> list[str]:
     for index, entry in enumerate(source.sources):
         if not entry.path:
             problems.append(f"{key}.sources[{index}].path is missing: set it to a file, a glob or a list of them")
-        if not 0 <= entry.weight < math.inf:
-            problems.append(f"{key}.sources[{index}].weight={entry.weight} must be a finite number, at least 0")
     return problems
 
 
@@ -354,18 +297,8 @@ def _stages(recipe: Recipe) -> list[str]:
     if not stages:
         problems.append("scheduler=[] has no stages: give a list of {name, steps}, or one {name}")
     for index, stage in enumerate(stages):
-        key = f"scheduler[{index}]" if listed else "scheduler"
-        if stage.warmup_steps is not None and stage.warmup_steps < 0:
-            problems.append(f"{key}.warmup_steps={stage.warmup_steps} must be at least 0, or null")
-        if stage.warmup < 0 or (isinstance(stage.warmup, float) and not stage.warmup < 1):
-            wanted = "a share of the steps, from 0 to below 1, or their number as a whole number"
-            problems.append(f"{key}.warmup={stage.warmup} must be {wanted}")
-        if not 0 <= stage.min_lr_ratio <= 1:
-            problems.append(f"{key}.min_lr_ratio={stage.min_lr_ratio} must be from 0 to 1")
         if listed and stage.steps is None and index < len(stages) - 1:
-            problems.append(f"{key}.steps is missing: only the last stage may leave it out")
-        if listed and stage.steps is not None and stage.steps < 1:
-            problems.append(f"{key}.steps={stage.steps} must be at least 1")
+            problems.append(f"scheduler[{index}].steps is missing: only the last stage may leave it out")
     return problems
 
 

@@ -3,14 +3,12 @@
 `problems` reads no file; `look` reads first rows, and asks judges whether they are there.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 from dtrain.base.errors import UserError
-from dtrain.base.ranges import is_finite, is_number, shown
 from dtrain.data.formats.formats import detect
 from dtrain.data.formats.prompts import normalise_prompt
 from dtrain.data.sources import columns
@@ -42,7 +40,6 @@ def problems(recipe: Recipe) -> list[str]:
                 f"{key}.format={section.format}: the model answers prompts; give it messages, question or "
                 "prompt_completion"
             )
-        errors += _ranges(eval_set)
         errors += columns.unknown(section.columns, "prompts", section.format, f"{key}.columns")
         errors += [eval_set.in_its_keys(problem) for problem in reward_problems(section.rewards)]
         if section.samples > 1 and section.sampling.temperature == 0:
@@ -51,33 +48,6 @@ def problems(recipe: Recipe) -> list[str]:
                 f"set {key}.sampling.temperature=1.0, or {key}.samples=1"
             )
     return errors
-
-
-def _ranges(eval_set: EvalSet) -> list[str]:
-    section, drawn = eval_set.section, eval_set.section.sampling
-    temperature = is_number(drawn.temperature) and drawn.temperature >= 0
-    held = (
-        ("every", section.every is None or section.every >= 1, "at least 1, or null"),
-        ("limit", section.limit is None or section.limit >= 1, "at least 1, or null for all"),
-        ("samples", 1 <= section.samples <= 10_000, "at least 1, and at most 10000"),
-        ("pass_reward", is_finite(section.pass_reward), "a finite number"),
-        ("reward_timeout", 0 < section.reward_timeout < math.inf, "a finite number, more than 0"),
-        ("show", section.show >= 0, "at least 0"),
-        ("sampling.temperature", temperature, "a finite number, at least 0; 0 takes the likeliest token"),
-        ("sampling.top_k", drawn.top_k is None or 1 <= drawn.top_k < 2**31, "at least 1, below 2**31, or null for all"),
-        ("sampling.top_p", 0 < drawn.top_p <= 1, "more than 0, up to 1"),
-        ("sampling.max_new_tokens", drawn.max_new_tokens is None or drawn.max_new_tokens >= 1, "at least 1, or null"),
-        ("sampling.stop", all(drawn.stop), "texts that are not empty"),
-    )
-    return [
-        f"{eval_set.key}.{key}={shown(_at(section, key))} must be {words}" for key, holds, words in held if not holds
-    ]
-
-
-def _at(section: object, key: str) -> object:
-    for part in key.split("."):
-        section = getattr(section, part)
-    return section
 
 
 def look(eval_set: EvalSet, files: Sequence[Path], positions: int | None) -> list[str]:

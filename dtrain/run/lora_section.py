@@ -1,14 +1,13 @@
 """Checks of a recipe's section `lora` and of what surrounds it: by itself, and for the model that it meets. No
 torch."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from dtrain.base.name_patterns import of_end, pattern_error
-from dtrain.base.ranges import nearest, shown
+from dtrain.base.ranges import nearest, out_of_range, shown
 from dtrain.checkpoint.peft.base import base_notes, base_problems
 from dtrain.checkpoint.peft.config import adapter_of, adapter_problems
 from dtrain.methods.spec import spec_of
@@ -26,22 +25,6 @@ from dtrain.models.common.adapter_config import (
 from dtrain.models.common.config import ModelConfig
 from dtrain.recipe import key_aliases
 from dtrain.recipe.schema import Lora, Recipe
-
-_SHARE = (lambda v: 0 <= v < 1, "from 0 up to 1, and below it")
-_NAMES = (lambda v: "" not in list(v), "a list of names")
-_POSITIVE = (lambda v: 0 < v < math.inf, "a finite number above 0")
-
-# As `dtrain.run.check.RANGES`.
-SECTION_RANGES: tuple = (
-    ("lora.rank", lambda v: v >= 1, "at least 1, or lora=null for full fine-tuning"),
-    ("lora.alpha", *_POSITIVE),
-    ("lora.dropout", *_SHARE),
-    ("lora.rank_pattern", lambda v: all(rank >= 1 for rank in v.values()), "a mapping to ranks of at least 1"),
-    ("lora.alpha_pattern", lambda v: all(map(_POSITIVE[0], v.values())), "a mapping to finite numbers above 0"),
-    ("lora.target", lambda v: len(v) > 0 and _NAMES[0](v), "all-linear, a list of names, or a regular expression"),
-    ("lora.exclude", lambda v: v not in ("", ALL_LINEAR) and _NAMES[0](v), "a list of names, or a regular expression"),
-    ("lora.modules_to_save", *_NAMES),
-)
 
 
 def problems(recipe: Recipe) -> list[str]:
@@ -115,7 +98,7 @@ def lora_problems(recipe: Recipe, model: ModelConfig) -> list[str]:
     itself."""
     section = recipe.lora
     errors: list[str] = []
-    if section is None or _expressions(section) or _out_of_range(section):
+    if section is None or _expressions(section) or out_of_range(section):
         return errors
     if section.path is not None:
         wrong = adapter_problems(asdict(section), model)
@@ -141,10 +124,6 @@ def lora_problems(recipe: Recipe, model: ModelConfig) -> list[str]:
             "name fewer layers in lora.exclude, or more in lora.target"
         )
     return errors + _ranks(config, layers)
-
-
-def _out_of_range(section: Lora) -> bool:
-    return not all(holds(getattr(section, key.partition(".")[2])) for key, holds, _ in SECTION_RANGES)
 
 
 def _expressions(section: Lora) -> list[str]:

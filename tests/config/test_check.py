@@ -1,12 +1,12 @@
-"""What must hold between keys, and in a world of so many processes."""
+"""Checks of keys against one another, and in a world of so many processes."""
 
 import pytest
 
 from dtrain import recipe as config
+from dtrain.base.ranges import out_of_range
 from dtrain.optim import update as optim
 from dtrain.recipe import schema
 from dtrain.run import check
-from dtrain.run.check import RANGES
 
 WHOLE = {"model": {"path": "m"}, "data": {"train": {"path": "t.jsonl"}}, "train": {"steps": 10}}
 
@@ -27,14 +27,14 @@ def test_a_whole_recipe_has_no_problem():
 @pytest.mark.parametrize(("total", "micro"), [(64, 4), (8, 1), (24, 3)])
 def test_accumulation_is_derived_or_refused_with_sizes_that_fit(world_size, total, micro):
     recipe = config.load(WHOLE, [f"train.global_batch={total}", f"train.micro_batch={micro}"])
-    found = check.check(recipe, world_size)
+    errors = check.check(recipe, world_size)
     if total % (micro * world_size) == 0:
         sizes = config.sizes(recipe, world_size)
-        assert found == [] and sizes.dp == world_size
+        assert errors == [] and sizes.dp == world_size
         assert sizes.global_batch == sizes.micro_batch * sizes.accumulation * sizes.dp
         return
-    assert len(found) == 1
-    proposals = found[0].split("; set ")[1].replace(" or ", ", ").split(", ")
+    assert len(errors) == 1
+    proposals = errors[0].split("; set ")[1].replace(" or ", ", ").split(", ")
     assert proposals
     for proposal in proposals:
         assert check.check(config.load(recipe, [proposal]), world_size) == []
@@ -151,8 +151,8 @@ def test_each_mistake_is_named_with_its_fix(world_size, overrides, answer):
 
 
 def test_problems_come_together():
-    found = problems(3, "parallel.tp=2", "model.path=null", "optimizer.lr=-1", "optimizer.eps=-1", "train.steps=0")
-    assert len(found) == 5
+    errors = problems(3, "parallel.tp=2", "model.path=null", "optimizer.lr=-1", "optimizer.eps=-1", "train.steps=0")
+    assert len(errors) == 5
 
 
 def test_what_recipes_may_switch_off_passes():
@@ -161,8 +161,8 @@ def test_what_recipes_may_switch_off_passes():
         == []
     )
     assert problems(1, "optimizer.name=torch.optim.Adagrad", "checkpoint.allow_changes=[optimizer.lr,data]") == []
-    told = "checkpoint.allow_changes=[data.fingerprint,optimizer.kwargs.amsgrad]"  # what a refused resume says to name
-    assert problems(1, told) == []
+    saved = "checkpoint.allow_changes=[data.fingerprint,optimizer.kwargs.amsgrad]"  # as a refused resume says
+    assert problems(1, saved) == []
     assert problems(1, "scheduler=[{name: linear, steps: 3},{name: cosine}]") == []
 
 
@@ -180,20 +180,20 @@ def test_meshes_and_plans_pass(overrides):
 
 
 def test_flash_linear_attention_is_refused_where_it_cannot_be():
-    (found,) = problems(1, "model.linear_attention=fla", "launch.device=cpu")
-    assert "model.linear_attention=fla is for CUDA" in found and "set model.linear_attention=auto" in found
+    (error,) = problems(1, "model.linear_attention=fla", "launch.device=cpu")
+    assert "model.linear_attention=fla is for CUDA" in error and "set model.linear_attention=auto" in error
 
 
 def test_varlen_attention_is_refused_where_it_cannot_be():
-    (found,) = problems(2, "model.attention=varlen", "launch.device=cpu", "parallel.cp=2", "train.dtype=float32")
-    assert "and launch.device=cpu and train.dtype=float32: set model.attention=auto" in found
+    (errors,) = problems(2, "model.attention=varlen", "launch.device=cpu", "parallel.cp=2", "train.dtype=float32")
+    assert "and launch.device=cpu and train.dtype=float32: set model.attention=auto" in errors
     assert problems(2, "model.attention=varlen", "train.dtype=bfloat16", "parallel.cp=2") == []
 
 
 def test_every_violation_of_a_mesh_is_listed():
-    found = problems(6, "parallel.tp=4", "parallel.cp=4", "data.max_length=4")
-    assert len(found) == 2
-    assert "cp 4 × tp 4 = 16 does not divide 6 processes" in found[0] and "parallel.cp=2 or less" in found[1]
+    errors = problems(6, "parallel.tp=4", "parallel.cp=4", "data.max_length=4")
+    assert len(errors) == 2
+    assert "cp 4 × tp 4 = 16 does not divide 6 processes" in errors[0] and "parallel.cp=2 or less" in errors[1]
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,9 @@ def test_every_violation_of_a_mesh_is_listed():
     ],
 )
 def test_a_batch_that_fits_no_world_is_listed_beside_the_mesh(overrides, answer):
-    found = problems(4, *overrides)
-    assert len(found) == 2 and "4 processes" in found[0] and answer in found[1]
-    fixed = found[1].split("; set ")[1].split(", ")[0].split(" or ")[0]
+    errors = problems(4, *overrides)
+    assert len(errors) == 2 and "4 processes" in errors[0] and answer in errors[1]
+    fixed = errors[1].split("; set ")[1].split(", ")[0].split(" or ")[0]
     assert len(problems(4, *overrides, fixed)) == 1
 
 
@@ -216,14 +216,14 @@ def test_names_are_those_that_optim_knows():
     assert set(schema.SCHEDULES) == set(optim.SCHEDULES)
 
 
-def test_the_tables_name_keys_that_exist():
-    known = config.keys()
-    sections = {key.rpartition(".")[0] for key in known}  # data.val is a section, or a number in its place
-    assert all(key in known or key in sections for key, *_ in RANGES)
+def test_every_default_is_in_its_range():
+    sections = schema.Recipe(eval=schema.Eval(), lora=schema.Lora(), scheduler=[schema.Stage()])
+    assert out_of_range(sections) == []
+    assert out_of_range(schema.Launch(nproc=0), "launch.") == [("launch.nproc", 0, "at least 1")]
 
 
 def test_shipped_recipes_fit_their_meshes():
-    given = ["model.path=m", "data.train.path=t.jsonl", "distill.teacher=t"]
+    overrides = ["model.path=m", "data.train.path=t.jsonl", "distill.teacher=t"]
     for name, _ in config.shipped():
-        recipe = config.load(name, given)
+        recipe = config.load(name, overrides)
         assert check.check(recipe, recipe.launch.nproc) == []

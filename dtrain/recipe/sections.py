@@ -1,0 +1,239 @@
+"""A tree of values as typed sections: unknown keys, types, choices and unions, each problem with its fix.
+
+The types are those of `dtrain.recipe.schema`. A value is converted where nothing is lost. What does not fit is
+reported, and stays at its default.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from dtrain.base import ranges
+from dtrain.base.ranges import nearest
+from dtrain.recipe import error_hints, key_aliases
+from dtrain.recipe.saved import UNSET, flat, is_table, table_of
+from dtrain.recipe.schema import Recipe
+
+
+def keys() -> list[str]:
+    """Return every dotted key that holds a value, in the schema's order; entries of lists are not among them."""
+    return _keys(Recipe, "")
+
+
+def _keys(cls: type, prefix: str) -> list[str]:
+    dotted = []
+    for name, hint in get_type_hints(cls).items():
+        section = section_of(kinds_of(hint))
+        dotted += _keys(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
+    return dotted
+
+
+def type_at(key: str) -> Any:
+    """Return the type of a dotted key, an entry of a list by its number; None for a key of no recipe."""
+    hint: Any = Recipe
+    for part in re.findall(r"[^.\[\]]+", key):
+        kinds = kinds_of(hint)
+        if part.isdigit():
+            hint = entry_of(kinds)
+        else:
+            section = section_of(kinds)
+            hint = get_type_hints(section).get(part, table_of(hint)) if section else None
+    return hint
+
+
+def section_from(cls: type, values: Mapping, prefix: str, problems: list[str]) -> Any:
+    """Return an instance of the dataclass `cls`; a value that does not fit is reported, and stays at its default."""
+    hints, made = get_type_hints(cls), cls()
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        if key not in hints:
+            problems += _unknown(dotted, value, prefix, list(hints))
+            continue
+        kinds = kinds_of(hints[key])
+        section = section_of(kinds)
+        entry = section_of([entry_of(kinds)])
+        if (table := table_of(hints[key])) and is_table(value, table):
+            named = {
+                str(name): section_from(table, inner, f"{dotted}.{name}.", problems) for name, inner in value.items()
+            }
+            setattr(made, key, named)
+        elif section and isinstance(value, Mapping):
+            setattr(made, key, section_from(section, value, f"{dotted}.", problems))
+        elif entry and isinstance(value, list):
+            setattr(made, key, _entries(entry, value, dotted, problems))
+        elif plain := _plain(kinds) if (section or entry) and not isinstance(value, NoneType | list) else None:
+            if _set(made, key, plain, value, dotted):
+                problems.append(_not_a_section(dotted, value, section, entry, False, "a number, or "))
+        elif section or entry:
+            # Nothing under a section's name is a section of defaults; scheduler=null may be meant as a constant rate.
+            if value is not None or (entry and NoneType not in kinds):
+                problems.append(_not_a_section(dotted, value, section, entry, NoneType in kinds))
+        elif isinstance(value, str) and value == UNSET:
+            if getattr(made, key) is not None:
+                problems.append(f"{dotted} is left open (???): give it a value")
+        elif value is not getattr(made, key):
+            problems += _set(made, key, hints[key], value, dotted)
+    return made
+
+
+def _entries(cls: type, values: list, dotted: str, problems: list[str]) -> list:
+    made = []
+    for index, value in enumerate(values):
+        if isinstance(value, Mapping):
+            made.append(section_from(cls, value, f"{dotted}[{index}].", problems))
+        else:
+            problems.append(_not_a_section(f"{dotted}[{index}]", value, cls, None))
+    return made
+
+
+def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
+    """Put a leaf's value into its section, converted to its type; return the problem where it does not fit."""
+    kinds = kinds_of(hint)
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    if isinstance(value, Mapping) and (
+        stuck := [name for name, inner in value.items() if inner is None and error_hints.stuck(name)]
+    ):
+        return [f"{dotted}: YAML reads {name} as one word: write a blank after the colon" for name in stuck]
+    fitting = "none" if value is None and "none" in choices else _converted(value, kinds)
+    if _fits(fitting, kinds):
+        setattr(section, key, fitting)
+        return []
+    if choices:
+        near = key_aliases.meant(re.sub(r"\[\d+\]", "", dotted), value) or nearest(str(value), choices)
+        hint = f"; did you mean {near}?" if near else error_hints.pasted(value)
+        return [f"{dotted}={ranges.shown(value)} is none of {', '.join(choices)}{hint}"]
+    if alias := key_aliases.meant(re.sub(r"\[\d+\]", "", dotted), value):
+        return [f"{dotted}={ranges.shown(value)} must be {error_hints.needed(kinds)}: {alias}"]
+    hint = _hint_for(value, kinds, getattr(section, key, None))
+    return [f"{dotted}={ranges.shown(value)} must be {error_hints.needed(kinds)}{hint}"]
+
+
+def _converted(value: Any, kinds: list) -> Any:
+    """Convert `value` to one of the types `kinds` where nothing is lost: 1e3 is an integer, 3 a float, 2024 a name."""
+    numeric = int in kinds or float in kinds
+    if isinstance(value, str) and numeric and str not in kinds:
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    if bool in kinds and str not in kinds and str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
+        return int(value)
+    if isinstance(value, int) and float in kinds and int not in kinds:
+        return float(value) if abs(value) < 2**1023 else math.inf if value > 0 else -math.inf
+    if isinstance(value, int | float | Path) and str in kinds and not numeric:
+        return str(value)
+    inner = {origin: get_args(kind)[-1:] for kind in kinds if (origin := get_origin(kind)) in (list, dict)}
+    if isinstance(value, list) and list in inner:
+        return [_converted(entry, list(inner[list])) for entry in value]
+    if isinstance(value, dict) and dict in inner:
+        return {key: _converted(entry, list(inner[dict])) for key, entry in value.items()}
+    return value
+
+
+def _fits(value: Any, kinds: list) -> bool:
+    """Return whether `value` is of one of the types `kinds`, with nothing left open in it."""
+    for kind in kinds:
+        origin, inner = get_origin(kind), get_args(kind)
+        if origin is list and isinstance(value, list):
+            fits = all(_fits(entry, list(inner)) for entry in value)
+        elif origin is dict and isinstance(value, dict):
+            fits = all(isinstance(name, str) and _fits(entry, [inner[1]]) for name, entry in value.items())
+        else:
+            fits = kind is Any or type(value) is kind or (origin is Literal and value in inner)
+        if fits and value != UNSET:
+            return True
+    return False
+
+
+def _plain(kinds: list) -> Any:
+    """Return the number, or text, that a section's key may hold in its place; None where there is none."""
+    return next((kind | None for kind in kinds if kind in (int, float, str, bool)), None)
+
+
+def _not_a_section(
+    dotted: str, value: Any, section: type | None, entry: type | None, is_optional: bool = False, plain: str = ""
+) -> str:
+    wanted = plain + (f"a mapping with the keys {', '.join(get_type_hints(section))}" if section else "")
+    if section and entry:
+        wanted += " or "
+    wanted += f"a list of mappings with the keys {', '.join(get_type_hints(entry))}" if entry else ""
+    wanted += f": write {dotted}={{}} for their defaults, or null for none" if section and is_optional else ""
+    hints = get_type_hints(section) if section else {}
+    if plain and error_hints.share(value):
+        return f"{dotted}={value} must be {plain.partition(',')[0]}{error_hints.share(value)}"
+    if isinstance(value, str) and error_hints.stuck(value):
+        return f"{dotted}: YAML reads {value} as one word: write a blank after the colon"
+    leaf = next((key for key in ("path", "name", "fn", "train.path") if key.partition(".")[0] in hints), None)
+    text = key_aliases.meant(f"{dotted}.{leaf}", value) or value
+    meant = f"; write {dotted}.{leaf}={text}" if isinstance(value, str) and leaf else ""
+    if entry and not section and isinstance(value, str):
+        first = next(iter(get_type_hints(entry)))
+        meant = f"; write {dotted}=[{{{first}: {key_aliases.meant(f'{dotted}.{first}', value) or value}}}]"
+    if entry and isinstance(value, Mapping) and all(str(key).isdigit() for key in value):
+        return f"{dotted} is no list yet, so it has no entry {next(iter(value))}: give the list, {dotted}=[{{...}}]"
+    return f"{dotted}={ranges.shown(value)}: {dotted} is {wanted}{meant}"
+
+
+def _hint_for(value: Any, kinds: list, usual: Any) -> str:
+    """Return the hint for a refused `value`, where the cause is known; usual: the setting's own value."""
+    hints = (
+        error_hints.pasted(value),
+        error_hints.in_number(value, kinds),
+        error_hints.share(value),
+        error_hints.in_list(value, kinds, usual),
+    )
+    return next(filter(None, hints), "")
+
+
+def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str]) -> list[str]:
+    """Return one problem for an unknown key, and one per word of another tool in an unknown section."""
+    word = dotted.removeprefix(prefix)
+    known = key_aliases.answer(dotted)
+    inner = [
+        f"{key}: {answer}"
+        for key in (flat(value, f"{dotted}.") if isinstance(value, Mapping) else ())
+        if (answer := key_aliases.answer(key))
+    ]
+    if value is None and error_hints.stuck(word):
+        key, _, text = word.partition(":")
+        return [f"{dotted}: YAML reads this as one word: write a blank after the colon, {key}: {text}"]
+    if known:
+        return [f"{dotted}: {known}", *inner]
+    return [f"{dotted} is no key of a recipe{error_hints.pasted(word)}{_near(word, prefix, siblings)}", *inner]
+
+
+def _near(word: str, prefix: str, siblings: list[str]) -> str:
+    everywhere = keys()
+    near = nearest(word, siblings)
+    same = [key for key in everywhere if key.rpartition(".")[2] == word]
+    leaves = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
+    if near is None and not same and (leaf := nearest(word, leaves)):
+        same = [key for key in everywhere if key.rpartition(".")[2] == leaf]
+    if near or same:
+        return f"; did you mean {prefix + near if near else ' or '.join(same)}?"
+    if not prefix and (theirs := nearest(word, key_aliases.OURS)):
+        return f"; did you mean {theirs}? dtrain's word for it is {key_aliases.OURS[theirs]}"
+    return f"; the keys of {prefix.rstrip('.') or 'a recipe'} are {', '.join(siblings)}"
+
+
+def kinds_of(hint: Any) -> list:
+    """Return the alternatives of a type: its union's members, or itself."""
+    return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
+
+
+def section_of(kinds: list) -> type | None:
+    """Return the dataclass among `kinds`."""
+    return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
+
+
+def entry_of(kinds: list) -> Any:
+    """Return the type of the entries of the list among `kinds`; None where there is none."""
+    return next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)

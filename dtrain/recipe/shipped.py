@@ -1,0 +1,55 @@
+"""The recipes that ship with dtrain: where they are, their names, and the file of a name or a path."""
+
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+from dtrain.base.errors import UserError
+from dtrain.base.ranges import nearest
+from dtrain.recipe.schema import Recipe
+
+CLUSTERS = ("slurm.sh", "kubernetes.yaml")
+"""Files beside the shipped recipes that start them on a cluster. `find` knows these by their whole name."""
+
+
+def recipes_dir() -> Path:
+    """Return the directory of the shipped recipes: in the package of an installed wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    packaged = package / "_recipes"
+    return packaged if packaged.is_dir() else package.parent / "recipes"
+
+
+def shipped() -> list[tuple[str, str]]:
+    """Return (name, first line of its header) of every shipped recipe: one for each method, the quickstart's, those of
+    models by name."""
+    general = get_args(get_type_hints(Recipe)["method"])
+
+    def place(path: Path) -> tuple[int, bool, str]:
+        rank = general.index(path.stem) if path.stem in general else len(general)
+        return rank, not path.stem.startswith("quickstart"), path.stem
+
+    recipes = []
+    for path in sorted(recipes_dir().glob("*.yaml"), key=place):
+        if path.name in CLUSTERS:
+            continue
+        with path.open(encoding="utf-8") as file:
+            recipes.append((path.stem, file.readline().lstrip("# ").strip()))
+    return recipes
+
+
+def find(recipe: str | Path) -> Path:
+    """Return the file of a recipe: a path as it is, or the name of a shipped recipe. Raises UserError."""
+    path = Path(recipe).expanduser()
+    if path.is_file():
+        return path
+    file = str(recipe) if str(recipe) in CLUSTERS else f"{recipe}.yaml"
+    packaged = recipes_dir() / file
+    if path.name == str(recipe) and (file == str(recipe) or file not in CLUSTERS) and packaged.is_file():
+        return packaged
+    if path.is_dir():
+        own = path / "config.yaml"
+        meant = f"; the recipe of this run is {own}" if own.is_file() else ": name a recipe's file in it"
+        raise UserError(f"{recipe or 'the recipe'} is a directory{meant}")
+    names = [name for name, _ in shipped()]
+    near = nearest(path.stem, names)
+    hint = f"; did you mean {near}?" if near else "; `dtrain ls` lists the recipes that ship with dtrain"
+    raise UserError(f"there is no recipe {recipe}: neither a file nor a shipped recipe{hint}")
