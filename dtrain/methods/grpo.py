@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation: the model's own completions, rewarded, and the policy moved towards the better."""
+"""Group-relative policy optimisation: the model's own completions are rewarded, and it moves towards the better."""
 
 import time
 from collections.abc import Mapping, Sequence
