@@ -2,7 +2,7 @@
 
 start            in place, in processes of its own, or as a rank of torchrun's or srun's; alone reads the environment
 agent            several ranks on this machine: the launcher, and the worker that it starts
-workers          those processes, watched by their heartbeats
+watch            the watch over ranks, on one host and on many; the processes of one machine
 job              the private directory that launcher and workers share
 rank             one rank: its process group, its log, what running out of memory means
 signals          the answer of a run to signals

@@ -25,7 +25,7 @@ from dtrain.base.files import replace_text
 from dtrain.base.orphans import end_with
 from dtrain.launch.devices import choose_device
 from dtrain.launch.job import job_directory
-from dtrain.launch.last_checkpoint import newest_checkpoint
+from dtrain.launch.last_checkpoint import lost_text, newest_checkpoint
 from dtrain.launch.rank import (
     STOPPING,
     OutOfMemory,
@@ -38,14 +38,13 @@ from dtrain.launch.rank import (
     write_to_log,
 )
 from dtrain.launch.signals import on_signals
-from dtrain.launch.workers import LOOK_SECONDS, RankProcess, heartbeat
+from dtrain.launch.watch import LOOK_SECONDS, SETTLE_SECONDS, RankProcess, heartbeat
 from dtrain.recipe import Recipe, load, origins, redact, to_yaml, with_origins_of
 
 if TYPE_CHECKING:
     from dtrain.parallel.runtime import StopFlag
 
-SETTLE_SECONDS = 1.0  # for the others to say why they end too
-ALIKE_SECONDS = 3 * LOOK_SECONDS  # between the last beats of ranks that were lost at the same time
+ALIKE_LOOKS = 3  # between the last beats of ranks that were lost at the same time
 ENDED = 128 + signal.SIGTERM  # exit status of a worker whose launcher is gone
 # The worker finds dtrain, and whatever else its launcher could import, wherever it was started.
 START = (
@@ -126,9 +125,8 @@ def _attempt(
             environment = {**environ, **{name: str(value) for name, value in place.items()}}
             workers.append(RankProcess(rank, command, environment, recipe.launch.lost_after))
             stack.callback(workers[-1].end)
-        if lost := _watch(workers, signums):
-            failure = WorkerFailed(f"{lost}. {newest_checkpoint(recipe)}")
-            return failure, _reports(job, attempt), _is_asked(workers, signums)
+        if lost := _watch(recipe, workers, signums):
+            return WorkerFailed(lost), _reports(job, attempt), _is_asked(workers, signums)
         exits = {worker.rank: worker.status for worker in workers if worker.status is not None}
         stood = "".join(f"; {worker.stood}" for worker in workers if worker.stood)
     reports = _reports(job, attempt)
@@ -141,7 +139,7 @@ def _is_asked(workers: list[RankProcess], signums: list[int]) -> bool:
     return bool(signums) or any(worker.stalled.last.signum for worker in workers)
 
 
-def _watch(workers: list[RankProcess], signums: list[int]) -> str | None:
+def _watch(recipe: Recipe, workers: list[RankProcess], signums: list[int]) -> str | None:
     """Until all have ended, or one did not end well; or what is wrong with those that have not."""
     is_asked = False
     while any(worker.status is None for worker in workers) and not any(worker.status for worker in workers):
@@ -151,8 +149,8 @@ def _watch(workers: list[RankProcess], signums: list[int]) -> str | None:
             if signums:
                 worker.ask(signums[0])
         if any(worker.lost() for worker in workers):
-            lost = [how for worker in workers if (how := worker.lost(ALIKE_SECONDS))]
-            return "; ".join(lost) + "; the run cannot go on without"
+            lost = [how for worker in workers if (how := worker.lost(ALIKE_LOOKS))]
+            return lost_text(recipe, "; ".join(lost))
         if not is_asked and _is_asked(workers, signums):
             is_asked = True
             for worker in workers:
@@ -160,7 +158,8 @@ def _watch(workers: list[RankProcess], signums: list[int]) -> str | None:
         living = [worker for worker in workers if worker.status is None]
         if is_asked and living and all(worker.stalled.is_over for worker in living):
             stood = "; ".join(how for worker in living if (how := worker.stood))
-            return f"the run was asked to stop, and no rank gets on (launch.lost_after): {stood}; it was ended at once"
+            text = f"the run was asked to stop, and no rank gets on (launch.lost_after): {stood}; it was ended at once"
+            return f"{text}. {newest_checkpoint(recipe)}"
     until = time.monotonic() + SETTLE_SECONDS
     while any(worker.status is None for worker in workers) and time.monotonic() < until:
         time.sleep(LOOK_SECONDS / 5)

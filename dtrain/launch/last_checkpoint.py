@@ -20,6 +20,11 @@ def newest_checkpoint(recipe: Recipe) -> str:
     return saved or f"{checkpoints} does not answer: the same command goes on at the last checkpoint there"
 
 
+def lost_text(recipe: Recipe, lost: str) -> str:
+    """Return the text of a run that ends because ranks are `lost`, a sentence."""
+    return f"{lost}; the run cannot go on without. {newest_checkpoint(recipe)}"
+
+
 def within(seconds: float, act: Callable[[], T]) -> T | None:
     """Return what `act` gives or raise what it raises; None where it takes longer: it then goes on in its thread, which
     does not hold the process back."""

@@ -19,7 +19,7 @@ from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, prob
 from dtrain.launch.last_checkpoint import newest_checkpoint
 from dtrain.launch.place import GLOO, NCCL, RankPlace
 from dtrain.launch.signals import on_signals
-from dtrain.launch.workers import StallTimer, heartbeat
+from dtrain.launch.watch import StallTimer, heartbeat
 from dtrain.methods.spec import spec_of
 from dtrain.recipe import Recipe
 
@@ -87,10 +87,10 @@ def run_rank(
         has_cuda = torch.cuda.is_initialized()  # of an earlier run in this process: it survives no fork
         if plan is not None and place.rank == 0 and wants_plan and not has_cuda:
             planned = stack.enter_context(plan(recipe, place.world_size, device.type))
-        hosts = met = None
+        met = None
         if place.watches:
-            hosts = importlib.import_module("dtrain.launch.hosts.watch")
-            met = stack.enter_context(hosts.watch(recipe, place, stop, terminal))
+            watch = importlib.import_module("dtrain.launch.hosts.rendezvous").watch
+            met = stack.enter_context(watch(recipe, place, stop, terminal))
             recipe = resumed(recipe) if met.attempt > place.attempt else recipe
         stack.enter_context(memory_errors(recipe, place, device))
         if place.is_inside:
@@ -106,8 +106,8 @@ def run_rank(
         wait = recipe.launch.collective_timeout
         if store is not None:
             init_process_group(device.type, store, place.rank, size, wait)
-        if hosts is not None:
-            hosts.same_on_all(recipe)
+        if met is not None:
+            importlib.import_module("dtrain.launch.hosts.consistency").same_on_all(recipe)
         peak = planned.peak if planned else None
         runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, peak, wait)
         (train or importlib.import_module("dtrain.run.trainer").train_checked)(recipe, runtime)
@@ -198,7 +198,7 @@ def tell_all_ranks(place: RankPlace | None) -> Iterator[None]:
     except UserError as problem:
         if place is None or not place.watches:
             raise
-        importlib.import_module("dtrain.launch.hosts.watch").fail_together(place, problem)
+        importlib.import_module("dtrain.launch.hosts.rendezvous").fail_together(place, problem)
 
 
 def resumed(recipe: Recipe) -> Recipe:

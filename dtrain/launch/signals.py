@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from dtrain.base.orphans import descendants, kill
-from dtrain.launch.workers import LOOK_SECONDS
+from dtrain.launch.watch import LOOK_SECONDS
 
 SAME_SECONDS = 1.0  # two signals closer than this are one: `timeout` and torchrun pass on what the group got too
 END_SECONDS = 5.0  # for the main thread to unwind after a second signal

@@ -6,7 +6,7 @@ Names are imported when they are used: the specs are read where no torch is.
     sft_section, dpo_section, kto_section, grpo_section    each method's spec and checks
     distill_section, reward_section    the same
     registry                     the methods by name
-    method, rollout_method       the base of the methods; of those that train on rollouts
+    method, rollouts             the base of the methods; rollouts as the source of batches
     sft, dpo, kto, grpo, distill, reward    how each differs
     precompute                   dpo: the reference's sums, once
     on_policy                    distill: the student's own samples, in rollouts as grpo's

@@ -1,15 +1,9 @@
-"""Group-relative policy optimisation: the model's own completions, rewarded, and the policy moved towards the better.
-
-A rollout (`collect`) is prompts_per_step × group_size completions with their rewards and advantages, held in a buffer
-that is the same on every rank. Each pass over it takes every completion once, train.global_batch of them a step, in an
-order drawn from the seed. A step's completions are shared out over the data-parallel ranks by their cost.
-"""
+"""Group-relative policy optimisation: the model's own completions are rewarded, and it moves towards the better."""
 
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from itertools import islice
 from typing import Any
 
 import torch
@@ -17,20 +11,18 @@ from torch import Tensor
 
 from dtrain.base.batch import IGNORE, Batch
 from dtrain.base.errors import UserError
-from dtrain.base.randomness import key
 from dtrain.base.run_context import RunContext
-from dtrain.data import GlobalBatch, Rows, Tokenizer
-from dtrain.data.rows.order import permute
+from dtrain.data import Cursor, GlobalBatch, Rows, Tokenizer
 from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.methods.method import MethodWithReference
-from dtrain.methods.rollout_method import RolloutMethod
+from dtrain.methods.rollouts import Rollouts
 from dtrain.policy import DynamicShapes, Packed, Policy
 from dtrain.policy.batching import gather_rows
 from dtrain.policy.reward_model import RewardModel
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe.schema import Recipe
-from dtrain.rl.collect import Collector, Rollout, SampleTable, lengths_of
+from dtrain.rl.collect import Collector, CompletionSampler, SampleTable, lengths_of, prompts_of
 from dtrain.rl.engines import open_engine, open_episodes, open_rewards, refuse_graphs
 from dtrain.rl.rewards.columns import lacking_columns
 
@@ -40,16 +32,25 @@ FIELDS = (
 )
 
 
-class GrpoMethod(RolloutMethod, MethodWithReference):
-    """GRPO (Shao et al., arXiv:2402.03300, section 4.1) and its relatives, by `grpo.loss`."""
+class GrpoMethod(MethodWithReference):
+    """GRPO (Shao et al., arXiv:2402.03300, section 4.1) and its relatives, by `grpo.loss`. A `collector` draws and
+    judges the completions, `rollouts` holds them."""
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe, recipe.grpo)
         section, drawn = recipe.grpo, recipe.grpo.sampling
         self.loss_spec = PolicySpec(section.loss, section.clip, section.beta, section.kwargs)
         self.sampling = TrainingSamplingParams(drawn.top_k, drawn.top_p, drawn.temperature)
+        settings = {  # by the last three the log-probabilities are measured
+            "train.global_batch": recipe.train.global_batch,
+            "grpo.updates_per_rollout": section.updates_per_rollout,
+            "grpo.sampling.temperature": drawn.temperature,
+            "grpo.sampling.top_k": drawn.top_k,
+            "grpo.sampling.top_p": drawn.top_p,
+        }
+        sizes = section.prompts_per_step, section.group_size, section.updates_per_rollout
+        self.source = self.rollouts = Rollouts(recipe, self.spec, settings, *sizes, shuffles=True)
         self._began = 0.0
-        self._is_idle = False
 
     @property
     def _longest(self) -> int:
@@ -61,14 +62,14 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
     @property
     def choices(self) -> list[str]:
         section, rows = self.recipe.grpo, self.micro_rows
-        drawn = section.prompts_per_step * section.group_size
+        drawn, steps = self.rollouts.size, self.rollouts.steps(self.rollouts.size)
         words = {Packed: "packed rows of up to {} tokens", DynamicShapes: "completions of like length, up to {} tokens"}
         how = ""
         if isinstance(rows, Packed | DynamicShapes):
             how = f"; micro-batches: {words[type(rows)].format(rows.tokens)}"
         return [
             f"a rollout: {section.prompts_per_step} prompts × {section.group_size} completions = {drawn}, for "
-            f"{self._steps(drawn)} optimizer step{'s' if self._steps(drawn) > 1 else ''}{how}"
+            f"{steps} optimizer step{'s' if steps > 1 else ''}{how}"
         ]
 
     def examine(self, columns: Mapping[str, Sequence[str]], samples: Mapping[str, int]) -> None:
@@ -92,19 +93,36 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
             self.keep_reference(policy)
         tokenizer = Tokenizer.from_directory(self.recipe.model.directory)
         self.policy, self._run = policy, run
-        self._table = SampleTable(run.metrics, section.show)
-        self._collector = Collector(
-            section,
-            engine=open_engine(section, policy, tokenizer, run, self.recipe.model.directory, self.recipe.lora),
-            rows=splits["train"],
-            tokenizer=tokenizer,
-            rewards=open_rewards(section, run),
-            rates=None if section.reward_model.path is None else RewardModel(policy, section.reward_model.path),
-            episodes=open_episodes(section, self.recipe.data, tokenizer, run),
-            max_length=self.recipe.data.max_length,
-            seed=self.recipe.run.seed,
-            ask_stop=run.ask_stop,
-        )
+        self._table = SampleTable(run.metrics, section)
+        engine = open_engine(section, policy, tokenizer, run, self.recipe.model.directory, self.recipe.lora)
+        rewards = open_rewards(section, run)
+        rates = None if section.reward_model.path is None else RewardModel(policy, section.reward_model.path)
+        episodes = open_episodes(section, self.recipe.data, tokenizer, run)
+        length, seed = self.recipe.data.max_length, self.recipe.run.seed
+        sampler = CompletionSampler(engine, tokenizer, section.sampling, length, seed, run.ask_stop, episodes)
+        self.collector = Collector(section, sampler, splits["train"], rewards, rates)
+
+    def before_step(self, cursor: Cursor) -> None:
+        """Draws a rollout where the updates of the last one are done; measures what its updates need of the weights as
+        they are, and writes it down."""
+        rollout = self.rollouts.draw(self.collector.collect, cursor)
+        if rollout is None:
+            return
+        position, buffer = self.rollouts.position, self.rollouts.buffer
+        is_single_step = self.rollouts.steps(len(buffer)) == 1
+        most = None if position.checked else self.recipe.grpo.max_mismatch
+        if most is not None or not is_single_step:
+            self._score("old_logprobs")
+        if most is not None:
+            self._check_mismatch(most)
+            position.checked = True
+        if is_single_step:  # the update begins at the weights that it is measured by: the ratio is 1
+            buffer.per_token.pop("old_logprobs", None)
+        if self.policy.reference is not None:
+            with self.policy.use_reference_model():
+                self._score("reference_logprobs")
+        self._run.metrics.samples(position.step + 1, rollout.rows)
+        self._table.show(position.step + 1, rollout)
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
         self._began = time.perf_counter()
@@ -152,20 +170,13 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
         averages = means(sums)
         averages["clip_frac"] = averages["clip_low"] + averages["clip_high"]
         named = {name: averages[name] for name in FIELDS if name in averages}
-        measured = dict(self._measured)
-        if self._position.done > 1:
-            measured.pop("rollout_time", None)
-        return measured | named | {"train_time": time.perf_counter() - self._began}
+        return self.rollouts.fields | named | {"train_time": time.perf_counter() - self._began}
 
     def validate(self, policy: Policy, rows: Rows) -> dict[str, float]:
         """The mean reward over all of `rows`, of one completion each, by the likeliest tokens."""
-        samples, total, known, first = [], 0.0, 0, 0
-        placements = rows.placements()
-        size = self.recipe.grpo.prompts_per_step * self.recipe.grpo.group_size
-        while taken := list(islice(placements, size)):
-            prompts = self._collector.prompts_at(rows, taken, first)
-            drawn, rewards = self._collector.judge_greedily(prompts, self._position.step)
-            first += len(taken)
+        samples, total, known = [], 0.0, 0
+        for prompts in prompts_of(rows, self.rollouts.size):
+            drawn, rewards = self.collector.judge_greedily(prompts, self.rollouts.position.step)
             samples += drawn
             total += torch.where(rewards.isnan(), 0, rewards).sum().item()
             known += int((~rewards.isnan()).sum())
@@ -185,70 +196,27 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
                 f"{holds}. Whether the reference moves stays as it was; for a change begin another run with these "
                 "weights (checkpoint.init_from, run.name)"
             )
-        super().load(state)
-
-    def _order(self, total: int, pass_number: int) -> Tensor:
-        drawn = key("minibatch", self.recipe.run.seed, self._position.rollout, pass_number)
-        return permute(torch.arange(total), total, drawn)
-
-    def _settings(self) -> dict[str, Any]:
-        """Return also the settings by which the log-probabilities are measured."""
-        section, drawn = self.recipe.grpo, self.recipe.grpo.sampling
-        return super()._settings() | {
-            "grpo.updates_per_rollout": section.updates_per_rollout,
-            "grpo.sampling.temperature": drawn.temperature,
-            "grpo.sampling.top_k": drawn.top_k,
-            "grpo.sampling.top_p": drawn.top_p,
-        }
-
-    def _changed(self, state: Mapping[str, Any]) -> list[str]:
-        beta = self.recipe.grpo.beta
-        is_new = beta and "reference_logprobs" not in state["per_token"]
-        replays, did = self.recipe.grpo.router_replay, "routed" in state
-        changed = [f"grpo.router_replay: {did} -> {replays}".lower()] if replays != did else []
-        return super()._changed(state) + ([f"grpo.beta: 0.0 -> {beta}"] if is_new else []) + changed
-
-    def _adopt(self, rollout: Rollout) -> None:
-        """Take a rollout over: what its updates need of the weights as they are, the files, and the table."""
-        super()._adopt(rollout)
-        position = self._position
-        is_one_step = self._steps(len(self._buffer)) == 1
-        most = None if position.checked else self.recipe.grpo.max_mismatch
-        if most is not None or not is_one_step:
-            self._score("old_logprobs")
-        if most is not None:
-            self._check_mismatch(most)
-            position.checked = True
-        if is_one_step:  # the update begins at the weights that it is measured by: the ratio is 1
-            self._buffer.per_token.pop("old_logprobs", None)
-        if self.policy.reference is not None:
-            with self.policy.use_reference_model():
-                self._score("reference_logprobs")
-        self._run.metrics.samples(position.step + 1, rollout.rows)
-        self._table.show(position.step + 1, rollout)
-        self._tell_idle(position.step + 1)
-
-    def _tell_idle(self, step: int) -> None:
-        """Say of the first of several rollouts in a row that its updates have nothing to learn from."""
-        is_idle = not self._buffer.counted.any()
-        if is_idle and not self._is_idle:
-            alike = ", or its groups' rewards are alike" if self.recipe.grpo.dynamic_sampling != "none" else ""
-            self._run.metrics.say(
-                f"the rollout before step {step} teaches nothing: none of its rewards is known{alike}"
-            )
-        self._is_idle = is_idle
+        changed = []
+        if "sequences" in state:
+            replays, did = section.router_replay, "routed" in state
+            if section.beta and "reference_logprobs" not in state["per_token"]:
+                changed.append(f"grpo.beta: 0.0 -> {section.beta}")
+            if replays != did:
+                changed.append(f"grpo.router_replay: {did} -> {replays}".lower())
+        self.rollouts.load(state, changed)
 
     def _score(self, name: str) -> None:
         """log p of every trained token by the model as it is, each rank its share, for all ranks."""
-        shares = self._shares(self._buffer, range(len(self._buffer)))
+        buffer = self.rollouts.buffer
+        shares = self.rollouts.shares(self.policy, buffer, range(len(buffer)))
         mine = shares[self.policy.mesh.dp_rank]
-        values = self.policy.label_logprobs(self._buffer.batch(mine), self.micro_rows, self.sampling)
-        gathered, _ = gather_rows(self._buffer.flat(values, mine), self.policy.mesh.dp)
-        self._buffer.place(name, gathered, [index for share in shares for index in share])
+        values = self.policy.label_logprobs(buffer.batch(mine), self.micro_rows, self.sampling)
+        gathered, _ = gather_rows(buffer.flat(values, mine), self.policy.mesh.dp)
+        buffer.place(name, gathered, [index for share in shares for index in share])
 
     def _check_mismatch(self, most: float) -> None:
         """Raises UserError, on every rank alike, where engine and trainer disagree on the sampled tokens."""
-        per_token, trained = self._buffer.per_token, self._buffer.trained
+        per_token, trained = self.rollouts.buffer.per_token, self.rollouts.buffer.trained
         gap = (per_token["old_logprobs"] - per_token["sampling_logprobs"])[trained].abs()
         gap = gap[gap.isfinite()]
         mean = gap.mean().item() if len(gap) else 0.0

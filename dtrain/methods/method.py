@@ -1,6 +1,7 @@
 """The base classes of the methods; a method's own file says how it differs."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,16 +10,56 @@ from torch import Tensor
 from dtrain.base.batch import Batch, collate
 from dtrain.base.run_context import RunContext
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows
-from dtrain.methods.spec import spec_of
-from dtrain.policy import Batching, DynamicShapes, Policy
+from dtrain.methods.spec import MethodSpec, spec_of
+from dtrain.policy import Batching, DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe.schema import Dpo, Grpo, Kto, Recipe
+
+
+@dataclass(eq=False)
+class BatchSource:
+    """Source of a method's batches: the data's rows, in their order. state, tensors, load: as a method's."""
+
+    recipe: Recipe
+    spec: MethodSpec
+
+    def steps_left(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
+        """Optimizer steps from `cursor` to the end of `train.epochs`: whole batches and a last one that may be short.
+        saved: what the method's `state` gave at the start, empty for a fresh one."""
+        left = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
+        return -(-left // self.recipe.train.batch)
+
+    def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
+        """This dp rank's part of every step from `cursor` on, each with where the next one begins."""
+        return iter(self.deal(policy, rows, cursor=cursor, num_workers=self.recipe.data.num_workers))
+
+    def deal(self, policy: Policy, rows: Rows, **more: Any) -> Batches:
+        """This dp rank's part of `rows`. more: of `Batches`."""
+        size, mesh, by_length = self.recipe.train.batch, policy.mesh, self.spec.is_dynamic(self.recipe)
+        return Batches(rows, global_batch=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, by_length=by_length, **more)
+
+    def batch(self, rows: GlobalBatch) -> Batch:
+        """A dp rank's rows of the data as a batch [n, S] on the host."""
+        return collate(rows.rows)
+
+    def after_step(self, step: int) -> None:
+        """Called after each optimizer step."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return tensors by name, [...] each."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        pass
 
 
 class Method:
     """The base of the methods: from rows to a batch, from a batch to a loss, from a loss's sums to what is logged.
 
-    A step goes before_step → batches → batch → prepare → Policy.train with the loss that prepare gives → fields.
+    A step goes before_step → source.batches → batch → prepare → Policy.train with the loss that prepare gives → fields.
 
     What a method keeps from step to step and a resumed run needs goes through three functions; one that keeps nothing
     leaves them as they are.
@@ -38,12 +79,16 @@ class Method:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.spec = spec_of(recipe)  # known before anything is built
+        self.source = BatchSource(recipe, self.spec)
         self.kind = self.spec.kind  # what a sample of the data is: examples, pairs, labelled or prompts
         self._rows_of_a_sample = self.spec.rows_of_a_sample(recipe)
 
     @property
     def micro_rows(self) -> int | Batching:
-        """Rows of a batch that make one micro-batch, or how else they are made."""
+        """Rows of a batch that make one micro-batch, or how else they are made. Completions are packed as they come: a
+        micro-batch is one row of micro_batch · max_length tokens."""
+        if self.kind == "prompts" and self.recipe.data.packing:
+            return Packed(self.spec.longest_row(self.recipe))
         of_a_sample = self._rows_of_a_sample
         rows = self.recipe.train.micro_batch * of_a_sample
         is_dynamic = self.spec.is_dynamic(self.recipe)
@@ -68,33 +113,13 @@ class Method:
         """Called once, when `policy` holds the weights that training starts from, before the first step and before a
         resume. splits: the rows of `train`, and of `val` where there are some. Collective."""
 
-    def steps_left(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
-        """Optimizer steps from `cursor` to the end of `train.epochs`: whole batches and a last one that may be short.
-        saved: what `state` gave at the start, empty for a fresh one."""
-        left = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
-        return -(-left // self.recipe.train.batch)
-
     def before_step(self, cursor: Cursor) -> None:
         """Prepare what the next step's batch needs that is no data: a rollout. cursor: where the run began. Collective.
         May raise Interrupted, on every rank, where the run is asked to stop, and Unavailable."""
 
-    def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
-        """This dp rank's part of every step from `cursor` on, each with where the next one begins."""
-        return iter(
-            Batches(
-                rows,
-                global_batch=self.recipe.train.batch,
-                dp_rank=policy.mesh.dp_rank,
-                dp_size=policy.mesh.dp_size,
-                cursor=cursor,
-                num_workers=self.recipe.data.num_workers,
-                by_length=self.spec.is_dynamic(self.recipe),
-            )
-        )
-
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
-        """A dp rank's rows of the data as a batch [n, S] on the host."""
-        return collate(rows.rows)
+        """A dp rank's part of a step as a batch [n, S] on the host."""
+        return self.source.batch(rows)
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
         """Return what must be known before the backward: the batch with the streams that the loss reads, and the loss.
@@ -110,6 +135,7 @@ class Method:
 
     def after_step(self, policy: Policy, step: int) -> None:
         """Called after each optimizer step."""
+        self.source.after_step(step)
 
     def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         """A training row's fields of metrics.jsonl, beside `loss`, from the sums over the global batch."""
@@ -129,24 +155,21 @@ class Method:
 
     def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
         """This dp rank's part of all of `rows`, as many batches on every rank."""
-        size, mesh = self.recipe.train.batch, policy.mesh
-        by_length = self.spec.is_dynamic(self.recipe)
-        parts = Batches(rows, global_batch=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, by_length=by_length)
-        return (self.batch(part, "val") for part in parts)
+        return (self.batch(part, "val") for part in self.source.deal(policy, rows))
 
     def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         """A validation row's fields, `val_loss` among them, from the sums over the whole validation set."""
         raise NotImplementedError(f"{type(self).__name__} names no validation loss")
 
     def state(self) -> dict[str, Any]:
-        return {}
+        return self.source.state()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return tensors by name, [...] each; see the class."""
-        return {}
+        return self.source.tensors()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        pass
+        self.source.load(state)
 
 
 class MethodWithReference(Method):
@@ -169,10 +192,11 @@ class MethodWithReference(Method):
             self._moving = policy.reference.tensors
 
     def after_step(self, policy: Policy, step: int) -> None:
+        super().after_step(policy, step)
         every = self._section.sync_every
         if every is not None and policy.reference is not None and step % every == 0:
             policy.reference.follow(self._section.sync_mix)
 
     def tensors(self) -> dict[str, Tensor]:
         """The reference's [...] by name, where it moves."""
-        return {f"reference.{name}": tensor for name, tensor in self._moving.items()}
+        return super().tensors() | {f"reference.{name}": tensor for name, tensor in self._moving.items()}

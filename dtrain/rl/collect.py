@@ -3,7 +3,7 @@ on the terminal: a line of measures, and some completions.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,7 +19,7 @@ from dtrain.data.rows.rows import Placement
 from dtrain.inference.request import AskStop, Request, SamplingParams
 from dtrain.losses.policy.advantage import advantages, soft_overlong_penalty, zero_variance_groups
 from dtrain.policy.reward_model import RewardModel
-from dtrain.recipe.schema import Grpo
+from dtrain.recipe.schema import Grpo, Sampling
 from dtrain.rl.buffer import Buffer, Sample
 from dtrain.rl.engine_interfaces import EpisodePlayer, RolloutEngine
 from dtrain.rl.rewards import Rewards
@@ -34,23 +34,23 @@ WIDTH = 72
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A prompt of the data: its place in the endless sequence of prompts, its ids, and its row."""
+    """A prompt of the data: its number in the endless sequence of prompts, its ids, its row, and where that lies."""
 
     index: int
     ids: list[int]
     row: Mapping[str, Any]
+    place: Placement
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Completions group by group, in the data's order, and where the next rollout's prompts begin.
+    """Completions group by group, in the data's order, and the place of the last prompt.
 
     measured: fields of the metrics. rows: lines of samples.jsonl, on rank 0 alone.
     """
 
     buffer: Buffer
-    cursor: Cursor
-    epochs: float
+    last: Placement
     measured: dict[str, float]
     rows: list[dict[str, Any]]
 
@@ -79,110 +79,44 @@ class PromptGroups:
         self.rewards, self.parts = self.rewards[rows], self.parts[rows]
 
 
-class Collector:
-    """Draws rollouts. Collective: every rank makes the same calls; rank 0 alone asks the rewards.
+def prompts_from(rows: Rows, cursor: Cursor, count: int) -> list[PromptRow]:
+    """Return the next prompts of `rows` from `cursor` on, fewer than `count` where the epochs end."""
+    prompts = []
+    for index, place in enumerate(islice(rows.placements(cursor), count), rows.rows_before(cursor)):
+        (sample,) = place.samples
+        (ids, _), *_ = rows.samples[sample]
+        prompts.append(PromptRow(index, ids.tolist(), rows.samples.row(sample), place))
+    return prompts
 
-    version: the optimizer steps behind the weights, as the engine counts them.
+
+def prompts_of(rows: Rows, size: int) -> Iterator[list[PromptRow]]:
+    """Yield the prompts of all `rows`, `size` at a time."""
+    cursor = Cursor()
+    while prompts := prompts_from(rows, cursor, size):
+        yield prompts
+        cursor = prompts[-1].place.after
+
+
+@dataclass(frozen=True)
+class CompletionSampler:
+    """Draws completions to prompts. Collective: every rank makes the same calls.
+
+    version: the optimizer steps behind the weights, as the engine counts them. ask_stop: ends a draw (Interrupted)
+    where this rank is asked to stop; a greedy one, of the likeliest tokens, goes on.
     """
 
-    def __init__(
-        self,
-        section: Grpo,
-        *,
-        engine: RolloutEngine,
-        rows: Rows,
-        tokenizer: Tokenizer,
-        rewards: Rewards | None,
-        rates: RewardModel | None = None,
-        episodes: EpisodePlayer | None,
-        max_length: int,
-        seed: int,
-        ask_stop: AskStop,
-    ):
-        self.section, self.engine, self.rows, self.tokenizer = section, engine, rows, tokenizer
-        self.rewards, self.rates, self.episodes = rewards, rates, episodes
-        self.max_length, self.seed = max_length, seed
-        self.ask_stop = ask_stop
-        self.ranks = Ranks()
-        of_functions: list[str] = self.ranks.first(lambda: rewards.names if rewards else [])
-        self.names = of_functions + (["reward_model"] if rates else [])
-        self._has_known_reward = False
+    engine: RolloutEngine
+    tokenizer: Tokenizer
+    sampling: Sampling
+    max_length: int
+    seed: int
+    ask_stop: AskStop
+    episodes: EpisodePlayer | None = None
 
-    def collect(self, cursor: Cursor, version: int) -> Rollout | None:
-        """Return the rollout whose prompts begin at `cursor`; None where the data's epochs are over. Raises UserError,
-        also where no reward of the first one is known, and Interrupted where the run is asked to stop while completions
-        are drawn."""
-        section, began = self.section, time.perf_counter()
-        placements = self.rows.placements(cursor)
-        size, wanted = section.group_size, section.prompts_per_step
-        refills = section.max_refills if section.dynamic_sampling == "refill" else 0
-        groups, last = PromptGroups(self.names), None
-        for _ in range(1 + refills):
-            taken = list(islice(placements, wanted - len(self._teaching(groups))))
-            if not taken:
-                break
-            prompts = self.prompts_at(self.rows, taken, self.rows.rows_before(cursor if last is None else last.after))
-            last = taken[-1]
-            samples = self._draw(prompts, self._requests(prompts), version, self.ask_stop)
-            groups.add(prompts, samples, *self._judge(prompts, samples))
-        if last is None:
-            return None
-        if not self._has_known_reward and groups.rewards.isnan().all():
-            of = f" ({', '.join(self.names)})" if self.names else ""
-            raise UserError(
-                f"none of the first rollout's {len(groups.samples)} completions has a known reward{of}: each is None "
-                "or NaN, or was not given in time, as said above. The run would train nothing; let the rewards give "
-                "numbers, and None only for what they cannot judge"
-            )
-        self._has_known_reward = True
-        following = list(islice(self.rows.placements(last.after), wanted))
-        expected = self.prompts_at(self.rows, following, self.rows.rows_before(last.after))
-        self.engine.expect(self._requests(expected), version)
-        measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it
-        drawn = len(groups.prompts)
-        measured["frac_zero_std"] = int(zero_variance_groups(groups.rewards, size)[::size].sum()) / drawn
-        if drawn > wanted:  # groups that teach first, then the others that were drawn, in the data's order
-            teaching = self._teaching(groups)
-            others = [group for group in range(drawn) if group not in teaching]
-            groups.select(sorted((teaching + others)[:wanted]), size)
-        measured["rollout_time"] = time.perf_counter() - began
-        return self._rollout(groups, last, measured)
-
-    def judge_greedily(self, prompts: Sequence[PromptRow], version: int) -> tuple[list[Sample], Tensor]:
-        """Return a completion of the likeliest tokens for each prompt, and the rewards [n]. Collective."""
-        samples = self._draw(prompts, self._requests(prompts, greedy=True), version)
-        return samples, self._judge(prompts, samples)[0]
-
-    def prompts_at(self, rows: Rows, placements: Sequence[Placement], first: int) -> list[PromptRow]:
-        """Return the prompts at `placements` of `rows`; `first`: the place of the first in the endless sequence."""
-        prompts = []
-        for number, placement in enumerate(placements):
-            (sample,) = placement.samples
-            (ids, _), *_ = rows.samples[sample]
-            prompts.append(PromptRow(first + number, ids.tolist(), rows.samples.row(sample)))
-        return prompts
-
-    def _teaching(self, groups: PromptGroups) -> list[int]:
-        """Return the groups whose rewards differ; all of them where that does not matter."""
-        if self.section.dynamic_sampling != "refill":
-            return list(range(len(groups.prompts)))
-        size = self.section.group_size
-        alike = zero_variance_groups(groups.rewards, size)[::size]
-        return (~alike).nonzero().flatten().tolist()
-
-    def _requests(self, prompts: Sequence[PromptRow], greedy: bool = False) -> list[Request]:
-        count = 1 if greedy else self.section.group_size
-        return [
-            Request(prompt.ids, self._sampling(prompt, greedy), self.seed, prompt.index, number)
-            for prompt in prompts
-            for number in range(count)
-        ]
-
-    def _draw(
-        self, prompts: Sequence[PromptRow], requests: Sequence[Request], version: int, ask_stop: AskStop | None = None
-    ) -> list[Sample]:
+    def draw(self, prompts: Sequence[PromptRow], version: int, count: int = 1, greedy: bool = False) -> list[Sample]:
+        """Return `count` completions of each prompt, prompt by prompt."""
+        requests, ask_stop = self.requests(prompts, count, greedy), None if greedy else self.ask_stop
         if self.episodes is not None:
-            count = len(requests) // max(1, len(prompts))
             rows = [prompt.row for prompt in prompts for _ in range(count)]
             return self.episodes.play(self.engine, requests, rows, version, ask_stop)
         completions = self.engine.generate(requests, version, ask_stop)
@@ -200,8 +134,16 @@ class Collector:
             for request, done in zip(requests, completions, strict=True)
         ]
 
-    def _sampling(self, prompt: PromptRow, greedy: bool) -> SamplingParams:
-        wanted = self.section.sampling
+    def requests(self, prompts: Sequence[PromptRow], count: int, greedy: bool = False) -> list[Request]:
+        """Return the requests of a draw."""
+        return [
+            Request(prompt.ids, self._params(prompt, greedy), self.seed, prompt.index, number)
+            for prompt in prompts
+            for number in range(count)
+        ]
+
+    def _params(self, prompt: PromptRow, greedy: bool) -> SamplingParams:
+        wanted = self.sampling
         return SamplingParams(
             max_new_tokens=min(wanted.max_new_tokens, self.max_length - len(prompt.ids)),
             temperature=0.0 if greedy else wanted.temperature,
@@ -210,6 +152,69 @@ class Collector:
             stop_ids=tuple(self.tokenizer.eos_ids),
             stop=tuple(wanted.stop),
         )
+
+
+class Collector:
+    """Draws rollouts and judges them. Collective: every rank makes the same calls; rank 0 alone asks the rewards."""
+
+    def __init__(
+        self, section: Grpo, sampler: CompletionSampler, rows: Rows, rewards: Rewards | None, rates: RewardModel | None
+    ):
+        self.section, self.sampler, self.rows, self.rewards, self.rates = section, sampler, rows, rewards, rates
+        self.ranks = Ranks()
+        of_functions: list[str] = self.ranks.first(lambda: rewards.names if rewards else [])
+        self.names = of_functions + (["reward_model"] if rates else [])
+        self._has_known_reward = False
+
+    def collect(self, cursor: Cursor, version: int) -> Rollout | None:
+        """Return the rollout whose prompts begin at `cursor`; None where the data's epochs are over. Raises UserError,
+        also where no reward of the first one is known, and Interrupted where the run is asked to stop while completions
+        are drawn."""
+        section, began = self.section, time.perf_counter()
+        size, wanted = section.group_size, section.prompts_per_step
+        refills = section.max_refills if section.dynamic_sampling == "refill" else 0
+        groups, last = PromptGroups(self.names), None
+        for _ in range(1 + refills):
+            next_cursor = cursor if last is None else last.after
+            prompts = prompts_from(self.rows, next_cursor, wanted - len(self._teaching(groups)))
+            if not prompts:
+                break
+            last = prompts[-1].place
+            samples = self.sampler.draw(prompts, version, size)
+            groups.add(prompts, samples, *self._judge(prompts, samples))
+        if last is None:
+            return None
+        if not self._has_known_reward and groups.rewards.isnan().all():
+            of = f" ({', '.join(self.names)})" if self.names else ""
+            raise UserError(
+                f"none of the first rollout's {len(groups.samples)} completions has a known reward{of}: each is None "
+                "or NaN, or was not given in time, as said above. The run would train nothing; let the rewards give "
+                "numbers, and None only for what they cannot judge"
+            )
+        self._has_known_reward = True
+        self.sampler.engine.expect(self.sampler.requests(prompts_from(self.rows, last.after, wanted), size), version)
+        measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it
+        drawn = len(groups.prompts)
+        measured["frac_zero_std"] = int(zero_variance_groups(groups.rewards, size)[::size].sum()) / drawn
+        if drawn > wanted:  # groups that teach first, then the others that were drawn, in the data's order
+            teaching = self._teaching(groups)
+            others = [group for group in range(drawn) if group not in teaching]
+            groups.select(sorted((teaching + others)[:wanted]), size)
+        measured["rollout_time"] = time.perf_counter() - began
+        return self._rollout(groups, last, measured)
+
+    def judge_greedily(self, prompts: Sequence[PromptRow], version: int) -> tuple[list[Sample], Tensor]:
+        """Return a completion of the likeliest tokens for each prompt, and the rewards [n]. Collective."""
+        samples = self.sampler.draw(prompts, version, greedy=True)
+        return samples, self._judge(prompts, samples)[0]
+
+    def _teaching(self, groups: PromptGroups) -> list[int]:
+        """Return the groups whose rewards differ; all of them where that does not matter."""
+        if self.section.dynamic_sampling != "refill":
+            return list(range(len(groups.prompts)))
+        size = self.section.group_size
+        alike = zero_variance_groups(groups.rewards, size)[::size]
+        return (~alike).nonzero().flatten().tolist()
 
     def _judge(self, prompts: Sequence[PromptRow], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Return rewards [N], NaN where nothing is known, and the parts [N, rewards] that they are the sum of. One
@@ -220,7 +225,7 @@ class Collector:
         ids = [[token for token, drawn in zip(s.ids, s.sampled, strict=True) if drawn] for s in samples]
         contents = [row["prompt"] for row in rows]
         is_read = self.ranks.is_first or self.rates is not None
-        texts = [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ids] if is_read else []
+        texts = [self.sampler.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ids] if is_read else []
 
         def judge() -> tuple[list[float], list[list[float]]]:
             if self.rewards is None:
@@ -259,7 +264,7 @@ class Collector:
             trains &= torch.tensor([sample.finish != "length" for sample in groups.samples])
         rows = self._lines(groups, values) if self.ranks.is_first else []
         buffer = Buffer.of(groups.samples, values, counted, trains)
-        return Rollout(buffer, last.after, last.epochs, measured, rows)
+        return Rollout(buffer, last, measured, rows)
 
     def _measure(self, groups: PromptGroups) -> dict[str, float]:
         rewards = groups.rewards.view(-1, self.section.group_size)
@@ -267,7 +272,7 @@ class Collector:
         if len(self.names) > 1:
             parts = zip(self.names, groups.parts.t(), strict=True)
             fields |= {f"reward/{name}": _mean(values) for name, values in parts}
-        if self.episodes is not None:
+        if self.sampler.episodes is not None:
             fields["lost_frac"] = sum(sample.finish == "lost" for sample in groups.samples) / len(groups.samples)
             for name in sorted({name for sample in groups.samples for name in sample.metrics}):
                 known = [sample.metrics[name] for sample in groups.samples if name in sample.metrics]
@@ -289,7 +294,7 @@ class Collector:
                 {
                     "group": prompt.index,
                     "prompt": prompt.row["prompt"],
-                    "completion": self.tokenizer.decode(list(sample.ids), skip_special_tokens=True),
+                    "completion": self.sampler.tokenizer.decode(list(sample.ids), skip_special_tokens=True),
                     "reward": _known(groups.rewards[index].item()),
                     "rewards": {name: _known(value) for name, value in parts.items()},
                     "advantage": values[index].item(),
@@ -344,12 +349,13 @@ def _known(value: float) -> float | None:
 
 class SampleTable:
     """Table of a rollout's samples on the terminal, now and then: of the first rollout, and of the next one when 20
-    seconds have passed since the last table."""
+    seconds have passed since the last table. And warnings of rollouts that teach nothing."""
 
-    def __init__(self, metrics: RunLog, rows: int):
-        self.metrics, self.rows = metrics, rows
+    def __init__(self, metrics: RunLog, section: Grpo):
+        self.metrics, self.section = metrics, section
         self._last = float("-inf")
         self._alike = 0  # rollouts that taught nothing
+        self._is_idle = False
 
     def show(self, step: int, rollout: Rollout) -> None:
         """Show the rollout where it is time. `step`: the first that trains on it. Ranks without rows say nothing."""
@@ -357,11 +363,16 @@ class SampleTable:
             self._alike += 1
             if self._alike in (1, 10, 100, 1000):
                 self.metrics.say(ALIKE.format(step))
-        if not rollout.rows or not self.rows or time.monotonic() - self._last < SECONDS_BETWEEN_TABLES:
-            return
-        self._last = time.monotonic()
-        for line in _table(step, rollout.measured, rollout.rows[: self.rows]):
-            self.metrics.say(line)
+        most = self.section.show
+        if rollout.rows and most and time.monotonic() - self._last >= SECONDS_BETWEEN_TABLES:
+            self._last = time.monotonic()
+            for line in _table(step, rollout.measured, rollout.rows[:most]):
+                self.metrics.say(line)
+        is_idle = not rollout.buffer.counted.any()
+        if is_idle and not self._is_idle:  # the first of several in a row
+            alike = ", or its groups' rewards are alike" if self.section.dynamic_sampling != "none" else ""
+            self.metrics.say(f"the rollout before step {step} teaches nothing: none of its rewards is known{alike}")
+        self._is_idle = is_idle
 
 
 def _table(step: int, measured: Mapping[str, float], rows: list[dict[str, Any]]) -> list[str]:

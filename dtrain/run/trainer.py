@@ -190,7 +190,7 @@ class Trainer:
     def loop(self, start: Start) -> None:
         """Train from `start` to the last step, saving and validating on the way; the export at the end."""
         recipe, every = self.recipe, self.recipe.checkpoint.every
-        batches = self.method.batches(self.policy, self.rows, Cursor(*start.cursor))
+        batches = self.method.source.batches(self.policy, self.rows, Cursor(*start.cursor))
         self.metrics.start(start.step, self.total_steps)
         step, saved = start.step, start.step if start.state is not None else None
         self.stop_if_asked()

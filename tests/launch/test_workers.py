@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from dtrain.launch.workers import LOOK_SECONDS, SAVE_SECONDS, START_SECONDS, Heartbeat, RankProcess, StallTimer
+from dtrain.launch.watch import LOOK_SECONDS, SAVE_SECONDS, START_SECONDS, Heartbeat, RankProcess, StallTimer
 from tests.launch.processes import Launched, wait_until_gone
 
 pytestmark = pytest.mark.turns(24)
@@ -152,12 +152,12 @@ def test_a_start_takes_its_time_unless_it_is_stopped():
     try:
         for _ in range(40):
             worker.look()
-        assert worker.silent > worker.stalled.lost_after and worker.lost() is None
+        assert worker.is_silent() and worker.lost() is None
         os.kill(worker.process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, worker.process.pid, os.WSTOPPED)
         assert "it is stopped" in worker.lost()
         os.kill(worker.process.pid, signal.SIGCONT)
-        worker.silent = START_SECONDS
+        worker.silent = int(START_SECONDS / LOOK_SECONDS)
         assert "no sign of life for 600 s" in worker.lost()
     finally:
         worker.end()

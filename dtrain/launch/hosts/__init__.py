@@ -3,8 +3,7 @@
 A part beside the core: `dtrain.launch` loads it by name where torchrun or srun started the ranks. One host that our own
 launcher watches needs none of it.
 
-watch        what `launch` calls: the watch around a run, and the end of a run that cannot begin
-rendezvous   the ranks of a start meet, in a store
+rendezvous   what `launch` calls: the ranks of a start meet, in a store, and are watched; the end of what cannot begin
 coordinator  heartbeats between hosts
 consistency  checks that the hosts of a run agree
 """

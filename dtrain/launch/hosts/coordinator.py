@@ -11,8 +11,7 @@ may be deep in a collective:
 
 A connection that ends without a last word is a process that died; one that is silent for `lost_after` seconds is a host
 or a network that did. SETTLE_SECONDS after the first such sign the coordinator tells all ranks who it was, the dead
-before those that failed in words, which may be the dead's doing. Silence is counted in looks of our own, not by the
-clock: a job that was suspended as a whole finds everybody alive. Standard library only.
+before those that failed in words, which may be the dead's doing.
 """
 
 import asyncio
@@ -21,12 +20,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 
 from dtrain.base.addresses import is_loopback, plain
+from dtrain.launch.watch import SETTLE_SECONDS, Watched
 
 MISSED_BEATS = 6  # in a row: lost
-SETTLE_SECONDS = 1.0
 CONNECT_SECONDS = 5.0
 JOIN_SECONDS = 2 * CONNECT_SECONDS  # for the first line of a connection
 LONGEST_PROBLEM = 4000  # characters, of which JSON may make six bytes each
@@ -131,13 +130,13 @@ class Member(threading.Thread):
             self._connection.sendall(f"{text}\n".encode())
 
     def run(self) -> None:
-        rest, missed = b"", 0
+        rest, coordinator = b"", Watched(MISSED_BEATS)
         while self.lost is None:
             try:
                 data = self._connection.recv(65536)
             except TimeoutError:
-                missed += 1
-                if missed == MISSED_BEATS:
+                coordinator.silent += 1
+                if coordinator.is_silent():
                     self._coordinator_lost(_silence(self.lost_after))
                 continue
             except OSError:
@@ -145,7 +144,7 @@ class Member(threading.Thread):
             if not data:
                 self._coordinator_lost("ended without a word")
                 break
-            missed = 0
+            coordinator.silent = 0
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 self._hear(*line.decode().partition(" ")[::2])
@@ -173,13 +172,12 @@ class Member(threading.Thread):
             self.on_lost(lost.text)
 
 
-@dataclass
-class _Peer:
-    """A rank that has come. missed: heartbeats; is_done: whether it has had its last word."""
+@dataclass(eq=False)
+class _Peer(Watched):
+    """A rank that has come. is_done: whether it has had its last word."""
 
     writer: asyncio.StreamWriter
-    missed: int = 0
-    is_done: bool = False
+    is_done: bool = field(default=False, init=False)
 
     def write(self, text: str) -> None:
         if not self.writer.is_closing():
@@ -228,7 +226,7 @@ class Coordinator(threading.Thread):
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A connection from its first line to its last."""
-        peer, rank = _Peer(writer), None
+        peer, rank = _Peer(MISSED_BEATS, writer), None
         try:
             line = await asyncio.wait_for(reader.readline(), JOIN_SECONDS)
             token, _, payload = line.decode(errors="replace").partition(" ")
@@ -238,7 +236,7 @@ class Coordinator(threading.Thread):
             rank = request.rank
             async for line in reader:
                 word, _, reason = line.decode(errors="replace").strip().partition(" ")
-                peer.missed, peer.is_done = 0, peer.is_done or word in ("done", "failed")
+                peer.silent, peer.is_done = 0, peer.is_done or word in ("done", "failed")
                 if word == "failed":
                     self._failed.setdefault(rank, reason[:1000])
                     self._settle()
@@ -282,12 +280,12 @@ class Coordinator(threading.Thread):
     def _beat(self) -> None:
         self._write("beat")
         for peer in self._peers.values():
-            peer.missed += 1
-        self._note_silence(MISSED_BEATS)
+            peer.silent += 1
+        self._note_silence(0)
 
-    def _note_silence(self, beats: int) -> None:
+    def _note_silence(self, early: int) -> None:
         for rank, peer in self._peers.items():
-            if peer.missed >= beats and not peer.is_done and rank not in self._gone:
+            if peer.is_silent(early) and not peer.is_done and rank not in self._gone:
                 self._gone[rank] = _silence(self.lost_after)
                 self._settle()
 
@@ -297,7 +295,7 @@ class Coordinator(threading.Thread):
 
     def _tell(self) -> None:
         if _silence(self.lost_after) in self._gone.values():  # others of the same host are about to be silent as long
-            self._note_silence(MISSED_BEATS - 1)
+            self._note_silence(1)
         hosts = {rank: request.host for rank, request in self._requests.items()}
         lost = _lost_ranks(self._gone, self._failed, hosts)
         self._end(f"lost {json.dumps(astuple(lost))}")

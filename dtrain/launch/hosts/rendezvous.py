@@ -2,15 +2,20 @@
 
 import errno
 import json
+import os
 import resource
 import secrets
+import signal
 import socket
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from dtrain.base.addresses import address_to_listen_at, interface_of, is_loopback, listen, own_address
 from dtrain.base.errors import Stopped, Unavailable, UserError
@@ -23,8 +28,10 @@ from dtrain.launch.hosts.coordinator import (
     Member,
     connect,
 )
-from dtrain.launch.last_checkpoint import within
+from dtrain.launch.last_checkpoint import FILE_SECONDS, lost_text, within
 from dtrain.launch.place import GLOO, RankPlace
+from dtrain.launch.signals import on_signals
+from dtrain.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -39,6 +46,7 @@ SERVED_SECONDS = 60.0  # for a store to answer that must be there
 NAME_SECONDS = 120.0  # for a host's name to be known; Kubernetes gives names to pods as they come
 NOTE_SECONDS = 60.0  # until it is said who is waited for
 POLL_SECONDS = 0.1
+TOLD_SECONDS = 60.0  # of silence after which a rank is lost, where no recipe could be read that says so
 FILES = 65536
 
 
@@ -283,3 +291,49 @@ def _reach(place: RankPlace, callbacks: Callbacks) -> None:
 def check_stop(stop: "StopFlag") -> None:
     if stop.signum:
         raise Stopped(stop.signum, "stopped before all ranks had come; there was nothing to save")
+
+
+def watch(
+    recipe: Recipe, place: RankPlace, stop: "StopFlag", terminal: int | None
+) -> AbstractContextManager[Rendezvous]:
+    """The ranks meet, and watch over one another while the block runs. A lost rank is told of on stderr and on
+    `terminal`, a file, with the last checkpoint. Raises as `rendezvous`."""
+    callbacks = Callbacks(partial(tell_lost, recipe, terminal), _end_lost, partial(_note, terminal), stop)
+    return rendezvous(place, recipe.launch.lost_after, callbacks)
+
+
+def fail_together(place: RankPlace, problem: UserError) -> NoReturn:
+    """The other ranks are told of `problem`, for which the run cannot begin. Raises UserError with what all have found,
+    or SystemExit where another process of this host tells of it."""
+    from dtrain.parallel.runtime import StopFlag
+
+    stop = StopFlag()
+    callbacks = Callbacks(lambda who: who, _end_lost, partial(_note, None), stop)
+    with on_signals(stop.request):
+        try:
+            with rendezvous(place, TOLD_SECONDS, callbacks, str(problem)):
+                pass
+        except UserError:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, once another process here has ended
+            if place.local_rank == 0:
+                raise
+    sys.exit(1)
+
+
+def tell_lost(recipe: Recipe, terminal: int | None, who: str) -> str:
+    """`who` was lost, and what is saved: on the terminal, and returned for whoever tells on stderr."""
+    text = lost_text(recipe, who)
+    if terminal is not None:
+        os.write(terminal, f"\ndtrain: {text}\n".encode())
+    return text
+
+
+def _end_lost(text: str) -> None:
+    """The last of this process, whose main thread waits in a collective for a rank that is lost."""
+    within(FILE_SECONDS, partial(os.write, 2, f"\ndtrain: {text}\n".encode()))
+    os._exit(1)
+
+
+def _note(terminal: int | None, text: str) -> None:
+    os.write(2 if terminal is None else terminal, f"dtrain: {text}\n".encode())

@@ -41,7 +41,7 @@ def resolve(spec: "RunSpec", host: Host) -> bool:
 
 
 def _steps(spec: "RunSpec", rows: Rows) -> int:
-    steps = spec.recipe.train.steps or spec.method.steps_left(rows, Cursor(), {})
+    steps = spec.recipe.train.steps or spec.method.source.steps_left(rows, Cursor(), {})
     refuse_idle(spec.recipe, rows, steps)
     return steps
 

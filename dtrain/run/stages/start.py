@@ -29,4 +29,4 @@ def _last_step_of_epochs(spec: "RunSpec") -> int:
     epochs or another global_batch, its rows are not step × batch."""
     start = spec.start
     saved = start.state["method"] if start.state else {}
-    return start.step + spec.method.steps_left(spec.rows["train"], Cursor(*start.cursor), saved)
+    return start.step + spec.method.source.steps_left(spec.rows["train"], Cursor(*start.cursor), saved)

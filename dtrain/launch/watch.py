@@ -1,10 +1,11 @@
-"""The ranks of one machine as their launcher has them: started, watched, ended.
+"""The watch over ranks: by the launcher of one machine, and by the coordinator of many hosts (`hosts.coordinator`).
+
+Either counts silence in looks of its own, not by clocks: a job that was suspended as a whole finds everybody alive.
 
 Launcher and rank hold the two ends of a pair of sockets. A thread of the rank writes a heartbeat into it a few times a
 second: that the process lives, and what its main thread has got done. A process that was stopped, or a main thread that
 hangs where the run is asked to stop, shows by that. The other way the launcher asks the rank to stop, and what the rank
-reads last is its launcher's end. Time is counted in looks of our own, not by clocks: a job that was suspended as a
-whole finds everybody alive.
+reads last is its launcher's end.
 """
 
 import json
@@ -15,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,21 @@ LOOK_SECONDS = 0.25  # between two heartbeats, and two looks
 START_SECONDS = 600.0  # of silence until a main thread gets something done: imports and drivers hold the interpreter
 SAVE_SECONDS = 600.0  # that a save may go without a byte written: a disk syncs what it was given before
 LAST_SECONDS = 5.0  # for a killed process to be gone
+SETTLE_SECONDS = 1.0  # for the others to say why they end too
 OWN_IO = Path("/proc/self/io")
+
+
+@dataclass(eq=False)
+class Watched:
+    """A rank as its watcher has it. most: looks in a row without a sign of life after which it is lost; silent: looks
+    so far, which the watcher counts."""
+
+    most: float
+    silent: int = field(default=0, init=False)
+
+    def is_silent(self, early: int = 0) -> bool:
+        """Return whether it is lost by its silence, or will be in `early` looks if that goes on."""
+        return self.silent >= self.most - early
 
 
 @dataclass(frozen=True)
@@ -71,16 +86,16 @@ class StallTimer:
         return self.seconds >= (max(SAVE_SECONDS, self.lost_after) if self.last.is_saving else self.lost_after)
 
 
-class RankProcess:
+class RankProcess(Watched):
     """The process of `rank`, in a session of its own, started by `command` with the number of its socket as a last
     word.
 
-    silent: seconds since its last heartbeat; stalled: how long its main thread has shown no progress.
+    stalled: how long its main thread has shown no progress.
     """
 
     def __init__(self, rank: int, command: Sequence[str], environ: Mapping[str, str], lost_after: float):
-        self.rank, self.stalled = rank, StallTimer(lost_after)
-        self.silent, self.is_asked = 0.0, False
+        super().__init__(lost_after / LOOK_SECONDS)
+        self.rank, self.stalled, self.is_asked = rank, StallTimer(lost_after), False
         self._link, theirs = socket.socketpair()
         self._link.setblocking(False)
         with theirs:
@@ -102,25 +117,24 @@ class RankProcess:
 
     def look(self) -> None:
         """Read its heartbeats. To be called every LOOK_SECONDS."""
-        self.silent += LOOK_SECONDS
+        self.silent += 1
         beat = self.stalled.last
         with suppress(OSError, ValueError, TypeError):  # nothing came, or a heartbeat that was cut
             lines = self._link.recv(1 << 20).split(b"\n")
             if len(lines) > 1:
                 beat = Heartbeat(*json.loads(lines[-2]))
-                self.silent = 0.0
+                self.silent = 0
         self.stalled.look(beat)
 
-    def lost(self, early: float = 0.0) -> str | None:
-        """Return a sentence on how this process is lost, or will be within `early` seconds if it stays silent."""
-        still = self.stalled
-        if self.status is not None or self.silent < still.lost_after - early:
+    def lost(self, early: int = 0) -> str | None:
+        """Return a sentence on how this process is lost, or will be in `early` looks if it stays silent."""
+        if self.status is not None or not self.is_silent(early):
             return None
-        is_stopped = _is_stopped(self.process.pid)
-        if not is_stopped and not still.last.progress and self.silent < START_SECONDS:
+        is_stopped, seconds = _is_stopped(self.process.pid), self.silent * LOOK_SECONDS
+        if not is_stopped and not self.stalled.last.progress and seconds < START_SECONDS:
             return None
         how = "it is stopped, " if is_stopped else ""
-        return f"{self.name} is lost: {how}no sign of life for {self.silent:.0f} s (launch.lost_after)"
+        return f"{self.name} is lost: {how}no sign of life for {seconds:.0f} s (launch.lost_after)"
 
     @property
     def stood(self) -> str | None:

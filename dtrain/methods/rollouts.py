@@ -1,0 +1,148 @@
+"""Rollouts as the source of a method's batches: the completions of the last one, and the run's position in them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.base.batch import Batch
+from dtrain.base.errors import UserError
+from dtrain.base.randomness import key
+from dtrain.data import Cursor, GlobalBatch, Rows
+from dtrain.data.rows.order import deal, permute
+from dtrain.methods.method import BatchSource
+from dtrain.models.common.flops import flops_per_token
+from dtrain.policy import Policy
+from dtrain.rl.buffer import Buffer, Position
+from dtrain.rl.collect import Rollout
+
+
+@dataclass(eq=False)
+class Rollouts(BatchSource):
+    """Source of batches of completions, which are drawn to the data's prompts as training goes on and held in a buffer
+    that is the same on every rank. Each pass over a rollout takes every completion once, train.global_batch of them a
+    step, shared out over the data-parallel ranks by their cost.
+
+    prompts: of a rollout; None: train.global_batch. group_size: completions of a prompt. passes: over a rollout.
+    shuffles: passes take an order drawn from the seed, not the data's. settings: values of the keys that may not change
+    within a rollout, whose updates are counted.
+    """
+
+    settings: dict[str, Any]
+    prompts: int | None
+    group_size: int = 1
+    passes: int = 1
+    shuffles: bool = False
+    buffer: Buffer = field(default_factory=lambda: Buffer.empty(0, 0, ()), init=False)
+    position: Position = field(default_factory=Position, init=False)
+    measured: dict[str, float] = field(default_factory=dict, init=False)
+    is_over: bool = field(default=False, init=False)  # the data's epochs
+
+    @property
+    def size(self) -> int:
+        """Completions of a rollout."""
+        return (self.prompts or self.recipe.train.batch) * self.group_size
+
+    @property
+    def fields(self) -> dict[str, float]:
+        """The last rollout's measures; `rollout_time` in its first step alone."""
+        later = self.position.done > 1
+        return {name: value for name, value in self.measured.items() if not (later and name == "rollout_time")}
+
+    def steps_left(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
+        left = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
+        whole, rest = divmod(left * self.group_size, self.size)
+        begun = self.steps(saved["sequences"]) - saved["done"] if saved.get("sequences") else 0
+        return begun + whole * self.steps(self.size) + self.steps(rest)
+
+    def steps(self, sequences: int) -> int:
+        """Optimizer steps that a rollout of so many completions makes."""
+        return -(-sequences // self.recipe.train.batch) * self.passes
+
+    def draw(self, collect: Callable[[Cursor, int], Rollout | None], cursor: Cursor) -> Rollout | None:
+        """Return the rollout that `collect` gives, and hold its buffer; None where the updates of the last one are not
+        done, or the data's epochs are over. cursor: where the run began. Collective, as `collect` is."""
+        if self._is_begun or self.is_over:
+            return None
+        position = self.position
+        rollout = collect(position.cursor or cursor, position.step)
+        self.is_over = rollout is None
+        if rollout is not None:
+            self.buffer, self.measured = rollout.buffer, rollout.measured
+            position.rollout, position.done = position.rollout + 1, 0
+            position.cursor, position.epochs = rollout.last.after, rollout.last.epochs
+        return rollout
+
+    def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
+        """The minibatches of the rollouts. `samples` are completions of the buffer, this dp rank's share of them."""
+        while not self.is_over:
+            chosen = self._minibatch()
+            samples = self.shares(policy, self.buffer, chosen)[policy.mesh.dp_rank]
+            yield GlobalBatch([], samples, len(chosen), self.position.cursor or cursor, self.position.epochs)
+
+    def shares(self, policy: Policy, buffer: Buffer, chosen: Sequence[int]) -> list[list[int]]:
+        """Return these completions dealt out over the data-parallel ranks by the FLOPs of training on them."""
+        ranks = policy.mesh.dp_size
+        costs = [length * flops_per_token(policy.model, length) for length in buffer.lengths[list(chosen)].tolist()]
+        # Fixed micro-batches are rows: a rank takes no more of them than its part.
+        is_fixed = not (self.recipe.data.packing or self.spec.is_dynamic(self.recipe))
+        most = -(-len(chosen) // ranks) if is_fixed else None
+        return [[chosen[place] for place in share] for share in deal(costs, ranks, most)]
+
+    def batch(self, rows: GlobalBatch) -> Batch:
+        return self.buffer.batch(rows.samples)
+
+    def after_step(self, step: int) -> None:
+        self.position.done += 1
+        self.position.step = step
+
+    def state(self) -> dict[str, Any]:
+        """Return the run's position within a rollout. A rollout whose updates are over is not kept."""
+        place = asdict(self.position) | {"cursor": list(self.position.cursor or (0, 0))}
+        if not self._is_begun:
+            return place
+        buffer = self.buffer
+        sizes = {"sequences": len(buffer), "tokens": len(buffer.tokens), "per_token": list(buffer.per_token)}
+        routed = {} if buffer.routed is None else {"routed": list(buffer.routed.shape[1:])}
+        return place | sizes | routed | {"measured": self.measured, "settings": self.settings}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The buffer's [N], [T] and [T, ..]."""
+        return {f"buffer.{name}": tensor for name, tensor in self.buffer.tensors().items()} if self._is_begun else {}
+
+    def load(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
+        """Raises UserError where the recipe has changed what the updates of a rollout that is begun depend on. changed:
+        more of that, a line each."""
+        if "sequences" in state:
+            saved, own = state["settings"], self.settings
+            changed = [*(f"{name}: {saved[name]} -> {own[name]}" for name in own if saved[name] != own[name]), *changed]
+        if changed:
+            raise UserError(
+                f"the checkpoint of step {state['step']} stands within a rollout, whose updates go on as they began, "
+                "and the recipe has changed them:\n  "
+                + "\n  ".join(changed)
+                + "\nTake the change back, resume from a step between two rollouts (checkpoint.resume=..), or begin "
+                "another run with these weights (checkpoint.init_from, run.name)"
+            )
+        self.position = Position(**{name: state[name] for name in asdict(self.position)})
+        self.position.cursor = Cursor(*state["cursor"]) if state["rollout"] else None
+        self.measured = dict(state.get("measured", {}))
+        if "sequences" in state:
+            self.buffer = Buffer.empty(state["sequences"], state["tokens"], state["per_token"], state.get("routed"))
+
+    @property
+    def _is_begun(self) -> bool:
+        return self.position.done < self.steps(len(self.buffer))
+
+    def _minibatch(self) -> list[int]:
+        """The completions of this step, over all ranks; those that do not count are left out."""
+        total, size = len(self.buffer), self.recipe.train.batch
+        pass_number, part = divmod(self.position.done, -(-total // size))
+        order = torch.arange(total)
+        if self.shuffles:
+            drawn = key("minibatch", self.recipe.run.seed, self.position.rollout, pass_number)
+            order = permute(order, total, drawn)
+        counted = self.buffer.counted.tolist()
+        return sorted(index for index in order[part * size : (part + 1) * size].tolist() if counted[index])
