@@ -235,7 +235,7 @@ class DryHost(Host):
             self.problems.append(in_words(error))
             return None
 
-    def first(self, act: Callable[[], None]) -> None:
+    def first(self, act: Callable[[], object]) -> None:
         """Do as `ask`."""
         self.ask(act)
 

@@ -37,7 +37,7 @@ class Host:
         """Return `act(*arguments)`."""
         return act(*arguments)
 
-    def first(self, act: Callable[[], None]) -> None:
+    def first(self, act: Callable[[], object]) -> None:
         """Call `act` on the first rank; its UserError is raised on every rank. Collective: one broadcast."""
         self.ranks.first(act)
 
@@ -53,11 +53,7 @@ class Host:
     def open_outputs(self, spec: "RunSpec") -> None:
         """Take the run's directory and open the sinks of its metrics. Collective."""
         recipe = spec.recipe
-
-        def hold() -> None:
-            spec.run.hold(tell=print)
-
-        self.first(hold)
+        self.first(lambda: spec.run.hold(tell=print))
         if self.runtime.is_main:
             self._stack.callback(spec.run.release)
         recorder = metrics.build(recipe.metrics, spec.run.path, config.to_yaml(recipe), self.runtime.is_main)
