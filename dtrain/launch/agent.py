@@ -150,7 +150,7 @@ def _watch(recipe: Recipe, workers: list[RankProcess], signums: list[int]) -> st
                 worker.ask(signums[0])
         if any(worker.lost() for worker in workers):
             lost = [how for worker in workers if (how := worker.lost(ALIKE_LOOKS))]
-            return lost_text(recipe, "; ".join(lost))
+            return lost_text(recipe.run.directory, "; ".join(lost))
         if not is_asked and _is_asked(workers, signums):
             is_asked = True
             for worker in workers:
@@ -159,7 +159,7 @@ def _watch(recipe: Recipe, workers: list[RankProcess], signums: list[int]) -> st
         if is_asked and living and all(worker.stalled.is_over for worker in living):
             stood = "; ".join(how for worker in living if (how := worker.stood))
             text = f"the run was asked to stop, and no rank gets on (launch.lost_after): {stood}; it was ended at once"
-            return f"{text}. {newest_checkpoint(recipe)}"
+            return f"{text}. {newest_checkpoint(recipe.run.directory)}"
     until = time.monotonic() + SETTLE_SECONDS
     while any(worker.status is None for worker in workers) and time.monotonic() < until:
         time.sleep(LOOK_SECONDS / 5)

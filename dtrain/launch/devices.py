@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from dtrain.base.errors import UserError
 from dtrain.launch.place import RankPlace
-from dtrain.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -118,13 +117,13 @@ def start_device(device: "torch.device", place: RankPlace) -> DeviceFacts:
     return DeviceFacts(place.rank, socket.gethostname(), properties.name, properties.total_memory, capability, uuid)
 
 
-def problems(devices: Sequence[DeviceFacts], recipe: Recipe, kernels: Sequence[str]) -> list[str]:
-    """Return the reasons why `recipe` cannot run on the `devices` of its ranks, one line each. kernels:
+def problems(devices: Sequence[DeviceFacts], dtype: str, kernels: Sequence[str]) -> list[str]:
+    """Return the reasons why a run in `train.dtype` cannot run on the `devices` of its ranks, one line each. kernels:
     `torch.cuda.get_arch_list()`."""
-    return [*_unfit(devices, recipe, kernels), *_unlike(devices)]
+    return [*_unfit(devices, dtype, kernels), *_unlike(devices)]
 
 
-def _unfit(devices: Sequence[DeviceFacts], recipe: Recipe, kernels: Sequence[str]) -> list[str]:
+def _unfit(devices: Sequence[DeviceFacts], dtype: str, kernels: Sequence[str]) -> list[str]:
     reasons = []
     for device in {each.capability: each for each in devices}.values():
         if kernels and not _has_kernels(device.capability, kernels):
@@ -132,9 +131,9 @@ def _unfit(devices: Sequence[DeviceFacts], recipe: Recipe, kernels: Sequence[str
                 f"this torch has no kernels for {device.words}: it is built for {', '.join(kernels)}; install a "
                 "build of torch that names this capability"
             )
-        if recipe.train.dtype in ("auto", "bfloat16") and device.capability < (8, 0):
+        if dtype in ("auto", "bfloat16") and device.capability < (8, 0):
             reasons.append(
-                f"{device.words} does not compute in bfloat16 (train.dtype={recipe.train.dtype}), which takes compute "
+                f"{device.words} does not compute in bfloat16 (train.dtype={dtype}), which takes compute "
                 "capability 8.0: an A100 or later. Set train.dtype=float16 or float32"
             )
     return reasons

@@ -44,7 +44,7 @@ def _device(recipe: Recipe, count: int, environ: MutableMapping[str, str]) -> st
     if device.type == "cuda":
         places = [replace(place, rank=rank, local_rank=rank) for rank in range(count)]
         devices = [start_device(torch.device("cuda", each.local_rank), each) for each in places]
-        refusals = problems(devices, recipe, torch.cuda.get_arch_list() if torch.version.cuda else ())
+        refusals = problems(devices, recipe.train.dtype, torch.cuda.get_arch_list() if torch.version.cuda else ())
         if refusals:
             raise UserError("\n".join(refusals))
     return device.type

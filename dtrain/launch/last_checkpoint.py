@@ -7,22 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from dtrain.recipe import Recipe
-
 FILE_SECONDS = 3.0  # for the file system to answer, once a rank is lost
 T = TypeVar("T")
 
 
-def newest_checkpoint(recipe: Recipe) -> str:
-    """Return a sentence that says where the same command goes on."""
-    checkpoints = recipe.run.directory / "checkpoints"
+def newest_checkpoint(run: Path) -> str:
+    """Return a sentence that says where the same command goes on. run: the run's directory."""
+    checkpoints = run / "checkpoints"
     saved = within(FILE_SECONDS, partial(_newest, checkpoints))
     return saved or f"{checkpoints} does not answer: the same command goes on at the last checkpoint there"
 
 
-def lost_text(recipe: Recipe, lost: str) -> str:
+def lost_text(run: Path, lost: str) -> str:
     """Return the text of a run that ends because ranks are `lost`, a sentence."""
-    return f"{lost}; the run cannot go on without. {newest_checkpoint(recipe)}"
+    return f"{lost}; the run cannot go on without. {newest_checkpoint(run)}"
 
 
 def within(seconds: float, act: Callable[[], T]) -> T | None:

@@ -90,7 +90,7 @@ def run_rank(
         met = None
         if place.watches:
             watch = importlib.import_module("dtrain.launch.hosts.rendezvous").watch
-            met = stack.enter_context(watch(recipe, place, stop, terminal))
+            met = stack.enter_context(watch(recipe.run.directory, recipe.launch.lost_after, place, stop, terminal))
             recipe = resumed(recipe) if met.attempt > place.attempt else recipe
         stack.enter_context(memory_errors(recipe, place, device))
         if place.is_inside:
@@ -119,7 +119,7 @@ def _unfit_devices(recipe: Recipe, planned: PlannedPeak | None, devices: Sequenc
     """Why the run cannot go on with the GPUs of its ranks, their memory included; what is only told, on stderr."""
     import torch
 
-    reasons = problems(devices, recipe, torch.cuda.get_arch_list() if torch.version.cuda else ())
+    reasons = problems(devices, recipe.train.dtype, torch.cuda.get_arch_list() if torch.version.cuda else ())
     remarks = notes(devices)
     if planned is not None:
         too_much = planned.too_much(min(device.memory for device in devices), PLAN_SECONDS)
@@ -182,7 +182,10 @@ def _end_if_hung(recipe: Recipe, stop: "StopFlag", main: int, stalled: StallTime
     stalled.look(heartbeat(stop, main))
     if stalled.is_over:
         text = f"asked to stop, the run has stood at {stalled.last.place} for {stalled.seconds:.0f} s"
-        os.write(2, f"dtrain: {text} (launch.lost_after): it ends at once. {newest_checkpoint(recipe)}\n".encode())
+        os.write(
+            2,
+            f"dtrain: {text} (launch.lost_after): it ends at once. {newest_checkpoint(recipe.run.directory)}\n".encode(),
+        )
         kill(descendants(os.getpid()))
         os._exit(1)
 

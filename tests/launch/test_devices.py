@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.commands.plan.beside import PlannedPeak
 from dtrain.commands.plan.hardware import USABLE
@@ -21,7 +20,6 @@ from tests.tiny import tiny_recipe
 H100 = DeviceFacts(0, "one", "NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0), "GPU-0")
 T4 = DeviceFacts(0, "one", "Tesla T4", 15 * 2**30, (7, 5), "GPU-9")
 KERNELS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "compute_120"]
-RECIPE = config.Recipe()
 
 
 def ranks(*facts: DeviceFacts) -> list[DeviceFacts]:
@@ -29,18 +27,14 @@ def ranks(*facts: DeviceFacts) -> list[DeviceFacts]:
     return [replace(one, rank=rank, uuid=f"GPU-{rank}") for rank, one in enumerate(facts)]
 
 
-def with_dtype(dtype: str) -> config.Recipe:
-    return replace(RECIPE, train=replace(RECIPE.train, dtype=dtype))
-
-
 @pytest.mark.parametrize("world", [ranks(H100), ranks(H100, H100)])
 def test_gpus_of_one_kind_are_fine(world):
-    assert problems(world, RECIPE, KERNELS) == notes(world) == []
+    assert problems(world, "auto", KERNELS) == notes(world) == []
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_bfloat16_takes_capability_8(dtype):
-    (found,) = problems([T4], with_dtype(dtype), KERNELS)
+    (found,) = problems([T4], dtype, KERNELS)
     assert "Tesla T4 (15 GiB, compute capability 7.5) does not compute in bfloat16" in found
     assert f"train.dtype={dtype}" in found
     assert "Set train.dtype=float16 or float32" in found
@@ -48,7 +42,7 @@ def test_bfloat16_takes_capability_8(dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_other_dtypes_take_any_capability(dtype):
-    assert problems([T4], with_dtype(dtype), KERNELS) == []
+    assert problems([T4], dtype, KERNELS) == []
 
 
 @pytest.mark.parametrize(
@@ -65,13 +59,13 @@ def test_other_dtypes_take_any_capability(dtype):
     ],
 )
 def test_torch_has_kernels_for_the_device(capability, kernels, runs):
-    found = problems([replace(T4, capability=capability)], with_dtype("float32"), kernels)
+    found = problems([replace(T4, capability=capability)], "float32", kernels)
     assert (found == []) == runs
     assert runs or "this torch has no kernels for Tesla T4" in found[0]
 
 
 def test_ranks_take_one_kind_of_gpu():
-    (found,) = problems(ranks(H100, H100, replace(H100, name="NVIDIA A100", capability=(8, 0))), RECIPE, KERNELS)
+    (found,) = problems(ranks(H100, H100, replace(H100, name="NVIDIA A100", capability=(8, 0))), "auto", KERNELS)
     assert (
         "of different kinds, NVIDIA H100 80GB HBM3 (80 GiB, compute capability 9.0) on rank 0, 1; NVIDIA A100" in found
     )
@@ -80,20 +74,20 @@ def test_ranks_take_one_kind_of_gpu():
 
 def test_other_memory_is_only_told():
     world = ranks(H100, replace(H100, memory=94 * 2**30))
-    assert problems(world, RECIPE, KERNELS) == []
+    assert problems(world, "auto", KERNELS) == []
     assert "the least memory is what counts" in notes(world)[0]
 
 
 def test_two_ranks_on_one_card():
-    (found,) = problems([H100, replace(H100, rank=1)], RECIPE, KERNELS)
+    (found,) = problems([H100, replace(H100, rank=1)], "auto", KERNELS)
     assert found.startswith("2 ranks on one share 1 GPU, and NCCL takes one rank each")
-    assert problems([H100, replace(H100, rank=1, host="another")], RECIPE, KERNELS) == []  # ids are of a host's own
+    assert problems([H100, replace(H100, rank=1, host="another")], "auto", KERNELS) == []  # ids are of a host's own
 
 
 def test_slices_work_alone():
     part = replace(H100, name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", memory=10 * 2**30)
-    assert problems([part], RECIPE, KERNELS) == []
-    (found,) = problems(ranks(part, part), RECIPE, KERNELS)
+    assert problems([part], "auto", KERNELS) == []
+    (found,) = problems(ranks(part, part), "auto", KERNELS)
     assert "rank 0 has a MIG slice" in found
     assert "set launch.nproc=1" in found
 
@@ -105,7 +99,7 @@ def agreed(starts):
     def rank(number: int) -> None:
         try:
             place = RankPlace(rank=number, world_size=len(starts))
-            agree(starts[number], place, store, lambda seen: problems(seen, RECIPE, KERNELS))
+            agree(starts[number], place, store, lambda seen: problems(seen, "auto", KERNELS))
         except UserError as error:
             told[number] = str(error)
 
@@ -121,9 +115,9 @@ def test_every_rank_is_told_what_rank_0_finds():
     told = agreed([lambda one=one: one for one in ranks(H100, T4, H100)])
     assert set(told) == {0, 1, 2}
     assert len(set(told.values())) == 1
-    assert told[1].splitlines() == problems(ranks(H100, T4, H100), RECIPE, KERNELS)
+    assert told[1].splitlines() == problems(ranks(H100, T4, H100), "auto", KERNELS)
     assert len(told[1].splitlines()) == 2
-    agree(lambda: H100, RankPlace(), None, lambda seen: problems(seen, RECIPE, KERNELS))
+    agree(lambda: H100, RankPlace(), None, lambda seen: problems(seen, "auto", KERNELS))
 
 
 @pytest.mark.parametrize("bad", [{0}, {2}, {1, 2}])

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from dtrain.base.addresses import address_to_listen_at, interface_of, is_loopback, listen, own_address
@@ -31,7 +32,6 @@ from dtrain.launch.hosts.coordinator import (
 from dtrain.launch.last_checkpoint import FILE_SECONDS, lost_text, within
 from dtrain.launch.place import GLOO, RankPlace
 from dtrain.launch.signals import on_signals
-from dtrain.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -294,12 +294,13 @@ def check_stop(stop: "StopFlag") -> None:
 
 
 def watch(
-    recipe: Recipe, place: RankPlace, stop: "StopFlag", terminal: int | None
+    run: Path, lost_after: float, place: RankPlace, stop: "StopFlag", terminal: int | None
 ) -> AbstractContextManager[Rendezvous]:
     """The ranks meet, and watch over one another while the block runs. A lost rank is told of on stderr and on
-    `terminal`, a file, with the last checkpoint. Raises as `rendezvous`."""
-    callbacks = Callbacks(partial(tell_lost, recipe, terminal), _end_lost, partial(_note, terminal), stop)
-    return rendezvous(place, recipe.launch.lost_after, callbacks)
+    `terminal`, a file, with the last checkpoint. run: the run's directory; lost_after: seconds of silence. Raises as
+    `rendezvous`."""
+    callbacks = Callbacks(partial(tell_lost, run, terminal), _end_lost, partial(_note, terminal), stop)
+    return rendezvous(place, lost_after, callbacks)
 
 
 def fail_together(place: RankPlace, problem: UserError) -> NoReturn:
@@ -321,9 +322,9 @@ def fail_together(place: RankPlace, problem: UserError) -> NoReturn:
     sys.exit(1)
 
 
-def tell_lost(recipe: Recipe, terminal: int | None, who: str) -> str:
+def tell_lost(run: Path, terminal: int | None, who: str) -> str:
     """`who` was lost, and what is saved: on the terminal, and returned for whoever tells on stderr."""
-    text = lost_text(recipe, who)
+    text = lost_text(run, who)
     if terminal is not None:
         os.write(terminal, f"\ndtrain: {text}\n".encode())
     return text
