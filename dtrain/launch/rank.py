@@ -182,10 +182,8 @@ def _end_if_hung(recipe: Recipe, stop: "StopFlag", main: int, stalled: StallTime
     stalled.look(heartbeat(stop, main))
     if stalled.is_over:
         text = f"asked to stop, the run has stood at {stalled.last.place} for {stalled.seconds:.0f} s"
-        os.write(
-            2,
-            f"dtrain: {text} (launch.lost_after): it ends at once. {newest_checkpoint(recipe.run.directory)}\n".encode(),
-        )
+        saved = newest_checkpoint(recipe.run.directory)
+        os.write(2, f"dtrain: {text} (launch.lost_after): it ends at once. {saved}\n".encode())
         kill(descendants(os.getpid()))
         os._exit(1)
 
