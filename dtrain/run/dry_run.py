@@ -184,10 +184,11 @@ def _look_at_start(spec: RunSpec, model: CausalLM, host: "DryHost") -> None:
     directories = [Path(other) for _, other in spec_of(recipe).other_models(recipe)]
     if recipe.model.init == "pretrained":
         directories.append(recipe.model.directory)
-    weights = [file for directory in directories for file in weight_files(directory)]
     known: dict[str, str] = {}
-    if not host.awaited and sum(file.stat().st_size for file in weights) <= SMALL_WEIGHTS:
-        known = resume.identities(recipe, spec.tokenizer, ranks)
+    if not host.awaited:  # what is downloaded first has no files here
+        weights = [file for directory in directories for file in weight_files(directory)]
+        if sum(file.stat().st_size for file in weights) <= SMALL_WEIGHTS:
+            known = resume.identities(recipe, spec.tokenizer, ranks)
     if start.weights is not None:
         _weights(spec, model, start, known)
     if start.state is None:
