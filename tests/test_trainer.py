@@ -125,7 +125,7 @@ def test_epochs_of_a_changed_recipe_end_with_their_last_row_saved(tmp_path, chan
 def test_a_warmup_that_never_ends_and_rows_beyond_the_models_positions_are_said(tmp_path, capfd):
     run(tiny_recipe(tmp_path, "train.steps=2", "data.max_length=256"))  # warm-up 2, positions 128
     told = "".join(capfd.readouterr())
-    assert "scheduler.warmup_steps=2 and the run has 2 steps" in told and "more than the 128 positions" in told
+    assert "all 2 steps are warm-up (scheduler.warmup_steps=2)" in told and "more than the 128 positions" in told
     run(tiny_recipe(tmp_path, "train.steps=3", name="other"))
     assert "note:" not in "".join(capfd.readouterr())
 

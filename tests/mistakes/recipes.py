@@ -207,7 +207,7 @@ VALUES = (
     _one((f"grpo.tools=[{{fn: {TOOLS}.say}}]", "grpo.max_turns=1"), "grpo.max_turns=1 ends before", base="grpo"),
     _one((f"grpo.tools=[{{fn: {TOOLS}.say}}]", "grpo.environment=a.b"), "leave one of them out", base="grpo"),
     _one("method=qlora", "method=qlora is none of", "did you mean sft, and the section lora={}?"),
-    _one("method=ppo", "method=ppo is none of", "did you mean grpo?"),
+    _one("method=ppo", "method=ppo is none of", "did you mean grpo, which needs no critic?"),
     _one("method=orpo", "did you mean dpo, with dpo.loss=orpo?"),
     _one("method=sfft", "did you mean sft?"),
     _one("method=distill", "distill.teacher is missing"),
