@@ -52,7 +52,7 @@ def count(recipe: config.Recipe) -> dict[str, Any]:
     frames: list[str] = []
     within: list[str] = []  # the marked functions that run now
     steps = 0
-    marks = {data.open_split.__code__: "way", trainer.Trainer.loop.__code__: "way"}
+    marks = {data.open_splits.__code__: "way", trainer.Trainer.loop.__code__: "way"}
     marks[trainer.Policy.train.__code__] = "step"
     for module in pkgutil.walk_packages(dtrain.__path__, "dtrain."):  # a module's own body is no part of the way
         if not module.name.endswith("__main__"):

@@ -86,6 +86,8 @@ def peak_flops(device_name: str, dtype: str = "bfloat16") -> float | None:
     for name, device in _DEVICES:
         parts = name.split()
         if any(words[start : start + len(parts)] == parts for start in range(len(words))):
-            tflops = BOARDS[device].tflops[dtype == "float16"] if isinstance(device, str) else device
-            return None if tflops is None else tflops * 1e12
+            if isinstance(device, str):
+                bfloat16, float16, *_ = BOARDS[device].tflops
+                device = float16 if dtype == "float16" else bfloat16
+            return None if device is None else device * 1e12
     return None

@@ -25,7 +25,6 @@ from dtrain.data.formats.plain_prompts import describe
 from dtrain.data.sources.sources import Look, looks
 from dtrain.methods.spec import spec_of
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.read_config import read_config
 from dtrain.optim.update import SCHEDULES, build_scheduler
 from dtrain.policy.build import choose_attention, choose_delta
 from dtrain.policy.checkpoint import weights_of
@@ -34,7 +33,7 @@ from dtrain.run.host import Host
 from dtrain.run.preflight_data import has_urls, to_copy
 from dtrain.run.spec import RunSpec
 from dtrain.run.stages import tokenizer
-from dtrain.run.stages.data import open_split, row_options, splits
+from dtrain.run.stages.data import open_splits, row_options, splits
 
 SMALL_DATA = 4 << 20
 LOOK_SECONDS = 5.0
@@ -75,9 +74,8 @@ def _kernels(spec: RunSpec, host: "DryHost") -> None:
     what each of their devices proves."""
     recipe, method = spec.recipe, spec.method
     device, longest = torch.device(spec.world.device_type), method.spec.longest_row(recipe)
-    model_config = host.ask(read_config, recipe.model.directory)
-    host.ask(choose_attention, recipe, model_config, spec.precision, device, longest)
-    host.ask(choose_delta, recipe, model_config, spec.precision, device)
+    host.ask(choose_attention, recipe, spec.model_config, spec.precision, device, longest)
+    host.ask(choose_delta, recipe, spec.model_config, spec.precision, device)
     host.ask(method.refuse_device, device)
 
 
@@ -106,7 +104,7 @@ def _look_at_rows(spec: RunSpec, host: "DryHost") -> None:
     encoders = {key: look.encoder for key, look in files}
     is_small = sum(_size(look.file) for _, look in files) <= SMALL_DATA
     if is_small and not host.known:
-        host.ask(_open_small, spec)
+        host.ask(open_splits, spec, _copies(spec), _drop, False)
     plain |= {split: rows.samples.meta["plain_prompts"] for split, rows in spec.rows.items()}
     spec.plain_prompts = plain["train"]
     for split, count in plain.items():
@@ -124,11 +122,6 @@ def _look_at_sets(spec: RunSpec, host: "DryHost") -> None:
         if f"{eval_set.key}.path" not in host.awaited:
             read_set = import_module("dtrain.run.evaluations").read_set
             host.ask(read_set, recipe, eval_set, spec.tokenizer, spec.plain_prompts, host.notes.append)
-
-
-def _open_small(spec: RunSpec) -> None:
-    spec.rows = {split: open_split(spec, split, _copies(spec), _drop, False) for split in splits(spec)}
-    spec.columns = {split: rows.samples.column_names() for split, rows in spec.rows.items()}
 
 
 def _copies(spec: RunSpec) -> Path | None:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtrain import recipe as config
 from dtrain.base.ranks import Ranks
-from dtrain.methods.spec import spec_of
-from dtrain.models.read_config import read_config
 from dtrain.parallel.runtime import Runtime
 from dtrain.run import metrics, resume
 from dtrain.run.metrics import Recorder
@@ -38,17 +36,20 @@ class Host:
         return act(*arguments)
 
     def first(self, act: Callable[[], object]) -> None:
-        """Call `act` on the first rank; its UserError is raised on every rank. Collective: one broadcast."""
-        self.ranks.first(act)
+        """Call `act` on the first rank, whose result does not travel; its UserError is raised on every rank.
+        Collective: one broadcast."""
+
+        def run() -> None:
+            act()
+
+        self.ranks.first(run)
 
     def note(self, lines: Sequence[str]) -> None:
         """Leave notes on the sizes to the lines with which the run opens."""
 
     def identify(self, spec: "RunSpec") -> None:
-        """Read the model's config and the digests of what the run reads at its start. Collective."""
-        recipe = spec.recipe
-        spec.model_config = read_config(recipe.model.directory, spec_of(recipe).labels(recipe))
-        spec.identities = resume.identities(recipe, spec.tokenizer, self.ranks)
+        """Read the digests of what the run reads at its start. Collective."""
+        spec.identities = resume.identities(spec.recipe, spec.tokenizer, self.ranks)
 
     def open_outputs(self, spec: "RunSpec") -> None:
         """Take the run's directory and open the sinks of its metrics. Collective."""

@@ -39,7 +39,8 @@ class RunSpec:
     """Everything that is decided of a run, in the order of the stages; a field is set by the stage that it stands
     under, and a dry run sets those that it can.
 
-    recipe: as written, and from the stage sizes on with the sizes that the data decide; written: as it was given.
+    recipe: as written, and from the stage data on with what the data decide: packing, then the batch; written: as it
+    was given.
     """
 
     recipe: Recipe

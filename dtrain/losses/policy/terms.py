@@ -8,6 +8,7 @@ whole.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -161,7 +162,7 @@ def policy_terms(
     is zero. Raises ValueError for what `spec` needs and is not given.
     """
     known = _Known.of(logps, old_logps, mask.bool(), ref_logps, sampling_logps, entropies)
-    advantages = known.at(known.mask, advantages.detach())
+    advantages = _at(known.mask, advantages.detach(), known.logps.dtype)
     tokens = _tokens(spec, known, advantages, sequences)
     own = {name: spec.options[name] for name in spec.loss.options}
     surrogate = getattr(formulas, spec.loss.function)(tokens, **own)
@@ -203,11 +204,7 @@ class _Known:
         sampling_logps: Tensor | None,
         entropies: Tensor | None,
     ) -> "_Known":
-        dtype = torch.promote_types(logps.dtype, torch.float32)
-
-        def at(where: Tensor, values: Tensor) -> Tensor:
-            return torch.where(where, values.to(dtype), 0.0)
-
+        at = partial(_at, dtype=torch.promote_types(logps.dtype, torch.float32))
         old_logps = logps if old_logps is None else old_logps
         possible = is_known(old_logps, is_known(logps, mask))
         has_reference, is_sampled = is_known(ref_logps, possible), is_known(sampling_logps, possible)
@@ -221,9 +218,10 @@ class _Known:
         logps = at(possible, logps)
         return cls(logps, old, mask, possible, reference, has_reference, sampler, is_sampled, known_entropies)
 
-    def at(self, where: Tensor, values: Tensor) -> Tensor:
-        """Return `values` [n, S] where `where` [n, S] holds, 0 elsewhere, in the dtype of the streams."""
-        return torch.where(where, values.to(self.logps.dtype), 0.0)
+
+def _at(where: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `values` [n, S] in `dtype` where `where` [n, S] holds, 0 elsewhere."""
+    return torch.where(where, values.to(dtype), 0.0)
 
 
 def _tokens(spec: PolicySpec, known: _Known, advantages: Tensor, sequences: Sequences) -> Tokens:

@@ -1,13 +1,13 @@
 """Stage data: the rows of the splits, as the run reads them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.data import Rows, open_rows
 from dtrain.methods.spec import spec_of
 from dtrain.run.host import Host
-from dtrain.run.stages.sizes import resolve_packing
 
 if TYPE_CHECKING:
     from dtrain.run.spec import RunSpec
@@ -16,12 +16,9 @@ if TYPE_CHECKING:
 def resolve(spec: "RunSpec", host: Host) -> bool:
     """Open the rows of data.train and data.val; the first process of a run to come tokenises, the others wait for its
     cache."""
-    for split in splits(spec):
-        spec.rows[split] = open_split(spec, split, spec.recipe.cache, host.recorder.say, host.ranks.is_first)
-        spec.recipe = resolve_packing(spec.recipe, spec.rows["train"])  # val has it too
+    open_splits(spec, spec.recipe.cache, host.recorder.say, host.ranks.is_first)
     for split, rows in spec.rows.items():
         host.ranks.same(rows.fingerprint, f"data.{split} is not the same on every host")
-    spec.columns = {split: rows.samples.column_names() for split, rows in spec.rows.items()}
     spec.is_data_read = True
     if "val" in spec.rows:
         spec.identities["data.val.fingerprint"] = spec.rows["val"].samples.identity
@@ -48,9 +45,17 @@ def row_options(spec: "RunSpec", cache_dir: Path | None) -> dict[str, Any]:
     }
 
 
-def open_split(spec: "RunSpec", split: str, cache_dir: Path | None, say: Callable[[str], None], progress: bool) -> Rows:
-    """Return the rows of a split, tokenised or from the cache. Raises UserError."""
-    options = row_options(spec, cache_dir)
-    return open_rows(
-        spec.recipe.data, split=split, epochs=spec.recipe.train.epochs, say=say, progress=progress, **options
-    )
+def open_splits(spec: "RunSpec", cache_dir: Path | None, say: Callable[[str], None], progress: bool) -> None:
+    """Open the rows of the splits, tokenised or from the cache; data.val is packed as data.train is. All or none are
+    set. Raises UserError."""
+    recipe, options = spec.recipe, row_options(spec, cache_dir)
+    opened: dict[str, Rows] = {}
+    for split in splits(spec):
+        opened[split] = open_rows(
+            recipe.data, split=split, epochs=recipe.train.epochs, say=say, progress=progress, **options
+        )
+        if recipe.data.packing == "auto":  # as the training rows are; completions to prompts are packed
+            is_packed = opened["train"].packing or options["kind"] == "prompts"
+            recipe = replace(recipe, data=replace(recipe.data, packing=is_packed))
+    spec.recipe, spec.rows = recipe, opened
+    spec.columns = {split: rows.samples.column_names() for split, rows in opened.items()}

@@ -29,7 +29,10 @@ def resolve(spec: "RunSpec", host: Host) -> bool:
     if host.known:
         return True
     spec.precision = choose_precision(recipe.train.dtype, world.device_type, recipe.train.masters)
-
+    config = host.ask(models.read_config, recipe.model.directory, spec_of(recipe).labels(recipe))
+    if config is None:
+        return False
+    spec.model_config = config
     host.first(partial(_build, spec, "model.path" not in host.awaited))
     for key, path in spec_of(recipe).other_models(recipe):
         if key not in host.awaited:
@@ -43,8 +46,7 @@ def _build(spec: "RunSpec", has_weights: bool) -> None:
     """Put the model on meta, as every rank builds it, once the headers of its weights fit it; has_weights: False where
     these are not here yet. Raises UserError."""
     recipe, compute = spec.recipe, spec.precision.compute
-    config = models.read_config(recipe.model.directory, spec_of(recipe).labels(recipe))
-    model = models.build(config, dtype=spec.precision.master, device="meta")
+    model = models.build(spec.model_config, dtype=spec.precision.master, device="meta")
     choose_trained(model, recipe, compute)
     if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):
         plan = find_plan(recipe.parallel.custom_plan, model)

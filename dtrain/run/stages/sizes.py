@@ -46,23 +46,13 @@ def _steps(spec: "RunSpec", rows: Rows) -> int:
     return steps
 
 
-def resolve_packing(recipe: Recipe, rows: Rows) -> Recipe:
-    """Return `recipe` with `data.packing` as the training rows are, in place of `auto`."""
-    if recipe.data.packing != "auto":
-        return recipe
-    is_packed = rows.packing or spec_of(recipe).kind == "prompts"  # there completions are packed
-    return replace(recipe, data=replace(recipe.data, packing=is_packed))
-
-
 def resolve_batch_size(recipe: Recipe, rows: Rows, world_size: int) -> Recipe:
-    """`recipe` with what its data say in place of `auto`: `data.packing` as its rows are, and a number for
-    `train.global_batch`, by the rows of the first pass over them.
+    """Return `recipe` with a number in place of `train.global_batch=auto`, by the rows of the first pass over them.
 
     The number is a function of the data and the recipe alone, so every mesh has the same; a micro-batch that does not
     divide a rank's part of it becomes the next smaller one that does. Raises UserError where the data-parallel ranks do
     not divide it.
     """
-    recipe = resolve_packing(recipe, rows)
     if recipe.train.global_batch != "auto":
         return recipe
     per_pass = rows.rows_in_epoch(0)
