@@ -233,26 +233,28 @@ def test_threads_that_hang_leave_their_places_to_others():
     """Without a process: outcomes as they come, each place once, and no more tries where all hang."""
     pool, held, go = TimeoutPool(2, 0.3), [], threading.Event()
     free = [lambda place=place: place for place in range(5)]
-    assert sorted(one for part in pool.do(free) for one in part) == [(place, place) for place in range(5)]
+    assert sorted(outcome for part in pool.do(free) for outcome in part) == [(place, place) for place in range(5)]
 
     def hang():
         held.append(threading.current_thread())
         go.wait(60)
 
-    mixed = [one for part in pool.do([free[0], hang, *free[2:]]) for one in part]
-    assert sorted(mixed, key=lambda one: one[0]) == [(0, 0), (1, Missed.LATE), (2, 2), (3, 3), (4, 4)]
+    mixed = [outcome for part in pool.do([free[0], hang, *free[2:]]) for outcome in part]
+    assert sorted(mixed, key=lambda outcome: outcome[0]) == [(0, 0), (1, Missed.LATE), (2, 2), (3, 3), (4, 4)]
     assert pool.stuck == 1
-    found = dict(one for part in pool.do([hang] * 9) for one in part)
-    begun = [found[place] for place in range(9)].index(Missed.UNTRIED)
+    outcomes = dict(outcome for part in pool.do([hang] * 9) for outcome in part)
+    begun = [outcomes[place] for place in range(9)].index(Missed.UNTRIED)
     assert MOST_LATE <= begun <= MOST_LATE + 1 and len(held) == 1 + begun  # the other thread had one under way
-    assert [found[place] for place in range(9)] == [Missed.LATE] * begun + [Missed.UNTRIED] * (9 - begun)
-    some = [one for part in TimeoutPool(1, 0.1).do([hang, free[0]] * (MOST_LATE + 1)) for one in part]  # not in a row
+    assert [outcomes[place] for place in range(9)] == [Missed.LATE] * begun + [Missed.UNTRIED] * (9 - begun)
+    some = [
+        outcome for part in TimeoutPool(1, 0.1).do([hang, free[0]] * (MOST_LATE + 1)) for outcome in part
+    ]  # not in a row
     assert [outcome for _, outcome in sorted(some)] == [Missed.LATE, 0] * (MOST_LATE + 1)
     go.set()
     for thread in held:
         thread.join(10)
     assert pool.stuck == 0
-    assert sorted(one for part in pool.do(free) for one in part) == [(place, place) for place in range(5)]
+    assert sorted(outcome for part in pool.do(free) for outcome in part) == [(place, place) for place in range(5)]
 
 
 FAILURES = {  # of a step; whether the process goes with it

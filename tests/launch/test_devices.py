@@ -34,10 +34,10 @@ def test_gpus_of_one_kind_are_fine(world):
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_bfloat16_takes_capability_8(dtype):
-    (found,) = problems([T4], dtype, KERNELS)
-    assert "Tesla T4 (15 GiB, compute capability 7.5) does not compute in bfloat16" in found
-    assert f"train.dtype={dtype}" in found
-    assert "Set train.dtype=float16 or float32" in found
+    (problem,) = problems([T4], dtype, KERNELS)
+    assert "Tesla T4 (15 GiB, compute capability 7.5) does not compute in bfloat16" in problem
+    assert f"train.dtype={dtype}" in problem
+    assert "Set train.dtype=float16 or float32" in problem
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -59,17 +59,18 @@ def test_other_dtypes_take_any_capability(dtype):
     ],
 )
 def test_torch_has_kernels_for_the_device(capability, kernels, runs):
-    found = problems([replace(T4, capability=capability)], "float32", kernels)
-    assert (found == []) == runs
-    assert runs or "this torch has no kernels for Tesla T4" in found[0]
+    refusals = problems([replace(T4, capability=capability)], "float32", kernels)
+    assert (refusals == []) == runs
+    assert runs or "this torch has no kernels for Tesla T4" in refusals[0]
 
 
 def test_ranks_take_one_kind_of_gpu():
-    (found,) = problems(ranks(H100, H100, replace(H100, name="NVIDIA A100", capability=(8, 0))), "auto", KERNELS)
+    (problem,) = problems(ranks(H100, H100, replace(H100, name="NVIDIA A100", capability=(8, 0))), "auto", KERNELS)
     assert (
-        "of different kinds, NVIDIA H100 80GB HBM3 (80 GiB, compute capability 9.0) on rank 0, 1; NVIDIA A100" in found
+        "of different kinds, NVIDIA H100 80GB HBM3 (80 GiB, compute capability 9.0) on rank 0, 1; NVIDIA A100"
+        in problem
     )
-    assert "on rank 2: ranks would take different kernels" in found
+    assert "on rank 2: ranks would take different kernels" in problem
 
 
 def test_other_memory_is_only_told():
@@ -79,17 +80,17 @@ def test_other_memory_is_only_told():
 
 
 def test_two_ranks_on_one_card():
-    (found,) = problems([H100, replace(H100, rank=1)], "auto", KERNELS)
-    assert found.startswith("2 ranks on one share 1 GPU, and NCCL takes one rank each")
+    (problem,) = problems([H100, replace(H100, rank=1)], "auto", KERNELS)
+    assert problem.startswith("2 ranks on one share 1 GPU, and NCCL takes one rank each")
     assert problems([H100, replace(H100, rank=1, host="another")], "auto", KERNELS) == []  # ids are of a host's own
 
 
 def test_slices_work_alone():
     part = replace(H100, name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", memory=10 * 2**30)
     assert problems([part], "auto", KERNELS) == []
-    (found,) = problems(ranks(part, part), "auto", KERNELS)
-    assert "rank 0 has a MIG slice" in found
-    assert "set launch.nproc=1" in found
+    (problem,) = problems(ranks(part, part), "auto", KERNELS)
+    assert "rank 0 has a MIG slice" in problem
+    assert "set launch.nproc=1" in problem
 
 
 def agreed(starts):

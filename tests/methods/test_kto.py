@@ -218,9 +218,11 @@ def test_a_label_that_is_none_is_told():
 
 def test_what_cannot_be_is_told_before_the_run(tmp_path):
     recipe = recipe_of(tmp_path, "kto.reference=none", "kto.desirable_weight=0", "kto.undesirable_weight=0")
-    found = preflight(recipe, 1)
-    assert any("kto.reference=none: a reply's reward" in one for one in found)
-    assert any("are both 0" in one for one in found)
-    one = recipe_of(tmp_path, f"data.val.path={tmp_path / 'one.jsonl'}", "train.validate_every=1", "launch.device=cpu")
+    problems = preflight(recipe, 1)
+    assert any("kto.reference=none: a reply's reward" in problem for problem in problems)
+    assert any("are both 0" in problem for problem in problems)
+    lone_reply = recipe_of(
+        tmp_path, f"data.val.path={tmp_path / 'one.jsonl'}", "train.validate_every=1", "launch.device=cpu"
+    )
     (tmp_path / "one.jsonl").write_text((tmp_path / "labelled.jsonl").read_text().splitlines()[0])
-    assert any("data.val has one reply" in said for said in dry_run(one, 1, {}, here=True)[1].problems)
+    assert any("data.val has one reply" in problem for problem in dry_run(lone_reply, 1, {}, here=True)[1].problems)

@@ -308,5 +308,5 @@ def test_a_row_that_is_wrong_is_named(tmp_path, task, change, answer):
     path = judged_rows(tmp_path, task)
     first, *rest = path.read_text().splitlines()
     path.write_text("\n".join([json.dumps({**json.loads(first), **change}), *rest]) + "\n")
-    _, found = dry_run(recipe_at(tmp_path, task, "launch.device=cpu"), 1, {}, here=True)
-    assert f"{path}:1: {answer}" in "\n".join(found.problems)
+    _, host = dry_run(recipe_at(tmp_path, task, "launch.device=cpu"), 1, {}, here=True)
+    assert f"{path}:1: {answer}" in "\n".join(host.problems)

@@ -369,14 +369,14 @@ def test_a_plan_counts_states_scales_and_masters(tmp_path, mesh):
 def summed(rank, recipe, world_size, count):
     """The mean of gradients that FSDP reduces one after the other: `count` times a constant that bfloat16 holds."""
     policy = policy_on(recipe, rank, world_size)
-    one = dict(policy.model.named_parameters())["model.layers.0.mlp.down_proj.weight"]
+    weight = dict(policy.model.named_parameters())["model.layers.0.mlp.down_proj.weight"]
     for index in range(count):
         policy.sums.begin(0, index, index == count - 1)
-        one.grad = torch.full_like(one, 2.0**-10)
-        policy.sums._take(one)
+        weight.grad = torch.full_like(weight, 2.0**-10)
+        policy.sums._take(weight)
     policy.sums.finish()
-    assert one.grad.dtype == torch.bfloat16
-    return local_tensor(one.grad).double().mean().item()
+    assert weight.grad.dtype == torch.bfloat16
+    return local_tensor(weight.grad).double().mean().item()
 
 
 def test_gradients_in_bfloat16_add_up_however_many_they_are(tmp_path):

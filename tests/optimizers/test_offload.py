@@ -90,8 +90,8 @@ def given(recipe, rank, size):
     policy.prepare_for_training()
     given["moved"] = policy.get_logprobs(batch)["logprobs"]
     for dtype in (None, torch.float32):
-        given |= {f"{name} in {dtype}": one.cpu() for name, one in policy.weights.full_tensors(dtype)}
-    return given | {name: local_tensor(one).cpu() for name, one in policy.return_state_dict().items()}
+        given |= {f"{name} in {dtype}": tensor.cpu() for name, tensor in policy.weights.full_tensors(dtype)}
+    return given | {name: local_tensor(tensor).cpu() for name, tensor in policy.return_state_dict().items()}
 
 
 def differing(rank, recipe, on_host, size):
