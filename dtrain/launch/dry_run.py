@@ -15,7 +15,7 @@ from dtrain.base.errors import UserError
 from dtrain.launch.devices import choose_device, problems, start_device
 from dtrain.launch.place import RankPlace
 from dtrain.recipe import Recipe
-from dtrain.run.dry_run import DryHost
+from dtrain.run.host import DryHost
 from dtrain.run.spec import RunSpec, World, resolve
 
 
@@ -25,16 +25,16 @@ def dry_run(
     environ: MutableMapping[str, str],
     *,
     here: bool,
-    known: Sequence[str] = (),
     awaited: Collection[str] = (),
+    refused: Sequence[str] = (),
 ) -> tuple[RunSpec, DryHost]:
     """Return the spec of a run of `recipe` in a world of `world_size` processes, as far as it can be resolved, and the
-    host with its problems and notes.
+    host with its problems.
 
-    here: whether the run is to be on this machine, whose devices are then asked. known, awaited: as of `DryHost`.
+    here: whether the run is to be on this machine, whose devices are then asked. awaited, refused: as of `DryHost`.
     """
-    host = DryHost(known, awaited)
-    device_type = (host.ask(_device, recipe, world_size, environ) if here else None) or "cpu"
+    host = DryHost(awaited, refused)
+    device_type = (host.ask(_device, recipe, max(world_size, 1), environ) if here else None) or "cpu"
     return resolve(recipe, World(world_size, device_type, here), host), host
 
 

@@ -18,9 +18,15 @@ from dtrain.base.import_paths import search_path
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import PlanBeside, Train, run_in_place, tell_all_ranks
 from dtrain.recipe import Recipe, read, redact, redacted_errors, sizes
-from dtrain.run.check import notes
-from dtrain.run.preflight import named_code, not_here, preflight, together, with_local_model, with_small_files
-from dtrain.run.preflight_data import to_copy
+from dtrain.run.preflight import (
+    named_code,
+    not_here,
+    notes,
+    preflight,
+    to_copy,
+    with_local_model,
+    with_small_files,
+)
 
 
 def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, plan: PlanBeside | None = None) -> Recipe:
@@ -54,15 +60,13 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     here = world_size is None
     loaded, awaited, refused = with_small_files(with_local_model(parsed))
     size = loaded.launch.nproc if world_size is None else world_size
-    problems = together([*problems, *refused], preflight(loaded, size, awaited))
     dry_run = import_module("dtrain.launch.dry_run").dry_run  # with torch
-    spec, host = dry_run(loaded, max(size, 1), os.environ, here=here, known=problems, awaited=awaited)
-    problems = list(dict.fromkeys([*problems, *(redact(problem, loaded) for problem in host.problems)]))
-    if problems:
-        raise RecipeError(problems)
+    spec, host = dry_run(loaded, size, os.environ, here=here, awaited=awaited, refused=[*problems, *refused])
+    if host.problems:
+        raise RecipeError(dict.fromkeys(redact(problem, loaded) for problem in host.problems))
     steps = f", {spec.steps} step{'s' if spec.steps != 1 else ''}" if spec.steps is not None else ""
     verdict = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' if size != 1 else ''}{steps}"
-    lines = [verdict, str(sizes(spec.recipe, size)), *notes(loaded), *host.notes]
+    lines = [verdict, str(sizes(spec.recipe, size)), *notes(loaded), *spec.notes]
     lines += [*awaited.values(), *to_copy(loaded)]
     return [redact(line, loaded) for line in lines]
 

@@ -33,7 +33,6 @@ from dtrain.models.common.adapter_config import AdapterConfig, linears, modules
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.recipe.schema import Lora
-from dtrain.run import check
 from dtrain.run.preflight import preflight
 from tests.adapters.by_peft import IDS, SHAPES, STACKS, TIED, load_adapter, load_base, logits, save_adapter, save_base
 from tests.tiny import save_weights, tiny_recipe, write_model
@@ -490,7 +489,7 @@ def test_an_adapter_of_another_base_is_refused(made):
 
     def found(model):
         recipe = tiny_recipe(made, "model.init=pretrained", f"lora={{path: {adapter}}}", f"model.path={model}")
-        return [one for one in preflight(recipe, 1) if "base_model" in one], check.notes(recipe)
+        return [one for one in preflight(recipe, 1) if "base_model" in one], notes(recipe)
 
     assert found(made / "base") == found(copy) == ([], [])
     [problem], notes = found(other)

@@ -12,8 +12,7 @@ from dtrain.base.errors import UserError
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.recipe import schema
-from dtrain.run.check import check
-from dtrain.run.preflight import preflight
+from dtrain.run.preflight import check, preflight
 from dtrain.run.resume import compare
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl

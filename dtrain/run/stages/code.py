@@ -1,0 +1,90 @@
+"""Stage code: what the recipe names by an import path or a command. Nothing of it is run."""
+
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.ranges import nearest
+from dtrain.methods.spec import spec_of
+from dtrain.recipe import key_aliases
+from dtrain.run import eval_sets
+
+if TYPE_CHECKING:
+    from dtrain.run.spec import RunSpec
+
+
+def check_files(spec: "RunSpec") -> list[str]:
+    """Check that what is named is there."""
+    return [text for text, is_problem in _code(spec) if is_problem]
+
+
+def named_code(spec: "RunSpec") -> list[str]:
+    """Return what a run imports because the recipe names it, a line each: the key, its import path, its file."""
+    return [text for text, is_problem in _code(spec) if not is_problem]
+
+
+def unknown_name(key: str, name: str, known: Sequence[str]) -> list[str]:
+    """Return the problem of a name that is none of `known`, nor an import path."""
+    if name in known or "." in name:
+        return []
+    near = key_aliases.meant(re.sub(r"\[\d+\]", "", key), name) or nearest(name, known)
+    hint = f"; did you mean {near}?" if near else ", nor an import path such as package.module.Class"
+    return [f"{key}={name} is none of {', '.join(known)}{hint}"]
+
+
+def _code(spec: "RunSpec") -> list[tuple[str, bool]]:
+    """Return for each import path of the recipe where it leads, or why it leads nowhere (True)."""
+    recipe = spec.recipe
+    stages = recipe.scheduler if isinstance(recipe.scheduler, list) else []
+    named: list[tuple[str, Any, str]] = [
+        ("optimizer.name", recipe.optimizer.name, "optimizer"),
+        *((f"scheduler[{i}].name", stage.name, "scheduler") for i, stage in enumerate(stages)),
+        ("scheduler.name", getattr(recipe.scheduler, "name", None), "scheduler"),
+        ("parallel.custom_plan", recipe.parallel.custom_plan, "plan"),
+        *spec_of(recipe).code(recipe),
+        *(code for each in eval_sets.sets(recipe.eval) for code in each.code),
+    ]
+    lines = []
+    by_command = ("server of tools", "environment of verifiers")
+    named = [(key, path, what) for key, path, what in named if what in by_command or _is_import_path(path)]
+    if not any(path for _, path, _ in named):
+        return []
+    from dtrain.rl.rewards.find import find_file, find_verifiers
+    from dtrain.rl.tools import tool_schema
+
+    for key, path, what in named:
+        if what == "server of tools":
+            lines += _server(key, path)
+        elif what == "environment of verifiers" and path is not None:
+            try:
+                lines.append((f"{key}: {path}, from {find_verifiers(path)}", False))
+            except UserError as error:
+                lines.append((f"{key}: {error}", True))
+        elif path is not None:
+            try:
+                origin = find_file(path, what)[2]
+                if what == "tool":
+                    tool_schema(path)
+                lines.append((f"{key}: {path}, from {origin}", False))
+            except UserError as error:
+                lines.append((f"{key}: {error}", True))
+    return lines
+
+
+def _is_import_path(value: Any) -> bool:
+    return isinstance(value, str) and bool(set(".:") & set(value))
+
+
+def _server(key: str, command: str | None) -> list[tuple[str, bool]]:
+    """Find the program of a command that a run starts, as `_code` has it."""
+    if command is None:
+        return []
+    try:
+        (program, *_) = shlex.split(command)
+    except ValueError as error:
+        return [(f"{key}={command} is no command: {error or 'it is empty'}", True)]
+    file = shutil.which(program)
+    return [(f"{key}: {command}, by {file}" if file else f"{key}={command}: there is no program {program}", not file)]
