@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
@@ -29,9 +29,7 @@ from dtrain.rl.judging import (
 from dtrain.rl.rewards import Rewards
 from dtrain.run.eval_sets import EvalSet, sets
 from dtrain.run.metrics import records
-
-if TYPE_CHECKING:
-    from dtrain.run.spec import RunSpec
+from dtrain.run.spec import RunSpec
 
 WIDTH = 72
 
@@ -55,13 +53,13 @@ class Evaluations:
     Raises UserError for sets that cannot be asked, or do not fit into memory.
     """
 
-    def __init__(self, spec: "RunSpec", policy: Policy, run: RunContext):
+    def __init__(self, spec: RunSpec, policy: Policy, run: RunContext):
         self._run, self._ranks = run, Ranks()
         self._decode = partial(spec.source.tokenizer.decode, skip_special_tokens=True)
         self._engine = NativeEngine(policy.model, policy.mesh, policy.device, decode=self._decode)
         self._sets = [self._open(spec, each) for each in sets(spec.recipe.eval)]
 
-    def _open(self, spec: "RunSpec", eval_set: EvalSet) -> _Open:
+    def _open(self, spec: RunSpec, eval_set: EvalSet) -> _Open:
         opened: list[Rewards] = []
 
         def open_set() -> Questions:

@@ -9,7 +9,7 @@ number generators are kept rank by rank.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -33,10 +33,8 @@ from dtrain.methods.spec import REWARD_MODEL, spec_of
 from dtrain.models.common.adapter_config import adaptable
 from dtrain.policy import Policy
 from dtrain.run.directory import MODELS, guard
-
-if TYPE_CHECKING:
-    from dtrain.run.host import Host
-    from dtrain.run.spec import RunSpec
+from dtrain.run.host import Host
+from dtrain.run.spec import RunSpec
 
 # What a resume compares beside the recipe's keys, and `checkpoint.allow_changes` may name.
 DIGESTS = ("data.fingerprint", "data.val.fingerprint", "model.weights", "model.config", "model.tokenizer")
@@ -83,7 +81,7 @@ class Start:
         return self.saved[0].path(self.step)
 
 
-def find_start(spec: "RunSpec", host: "Host") -> Start:
+def find_start(spec: RunSpec, host: Host) -> Start:
     """Find what `checkpoint.resume` picks: the run's newest whole checkpoint (auto), none (null), or the one at a path;
     and what `checkpoint.init_from` means, where the run is fresh or its method needs its start.
 
@@ -111,7 +109,7 @@ def find_start(spec: "RunSpec", host: "Host") -> Start:
     return replace(start, began=began, weights=weights)
 
 
-def _find_step(spec: "RunSpec", host: "Host") -> Start:
+def _find_step(spec: RunSpec, host: Host) -> Start:
     resume, run, store, ranks = spec.recipe.checkpoint.resume, spec.run, spec.store, host.ranks
     if resume is None:
         ranks.first(lambda: run.refuse_used(resume))
@@ -148,7 +146,7 @@ def _find_step(spec: "RunSpec", host: "Host") -> Start:
     return Start(step, tuple(state["cursor"]), source, state, verified=newest is not None, began=began)
 
 
-def identities(spec: "RunSpec", ranks: Ranks) -> dict[str, str]:
+def identities(spec: RunSpec, ranks: Ranks) -> dict[str, str]:
     """Digests of what the run's models are, under the keys that a changed one is refused by. Collective. UserError
     where hosts have other ones, or files cannot be read."""
     recipe, path = spec.recipe, spec.source.path
@@ -180,7 +178,7 @@ def identities(spec: "RunSpec", ranks: Ranks) -> dict[str, str]:
     return digest_of
 
 
-def start_identity(spec: "RunSpec") -> str:
+def start_identity(spec: RunSpec) -> str:
     """The digest of the weights that the run trains from, or where its method needs the "base", of these without an
     adapter."""
     recipe, start, digest_of, named = spec.recipe, spec.start, spec.identities, spec.method.needs_start
@@ -192,7 +190,7 @@ def start_identity(spec: "RunSpec") -> str:
     return digest(own, None if named == "base" else digest_of.get("lora.path"), recipe.lora.quantize, named)
 
 
-def refuse_other_adapter(spec: "RunSpec") -> None:
+def refuse_other_adapter(spec: RunSpec) -> None:
     """Raise UserError where weights of `checkpoint.init_from`, whose run had an adapter, mean another model here: other
     scales, or the base in other bits."""
     model = spec.model
@@ -214,7 +212,7 @@ def refuse_other_adapter(spec: "RunSpec") -> None:
         )
 
 
-def refuse_other_base(spec: "RunSpec") -> None:
+def refuse_other_base(spec: RunSpec) -> None:
     """Raise UserError where the run that trained the weights of `checkpoint.init_from`, those of an adapter or of what
     was not frozen alone, had other weights beside them."""
     if spec.start.weights is None:
@@ -228,7 +226,7 @@ def refuse_other_base(spec: "RunSpec") -> None:
         )
 
 
-def compare(spec: "RunSpec", allow_changes: Sequence[str]) -> list[str]:
+def compare(spec: RunSpec, allow_changes: Sequence[str]) -> list[str]:
     """Return the differences between the run that was saved at the start and this one, a line each: its recipe, and
     what it reads (`spec.identities`). Raises UserError for differences that make another run of it, unless
     `allow_changes` names them. Another place with the same content makes none, nor does `data.packing=auto` in place of
@@ -260,7 +258,7 @@ def _but_path(sources: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     return [{**source, **dict.fromkeys(WHERE)} for source in sources or []]
 
 
-def restore(spec: "RunSpec", policy: Policy, method: Method) -> None:
+def restore(spec: RunSpec, policy: Policy, method: Method) -> None:
     """Load the start into `policy` and `method`. Collective."""
     start, (store, state) = spec.start, spec.start.saved
     differing = [key for key, _, _ in config.diff(state["recipe"], spec.recipe)]
@@ -315,7 +313,7 @@ def _named_for_method(method: Method) -> dict[str, Tensor]:
     return {f"method.{name}": tensor for name, tensor in method.tensors().items()}
 
 
-def _newest(store: CheckpointStore, host: "Host") -> int | None:
+def _newest(store: CheckpointStore, host: Host) -> int | None:
     """The newest step without damage, by the content of every file or, in a dry run, by their sizes; None where
     nothing was saved yet. Collective."""
     published = host.ranks.first(store.published)

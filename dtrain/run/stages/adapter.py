@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtrain.base.name_patterns import of_end, pattern_error
 from dtrain.base.ranges import nearest, out_of_range, shown
@@ -23,12 +23,10 @@ from dtrain.models.common.adapter_config import (
 )
 from dtrain.recipe import key_aliases
 from dtrain.recipe.schema import Lora
-
-if TYPE_CHECKING:
-    from dtrain.run.spec import RunSpec
+from dtrain.run.spec import RunSpec
 
 
-def check_keys(spec: "RunSpec") -> list[str]:
+def check_keys(spec: RunSpec) -> list[str]:
     """Return what is wrong with the section, beside its ranges, and with keys that do not go with it; one line each."""
     recipe, section = spec.recipe, spec.recipe.lora
     assert section is not None
@@ -79,7 +77,7 @@ def _of_experts(what: str, section: Lora) -> list[str]:
     return errors
 
 
-def notes(spec: "RunSpec") -> list[str]:
+def notes(spec: RunSpec) -> list[str]:
     """Return notes on a section that is no mistake: that a fresh adapter hardly learns at a low rate, and that
     an adapter at `path` may be of another model."""
     recipe, section = spec.recipe, spec.recipe.lora
@@ -95,7 +93,7 @@ def notes(spec: "RunSpec") -> list[str]:
     ]
 
 
-def check_models(spec: "RunSpec") -> list[str]:
+def check_models(spec: RunSpec) -> list[str]:
     """Return what of the section does not fit the model, one line each. Nothing where `check_keys` finds it wrong in
     itself, or the model has a problem of its own."""
     recipe, section, model = spec.recipe, spec.recipe.lora, spec.readable_config

@@ -4,24 +4,22 @@ import re
 import shlex
 import shutil
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
 from dtrain.methods.spec import spec_of
 from dtrain.recipe import key_aliases
 from dtrain.run import eval_sets
-
-if TYPE_CHECKING:
-    from dtrain.run.spec import RunSpec
+from dtrain.run.spec import RunSpec
 
 
-def check_files(spec: "RunSpec") -> list[str]:
+def check_files(spec: RunSpec) -> list[str]:
     """Check that what is named is there."""
     return [text for text, is_problem in _code(spec) if is_problem]
 
 
-def named_code(spec: "RunSpec") -> list[str]:
+def named_code(spec: RunSpec) -> list[str]:
     """Return what a run imports because the recipe names it, a line each: the key, its import path, its file."""
     return [text for text, is_problem in _code(spec) if not is_problem]
 
@@ -35,7 +33,7 @@ def unknown_name(key: str, name: str, known: Sequence[str]) -> list[str]:
     return [f"{key}={name} is none of {', '.join(known)}{hint}"]
 
 
-def _code(spec: "RunSpec") -> list[tuple[str, bool]]:
+def _code(spec: RunSpec) -> list[tuple[str, bool]]:
     """Return for each import path of the recipe where it leads, or why it leads nowhere (True)."""
     recipe = spec.recipe
     stages = recipe.scheduler if isinstance(recipe.scheduler, list) else []

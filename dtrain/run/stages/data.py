@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dtrain.data.sources import columns, urls
 from dtrain.data.sources import hub as data_hub
@@ -14,20 +13,18 @@ from dtrain.methods.spec import spec_of
 from dtrain.recipe.schema import DataSource, Source
 from dtrain.run.host import Host, problems_of
 from dtrain.run.preflight import absent_data, paths_of
+from dtrain.run.spec import RunSpec
 from dtrain.run.stages.rows import open_splits
 
-if TYPE_CHECKING:
-    from dtrain.run.spec import RunSpec
 
-
-def _sections(spec: "RunSpec") -> Iterator[tuple[str, DataSource]]:
+def _sections(spec: RunSpec) -> Iterator[tuple[str, DataSource]]:
     """Yield the key and the section of each split that has files of its own."""
     for key, section in (("data.train", spec.recipe.data.train), ("data.val", spec.recipe.data.val)):
         if isinstance(section, DataSource):
             yield key, section
 
 
-def check_keys(spec: "RunSpec") -> list[str]:
+def check_keys(spec: RunSpec) -> list[str]:
     """Check each split's sources: paths, formats that the method takes, names of columns."""
     recipe, method, problems = spec.recipe, spec_of(spec.recipe), []
     label = method.label(recipe)
@@ -65,14 +62,14 @@ def _paths(split: DataSource, key: str) -> list[str]:
     return problems + [f"{at}.path is missing: set it to a file, a glob or a list of them" for at in missing]
 
 
-def notes(spec: "RunSpec") -> list[str]:
+def notes(spec: RunSpec) -> list[str]:
     """Return a note on rows that are kept out of training for nothing."""
     share = spec.recipe.data.val
     unused = f"note: data.val={share} keeps rows out of training; set train.validate_every to be told their loss"
     return [unused] if isinstance(share, float) and spec.recipe.train.validate_every is None else []
 
 
-def check_files(spec: "RunSpec") -> list[str]:
+def check_files(spec: RunSpec) -> list[str]:
     """Check that each source's files are there, and the first row of each."""
     problems: list[str] = []
     for key, split in _sections(spec):
@@ -81,7 +78,7 @@ def check_files(spec: "RunSpec") -> list[str]:
     return problems
 
 
-def _check_formats(spec: "RunSpec", source: Source, key: str) -> None:
+def _check_formats(spec: RunSpec, source: Source, key: str) -> None:
     files, method = files_here(spec, source, key), spec_of(spec.recipe)
     if files and method.refuses(spec.recipe, source.format) is None:  # else check_keys says why
         formats_of(files, source.format, method.kind, source.columns, f"{key}.columns")
@@ -95,7 +92,7 @@ def of_no_hub(source: Source, key: str) -> list[str]:
     return [f"{' and '.join(named)}: for datasets of the Hugging Face hub (owner/name), and {key}.path names files"]
 
 
-def files_here(spec: "RunSpec", source: Source, key: str) -> list[Path]:
+def files_here(spec: RunSpec, source: Source, key: str) -> list[Path]:
     """Return the files of a source that are here. Raises UserError."""
     if not source.path or f"{key}.path" in {
         at for at, _, _ in absent_data(spec.recipe)
@@ -105,7 +102,7 @@ def files_here(spec: "RunSpec", source: Source, key: str) -> list[Path]:
     return find_files(named, f"{key}.path", source, spec.recipe.cache) if named else []
 
 
-def _is_away(spec: "RunSpec", path: str, key: str) -> bool:
+def _is_away(spec: RunSpec, path: str, key: str) -> bool:
     """Return whether a URL is still to be copied: its files are then there, and of a kind that is read. Raises
     UserError."""
     remotes = urls.away(path, key, spec.recipe.cache) if urls.is_url(path) else []
@@ -114,7 +111,7 @@ def _is_away(spec: "RunSpec", path: str, key: str) -> bool:
     return bool(remotes)
 
 
-def resolve(spec: "RunSpec", host: Host) -> bool:
+def resolve(spec: RunSpec, host: Host) -> bool:
     """Open the rows of data.train and data.val; the first process of a run to come tokenises, the others wait for its
     cache. A dry run reads the first rows, and all where the files are small; with problems that are known it ends
     here."""

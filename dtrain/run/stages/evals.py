@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dtrain.base.errors import UserError
 from dtrain.data.formats.formats import detect
@@ -25,15 +24,13 @@ from dtrain.rl.rewards.math_answers import answer_in
 from dtrain.rl.rewards.options import is_path
 from dtrain.run.eval_sets import EvalSet, longest_answer, sets
 from dtrain.run.host import Host, problems_of
+from dtrain.run.spec import RunSpec
 from dtrain.run.stages.data import files_here, of_no_hub
-
-if TYPE_CHECKING:
-    from dtrain.run.spec import RunSpec
 
 DRAWN = ("text", "preference")  # formats of rows that ask nothing
 
 
-def check_keys(spec: "RunSpec") -> list[str]:
+def check_keys(spec: RunSpec) -> list[str]:
     """Return what is wrong in `eval`, one line each."""
     errors: list[str] = []
     for eval_set in sets(spec.recipe.eval):
@@ -59,12 +56,12 @@ def check_keys(spec: "RunSpec") -> list[str]:
     return errors
 
 
-def check_files(spec: "RunSpec") -> list[str]:
+def check_files(spec: RunSpec) -> list[str]:
     """Check each set's files, as far as they are here."""
     return [problem for eval_set in sets(spec.recipe.eval) for problem in _check_set(spec, eval_set)]
 
 
-def _check_set(spec: "RunSpec", eval_set: EvalSet) -> list[str]:
+def _check_set(spec: RunSpec, eval_set: EvalSet) -> list[str]:
     config, files = spec.source.any_config, []
     positions = None if config is None else config.max_position_embeddings
     problems = of_no_hub(eval_set.section, eval_set.key)
@@ -136,7 +133,7 @@ def usual_reward(files: Sequence[Path]) -> str:
     return "text_exact" if is_math and 2 * sum(is_math) < len(is_math) else "math_exact"
 
 
-def resolve(spec: "RunSpec", host: Host) -> bool:
+def resolve(spec: RunSpec, host: Host) -> bool:
     """Read the sets, on the first rank."""
     for eval_set in sets(spec.recipe.eval):
         if f"{eval_set.key}.path" not in spec.awaited:
@@ -144,7 +141,7 @@ def resolve(spec: "RunSpec", host: Host) -> bool:
     return True
 
 
-def _read(spec: "RunSpec", eval_set: EvalSet) -> None:
+def _read(spec: RunSpec, eval_set: EvalSet) -> None:
     """Read the questions of a set, and the rewards that judge its answers. Raises UserError for rows that are wrong, or
     too long."""
     recipe, section, tokenizer = spec.recipe, eval_set.section, spec.source.tokenizer
@@ -179,7 +176,7 @@ def _read(spec: "RunSpec", eval_set: EvalSet) -> None:
     spec.questions[eval_set.name] = questions, rewards
 
 
-def _remembered(spec: "RunSpec", reward: Reward) -> Reward:
+def _remembered(spec: RunSpec, reward: Reward) -> Reward:
     """A judge keeps what it judged beside the data's caches."""
     if reward.fn != "judge" or "cache" in reward.kwargs:
         return reward

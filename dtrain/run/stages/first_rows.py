@@ -8,23 +8,20 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dtrain.base.json_files import loads
 from dtrain.data.formats.plain_prompts import describe
 from dtrain.data.sources.sources import Look, looks
+from dtrain.run.host import DryHost
 from dtrain.run.preflight import has_urls, to_copy
+from dtrain.run.spec import RunSpec
 from dtrain.run.stages.rows import open_splits, row_options, splits
-
-if TYPE_CHECKING:
-    from dtrain.run.host import DryHost
-    from dtrain.run.spec import RunSpec
 
 SMALL_DATA = 4 << 20
 LOOK_SECONDS = 5.0
 
 
-def look_at_rows(spec: "RunSpec", host: "DryHost") -> None:
+def look_at_rows(spec: RunSpec, host: DryHost) -> None:
     """Read the first rows of every file, and the rows where the files are small. Each file's first mistake is one of
     the problems."""
     recipe, before = spec.recipe, len(host.problems)
@@ -66,7 +63,7 @@ def _size(file: Path) -> int:
     return file.stat().st_size * (10 if file.suffix.lower() in (".gz", ".parquet") else 1)
 
 
-def _shapes(files: Sequence[tuple[str, Look]], spec: "RunSpec", host: "DryHost") -> None:
+def _shapes(files: Sequence[tuple[str, Look]], spec: RunSpec, host: DryHost) -> None:
     """The shape of the rows of large files, and in the time that is left what the template and the lengths refuse. Each
     file is given an equal part of the time."""
     end, before = time.monotonic() + LOOK_SECONDS, len(host.problems)

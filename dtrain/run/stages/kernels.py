@@ -1,17 +1,13 @@
 """Stage kernels: the kernels of attention, and what the method asks of the device."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from dtrain.policy.build import choose_attention, choose_delta
-
-if TYPE_CHECKING:
-    from dtrain.run.host import Host
-    from dtrain.run.spec import RunSpec
+from dtrain.run.host import Host
+from dtrain.run.spec import RunSpec
 
 
-def check_keys(spec: "RunSpec") -> list[str]:
+def check_keys(spec: RunSpec) -> list[str]:
     """Check that a kernel for CUDA is not asked of the CPU, or of full precision."""
     recipe = spec.recipe
     unfit = {
@@ -28,7 +24,7 @@ def check_keys(spec: "RunSpec") -> list[str]:
     ]
 
 
-def check_models(spec: "RunSpec") -> list[str]:
+def check_models(spec: RunSpec) -> list[str]:
     """Check that there is linear attention for its kernel."""
     model = spec.readable_config
     if model is None or model.linear is not None or spec.recipe.model.linear_attention != "fla":
@@ -36,7 +32,7 @@ def check_models(spec: "RunSpec") -> list[str]:
     return ["model.linear_attention=fla: this model has no linear attention; leave it out"]
 
 
-def resolve(spec: "RunSpec", host: "Host") -> bool:
+def resolve(spec: RunSpec, host: Host) -> bool:
     """Refuse, in a dry run, what this machine's device cannot do. A run chooses where its ranks build the model: they
     must agree on what each of their devices proves."""
     if host.is_dry and spec.world.is_here and (spec.rows or spec.recipe.data.packing != "auto"):

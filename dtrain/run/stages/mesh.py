@@ -1,17 +1,14 @@
 """Stage mesh: the mesh and the batch in the world, and the models on the mesh."""
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.recipe.world import batch_problems, mesh_problems
-
-if TYPE_CHECKING:
-    from dtrain.run.spec import RunSpec
+from dtrain.run.spec import RunSpec
 
 
-def check_keys(spec: "RunSpec") -> list[str]:
+def check_keys(spec: RunSpec) -> list[str]:
     """Check that the mesh fits the world, and the batch the mesh."""
     recipe, wrong = spec.recipe, {key for key, _, _ in spec.wrong_values}
     if spec.world.size < 1 or any(key.startswith("parallel.") for key in wrong):
@@ -26,7 +23,7 @@ def check_keys(spec: "RunSpec") -> list[str]:
     return problems
 
 
-def _sequence(spec: "RunSpec") -> list[str]:
+def _sequence(spec: RunSpec) -> list[str]:
     """A sequence is cut into 2·cp pieces; some would be nothing but padding in every row."""
     length, cp = spec.recipe.data.max_length, spec.recipe.parallel.cp
     if cp == 1 or length < 2 or length >= 2 * cp:
@@ -37,13 +34,13 @@ def _sequence(spec: "RunSpec") -> list[str]:
     ]
 
 
-def check_models(spec: "RunSpec") -> list[str]:
+def check_models(spec: RunSpec) -> list[str]:
     """Check that the model fits the mesh."""
     model = spec.readable_config
     return [] if model is None else unfit(spec, model, spec.recipe.parallel.ep)
 
 
-def unfit(spec: "RunSpec", model: ModelConfig, ep: int) -> list[str]:
+def unfit(spec: RunSpec, model: ModelConfig, ep: int) -> list[str]:
     """Return what keeps `model` from the mesh, whose experts are shared by `ep` ranks, one line each."""
     recipe, tp = spec.recipe, spec.recipe.parallel.tp
     problems = mesh_problems_of_model(model, tp, ep) if tp >= 1 and ep >= 1 else []  # check says so

@@ -4,7 +4,6 @@ read; nothing is allocated.
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dtrain import models
 from dtrain.base.errors import UserError
@@ -22,21 +21,19 @@ from dtrain.policy.trained import choose_trained
 from dtrain.run import resume
 from dtrain.run.host import Host
 from dtrain.run.preflight import model_ids
-
-if TYPE_CHECKING:
-    from dtrain.run.spec import RunSpec
+from dtrain.run.spec import RunSpec
 
 WEIGHTS = ("weight", "bias")
 SMALL_WEIGHTS = 256 << 20  # bytes that a dry run reads whole
 
 
-def check_keys(spec: "RunSpec") -> list[str]:
+def check_keys(spec: RunSpec) -> list[str]:
     """Check that the recipe names a model."""
     missing = "model.path is missing: set it to a local directory with config.json, weights and tokenizer"
     return [] if spec.recipe.model.path else [missing]
 
 
-def check_models(spec: "RunSpec") -> list[str]:
+def check_models(spec: RunSpec) -> list[str]:
     """Check config.json, and the keys that choose among what it has. Raises UserError for a file that is no model."""
     recipe, path = spec.recipe, spec.recipe.model.path
     if not path or any(key == "model.path" for key, _, _ in model_ids(recipe)):
@@ -65,7 +62,7 @@ def _is_an_adapter(directory: Path) -> str:
     )
 
 
-def check_files(spec: "RunSpec") -> list[str]:
+def check_files(spec: RunSpec) -> list[str]:
     """Check the headers of the weights."""
     is_read = spec.source.any_config is not None and spec.recipe.model.init == "pretrained"
     if not is_read or "model.path" in spec.awaited:
@@ -103,7 +100,7 @@ def weight_problems(directory: Path, otherwise: str = "", key: str = "model.path
     return problems
 
 
-def resolve(spec: "RunSpec", host: Host) -> bool:
+def resolve(spec: RunSpec, host: Host) -> bool:
     """Build the model on meta, on the first rank; read the digests of what the run reads."""
     recipe, world = spec.recipe, spec.world
     if host.known:
@@ -114,7 +111,7 @@ def resolve(spec: "RunSpec", host: Host) -> bool:
     return True
 
 
-def _build(spec: "RunSpec") -> None:
+def _build(spec: RunSpec) -> None:
     """Put the model on meta, as every rank builds it, once the headers of its weights fit it. Raises UserError."""
     recipe, compute = spec.recipe, spec.precision.compute
     model = models.build(spec.model_config, dtype=spec.precision.master, device="meta")
@@ -127,7 +124,7 @@ def _build(spec: "RunSpec") -> None:
     spec.model = model
 
 
-def _identify(spec: "RunSpec", host: Host) -> None:
+def _identify(spec: RunSpec, host: Host) -> None:
     """Read the digests; a dry run does where the weights are few, and here."""
     if host.is_dry:
         sources = [*spec.others.values(), *([spec.source] if spec.recipe.model.init == "pretrained" else [])]

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,20 +9,18 @@ from dtrain.base.errors import UserError
 from dtrain.base.ranges import Range, is_finite, shown
 from dtrain.optim.update import NAMES, WHOLE_PARAMETERS_ONLY, build_optimizer, cannot_step_shards, is_torchs
 from dtrain.recipe.schema import OPTIMIZERS
+from dtrain.run.host import Host
+from dtrain.run.spec import RunSpec
 from dtrain.run.stages.code import unknown_name
 
-if TYPE_CHECKING:
-    from dtrain.run.host import Host
-    from dtrain.run.spec import RunSpec
 
-
-def check_keys(spec: "RunSpec") -> list[str]:
+def check_keys(spec: RunSpec) -> list[str]:
     """Check the section `optimizer`, and the keys around it that say in what bits weights and moments are held."""
     name = unknown_name("optimizer.name", spec.recipe.optimizer.name, OPTIMIZERS)
     return [*name, *_few_bits(spec), *_rate(spec), *_muon(spec)]
 
 
-def _few_bits(spec: "RunSpec") -> list[str]:
+def _few_bits(spec: RunSpec) -> list[str]:
     """Return conflicts of weights and moments of fewer bits than float32, or of moments on the host."""
     recipe = spec.recipe
     state, masters, dtype = recipe.optimizer.state, recipe.train.masters, recipe.train.dtype
@@ -82,7 +79,7 @@ _ADAMS: dict[str, Range] = {
 }
 
 
-def _kwargs(spec: "RunSpec", holds: Mapping[str, Range], unknown: str) -> list[str]:
+def _kwargs(spec: RunSpec, holds: Mapping[str, Range], unknown: str) -> list[str]:
     """Return the entries of `optimizer.kwargs` that are none of `holds`, in the words of `unknown`, or break its
     rule."""
     problems = []
@@ -94,7 +91,7 @@ def _kwargs(spec: "RunSpec", holds: Mapping[str, Range], unknown: str) -> list[s
     return problems
 
 
-def _rate(spec: "RunSpec") -> list[str]:
+def _rate(spec: RunSpec) -> list[str]:
     """A rate of 0 trains nothing; muon has two, and the class's own arguments win."""
     section = spec.recipe.optimizer
     others = (section.adam_lr or 0.0) if section.name == "muon" else 0.0
@@ -106,7 +103,7 @@ def _rate(spec: "RunSpec") -> list[str]:
     ]
 
 
-def _muon(spec: "RunSpec") -> list[str]:
+def _muon(spec: RunSpec) -> list[str]:
     """Check `optimizer.kwargs` of muon, and `optimizer.adam_lr` of others."""
     section, name = spec.recipe.optimizer, spec.recipe.optimizer.name
     if name != "muon":
@@ -123,13 +120,13 @@ def _muon(spec: "RunSpec") -> list[str]:
     return _kwargs(spec, holds, f"optimizer.kwargs.{{}} is none of muon's: {', '.join(holds)}")
 
 
-def resolve(spec: "RunSpec", host: "Host") -> bool:
+def resolve(spec: RunSpec, host: Host) -> bool:
     """Put the optimizer over the model on meta, on the first rank."""
     host.first(partial(_build, spec))
     return True
 
 
-def _build(spec: "RunSpec") -> None:
+def _build(spec: RunSpec) -> None:
     """Put the optimizer over the model, where no stranger's code is needed for it. Raises UserError, also where it
     cannot step what FSDP shards."""
     section, model = spec.recipe.optimizer, spec.model

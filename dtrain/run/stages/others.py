@@ -2,7 +2,6 @@
 
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING
 
 from dtrain import models
 from dtrain.base.errors import UserError
@@ -15,14 +14,12 @@ from dtrain.models.common import nf4_config
 from dtrain.models.common.config import ModelConfig
 from dtrain.run.host import Host, problems_of
 from dtrain.run.preflight import model_ids
+from dtrain.run.spec import ModelDirectory, RunSpec
 from dtrain.run.stages.mesh import unfit
 from dtrain.run.stages.model import weight_problems
 
-if TYPE_CHECKING:
-    from dtrain.run.spec import ModelDirectory, RunSpec
 
-
-def check_models(spec: "RunSpec") -> list[str]:
+def check_models(spec: RunSpec) -> list[str]:
     """Check each config.json, and that the models fit the trained one and the mesh."""
     absent = {key for key, _, _ in model_ids(spec.recipe)}
     return [
@@ -33,7 +30,7 @@ def check_models(spec: "RunSpec") -> list[str]:
     ]
 
 
-def _unfit(spec: "RunSpec", key: str, source: "ModelDirectory") -> list[str]:
+def _unfit(spec: RunSpec, key: str, source: ModelDirectory) -> list[str]:
     """Return what is wrong with the model at a key. Raises UserError where it cannot be read."""
     path = source.path
     if not path.is_dir():
@@ -75,13 +72,13 @@ def reference_problems(ours: ModelConfig, theirs: ModelConfig, key: str, path: s
     return []
 
 
-def _beside(spec: "RunSpec", model: ModelConfig) -> list[str]:
+def _beside(spec: RunSpec, model: ModelConfig) -> list[str]:
     """Return what keeps another model from the mesh: one without experts lies over ep as over the rest of its ranks."""
     parallel = spec.recipe.parallel
     return unfit(spec, model, ep=1 if model.experts is None else parallel.ep)
 
 
-def _teacher(spec: "RunSpec", model: ModelConfig) -> list[str]:
+def _teacher(spec: RunSpec, model: ModelConfig) -> list[str]:
     """A teacher fits the mesh and has the student's vocabulary."""
     problems, student = _beside(spec, model), spec.readable_config
     if student is not None and model.vocab_size != student.vocab_size:
@@ -92,7 +89,7 @@ def _teacher(spec: "RunSpec", model: ModelConfig) -> list[str]:
     return problems
 
 
-def _rating(spec: "RunSpec", model: ModelConfig) -> list[str]:
+def _rating(spec: RunSpec, model: ModelConfig) -> list[str]:
     """A reward model fits the mesh and has a trained head of one output."""
     problems = _beside(spec, model)
     if model.labels is None or model.has_new_head:
@@ -102,7 +99,7 @@ def _rating(spec: "RunSpec", model: ModelConfig) -> list[str]:
     return problems
 
 
-def check_files(spec: "RunSpec") -> list[str]:
+def check_files(spec: RunSpec) -> list[str]:
     """Check the headers of their weights, and their tokenizers."""
     problems = []
     for key, source in spec.others.items():
@@ -116,7 +113,7 @@ def check_files(spec: "RunSpec") -> list[str]:
     return problems
 
 
-def differing_tokens(teacher: "ModelDirectory", student: "ModelDirectory") -> list[str]:
+def differing_tokens(teacher: ModelDirectory, student: ModelDirectory) -> list[str]:
     try:
         tokens, ours = (source.tokenizer.vocabulary for source in (teacher, student))
     except UserError as error:
@@ -131,7 +128,7 @@ def differing_tokens(teacher: "ModelDirectory", student: "ModelDirectory") -> li
     ]
 
 
-def resolve(spec: "RunSpec", host: Host) -> bool:
+def resolve(spec: RunSpec, host: Host) -> bool:
     """Check that their weights fit them, on the first rank."""
     for key, source in spec.others.items():
         if not host.known and key not in spec.awaited:
@@ -139,5 +136,5 @@ def resolve(spec: "RunSpec", host: Host) -> bool:
     return True
 
 
-def _check_weights(source: "ModelDirectory") -> None:
+def _check_weights(source: ModelDirectory) -> None:
     check_fit(models.build(source.config, device="meta"), WeightFiles(source.path))

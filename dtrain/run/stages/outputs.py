@@ -2,20 +2,17 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dtrain.base.files import refuse_unwritable
 from dtrain.base.ranges import nearest, shown
 from dtrain.methods.spec import spec_of
 from dtrain.recipe.schema import BEST
 from dtrain.run.eval_sets import fields, sets
-
-if TYPE_CHECKING:
-    from dtrain.run.host import Host
-    from dtrain.run.spec import RunSpec
+from dtrain.run.host import Host
+from dtrain.run.spec import RunSpec
 
 
-def check_keys(spec: "RunSpec") -> list[str]:
+def check_keys(spec: RunSpec) -> list[str]:
     """Check `run.name`, `checkpoint.keep_best` and `train.patience`."""
     problems, name = [], spec.recipe.run.name
     if name is not None and (not name.strip() or "/" in name or name in (".", "..")):
@@ -25,7 +22,7 @@ def check_keys(spec: "RunSpec") -> list[str]:
     return problems + _best(spec)
 
 
-def _best(spec: "RunSpec") -> list[str]:
+def _best(spec: RunSpec) -> list[str]:
     """Return what is wrong with `checkpoint.keep_best` and `train.patience`, one line each.
 
     keep_best compares saves, so each save needs a value of its own; patience counts values.
@@ -60,7 +57,7 @@ def _best(spec: "RunSpec") -> list[str]:
     return problems
 
 
-def check_files(spec: "RunSpec") -> list[str]:
+def check_files(spec: RunSpec) -> list[str]:
     """An export takes the place of its whole directory."""
     recipe = spec.recipe
     if recipe.checkpoint.export == "none":
@@ -76,7 +73,7 @@ def check_files(spec: "RunSpec") -> list[str]:
     ]
 
 
-def resolve(spec: "RunSpec", host: "Host") -> bool:
+def resolve(spec: RunSpec, host: Host) -> bool:
     """Take the run's directory, or look whether it could be taken; refuse an export that cannot be written."""
     host.open_outputs(spec)
     if spec.recipe.checkpoint.export != "none":
@@ -84,6 +81,6 @@ def resolve(spec: "RunSpec", host: "Host") -> bool:
     return True
 
 
-def _refuse_unwritable(spec: "RunSpec") -> None:
+def _refuse_unwritable(spec: RunSpec) -> None:
     if spec.run.path.is_dir():
         refuse_unwritable(spec.run.export)

@@ -2,24 +2,22 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtrain.data import Rows, open_rows
 from dtrain.methods.spec import spec_of
-
-if TYPE_CHECKING:
-    from dtrain.run.host import Host
-    from dtrain.run.spec import RunSpec
+from dtrain.run.host import Host
+from dtrain.run.spec import RunSpec
 
 DIGESTS = {"train": "data.fingerprint", "val": "data.val.fingerprint"}  # of the rows of each split
 
 
-def splits(spec: "RunSpec") -> list[str]:
+def splits(spec: RunSpec) -> list[str]:
     """Return the names of the splits that the recipe has."""
     return ["train"] if spec.recipe.data.val is None else ["train", "val"]
 
 
-def row_options(spec: "RunSpec", cache_dir: Path | None) -> dict[str, Any]:
+def row_options(spec: RunSpec, cache_dir: Path | None) -> dict[str, Any]:
     """Return the arguments of `open_rows` and `looks` that follow from a recipe. Raises UserError."""
     recipe, method = spec.recipe, spec_of(spec.recipe)
     return {
@@ -32,7 +30,7 @@ def row_options(spec: "RunSpec", cache_dir: Path | None) -> dict[str, Any]:
     }
 
 
-def open_splits(spec: "RunSpec", cache_dir: Path | None, host: "Host") -> None:
+def open_splits(spec: RunSpec, cache_dir: Path | None, host: Host) -> None:
     """Open the rows of the splits, tokenised or from the cache; data.val is packed as data.train is. All or none are
     set. Raises UserError. Collective."""
     recipe, options = spec.recipe, row_options(spec, cache_dir)

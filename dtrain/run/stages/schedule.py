@@ -1,19 +1,15 @@
 """Stage schedule: the learning rate over the steps, and runs that would train nothing."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from dtrain.base.errors import UserError
+from dtrain.data import Rows
 from dtrain.methods.spec import spec_of
 from dtrain.optim.update import build_scheduler
 from dtrain.recipe.schema import SCHEDULES, Scheduler, Stage
+from dtrain.run.host import Host
+from dtrain.run.spec import RunSpec
 from dtrain.run.stages.code import unknown_name
-
-if TYPE_CHECKING:
-    from dtrain.data import Rows
-    from dtrain.run.host import Host
-    from dtrain.run.spec import RunSpec
 
 FEWEST_STEPS = 5
 SHARE = "scheduler.warmup=0.03, a share of the steps, and scheduler.warmup_steps=null"
@@ -24,7 +20,7 @@ def stages_of(section: Scheduler | list[Stage]) -> list:
     return section if isinstance(section, list) else [section]
 
 
-def check_keys(spec: "RunSpec") -> list[str]:
+def check_keys(spec: RunSpec) -> list[str]:
     """Check the section `scheduler`."""
     section, problems = spec.recipe.scheduler, []
     stages, is_listed = stages_of(section), isinstance(section, list)
@@ -38,7 +34,7 @@ def check_keys(spec: "RunSpec") -> list[str]:
     return problems
 
 
-def resolve(spec: "RunSpec", host: "Host") -> bool:
+def resolve(spec: RunSpec, host: Host) -> bool:
     """Refuse a run of next to no steps; in a dry run build the schedule, where no stranger's code is needed for it. A
     rank builds it over its policy's optimizer, and writes the notes where the run opens."""
     rows, steps, section = spec.rows.get("train"), spec.steps or spec.recipe.train.steps, spec.recipe.scheduler
@@ -52,7 +48,7 @@ def resolve(spec: "RunSpec", host: "Host") -> bool:
     return True
 
 
-def refuse_idle(spec: "RunSpec", rows: "Rows", steps: int) -> None:
+def refuse_idle(spec: RunSpec, rows: Rows, steps: int) -> None:
     """Raise UserError for a run of `steps` steps that would train nothing, or next to nothing.
 
     One whose learning rate stays at 0, or whose warm-up is longer than the run, is refused; one of fewer
@@ -82,7 +78,7 @@ def refuse_idle(spec: "RunSpec", rows: "Rows", steps: int) -> None:
         raise UserError(_endless(spec, steps, warmup))
 
 
-def warmup_notes(spec: "RunSpec", steps: int) -> list[str]:
+def warmup_notes(spec: RunSpec, steps: int) -> list[str]:
     """Return notes on a run of `steps` steps that `refuse_idle` lets pass, since its steps were asked for."""
     recipe = spec.recipe
     warmup, lr = warmup_of(recipe.scheduler, steps), recipe.optimizer.lr
@@ -94,14 +90,14 @@ def warmup_notes(spec: "RunSpec", steps: int) -> list[str]:
     ]
 
 
-def _endless(spec: "RunSpec", steps: int, warmup: int) -> str:
+def _endless(spec: RunSpec, steps: int, warmup: int) -> str:
     return (
         f"the run has {steps} steps, and its warm-up {warmup} ({_asked_for(spec)}): the learning rate would never "
         f"reach optimizer.lr; set {SHARE}, or train longer"
     )
 
 
-def _asked_for(spec: "RunSpec") -> str:
+def _asked_for(spec: RunSpec) -> str:
     """The key of the warm-up, as the recipe has it."""
     schedule = spec.recipe.scheduler
     if isinstance(schedule, list) or schedule.warmup_steps is None:
@@ -114,7 +110,7 @@ def warmup_of(schedule: Scheduler | list[Stage], steps: int) -> int:
     return 0 if isinstance(schedule, list) or schedule.name not in SCHEDULES else schedule.warmup_of(steps)
 
 
-def _more_steps(spec: "RunSpec", rows: "Rows") -> str:
+def _more_steps(spec: RunSpec, rows: Rows) -> str:
     """Return what would make more steps, the best first."""
     recipe, method = spec.recipe, spec_of(spec.recipe)
     ways, per_pass, batch = [], rows.rows_in_epoch(0), recipe.train.batch

@@ -1,20 +1,17 @@
 """Stage sizes: the method, and what the data decide: `train.global_batch=auto`, and the steps."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.data import Cursor, Rows
 from dtrain.methods import METHODS
 from dtrain.methods.spec import spec_of
-
-if TYPE_CHECKING:
-    from dtrain.run.host import Host
-    from dtrain.run.spec import RunSpec
+from dtrain.run.host import Host
+from dtrain.run.spec import RunSpec
 
 
-def check_keys(spec: "RunSpec") -> list[str]:
+def check_keys(spec: RunSpec) -> list[str]:
     """Check the steps and the kind of batches."""
     recipe, problems = spec.recipe, []
     steps, epochs = recipe.train.steps, recipe.train.epochs
@@ -27,7 +24,7 @@ def check_keys(spec: "RunSpec") -> list[str]:
     return problems
 
 
-def resolve(spec: "RunSpec", host: "Host") -> bool:
+def resolve(spec: RunSpec, host: Host) -> bool:
     """Give the recipe its sizes, and make its method."""
     rows = spec.rows.get("train")
     if rows is not None and host.ask(_resolve_batch, spec, rows) is None:
@@ -45,7 +42,7 @@ def resolve(spec: "RunSpec", host: "Host") -> bool:
     return True
 
 
-def _resolve_batch(spec: "RunSpec", rows: Rows) -> bool:
+def _resolve_batch(spec: RunSpec, rows: Rows) -> bool:
     """Give the recipe a number in place of `train.global_batch=auto`, by the rows of the first pass over them.
 
     The number is a function of the data and the recipe alone, so every mesh has the same; a micro-batch that does not

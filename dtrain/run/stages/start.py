@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dtrain.base.model_directory import CONFIG
 from dtrain.base.ranges import nearest
@@ -14,15 +13,12 @@ from dtrain.data import Cursor
 from dtrain.policy.checkpoint import weights_of
 from dtrain.recipe.sections import keys
 from dtrain.run import resume
-from dtrain.run.spec import ModelDirectory
+from dtrain.run.host import Host
+from dtrain.run.spec import ModelDirectory, RunSpec
 from dtrain.run.stages.others import differing_tokens, reference_problems
 
-if TYPE_CHECKING:
-    from dtrain.run.host import Host
-    from dtrain.run.spec import RunSpec
 
-
-def check_keys(spec: "RunSpec") -> list[str]:
+def check_keys(spec: RunSpec) -> list[str]:
     """Check the names of `checkpoint.allow_changes`."""
     known = keys()
     parents = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
@@ -37,7 +33,7 @@ def check_keys(spec: "RunSpec") -> list[str]:
     return problems
 
 
-def _value(spec: "RunSpec", key: str) -> object:
+def _value(spec: RunSpec, key: str) -> object:
     """The value at a dotted key; None where a section on the way is switched off."""
     value: object = spec.recipe
     for part in key.split("."):
@@ -45,7 +41,7 @@ def _value(spec: "RunSpec", key: str) -> object:
     return value
 
 
-def check_files(spec: "RunSpec") -> list[str]:
+def check_files(spec: RunSpec) -> list[str]:
     """Check that what `checkpoint.resume` and `checkpoint.init_from` name is there, and of this model."""
     recipe = spec.recipe
     resume, init_from = recipe.checkpoint.resume, recipe.checkpoint.init_from
@@ -87,7 +83,7 @@ def check_files(spec: "RunSpec") -> list[str]:
     return problems
 
 
-def _differences(spec: "RunSpec", path: Path) -> list[str]:
+def _differences(spec: RunSpec, path: Path) -> list[str]:
     """Return what makes the model whose weights are taken another one than ours, by the files that its run keeps."""
     above = [path, *path.absolute().parents][:3]  # a run's directory, its checkpoints, a step of them
     kept = next((place / "model" for place in above if (place / "model" / CONFIG).is_file()), None)
@@ -101,7 +97,7 @@ def _differences(spec: "RunSpec", path: Path) -> list[str]:
     return [f"{problem}, or name the change: checkpoint.allow_changes=[model.config]" for problem in differences]
 
 
-def resolve(spec: "RunSpec", host: "Host") -> bool:
+def resolve(spec: RunSpec, host: Host) -> bool:
     """Find the start, compare what it was saved with, and count the steps. Collective."""
     recipe, needs_start = spec.recipe, spec.method.needs_start
     if host.ranks.is_first and spec.model is None:  # in a dry run that has a problem with it
@@ -122,7 +118,7 @@ def resolve(spec: "RunSpec", host: "Host") -> bool:
     return True
 
 
-def _check_weights(spec: "RunSpec") -> None:
+def _check_weights(spec: RunSpec) -> None:
     """Check that the weights of `checkpoint.init_from` are of this model. No file is read whole. Raises UserError."""
     assert spec.start.weights is not None and spec.model is not None
     store, step = spec.start.weights
@@ -133,7 +129,7 @@ def _check_weights(spec: "RunSpec") -> None:
     store.refuse_misfit(step, weights.wanted, weights.cast)
 
 
-def _compare(spec: "RunSpec", host: "Host") -> list[str]:
+def _compare(spec: RunSpec, host: Host) -> list[str]:
     """Return the changes since the save that the run goes on from. A dry run allows those of places whose content it
     has not read: it may be the same. Raises UserError."""
     section = spec.written.checkpoint
@@ -143,7 +139,7 @@ def _compare(spec: "RunSpec", host: "Host") -> list[str]:
     return resume.compare(spec, section.allow_changes)
 
 
-def _last_step_of_epochs(spec: "RunSpec") -> int:
+def _last_step_of_epochs(spec: RunSpec) -> int:
     """The step that `train.epochs` ends with: those of the start and what is left. Where the start was saved with other
     epochs or another global_batch, its rows are not step × batch."""
     start = spec.start

@@ -1,16 +1,12 @@
 """Stage tokenizer: the tokenizer of the model's directory, and its chat template."""
 
-from typing import TYPE_CHECKING
-
 from dtrain.base.errors import UserError
 from dtrain.data.formats.plain_prompts import refuse_without_template
 from dtrain.run.host import Host, problems_of
-
-if TYPE_CHECKING:
-    from dtrain.run.spec import RunSpec
+from dtrain.run.spec import RunSpec
 
 
-def check_files(spec: "RunSpec") -> list[str]:
+def check_files(spec: RunSpec) -> list[str]:
     """Read both, and compare the tokenizer with config.json."""
     source, config = spec.source, spec.source.any_config
     if config is None:
@@ -25,12 +21,12 @@ def check_files(spec: "RunSpec") -> list[str]:
     return []
 
 
-def _template(spec: "RunSpec") -> list[str]:
+def _template(spec: RunSpec) -> list[str]:
     refuse_without_template(spec.recipe.data.prompts_as, spec.source.template, spec.source.path)
     return []
 
 
-def resolve(spec: "RunSpec", host: Host) -> bool:
+def resolve(spec: RunSpec, host: Host) -> bool:
     """Read the tokenizer; without one a dry run ends, whose checks have told why. Raises UserError."""
     try:
         return spec.source.tokenizer is not None
