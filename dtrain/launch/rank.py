@@ -6,11 +6,11 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dtrain.base.addresses import loopback
 from dtrain.base.errors import UserError
@@ -33,24 +33,11 @@ class OutOfMemory(UserError):
     """An allocation failed; every rank that got so far may have one of its own."""
 
 
-T = TypeVar("T")
 Train = Callable[[Recipe, "Runtime"], None]
 
 
-class PlannedPeak(Protocol):
-    """The plan of a run, worked out beside it (`commands.plan.beside.PlannedPeak`)."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *problem: object) -> None: ...
-
-    def peak(self, wait: float = 0.0) -> Any: ...
-
-    def too_much(self, memory: int, wait: float) -> Any: ...
-
-
-PlanBeside = Callable[[Recipe, int, str], PlannedPeak]
-"""(recipe, world size, device type) -> its plan, to be worked out beside the run."""
+PlanBeside = Callable[[Recipe, int, str], AbstractContextManager[Any]]
+"""(recipe, world size, device type) -> its plan, worked out beside the run: `commands.plan.beside.PlannedPeak`."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +111,7 @@ def run_rank(
         dist.destroy_process_group()
 
 
-def _unfit_devices(recipe: Recipe, planned: PlannedPeak | None, devices: Sequence[DeviceFacts]) -> Sequence[str]:
+def _unfit_devices(recipe: Recipe, planned: Any, devices: Sequence[DeviceFacts]) -> Sequence[str]:
     """Why the run cannot go on with the GPUs of its ranks, their memory included; what is only told, on stderr."""
     reasons = problems(devices, recipe.train.dtype)
     remarks = notes(devices)

@@ -47,14 +47,10 @@ class Host:
         """Return `act(*arguments)`."""
         return act(*arguments)
 
-    def first(self, act: Callable[[], object]) -> None:
-        """Call `act` on the first rank, whose result does not travel; its UserError is raised on every rank.
+    def first(self, act: Callable[[], None]) -> None:
+        """Call `act`, which gives nothing, on the first rank; its UserError is raised on every rank.
         Collective: one broadcast."""
-
-        def run() -> None:
-            act()
-
-        self.ranks.first(run)
+        self.ranks.first(act)
 
     def say(self, line: str) -> None:
         """Tell what is read."""
@@ -63,7 +59,11 @@ class Host:
     def open_outputs(self, spec: "RunSpec") -> None:
         """Take the run's directory and open the sinks of its metrics. Collective."""
         recipe = spec.recipe
-        self.first(lambda: spec.run.hold(tell=print))
+
+        def hold() -> None:
+            spec.run.hold(tell=print)
+
+        self.first(hold)
         if self.runtime.is_main:
             self._stack.callback(spec.run.release)
         recorder = metrics.build(recipe.metrics, spec.run.path, config.to_yaml(recipe), self.runtime.is_main)
@@ -73,7 +73,7 @@ class Host:
 
 
 class DryHost(Host):
-    """One process that stands for all ranks: problems are collected, and no file stays behind.
+    """Host of `dtrain validate`, one process for all ranks: problems are collected, and no file stays behind.
 
     awaited: keys of what the run downloads first: weights that are not looked at, or data. refused: problems of the
     recipe's text, which the checks need not tell again.
@@ -105,7 +105,7 @@ class DryHost(Host):
             self.problems.append(in_words(error))
             return None
 
-    def first(self, act: Callable[[], object]) -> None:
+    def first(self, act: Callable[[], None]) -> None:
         """Do as `ask`."""
         self.ask(act)
 

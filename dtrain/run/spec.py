@@ -7,6 +7,7 @@ on the ranks of a run, whose `Host` raises the first problem on every rank. `Tra
 """
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -37,9 +38,7 @@ if TYPE_CHECKING:
     from dtrain.run.host import Host
     from dtrain.run.resume import Start
 
-STAGES = (
-    "outputs tokenizer model others adapter code method mesh optimizer data evals sizes kernels schedule start"
-).split()
+STAGES = ("outputs tokenizer model others adapter code mesh optimizer data evals sizes kernels schedule start").split()
 """Names of the stages' modules, in the order in which they resolve."""
 
 
@@ -70,11 +69,10 @@ class ModelDirectory:
     @cached_property
     def any_config(self) -> ModelConfig | None:
         """config.json of a model with any head; None where it cannot be read."""
-        for read in (lambda: self.config, lambda: read_config(self.path, 0)):
-            try:
-                return read()
-            except UserError:
-                pass
+        with suppress(UserError):
+            return self.config
+        with suppress(UserError):
+            return read_config(self.path, 0)
         return None
 
     @cached_property
@@ -145,10 +143,9 @@ class RunSpec:
     @cached_property
     def readable_config(self) -> ModelConfig | None:
         """The model's, or None."""
-        try:
+        with suppress(OSError, UserError):
             return self.source.config
-        except (OSError, UserError):
-            return None
+        return None
 
     @cached_property
     def wrong_values(self) -> list[tuple[str, object, str]]:

@@ -6,14 +6,13 @@ model        precision, the model on meta, digests of what is read
 others       a reference, a teacher, a reward model
 adapter      the section `lora`
 code         what the recipe names by an import path or a command
-data         the rows of the splits
-evals        the sets of `eval`
-method       the section of the method
-sizes        the method, the batch and the steps
 mesh         the mesh, and whether the batch and the models fit it
-kernels      the kernels of attention
 optimizer    the optimizer on meta
-schedule     the learning rate over the steps
+data         the rows of the splits; beside it rows, which opens them, and first_rows, the look of a dry run
+evals        the sets of `eval`
+sizes        the method and its section, the batch and the steps
+kernels      the kernels of attention
+schedule     the learning rate over the steps, and runs that would train nothing
 start        the checkpoint that the run goes on from
 
 All that is asked about a topic is in its file: `check_keys`, `check_models` and `check_files` return problems of what

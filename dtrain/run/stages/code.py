@@ -13,6 +13,8 @@ from dtrain.recipe import key_aliases
 from dtrain.run import eval_sets
 from dtrain.run.spec import RunSpec
 
+COMMANDS = ("server of tools", "environment of verifiers")  # whatever their characters
+
 
 def check_files(spec: RunSpec) -> list[str]:
     """Check that what is named is there."""
@@ -34,7 +36,7 @@ def unknown_name(key: str, name: str, known: Sequence[str]) -> list[str]:
 
 
 def _code(spec: RunSpec) -> list[tuple[str, bool]]:
-    """Return for each import path of the recipe where it leads, or why it leads nowhere (True)."""
+    """Return for each import path or command of the recipe where it leads, or why it leads nowhere (True)."""
     recipe = spec.recipe
     stages = recipe.scheduler if isinstance(recipe.scheduler, list) else []
     named: list[tuple[str, Any, str]] = [
@@ -46,43 +48,32 @@ def _code(spec: RunSpec) -> list[tuple[str, bool]]:
         *(code for each in eval_sets.sets(recipe.eval) for code in each.code),
     ]
     lines = []
-    by_command = ("server of tools", "environment of verifiers")
-    named = [(key, path, what) for key, path, what in named if what in by_command or _is_import_path(path)]
-    if not any(path for _, path, _ in named):
-        return []
-    from dtrain.rl.rewards.find import find_file, find_verifiers
-    from dtrain.rl.tools import tool_schema
-
     for key, path, what in named:
-        if what == "server of tools":
-            lines += _server(key, path)
-        elif what == "environment of verifiers" and path is not None:
+        if isinstance(path, str) and (what in COMMANDS or set(".:") & set(path)):
             try:
-                lines.append((f"{key}: {path}, from {find_verifiers(path)}", False))
+                lines.append((f"{key}: {path}, {_origin(key, path, what)}", False))
             except UserError as error:
-                lines.append((f"{key}: {error}", True))
-        elif path is not None:
-            try:
-                origin = find_file(path, what)[2]
-                if what == "tool":
-                    tool_schema(path)
-                lines.append((f"{key}: {path}, from {origin}", False))
-            except UserError as error:
-                lines.append((f"{key}: {error}", True))
+                lines.append((str(error), True))
     return lines
 
 
-def _is_import_path(value: Any) -> bool:
-    return isinstance(value, str) and bool(set(".:") & set(value))
+def _origin(key: str, path: str, what: str) -> str:
+    """Return where a path or command leads. Raises UserError."""
+    if what == "server of tools":
+        try:
+            (program, *_) = shlex.split(path)
+        except ValueError as error:
+            raise UserError(f"{key}={path} is no command: {error or 'it is empty'}") from error
+        if file := shutil.which(program):
+            return f"by {file}"
+        raise UserError(f"{key}={path}: there is no program {program}")
+    from dtrain.rl.rewards.find import find_file, find_verifiers
+    from dtrain.rl.tools import tool_schema
 
-
-def _server(key: str, command: str | None) -> list[tuple[str, bool]]:
-    """Find the program of a command that a run starts, as `_code` has it."""
-    if command is None:
-        return []
     try:
-        (program, *_) = shlex.split(command)
-    except ValueError as error:
-        return [(f"{key}={command} is no command: {error or 'it is empty'}", True)]
-    file = shutil.which(program)
-    return [(f"{key}: {command}, by {file}" if file else f"{key}={command}: there is no program {program}", not file)]
+        origin = find_verifiers(path) if what == "environment of verifiers" else find_file(path, what)[2]
+        if what == "tool":
+            tool_schema(path)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+    return f"from {origin}"

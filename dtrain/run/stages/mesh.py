@@ -14,24 +14,18 @@ def check_keys(spec: RunSpec) -> list[str]:
     if spec.world.size < 1 or any(key.startswith("parallel.") for key in wrong):
         return []
     problems, shape = mesh_problems(recipe, spec.world.size)
-    problems = problems + _sequence(spec)
+    length, cp = recipe.data.max_length, recipe.parallel.cp
+    if cp > 1 and 2 <= length < 2 * cp:  # some pieces would be nothing but padding in every row
+        problems.append(
+            f"parallel.cp={cp} cuts a sequence into {2 * cp} pieces, and data.max_length={length} has fewer tokens; "
+            f"set data.max_length={2 * cp} or more, or parallel.cp={length // 2} or less"
+        )
     is_open = recipe.train.global_batch == "auto"  # the data say, when the run starts
     if not is_open and not wrong & {"train.global_batch", "train.micro_batch"}:
         # Where the mesh does not fit its world, what its keys say of dp: of dp_shard=-1 that it is 1 or more.
         replicate, shard = shape[:2] if shape else (recipe.parallel.dp_replicate, max(recipe.parallel.dp_shard, 1))
         problems += batch_problems(recipe, replicate * shard)
     return problems
-
-
-def _sequence(spec: RunSpec) -> list[str]:
-    """A sequence is cut into 2·cp pieces; some would be nothing but padding in every row."""
-    length, cp = spec.recipe.data.max_length, spec.recipe.parallel.cp
-    if cp == 1 or length < 2 or length >= 2 * cp:
-        return []
-    return [
-        f"parallel.cp={cp} cuts a sequence into {2 * cp} pieces, and data.max_length={length} has fewer tokens; "
-        f"set data.max_length={2 * cp} or more, or parallel.cp={length // 2} or less"
-    ]
 
 
 def check_models(spec: RunSpec) -> list[str]:

@@ -34,12 +34,8 @@ def _unfit(spec: RunSpec, key: str, source: ModelDirectory) -> list[str]:
     """Return what is wrong with the model at a key. Raises UserError where it cannot be read."""
     path = source.path
     if not path.is_dir():
-        words = {
-            "dpo.reference": "start, base, none",
-            "grpo.reference": "start, base",
-            "kto.reference": "start, base",
-        }.get(key)
-        named = f"{words} (start: the weights that training starts from), " if words else ""
+        words = "start, base, none" if key == "dpo.reference" else "start, base"
+        named = f"{words} (start: the weights that training starts from), " if key.endswith(".reference") else ""
         raise UserError(f"there is no such directory; give {named}a model's directory, or its id on the hub")
     if is_adapter_directory(path):
         raise UserError(
@@ -52,12 +48,21 @@ def _unfit(spec: RunSpec, key: str, source: ModelDirectory) -> list[str]:
     theirs = source.config
     if nf4_config.quantize_problems(theirs, "none", 1):
         return [f"{key}={path}: weights in 4 bits are read by lora.quantize=nf4 alone: give the original model"]
-    if key == "distill.teacher":
-        return _teacher(spec, theirs)
-    if key == REWARD_MODEL:
-        return _rating(spec, theirs)
     ours = spec.readable_config
-    return [] if ours is None else reference_problems(ours, theirs, key, str(path))
+    if key not in ("distill.teacher", REWARD_MODEL):
+        return [] if ours is None else reference_problems(ours, theirs, key, str(path))
+    # On the mesh beside the trained one; without experts it lies over ep as over the rest of its ranks.
+    problems = unfit(spec, theirs, ep=1 if theirs.experts is None else spec.recipe.parallel.ep)
+    if key == REWARD_MODEL and (theirs.labels is None or theirs.has_new_head):
+        problems.append("it is a language model: give one with a head of one output, as method=reward trains it")
+    elif key == REWARD_MODEL and theirs.labels != 1:
+        problems.append(f"its head has {theirs.labels} outputs, and a reward is one number: give a model with one")
+    elif key != REWARD_MODEL and ours is not None and theirs.vocab_size != ours.vocab_size:
+        problems.append(
+            f"its vocab_size is {theirs.vocab_size}, and model.path's {ours.vocab_size}: their distributions cannot "
+            "be compared; take models of one vocabulary"
+        )
+    return problems
 
 
 def reference_problems(ours: ModelConfig, theirs: ModelConfig, key: str, path: str) -> list[str]:
@@ -70,33 +75,6 @@ def reference_problems(ours: ModelConfig, theirs: ModelConfig, key: str, path: s
         pairs = ", ".join(f"{name} {getattr(theirs, name)} and {getattr(ours, name)}" for name in differing[:5])
         return [f"{key}={path} is another kind of model than model.path ({pairs}): give one of the same kind"]
     return []
-
-
-def _beside(spec: RunSpec, model: ModelConfig) -> list[str]:
-    """Return what keeps another model from the mesh: one without experts lies over ep as over the rest of its ranks."""
-    parallel = spec.recipe.parallel
-    return unfit(spec, model, ep=1 if model.experts is None else parallel.ep)
-
-
-def _teacher(spec: RunSpec, model: ModelConfig) -> list[str]:
-    """A teacher fits the mesh and has the student's vocabulary."""
-    problems, student = _beside(spec, model), spec.readable_config
-    if student is not None and model.vocab_size != student.vocab_size:
-        problems.append(
-            f"its vocab_size is {model.vocab_size}, and model.path's {student.vocab_size}: their distributions cannot "
-            "be compared; take models of one vocabulary"
-        )
-    return problems
-
-
-def _rating(spec: RunSpec, model: ModelConfig) -> list[str]:
-    """A reward model fits the mesh and has a trained head of one output."""
-    problems = _beside(spec, model)
-    if model.labels is None or model.has_new_head:
-        problems.append("it is a language model: give one with a head of one output, as method=reward trains it")
-    elif model.labels != 1:
-        problems.append(f"its head has {model.labels} outputs, and a reward is one number: give a model with one")
-    return problems
 
 
 def check_files(spec: RunSpec) -> list[str]:

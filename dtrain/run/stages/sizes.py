@@ -1,9 +1,10 @@
-"""Stage sizes: the method, and what the data decide: `train.global_batch=auto`, and the steps."""
+"""Stage sizes: the method and its section, and what the data decide: `train.global_batch=auto`, and the steps."""
 
 from dataclasses import replace
 
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
+from dtrain.base.ranges import shown
 from dtrain.data import Cursor, Rows
 from dtrain.methods import METHODS
 from dtrain.methods.spec import spec_of
@@ -12,8 +13,10 @@ from dtrain.run.spec import RunSpec
 
 
 def check_keys(spec: RunSpec) -> list[str]:
-    """Check the steps and the kind of batches."""
-    recipe, problems = spec.recipe, []
+    """Check the range of every value, the method's section, and the steps."""
+    recipe, method = spec.recipe, spec_of(spec.recipe)
+    problems = [f"{key}={shown(value)} must be {sentence}" for key, value, sentence in spec.wrong_values]
+    problems += method.missing(recipe) + method.problems(recipe)
     steps, epochs = recipe.train.steps, recipe.train.epochs
     if steps is None and epochs is None:
         problems.append("train.steps or train.epochs is missing: set one of them")
@@ -22,6 +25,15 @@ def check_keys(spec: RunSpec) -> list[str]:
     if recipe.train.dynamic_batch and recipe.data.packing:
         problems.append("train.dynamic_batch=true is for padded rows: set data.packing=false, or leave it out")
     return problems
+
+
+def check_files(spec: RunSpec) -> list[str]:
+    """Return keys that the recipe gives to another method."""
+    return [
+        f"{key} is read by method={(other := key.split('.')[0])} alone, and this recipe has "
+        f"method={spec.recipe.method}: leave it out, or set method={other}"
+        for key in getattr(spec.recipe, "unread", ())
+    ]
 
 
 def resolve(spec: RunSpec, host: Host) -> bool:
@@ -56,15 +68,12 @@ def _resolve_batch(spec: RunSpec, rows: Rows) -> bool:
     total = spec_of(recipe).automatic_batch(recipe, per_pass)
     dp = config.sizes(recipe, spec.world.size).dp
     if total % dp:
+        fewer = max(n for n in range(1, dp) if total % n == 0)
         raise UserError(
             f"train.global_batch=auto comes to {total} for this data ({per_pass} rows a pass), which {dp} "
             f"data-parallel ranks cannot share: set train.global_batch={-(-total // dp) * dp}, or train on "
-            f"{_fewer(total, dp)} of them (launch.nproc)"
+            f"{fewer} of them (launch.nproc)"
         )
     micro = max(n for n in range(1, min(recipe.train.micro_batch, total // dp) + 1) if total // dp % n == 0)
     spec.recipe = replace(recipe, train=replace(recipe.train, global_batch=total, micro_batch=micro))
     return True
-
-
-def _fewer(total: int, dp: int) -> int:
-    return max(n for n in range(1, dp) if total % n == 0)
