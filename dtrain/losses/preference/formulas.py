@@ -245,3 +245,18 @@ def score(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
         return math.log(2) + F.logsigmoid(log_ratio)
     power = -1.0 if divergence == "forward_kl" else alpha - 1
     return torch.expm1((power * log_ratio).clamp(max=_LARGEST_EXPONENT[log_ratio.dtype])) / power
+
+
+def kto(rewards: Tensor, divergence: Tensor) -> tuple[Tensor, Tensor]:
+    """1 − σ(r − z) where the reply is wanted, 1 − σ(z − r) where it is not, [replies] each (Ethayarajh et al.,
+    arXiv:2402.01306, equation 8 with λ apart).
+
+    rewards r = β · log(p / p_ref) of the reply [replies]; divergence z = β · KL, a scalar and a constant.
+    """
+    return (divergence - rewards).sigmoid(), (rewards - divergence).sigmoid()
+
+
+def apo_zero_unpaired(rewards: Tensor, divergence: Tensor) -> tuple[Tensor, Tensor]:
+    """1 − σ(r) where the reply is wanted, σ(r) where it is not (D'Oosterlinck et al., arXiv:2408.06266, APO-zero's two
+    terms). `divergence` is not read."""
+    return (-rewards).sigmoid(), rewards.sigmoid()
