@@ -11,20 +11,20 @@ multiple of kv, bias is [B or 1, 1, Q, K], 0 or -inf. The softmax is computed in
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-if TYPE_CHECKING:
-    from dtrain.attention.visibility import Visibility
+from dtrain.attention.visibility import Visibility
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 Partial = tuple[Tensor, Tensor]  # the output of the keys seen so far, and its log-sum-exp; max(float32, the dtype)
+Hidden = Tensor | Visibility  # a bias [B or 1, 1, q, k], or, where that is large, what it is made of
 
 
 class Products:
@@ -135,7 +135,7 @@ class MaskedBlocks:
     scale: float
     most: int = 2**28
 
-    def forward(self, q: Tensor, kv: Tensor, hidden: "Tensor | Visibility", so_far: Partial | None) -> Partial:
+    def forward(self, q: Tensor, kv: Tensor, hidden: Hidden, so_far: Partial | None) -> Partial:
         """`so_far` merged with the output over this block."""
         partials = [
             self.blocks.forward(q[:, :, run], kv[0, :, :, keys], kv[1, :, :, keys], bias, self.scale)
@@ -145,14 +145,7 @@ class MaskedBlocks:
         return (out, lse) if so_far is None else merge(*so_far, out, lse)
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        kv: Tensor,
-        whole: Partial,
-        hidden: "Tensor | Visibility",
-        q_grad: Tensor,
-        kv_grad: Tensor,
+        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, hidden: Hidden, q_grad: Tensor, kv_grad: Tensor
     ) -> None:
         """Adds this block's part to `q_grad` and `kv_grad`; whole: the output and log-sum-exp over all blocks."""
         for run, keys, bias in self._parts(q, kv, hidden):
@@ -162,7 +155,7 @@ class MaskedBlocks:
             q_grad[:, :, run] += block_q
             kv_grad[:, :, :, keys] += torch.stack(block_kv)
 
-    def _parts(self, q: Tensor, kv: Tensor, hidden: "Tensor | Visibility") -> Iterator[tuple[slice, slice, Tensor]]:
+    def _parts(self, q: Tensor, kv: Tensor, hidden: Hidden) -> Iterator[tuple[slice, slice, Tensor]]:
         """Runs of queries, the keys that they may see, and the bias of the two."""
         wide = torch.promote_types(q.dtype, torch.float32)
         row_bytes = q.shape[0] * q.shape[1] * kv.shape[3] * wide.itemsize

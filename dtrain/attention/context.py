@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.attention.kernels import Kernel
 from dtrain.attention.packing import Call, Packing
-from dtrain.attention.varlen import Flash, PackedKernel, Segments, VarlenKernel, pick
+from dtrain.attention.varlen import Flash, PackedKernel, Segments, Steps, VarlenKernel, pick
 from dtrain.attention.visibility import Visibility
 from dtrain.parallel.context.layout import gather_sequence
 
@@ -84,9 +84,7 @@ class VarlenGatherKernel(PackedContextKernel):
         k, v = gather_sequence(torch.stack([k, v]), self.group, dim=2).flatten(1, 2).unbind(0)
         return k, v
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
         return over_keys(self.flash, q, k, v, steps[0], scale, sinks)
 
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.attention.blocks import BlockByBlock, Blocks, MaskedBlocks, blocks_for
+from dtrain.attention.blocks import BlockByBlock, Blocks, Hidden, MaskedBlocks, blocks_for
 from dtrain.attention.context import ContextKernel, PackedContextKernel
 from dtrain.attention.kernels import Kernel
 from dtrain.attention.packing import Call, Packing
-from dtrain.attention.varlen import Segments, VarlenBlocks, VarlenKernel
+from dtrain.attention.varlen import Steps, VarlenBlocks, VarlenKernel
 from dtrain.attention.visibility import Visibility, additive
 from dtrain.parallel.context.layout import shard_sequence
 
@@ -36,7 +36,7 @@ class RingKernel(ContextKernel):
         super().__init__(inner, mesh)
         self.blocks = blocks
 
-    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> "list[Hidden | None]":
+    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Hidden | None]:
         """Return what this rank's queries see of the keys that each rank of the ring holds, its own first. None:
         nothing, which is read on the host."""
         size, rank = self.group.size(), self.group.rank()
@@ -68,17 +68,12 @@ class VarlenRingKernel(PackedContextKernel):
     def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
         return packing.in_ring(window, self.rank, self.ranks)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
         shape = q.shape[:2]
         q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S/cp, heads, hd]
         attention = VarlenBlocks(self.flash, scale)
         out = BlockByBlock.apply(q.contiguous(), torch.stack([k, v]), steps, _Ring(self.group), attention, sinks)
         return out.unflatten(0, shape)
-
-
-Hidden = Tensor | Visibility  # a bias [B or 1, 1, q, k], or, where that is large, what it is made of
 
 
 def _hidden(part: Visibility, dtype: torch.dtype, device: torch.device) -> Hidden | None:

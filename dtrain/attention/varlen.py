@@ -34,12 +34,15 @@ class Segments(NamedTuple):
     window: tuple[int, int]
 
 
+Steps = list[list[Segments]]  # calls, exchange by exchange
+
+
 class Segmented(NamedTuple):
     """The calls of a forward, exchange by exchange. tokens: of a row of this rank; beyond them is padding of
     sequence parallel, which sees nothing and gets zeros."""
 
     tokens: int
-    steps: list[list[Segments]]
+    steps: Steps
 
 
 class Flash:
@@ -141,9 +144,7 @@ class PackedKernel(Kernel):
         """Return what is to be computed, of the keys of each exchange."""
         raise NotImplementedError
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
         """Attend as a kernel does; q is of the tokens that the packing has, k and v as `gather` gave them."""
         raise NotImplementedError
 
@@ -194,9 +195,7 @@ class VarlenKernel(PackedKernel):
     def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
         return [packing.of_rows(window)]
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
         ((segments,),) = steps
         shape = q.shape[:2]
         q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S, heads, hd]

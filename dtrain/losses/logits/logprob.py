@@ -66,21 +66,25 @@ def tiles_to_fill(result: Tensor, rows: int) -> Iterator[tuple[tuple[int | slice
                 tile.copy_(out)
 
 
+def _stats_of(logits: Tensor, rows: int, scratches: int = 1) -> Stats:
+    """m and l of the rows of logits [..., v], `rows` of them at a time; with two scratches Σ p·log p too."""
+    memory = [tile_memory(logits, rows) for _ in range(scratches)]
+    packed = torch.empty(1 + scratches, *logits.shape[:-1], dtype=compute_dtype(logits.dtype), device=logits.device)
+    for index in tiles(logits.shape[:-1], rows):
+        tile = logits[index]
+        packed[:, *index] = part_stats(tile, *(scratch(tile) for scratch in memory)).pack()
+    return Stats(*packed.unbind())
+
+
 class _LogprobAt(torch.autograd.Function):
     """log p at ids [..., k] from logits [..., v]; see `logprob_at`."""
 
     @staticmethod
     def forward(ctx, logits, ids, start, group, chunk_size):
         rows, columns = rows_within(logits, chunk_size), logits.shape[-1]
-        memory, dtype = tile_memory(logits, rows), compute_dtype(logits.dtype)
         local, is_mine = on_shard(ids, start, columns)
-        at_ids = torch.empty(ids.shape, dtype=dtype, device=logits.device)
-        packed = at_ids.new_empty(2, *logits.shape[:-1])
-        for index in tiles(logits.shape[:-1], rows):
-            tile = logits[index]
-            packed[:, *index] = part_stats(tile, memory(tile)).pack()
-            at_ids[index] = pick(tile, local[index], is_mine[index], dtype)
-        stats = Stats(*packed.unbind())
+        stats = _stats_of(logits, rows)
+        at_ids = pick(logits, local, is_mine, compute_dtype(logits.dtype))
         if ids.shape[-1] == 1:
             whole, log_share, summed, vocabulary = merge_over(stats, columns, group, at_ids.squeeze(-1)[None])
             at_ids = summed.squeeze(0).unsqueeze(-1)
@@ -251,15 +255,11 @@ class _NegEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, group, chunk_size):
         rows = max(1, rows_within(logits, chunk_size) // 2)
-        memory = tile_memory(logits, rows), tile_memory(logits, rows)
-        packed = torch.empty(3, *logits.shape[:-1], dtype=compute_dtype(logits.dtype), device=logits.device)
-        for index in tiles(logits.shape[:-1], rows):
-            tile = logits[index]
-            packed[:, *index] = part_stats(tile, *(scratch(tile) for scratch in memory)).pack()
-        whole, log_share, _, _ = merge_over(Stats(*packed.unbind()), logits.shape[-1], group)
+        stats = _stats_of(logits, rows, scratches=2)
+        whole, log_share, _, _ = merge_over(stats, logits.shape[-1], group)
         value = whole.pack()[2]
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(logits, log_share, value.clone(), packed[0] == -float("inf"))
+            ctx.save_for_backward(logits, log_share, value.clone(), stats.m == -float("inf"))
             ctx.rows = rows
         return value
 
