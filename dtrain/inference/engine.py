@@ -6,32 +6,112 @@ leave. What a completion is does not depend on what else is in the batch, but fo
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from dtrain.base.errors import Interrupted, UserError
-from dtrain.inference.budget import choose_budget
 from dtrain.inference.cached_attention import Decode, Prefill
-from dtrain.inference.kv_cache import SMALLEST_SLOT, KeyValues, slot_size
-from dtrain.inference.request import Completion, Request, check_request
-from dtrain.inference.sampling import Sampler
-from dtrain.inference.scores import at_rest
-from dtrain.inference.sequence import CachedPrompt, DecodingRows, DrawnTokens, RunningSequence, Ticket
+from dtrain.inference.kv_cache import SMALLEST_SLOT, CachedPrompt, KeyValues, choose_budget, slot_size
+from dtrain.inference.request import Completion, Request, StopTexts, check_request
+from dtrain.inference.sampling import Sampler, random_key
 from dtrain.models.common.config import SLIDING
 from dtrain.models.common.decoder import CausalLM
 
 if TYPE_CHECKING:
-    from dtrain.inference.graphs import GraphMaker
+    from dtrain.inference.graphs import GraphMaker, Step
 
+Ticket = int
 
 # How many tokens are decoded between looks at which rows have ended: on CUDA each look waits for the device.
 _LOOK_EVERY = {"cpu": 1}
 _LOOK_EVERY_ELSEWHERE = 16
+
+
+class RunningSequence:
+    """State of one request from the queue to its completion."""
+
+    def __init__(self, ticket: Ticket, request: Request, decode: Callable[[list[int]], str] | None):
+        self.ticket, self.request = ticket, request
+        self.prompt = tuple(request.prompt)
+        self.key = random_key(request)
+        self.ids: list[int] = []  # seen by the host
+        self.logprobs: list[float] = []
+        self.drawn = 0  # tokens drawn, seen or not
+        self.prompt_routed: Tensor | None = None  # [P, layers, k]
+        self.routed: list[Tensor] = []  # of the tokens seen by the host, but the last one, [1, layers, k] each
+        self.is_done = False
+        self._stop_ids = frozenset(request.sampling.stop_ids)
+        self._texts = StopTexts(request.sampling.stop, decode) if request.sampling.stop and decode else None
+
+    @property
+    def capacity(self) -> int:
+        """Number of positions that its own tokens may come to fill."""
+        return slot_size(self.request.sampling.max_new_tokens)
+
+    @property
+    def has_all(self) -> bool:
+        return self.drawn == self.request.sampling.max_new_tokens
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether it needs no row any more; what was drawn may not have been looked at."""
+        return self.is_done or self.has_all
+
+    def push(self, token: int, logprob: float) -> Literal["stop", "length"] | None:
+        """Take a token. Return how the completion ends with it, None where it goes on."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if token in self._stop_ids or (self._texts is not None and self._texts.complete(self.ids)):
+            return "stop"
+        return "length" if len(self.ids) == self.request.sampling.max_new_tokens else None
+
+    def all_routed(self) -> Tensor | None:
+        """Return `Completion.routed`."""
+        if not self.request.routed or self.prompt_routed is None:
+            return None
+        prompt = self.prompt_routed.cpu()
+        return torch.cat([prompt, *self.routed, prompt.new_full((1, *prompt.shape[1:]), -1)])
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """Tokens [R] int64 of rows, their logprobs [R], and the experts that the tokens read for them went to, [R, 1,
+    layers, k], where these were noted."""
+
+    rows: list[RunningSequence]
+    tokens: Tensor
+    logprobs: Tensor
+    routed: Tensor | None
+
+    def routed_of_rows(self) -> Sequence[Tensor | None]:
+        """Return `routed` of each row, [1, layers, k] on the host, or None."""
+        return [None] * len(self.rows) if self.routed is None else self.routed.cpu().unbind(0)
+
+
+@dataclass
+class DecodingRows:
+    """Rows that are being decoded. step: the captured one, None without graphs."""
+
+    decode: Decode
+    sampler: Sampler
+    step: "Step | None" = None
+
+
+@contextmanager
+def at_rest(model: CausalLM) -> Iterator[None]:
+    """Context in which the model is in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 class NotFinite(UserError):
@@ -64,7 +144,7 @@ class Engine:
     """Engine of one rank, on a model that is whole on its device, gathered, or split over tp ranks that run in step.
 
     decode: token ids → text; needed for stop texts only. max_rows: sequences decoded together. max_tokens: positions
-    of keys and values held at a time, in slots of powers of two. Both are chosen by default, see `budget`.
+    of keys and values held at a time, in slots of powers of two. Both are chosen by default, see `choose_budget`.
     A request is let in only when its whole length fits, so that none is ever thrown out.
     graphs: makes what captures decoding steps (`graphs.CudaGraphs`), for a model that is whole on its device and whose
     weights are gathered; rows then have slots for all their tokens from the beginning. notes_experts: keeps where the

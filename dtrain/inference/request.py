@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from dtrain.base.errors import UserError
 
@@ -71,6 +71,21 @@ class Completion:
         return math.inf if self.finish == "length" else len(self.ids)
 
 
+class RolloutEngine(Protocol):
+    """Engine that draws completions with the present weights, of which `version` is the number of optimizer steps."""
+
+    def generate(
+        self, requests: Sequence[Request], ask_stop: AskStop | None = None, *, version: int = 0
+    ) -> list[Completion]:
+        """Return the completions of `requests`, in order. Collective: every rank passes all requests and gets all
+        completions, or Interrupted where a rank's `ask_stop` says yes meanwhile."""
+        ...
+
+    def expect(self, requests: Sequence[Request], version: int) -> None:
+        """Take the requests that come next, to draw them ahead of time; by default none is."""
+        return None
+
+
 def check_request(request: Request, vocabulary: int, name: str, *, has_decode: bool) -> None:
     """Raise UserError for a request that no model with this vocabulary can answer; `name` says which request it is."""
     prompt, sampling = request.prompt, request.sampling
@@ -94,3 +109,30 @@ def check_request(request: Request, vocabulary: int, name: str, *, has_decode: b
             raise UserError(f"{key}={getattr(sampling, key)} {problem}")
     if sampling.stop and not has_decode:
         raise UserError(f"stop={list(sampling.stop)}: stop texts need a tokenizer, and the engine was given no decode")
+
+
+class StopTexts:
+    """Search for stop texts in the text of a completion's tokens, token by token. Nothing is encoded.
+
+    A character may be spread over several tokens: what a token adds is read as the difference between two decodings of
+    the last few tokens, and while its end is no whole character (U+FFFD) the next token is read together with it.
+    """
+
+    def __init__(self, texts: Sequence[str], decode: Callable[[list[int]], str]):
+        self._texts = tuple(texts)
+        self._decode = decode
+        self._longest = max(map(len, self._texts))
+        self._tail = ""  # the end of the text before `decoded`, which may begin a stop text
+        self._context, self._decoded = 0, 0  # tokens [context, decoded) are decoded again, only to be left out
+
+    def complete(self, ids: list[int]) -> bool:
+        """Return whether the last of a completion's tokens `ids` completes a stop text; called after each token."""
+        before = self._decode(ids[self._context : self._decoded])
+        text = self._decode(ids[self._context :])
+        seen = self._tail + text[len(before) :]
+        if any(stop in seen for stop in self._texts):
+            return True
+        if len(text) > len(before) and not text.endswith("\ufffd"):
+            self._context, self._decoded = self._decoded, len(ids)
+            self._tail = seen[max(0, len(seen) - self._longest + 1) :]
+        return False

@@ -1,11 +1,14 @@
-"""A rollout: prompts of the data to completions, their rewards and advantages; the same on every rank. And its output
-on the terminal: a line of measures, and some completions.
+"""A rollout: prompts of the data to completions, their rewards and advantages; the same on every rank. The engine and
+the rewards that it needs, and its output on the terminal: a line of measures, and some completions.
 """
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +16,16 @@ from torch import Tensor
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
-from dtrain.base.run_context import RunLog
+from dtrain.base.run_context import RunContext, RunLog
 from dtrain.data import Cursor, Rows, Tokenizer
 from dtrain.data.rows.rows import Placement
-from dtrain.inference.request import AskStop, Request, SamplingParams
+from dtrain.inference.native import NativeEngine
+from dtrain.inference.request import AskStop, Request, RolloutEngine, SamplingParams
 from dtrain.losses.policy.advantage import advantages, soft_overlong_penalty, zero_variance_groups
+from dtrain.policy import Policy
 from dtrain.policy.reward_model import RewardModel
-from dtrain.recipe.schema import Grpo, Sampling
-from dtrain.rl.buffer import Buffer, Sample
-from dtrain.rl.engine_interfaces import EpisodePlayer, RolloutEngine
+from dtrain.recipe.schema import Grpo, Lora, Sampling
+from dtrain.rl.environments.episodes import Episodes, Sample
 from dtrain.rl.rewards import Rewards
 
 SECONDS_BETWEEN_TABLES = 20.0
@@ -30,6 +34,44 @@ ALIKE = (
     "samples.jsonl shows whether the prompts are too hard or too easy, or the reward never gives points"
 )
 WIDTH = 72
+
+
+def refuse_graphs(section: Grpo, device: torch.device) -> None:
+    """Raise UserError for CUDA graphs on another device."""
+    if section.engine == "native" and section.cuda_graphs and device.type != "cuda":
+        raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
+
+
+def open_engine(
+    section: Grpo, policy: Policy, tokenizer: Tokenizer, run: RunContext, base: Path, lora: Lora | None
+) -> RolloutEngine:
+    """Return the engine of `grpo.engine`. base: the directory of the model that training began with, and lora: the
+    adapter that trains, for servers that are sent it. Collective. Raises UserError."""
+    if section.engine == "http":
+        return import_module("dtrain.rl.remote.training").OverHttp(section, policy, run, base, lora)
+    refuse_graphs(section, policy.device)
+    return NativeEngine(
+        policy.model,
+        policy.mesh,
+        policy.device,
+        decode=partial(tokenizer.decode, skip_special_tokens=True),
+        unshard=section.unshard,
+        graphs=import_module("dtrain.inference.graphs").CudaGraphs if section.cuda_graphs else None,
+        offloader=policy.offloader if section.offload else None,
+    )
+
+
+def open_rewards(section: Grpo, run: RunContext) -> Rewards | None:
+    """Return the rewards in their own process, on rank 0 alone; None elsewhere, or where the recipe has none. The run
+    closes them. Collective. Raises UserError."""
+    ranks = Ranks()
+
+    def start() -> Rewards | None:
+        if not ranks.is_first or not section.rewards:
+            return None
+        return run.stack.enter_context(Rewards(section.rewards, timeout=section.reward_timeout, say=run.metrics.say))
+
+    return ranks.together(start)
 
 
 @dataclass(frozen=True)
@@ -46,10 +88,14 @@ class PromptRow:
 class Rollout:
     """Completions group by group, in the data's order, and the place of the last prompt.
 
+    advantages [N]; counted, trained [N] bool: whether a sample takes part, and whether its tokens are trained there.
     measured: fields of the metrics. rows: lines of samples.jsonl, on rank 0 alone.
     """
 
-    buffer: Buffer
+    samples: list[Sample]
+    advantages: Tensor
+    counted: Tensor
+    trained: Tensor
     last: Placement
     measured: dict[str, float]
     rows: list[dict[str, Any]]
@@ -111,7 +157,7 @@ class CompletionSampler:
     max_length: int
     seed: int
     ask_stop: AskStop
-    episodes: EpisodePlayer | None = None
+    episodes: Episodes | None = None
 
     def draw(self, prompts: Sequence[PromptRow], version: int, count: int = 1, greedy: bool = False) -> list[Sample]:
         """Return `count` completions of each prompt, prompt by prompt."""
@@ -119,7 +165,7 @@ class CompletionSampler:
         if self.episodes is not None:
             rows = [prompt.row for prompt in prompts for _ in range(count)]
             return self.episodes.play(self.engine, requests, rows, version, ask_stop)
-        completions = self.engine.generate(requests, version, ask_stop)
+        completions = self.engine.generate(requests, ask_stop, version=version)
         return [
             Sample(
                 request.prompt,
@@ -263,8 +309,7 @@ class Collector:
         if section.mask_truncated:
             trains &= torch.tensor([sample.finish != "length" for sample in groups.samples])
         rows = self._lines(groups, values) if self.ranks.is_first else []
-        buffer = Buffer.of(groups.samples, values, counted, trains)
-        return Rollout(buffer, last, measured, rows)
+        return Rollout(groups.samples, values, counted, trains, last, measured, rows)
 
     def _measure(self, groups: PromptGroups) -> dict[str, float]:
         rewards = groups.rewards.view(-1, self.section.group_size)
@@ -278,9 +323,8 @@ class Collector:
                 known = [sample.metrics[name] for sample in groups.samples if name in sample.metrics]
                 fields[f"environment/{name}"] = sum(known) / len(known)
         if self.section.tools:
-            counts = zip(*(sample.calls for sample in groups.samples), strict=True)  # of calls, of failures
-            means = (sum(values) / len(groups.samples) for values in counts)
-            fields |= zip(("tool_calls", "tool_failures"), means, strict=True)
+            fields["tool_calls"] = sum(sample.calls for sample in groups.samples) / len(groups.samples)
+            fields["tool_failures"] = sum(sample.failures for sample in groups.samples) / len(groups.samples)
         return fields | lengths_of(groups.samples)
 
     def _lines(self, groups: PromptGroups, values: Tensor) -> list[dict[str, Any]]:
@@ -368,7 +412,7 @@ class SampleTable:
             self._last = time.monotonic()
             for line in _table(step, rollout.measured, rollout.rows[:most]):
                 self.metrics.say(line)
-        is_idle = not rollout.buffer.counted.any()
+        is_idle = not rollout.counted.any()
         if is_idle and not self._is_idle:  # the first of several in a row
             alike = ", or its groups' rewards are alike" if self.section.dynamic_sampling != "none" else ""
             self.metrics.say(f"the rollout before step {step} teaches nothing: none of its rewards is known{alike}")

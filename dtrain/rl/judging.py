@@ -21,8 +21,8 @@ from dtrain.data.formats.prompts import Prompt, PromptEncoder, normalise_prompt
 from dtrain.data.sources.files import formats_of, read_chunks, read_rows
 from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
 from dtrain.recipe.schema import Reward
-from dtrain.rl.pass_at_k import pass_at, passes
 from dtrain.rl.rewards import Rewards
+from dtrain.rl.rewards.scoring import pass_at, passes
 
 JUDGED_TOGETHER = 512  # completions of one call of the rewards, whose timeout is for one call
 

@@ -5,7 +5,6 @@ the fewest under way. No torch; on a mesh one rank calls `generate` and shares w
 """
 
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
 from dtrain.rl.remote.dialects import DIALECTS, AdapterVersion, Call, Dialect, recognise
-from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError
+from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, read_key
 
 if TYPE_CHECKING:
     from dtrain.rl.routed import RoutedReader
@@ -450,19 +449,6 @@ def group(requests: Sequence[Request], most: int | None = None) -> list[list[int
         else:
             groups.append([index])
     return groups
-
-
-def read_key(file: str | Path | None) -> str | None:
-    """Return the API key that is the only line of `file`. Raises UserError."""
-    if file is None:
-        return None
-    try:
-        key = Path(file).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: the API key cannot be read ({error})") from error
-    if not re.fullmatch("[!-~]+", key):
-        raise UserError(f"{file} must hold one line, the API key, of letters, digits and signs without a space")
-    return key
 
 
 def _pause(count: int) -> float:

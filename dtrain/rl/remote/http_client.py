@@ -2,15 +2,20 @@
 
 import http.client
 import json
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from dtrain.base.errors import UserError, in_words
+
+if TYPE_CHECKING:
+    pass
 
 CONNECT_SECONDS = 10.0
 LARGEST = 1 << 32  # bytes of an answer; the experts of many long completions are some hundred MB
@@ -142,3 +147,16 @@ def _describe(error: Exception) -> str:
     if isinstance(error, http.client.IncompleteRead):
         return f"the answer broke off after {len(error.partial)} bytes"
     return in_words(error) or type(error).__name__
+
+
+def read_key(file: str | Path | None) -> str | None:
+    """Return the API key that is the only line of `file`. Raises UserError."""
+    if file is None:
+        return None
+    try:
+        key = Path(file).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: the API key cannot be read ({error})") from error
+    if not re.fullmatch("[!-~]+", key):
+        raise UserError(f"{file} must hold one line, the API key, of letters, digits and signs without a space")
+    return key

@@ -1,13 +1,19 @@
-"""Completions to rewards, in one worker process that may hang, crash or be killed without harm to the run."""
+"""Completions to rewards, in one worker process that may hang, crash or be killed without harm to the run: `Rewards`
+outside, `RewardCalls` inside, from a module's and a function's name to a callable, from a call to checked numbers."""
 
+import asyncio
+import importlib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from dtrain.rl.child import Outcome
+from dtrain.base.errors import UserError
+from dtrain.rl.rewards.columns import signature_of, takes_more
 from dtrain.rl.rewards.find import find
-from dtrain.rl.worker import Lost, Worker
+from dtrain.rl.worker import Lost, Outcome, Worker, attempt, reward_of, shown
 
 
 class Spec(Protocol):
@@ -53,7 +59,7 @@ class Rewards(Worker):
         self._paths = {name: str(spec.fn) for name, spec in zip(names, specs, strict=True)}
         where = [(*find(str(spec.fn)), dict(spec.options or {})) for spec in specs]
         super().__init__(
-            "dtrain.rl.rewards.calls:RewardCalls",
+            "dtrain.rl.rewards.scoring:RewardCalls",
             dict(zip(self._weights, where, strict=True)),
             what=f"the rewards ({', '.join(self._weights)})",
             timeout=timeout,
@@ -143,3 +149,84 @@ def names_of(specs: Sequence[Spec]) -> list[str]:
         taken = sum(other == name or other.startswith(f"{name}#") for other in names)
         names.append(f"{name}#{taken + 1}" if taken else name)
     return names
+
+
+def passes(samples: int) -> list[int]:
+    """Return the k of the pass@k that so many answers to a prompt give: powers of two, and their number."""
+    return sorted({*(2**power for power in range(samples.bit_length()) if 2**power <= samples), samples})
+
+
+def pass_at(k: int, samples: int, right: int) -> float:
+    """Return the chance that k of `samples` completions, of which `right` pass, have one that does."""
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+Batch = Mapping[str, Sequence[Any]]  # prompts, completions, completion_ids, and the data's columns
+
+
+class RewardCalls:
+    """Service of the rewards' process, whose methods a `Worker` calls."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, Callable[..., Any]] = {}
+
+    def load(self, rewards: Mapping[str, tuple[str, str, Mapping[str, Any]]]) -> list[Outcome]:
+        """Load the rewards; yields one outcome. rewards: name -> module, function, options."""
+        return [attempt(self._load, rewards)]
+
+    def score(self, batch: Batch, first: int) -> Iterator[Outcome]:
+        """Yield the values of each reward from the one at place `first` on: numbers and None. A reward with an
+        attribute `missed` says there why some of the last values are not known."""
+        for name, function in [*self.functions.items()][first:]:
+            outcome = attempt(call, name, function, batch)
+            missed = getattr(function, "missed", None)
+            yield outcome | {"missed": str(missed)} if missed else outcome
+
+    def _load(self, rewards: Mapping[str, tuple[str, str, Mapping[str, Any]]]) -> None:
+        self.functions = {name: load(*where) for name, where in rewards.items()}
+
+
+def load(module: str, function: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the callable with its options bound; a class is made with them first. Raises UserError for what cannot be
+    called or has no signature; whatever the module raises passes."""
+    reward = getattr(importlib.import_module(module), function)
+    made = reward(**options) if isinstance(reward, type) else partial(reward, **options) if callable(reward) else reward
+    signature_of(f"{module}.{function}", made)
+    return made
+
+
+def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | None]:
+    """Return the function's numbers for the completions of `batch`, NaN as None.
+
+    It is called with what its signature takes. Raises UserError where it takes a column that the data does not have, or
+    gives something else than one finite number or None for each completion; whatever it raises itself passes.
+    """
+    result = function(**_arguments(name, function, batch))
+    if inspect.isawaitable(result):
+        result = asyncio.run(_awaited(result))
+    count = len(batch["completions"])
+    if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__iter__") or not hasattr(result, "__len__"):
+        raise UserError(f"reward {name} gave {shown(result)}; a list of {count} numbers or None is needed")
+    if len(result) != count:
+        raise UserError(f"reward {name} gave {len(result)} values for {count} completions; one each is needed")
+    return [_number(name, value) for value in result]
+
+
+def _arguments(name: str, function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
+    takes = signature_of(name, function)
+    if missing := [key for key in takes.needs if key not in batch]:
+        raise UserError(takes_more(name, missing, batch))
+    bound = function.keywords if isinstance(function, partial) else {}
+    names = batch if takes.takes_all else {*takes.needs, *takes.may}
+    return {key: values for key, values in batch.items() if key in names and key not in bound}
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _number(name: str, value: Any) -> float | None:
+    try:
+        return reward_of(value, " for a completion")
+    except UserError as error:
+        raise UserError(f"reward {name} {error}") from None
