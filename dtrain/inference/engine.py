@@ -18,13 +18,13 @@ from torch import Tensor
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.cached_attention import Decode, Prefill
 from dtrain.inference.kv_cache import SMALLEST_SLOT, CachedPrompt, KeyValues, choose_budget, slot_size
-from dtrain.inference.request import Completion, Request, StopTexts, check_request
-from dtrain.inference.sampling import Sampler, random_key
+from dtrain.inference.request import Completion, Request, StopTexts
+from dtrain.inference.sampling import Sampler, check_request, random_key
 from dtrain.models.common.config import SLIDING
 from dtrain.models.common.decoder import CausalLM
 
 if TYPE_CHECKING:
-    from dtrain.inference.graphs import GraphMaker, Step
+    from dtrain.inference.graphs import CudaGraphs, Step
 
 Ticket = int
 
@@ -88,10 +88,6 @@ class DrawnTokens:
     tokens: Tensor
     logprobs: Tensor
     routed: Tensor | None
-
-    def routed_of_rows(self) -> Sequence[Tensor | None]:
-        """Return `routed` of each row, [1, layers, k] on the host, or None."""
-        return [None] * len(self.rows) if self.routed is None else self.routed.cpu().unbind(0)
 
 
 @dataclass
@@ -160,7 +156,7 @@ class Engine:
         max_tokens: int | None = None,
         device: torch.device | None = None,
         peers: Peers | None = None,
-        graphs: "Callable[[torch.device], GraphMaker] | None" = None,
+        graphs: "Callable[[torch.device], CudaGraphs] | None" = None,
         notes_experts: bool = False,
     ):
         if notes_experts and (model.routing is None or graphs is not None):
@@ -337,7 +333,7 @@ class Engine:
             self._prompts[row.prompt].users += 1
             row.prompt_routed = self._prompts[row.prompt].routed
         logits = torch.stack([self._prompts[row.prompt].logits for row in entering])
-        tokens = self._draw(entering, logits, self._sampler(entering), self._index([0] * len(entering)))
+        tokens = self._keep(entering, *self._draw(self._sampler(entering), logits, self._index([0] * len(entering))))
         if self._look_every == 1:
             self._look()  # a first token may be the last
         self._give_back([row for row in entering if row.has_ended])
@@ -404,7 +400,7 @@ class Engine:
             decode.begin()
             notes = any(row.request.routed for row in self._rows)
             logits, routed = self._forward(self._tokens[:, None], decode, notes)  # [R, V], [R, 1, layers, k]
-            self._tokens = self._draw(self._rows, logits, decoding.sampler, decode.drawn, routed)
+            self._tokens = self._keep(self._rows, *self._draw(decoding.sampler, logits, decode.drawn), routed)
             decode.end()
         else:
             step()
@@ -417,10 +413,8 @@ class Engine:
     def _index(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
 
-    def _draw(
-        self, rows: list[RunningSequence], logits: Tensor, sampler: Sampler, drawn: Tensor, routed: Tensor | None = None
-    ) -> Tensor:
-        return self._keep(rows, *self._peers.agree(*sampler.draw(logits, drawn)), routed)
+    def _draw(self, sampler: Sampler, logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        return self._peers.agree(*sampler.draw(logits, drawn))
 
     def _keep(
         self, rows: list[RunningSequence], tokens: Tensor, logprobs: Tensor, routed: Tensor | None = None
@@ -435,7 +429,11 @@ class Engine:
         tokens = torch.cat([drawn.tokens for drawn in self._fresh]).tolist()
         logprobs = torch.cat([drawn.logprobs for drawn in self._fresh]).tolist()
         rows = [row for drawn in self._fresh for row in drawn.rows]
-        routed = [experts for drawn in self._fresh for experts in drawn.routed_of_rows()]
+        routed = [
+            experts
+            for drawn in self._fresh
+            for experts in ([None] * len(drawn.rows) if drawn.routed is None else drawn.routed.cpu().unbind(0))
+        ]
         self._fresh = []
         for row, token, logprob, experts in zip(rows, tokens, logprobs, routed, strict=True):
             if row.is_done:

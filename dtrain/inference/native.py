@@ -30,7 +30,7 @@ from dtrain.parallel.tensor import whole_sequences
 from dtrain.policy.offloader import PolicyOffloader
 
 if TYPE_CHECKING:
-    from dtrain.inference.graphs import GraphMaker
+    from dtrain.inference.graphs import CudaGraphs
 
 
 class NativeEngine(RolloutEngine):
@@ -51,7 +51,7 @@ class NativeEngine(RolloutEngine):
         decode: Callable[[list[int]], str] | None = None,
         unshard: bool | str = "auto",
         max_tokens: int | None = None,
-        graphs: "Callable[[torch.device], GraphMaker] | None" = None,
+        graphs: "Callable[[torch.device], CudaGraphs] | None" = None,
         offloader: PolicyOffloader | None = None,
     ):
         if graphs is not None and mesh.tp.size() > 1:
@@ -104,8 +104,10 @@ class NativeEngine(RolloutEngine):
             completions: list[Completion] | None = None
             with suppress(Interrupted):
                 completions = engine.generate(mine)
-            while peers.others_go_on():
-                self._take_part()
+            while peers.others_go_on():  # a forward on nothing, for the weights or the experts that the others need
+                store = KeyValues([None] * self.model.config.num_hidden_layers)
+                token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+                self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device))
         everywhere = Ranks(self.mesh.dp_cp.get_group()).every(lambda: completions) if ranks > 1 else [completions]
         by_index: dict[int, Completion] = {}
         for share, drawn in zip(shares, everywhere, strict=True):
@@ -150,12 +152,6 @@ class NativeEngine(RolloutEngine):
             if mesh.size() > 1:
                 dist.all_reduce(host, dist.ReduceOp.MIN, group=mesh.get_group())
         return int(host)
-
-    def _take_part(self) -> None:
-        """Run a forward on nothing, for the weights that the others gather in theirs, or the experts that they need."""
-        store = KeyValues([None] * self.model.config.num_hidden_layers)
-        token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-        self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device))
 
 
 class _MeshPeers(Peers):
@@ -219,7 +215,10 @@ def share_out(requests: Sequence[Request], ranks: int) -> list[list[int]]:
     best: tuple[float, list[list[int]]] | None = None
     parts = 1
     while True:
-        pieces = [piece for members in groups.values() for piece in _cut(members, parts)]
+        pieces = []
+        for members in groups.values():
+            size = -(-len(members) // parts)
+            pieces += [members[start : start + size] for start in range(0, len(members), size)]
         costs = [_work(requests, piece) for piece in pieces]
         dealt = deal(costs, ranks)
         load = max(sum(costs[piece] for piece in share) for share in dealt)
@@ -234,8 +233,3 @@ def share_out(requests: Sequence[Request], ranks: int) -> list[list[int]]:
 def _work(requests: Sequence[Request], piece: list[int]) -> float:
     drawing = sum(requests[index].sampling.max_new_tokens for index in piece)
     return drawing + _READING * len(requests[piece[0]].prompt)
-
-
-def _cut(members: list[int], parts: int) -> list[list[int]]:
-    size = -(-len(members) // parts)
-    return [members[start : start + size] for start in range(0, len(members), size)]

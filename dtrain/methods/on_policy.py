@@ -21,8 +21,7 @@ from dtrain.methods.distill import DistillMethod
 from dtrain.methods.rollouts import Buffer, Rollouts
 from dtrain.policy import Policy
 from dtrain.recipe.schema import Recipe
-from dtrain.rl.collect import CompletionSampler, PromptRow, Rollout, lengths_of, prompts_from, prompts_of
-from dtrain.rl.environments.episodes import Sample
+from dtrain.rl.collect import CompletionSampler, PromptRow, Rollout, Sample, lengths_of, prompts_from, prompts_of
 
 
 class OnPolicyDistillMethod(DistillMethod):

@@ -17,8 +17,7 @@ from dtrain.data.rows.order import deal, permute
 from dtrain.methods.method import BatchSource
 from dtrain.models.common.flops import flops_per_token
 from dtrain.policy import Policy
-from dtrain.rl.collect import Rollout
-from dtrain.rl.environments.episodes import Sample
+from dtrain.rl.collect import Rollout, Sample
 
 
 @dataclass

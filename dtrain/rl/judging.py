@@ -218,15 +218,6 @@ def plain_prompts_of(label: str, questions: Sequence[Question], encoder: PromptE
     return describe(label, num_plain, encoder.prompts_as, encoder.template)
 
 
-def known(value: Any) -> Any:
-    """Return `value` for JSON, with None in place of a NaN; of a mapping, of its values."""
-    if isinstance(value, float) and math.isnan(value):
-        return None
-    if isinstance(value, dict):
-        return {key: known(item) for key, item in value.items()}
-    return value
-
-
 def _mean(values: Sequence[float]) -> float:
     known_values = [value for value in values if not math.isnan(value)]
     return fmean(known_values) if known_values else math.nan

@@ -30,12 +30,12 @@ from dtrain.rl.judging import (
     Report,
     ScoredAnswer,
     evaluate,
-    known,
     open_judges,
     plain_prompts_of,
     read_questions,
 )
 from dtrain.rl.rewards import Rewards
+from dtrain.rl.rewards.scoring import known
 from dtrain.run.eval_section import rewards_of
 from dtrain.run.eval_sets import EvalSet, longest_answer, sets
 from dtrain.run.metrics import records

@@ -2,10 +2,13 @@
 
 An environment is made for each completion by a function that a recipe names (`grpo.environment`),
 
-    make(row, seed) -> Environment
+    make(row, seed) -> environment
 
 row: the data's row, its prompt and columns; seed: a number of its own for each completion. The prompt is the data's;
-then `step` is given each completion's text, and `observe` says what the model reads next (`stepping.Environment`).
+then `step` is given each completion's text, without special tokens, and returns what it earns, None for no opinion.
+`done` is read after each step. `observe` returns what the model reads next: a text, which becomes a user's message
+where the prompt is a conversation, or messages. An environment may have `end() -> float | None`, called where no more
+completions come though it is not done; and `metrics`, a dict of numbers that are reported.
 
 All on one rank only.
 

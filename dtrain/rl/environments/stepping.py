@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.data.text.tool_calls import FAILED
@@ -18,22 +18,6 @@ KEY = "grpo.environment_timeout"
 
 Observation = str | Sequence[dict[str, Any]]
 Failures = dict[tuple[str, str], list[str]]  # by stage and cause: what went wrong, of each environment
-
-
-class Environment(Protocol):
-    """Environment of one episode. done: whether the episode is over; read after each step."""
-
-    done: bool
-
-    def step(self, completion: str) -> float | None:
-        """Take a completion's text, without special tokens. Returns what it earns, None for no opinion."""
-
-    def observe(self) -> Observation:
-        """Return what the model reads before its next completion: a text, which becomes a user's message where the
-        prompt is a conversation, or messages."""
-
-    # It may have `end() -> float | None` too: no more completions come, though it is not done; and `metrics`, a dict of
-    # numbers that are reported beside what the episode earned.
 
 
 @dataclass(frozen=True)

@@ -368,7 +368,14 @@ class HttpEngine:
                     raise UserError("the client was closed while completions were under way")
                 able = [s for s in self.servers if s.behind is None and tries.count(s.client.url) <= self.retries]
                 if not able or now > tries.until:
-                    raise UserError(self._given_up(tries))
+                    behind = [
+                        f"{s.client.url} did not take the last weights: {s.behind}" for s in self.servers if s.behind
+                    ]
+                    reasons = "; ".join([tries.summary(), *behind])
+                    waited = f"within {self.timeout:.0f} s"
+                    raise UserError(
+                        f"no server gave completions {waited} ({reasons}); start them again and resume the run"
+                    )
                 free = [server for server in able if not server.is_held]
                 ready = [server for server in free if server.rest_until <= now]
                 if ready:
@@ -378,12 +385,6 @@ class HttpEngine:
                         server.loaded[server.adapter] += 1
                     return _Place(server, len(able) > 1, server.version, server.adapter)
                 self._changed.wait(max(0.01, min([tries.until, *(server.rest_until for server in free)]) - now))
-
-    def _given_up(self, tries: _Tries) -> str:
-        behind = [f"{s.client.url} did not take the last weights: {s.behind}" for s in self.servers if s.behind]
-        reasons = "; ".join([tries.summary(), *behind])
-        waited = f"within {self.timeout:.0f} s"
-        return f"no server gave completions {waited} ({reasons}); start them again and resume the run"
 
     def _failed(self, server: ServerClient, tries: _Tries, error: RetryableError) -> None:
         tries.note(server.client.url, error)

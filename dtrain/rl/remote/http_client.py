@@ -75,7 +75,9 @@ class HttpClient:
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, TimeoutError) or time.monotonic() >= until:
                 raise RetryableError(f"no answer within {seconds:.0f} s") from error
-            raise RetryableError(_describe(error)) from error
+            if isinstance(error, http.client.IncompleteRead):
+                raise RetryableError(f"the answer broke off after {len(error.partial)} bytes") from error
+            raise RetryableError(in_words(error) or type(error).__name__) from error
         finally:
             connection.close()
         return _read(response.status, raw, is_json)
@@ -141,12 +143,6 @@ def _message(answer: Any) -> str:
         error = next((answer[key] for key in keys if key in answer), answer)
         return str(error.get("message", error) if isinstance(error, dict) else error)
     return str(answer) or "no explanation"
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, http.client.IncompleteRead):
-        return f"the answer broke off after {len(error.partial)} bytes"
-    return in_words(error) or type(error).__name__
 
 
 def read_key(file: str | Path | None) -> str | None:

@@ -133,7 +133,9 @@ class _Process:
             command = [os.path.realpath(getattr(sys, "_base_executable", sys.executable)), "-I", "-S", "-c", _BOOT]
             passed = [job, *self._pipes]
             if self._has_walls:
-                seccomp = _readable(_seccomp_filter())
+                seccomp, writer = os.pipe()  # whose buffer holds the filter
+                os.write(writer, _seccomp_filter())
+                os.close(writer)
                 ends.callback(os.close, seccomp)
                 command = [*walls, "--seccomp", str(seccomp), "--", *command]
                 passed.append(seccomp)
@@ -238,14 +240,6 @@ def _seccomp_filter() -> bytes:
     rules += [(0x15, 0, 4, _CLONE[column]), (0x20, 0, 0, 16), (0x45, 1, 0, 0x10000)]
     rules += [(6, 0, 0, refuse), (6, 0, 0, allow), (6, 0, 0, allow)]
     return b"".join(struct.pack("HBBI", *rule) for rule in rules)
-
-
-def _readable(content: bytes) -> int:
-    """Return the reading end of a pipe that holds `content`, which must fit into the pipe's buffer."""
-    reader, writer = os.pipe()
-    os.write(writer, content)
-    os.close(writer)
-    return reader
 
 
 @cache

@@ -441,7 +441,14 @@ def _run_test(test: str, side: TestSide, module: types.ModuleType) -> None:
     tree = ast.parse(test)
     side.request("run")
     solution = sys.modules["solution"] = types.ModuleType("solution")
-    solution.__dict__["__getattr__"] = lambda name: _attribute(side, name)
+
+    def attribute(name: str) -> Any:
+        try:
+            return side.request("global", name)
+        except KeyError:
+            raise AttributeError(f"the completion defines no {name}") from None
+
+    solution.__dict__["__getattr__"] = attribute
     module.__dict__["__builtins__"] = _Names(side)
     for name in _ambiguous_names(tree):
         with suppress(KeyError):  # it is the built-in one
@@ -478,10 +485,3 @@ def _ambiguous_names(tree: ast.Module) -> set[str]:
     is_clear = uses_solution or "solution" in defined
     own = {name for name in free if hasattr(builtins, name) or name in sys.stdlib_module_names}
     return set() if is_clear or free - own else own
-
-
-def _attribute(side: TestSide, name: str) -> Any:
-    try:
-        return side.request("global", name)
-    except KeyError:
-        raise AttributeError(f"the completion defines no {name}") from None

@@ -8,22 +8,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.rl.rewards.columns import signature_of, takes_more
 from dtrain.rl.rewards.find import find
 from dtrain.rl.worker import Lost, Outcome, Worker, attempt, reward_of, shown
 
-
-class Spec(Protocol):
-    """A reward of a checked recipe, where no `fn` is None: `recipe.schema.Reward`, or anything alike."""
-
-    fn: str | None
-    weight: float
-
-    @property
-    def options(self) -> dict[str, Any]: ...
+if TYPE_CHECKING:
+    from dtrain.recipe.schema import Reward
 
 
 @dataclass(frozen=True)
@@ -38,9 +31,9 @@ class Scores:
 class Rewards(Worker):
     """Rewards by name or import path, loaded in a process of their own.
 
-    specs: each with fn, weight and options. timeout: seconds that one reward may take over one call of `score`, and
-    `key` that of the recipe. say: called, once for each cause, with why a reward has no values. Two rewards of one name
-    are numbered.
+    specs: of a checked recipe, where no `fn` is None. timeout: seconds that one reward may take over one call of
+    `score`, and `key` that of the recipe. say: called, once for each cause, with why a reward has no values. Two
+    rewards of one name are numbered.
 
     Raises UserError where a name or path is not there, or a module or class of the user's cannot be loaded. Not for
     several threads at once.
@@ -48,7 +41,7 @@ class Rewards(Worker):
 
     def __init__(
         self,
-        specs: Sequence[Spec],
+        specs: Sequence["Reward"],
         *,
         timeout: float = 60.0,
         say: Callable[[str], None] = print,
@@ -141,7 +134,7 @@ def _hint(error: str) -> str:
     return "\ncompletions are strings here: write completion where TRL has completion[0]['content']"
 
 
-def names_of(specs: Sequence[Spec]) -> list[str]:
+def names_of(specs: Sequence["Reward"]) -> list[str]:
     """Return the names of the rewards: the last word of the path, the second of the same name numbered."""
     names: list[str] = []
     for spec in specs:
@@ -172,7 +165,7 @@ class RewardCalls:
 
     def load(self, rewards: Mapping[str, tuple[str, str, Mapping[str, Any]]]) -> list[Outcome]:
         """Load the rewards; yields one outcome. rewards: name -> module, function, options."""
-        return [attempt(self._load, rewards)]
+        return [attempt(lambda: self.functions.update({name: load(*where) for name, where in rewards.items()}))]
 
     def score(self, batch: Batch, first: int) -> Iterator[Outcome]:
         """Yield the values of each reward from the one at place `first` on: numbers and None. A reward with an
@@ -181,9 +174,6 @@ class RewardCalls:
             outcome = attempt(call, name, function, batch)
             missed = getattr(function, "missed", None)
             yield outcome | {"missed": str(missed)} if missed else outcome
-
-    def _load(self, rewards: Mapping[str, tuple[str, str, Mapping[str, Any]]]) -> None:
-        self.functions = {name: load(*where) for name, where in rewards.items()}
 
 
 def load(module: str, function: str, options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -201,7 +191,12 @@ def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | 
     It is called with what its signature takes. Raises UserError where it takes a column that the data does not have, or
     gives something else than one finite number or None for each completion; whatever it raises itself passes.
     """
-    result = function(**_arguments(name, function, batch))
+    takes = signature_of(name, function)
+    if missing := [key for key in takes.needs if key not in batch]:
+        raise UserError(takes_more(name, missing, batch))
+    bound = function.keywords if isinstance(function, partial) else {}
+    names = batch if takes.takes_all else {*takes.needs, *takes.may}
+    result = function(**{key: values for key, values in batch.items() if key in names and key not in bound})
     if inspect.isawaitable(result):
         result = asyncio.run(_awaited(result))
     count = len(batch["completions"])
@@ -209,24 +204,20 @@ def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | 
         raise UserError(f"reward {name} gave {shown(result)}; a list of {count} numbers or None is needed")
     if len(result) != count:
         raise UserError(f"reward {name} gave {len(result)} values for {count} completions; one each is needed")
-    return [_number(name, value) for value in result]
-
-
-def _arguments(name: str, function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
-    takes = signature_of(name, function)
-    if missing := [key for key in takes.needs if key not in batch]:
-        raise UserError(takes_more(name, missing, batch))
-    bound = function.keywords if isinstance(function, partial) else {}
-    names = batch if takes.takes_all else {*takes.needs, *takes.may}
-    return {key: values for key, values in batch.items() if key in names and key not in bound}
+    try:
+        return [reward_of(value, " for a completion") for value in result]
+    except UserError as error:
+        raise UserError(f"reward {name} {error}") from None
 
 
 async def _awaited(result: Any) -> Any:
     return await result
 
 
-def _number(name: str, value: Any) -> float | None:
-    try:
-        return reward_of(value, " for a completion")
-    except UserError as error:
-        raise UserError(f"reward {name} {error}") from None
+def known(value: Any) -> Any:
+    """Return `value` for JSON, with None in place of a NaN; of a mapping, of its values."""
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if isinstance(value, dict):
+        return {key: known(item) for key, item in value.items()}
+    return value
