@@ -79,17 +79,6 @@ class RunningSequence:
         return torch.cat([prompt, *self.routed, prompt.new_full((1, *prompt.shape[1:]), -1)])
 
 
-@dataclass(frozen=True)
-class DrawnTokens:
-    """Tokens [R] int64 of rows, their logprobs [R], and the experts that the tokens read for them went to, [R, 1,
-    layers, k], where these were noted."""
-
-    rows: list[RunningSequence]
-    tokens: Tensor
-    logprobs: Tensor
-    routed: Tensor | None
-
-
 @dataclass
 class DecodingRows:
     """Rows that are being decoded. step: the captured one, None without graphs."""
@@ -186,7 +175,9 @@ class Engine:
         self._prompts: dict[tuple[int, ...], CachedPrompt] = {}  # in the cache
         self._held = 0  # positions that prompts and rows may come to fill
         self._rows: list[RunningSequence] = []  # decoding, in the cache's order
-        self._fresh: list[DrawnTokens] = []  # since the last look
+        # Drawn since the last look: rows, their tokens [R] int64 and logprobs [R]; and the experts that the tokens read
+        # for them went to, [R, 1, layers, k], where these were noted.
+        self._fresh: list[tuple[list[RunningSequence], Tensor, Tensor, Tensor | None]] = []
         self._tokens = self._index([])  # the last ones drawn, [R]
         self._decoding: DecodingRows | None = None  # None: rows came, went or grew
         self._steps = None
@@ -332,8 +323,9 @@ class Engine:
         for row in entering:
             self._prompts[row.prompt].users += 1
             row.prompt_routed = self._prompts[row.prompt].routed
+        sampler = self._sampler(entering)
         logits = torch.stack([self._prompts[row.prompt].logits for row in entering])
-        tokens = self._keep(entering, *self._draw(self._sampler(entering), logits, self._index([0] * len(entering))))
+        tokens = self._keep(entering, *self._peers.agree(*sampler.draw(logits, self._index([0] * len(entering)))))
         if self._look_every == 1:
             self._look()  # a first token may be the last
         self._give_back([row for row in entering if row.has_ended])
@@ -400,7 +392,8 @@ class Engine:
             decode.begin()
             notes = any(row.request.routed for row in self._rows)
             logits, routed = self._forward(self._tokens[:, None], decode, notes)  # [R, V], [R, 1, layers, k]
-            self._tokens = self._keep(self._rows, *self._draw(decoding.sampler, logits, decode.drawn), routed)
+            drawn = self._peers.agree(*decoding.sampler.draw(logits, decode.drawn))
+            self._tokens = self._keep(self._rows, *drawn, routed)
             decode.end()
         else:
             step()
@@ -413,27 +406,22 @@ class Engine:
     def _index(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
 
-    def _draw(self, sampler: Sampler, logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-        return self._peers.agree(*sampler.draw(logits, drawn))
-
     def _keep(
         self, rows: list[RunningSequence], tokens: Tensor, logprobs: Tensor, routed: Tensor | None = None
     ) -> Tensor:
-        self._fresh.append(DrawnTokens(rows, tokens, logprobs, routed))
+        self._fresh.append((rows, tokens, logprobs, routed))
         for row in rows:
             row.drawn += 1
         return tokens
 
     def _look(self) -> None:
         """Read what was drawn since the last look, and find the completions that have ended."""
-        tokens = torch.cat([drawn.tokens for drawn in self._fresh]).tolist()
-        logprobs = torch.cat([drawn.logprobs for drawn in self._fresh]).tolist()
-        rows = [row for drawn in self._fresh for row in drawn.rows]
-        routed = [
-            experts
-            for drawn in self._fresh
-            for experts in ([None] * len(drawn.rows) if drawn.routed is None else drawn.routed.cpu().unbind(0))
-        ]
+        groups, drawn, measured, noted = zip(*self._fresh, strict=True)
+        tokens, logprobs = torch.cat(drawn).tolist(), torch.cat(measured).tolist()
+        rows = [row for group in groups for row in group]
+        routed: list[Tensor | None] = []
+        for group, experts in zip(groups, noted, strict=True):
+            routed += [None] * len(group) if experts is None else experts.cpu().unbind(0)
         self._fresh = []
         for row, token, logprob, experts in zip(rows, tokens, logprobs, routed, strict=True):
             if row.is_done:

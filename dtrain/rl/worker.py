@@ -36,7 +36,7 @@ class Lost(Exception):
 
 
 class Worker:
-    """A process that has loaded code of the user's, and is started anew where it is gone. Derive from it.
+    """A process that has loaded code of the user's, and is started anew where it is gone.
 
     service: a class, module:Class, whose methods the process answers; load: arguments of its `load`, called first.
     what: whose code that is, as messages name it; timeout: seconds that an answer may take; key: the recipe's key for
@@ -84,7 +84,7 @@ class Worker:
             except UserError as error:  # it could be loaded once: no mistake that ends a run
                 raise Lost(f"cannot be loaded any more: {str(error).splitlines()[-1]}") from None
 
-    def _ask(self, method: str, *arguments: Any, grace: float = 0.0, at_least: float = 0.0) -> Iterator[Any]:
+    def ask(self, method: str, *arguments: Any, grace: float = 0.0, at_least: float = 0.0) -> Iterator[Any]:
         """Yield the answers of a method of the service, as they come.
 
         Raises Lost where one takes longer than max(timeout, at_least) + grace seconds, or the process is gone.
@@ -129,7 +129,7 @@ class Worker:
         with other_end:
             self._process = self._thread.submit(_spawn, self._service, other_end.fileno()).result()
         self._incoming = self._socket.makefile("rb")
-        (answer,) = self._ask("load", *self._load, at_least=LOAD_SECONDS)
+        (answer,) = self.ask("load", *self._load, at_least=LOAD_SECONDS)
         if "value" not in answer:
             self._kill()
             raise UserError(answer.get("user") or f"{self._what} cannot be loaded:\n{answer['error']}")

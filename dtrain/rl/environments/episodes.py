@@ -219,8 +219,7 @@ def run_episodes(
         def answer(
             live: list[int] = live, drawn: list[Completion] = drawn, is_last_round: bool = is_last_round
         ) -> list[EnvironmentReply]:
-            if environments is None:
-                raise ValueError("this rank asks the environments, and was given none")
+            assert environments is not None, "the rank that asks them has them"
             turns = [
                 Turn(
                     number,

@@ -156,7 +156,7 @@ class Environments(Worker):
         self._live.clear()
         if self._is_alive:
             try:
-                list(self._ask("forget", grace=self._grace))
+                list(self.ask("forget", grace=self._grace))
             except Lost as lost:
                 self._tell("end", str(lost), f"{self._whose}: their process {lost} when they were over")
 
@@ -164,7 +164,7 @@ class Environments(Worker):
         """Start another process where this one is gone, or has threads that hang and slow it down for ever."""
         if self._is_alive:
             with suppress(Lost):
-                (stuck,) = self._ask("stuck", grace=self._grace)
+                (stuck,) = self.ask("stuck", grace=self._grace)
                 if stuck:
                     self._kill()
         self._ensure()
@@ -174,7 +174,7 @@ class Environments(Worker):
         answers: dict[int, Outcome] = {number: {} for number in numbers}
         if content:
             try:
-                for number, answer in self._ask(method, content, grace=self._grace):
+                for number, answer in self.ask(method, content, grace=self._grace):
                     answers[number] = answer
             except Lost as lost:
                 for answer in answers.values():

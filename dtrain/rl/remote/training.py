@@ -136,8 +136,7 @@ def _choose_way(
     directory of whole weights; says which, and why. is_rounded: whether the adapter is trained beside weights in 4
     bits, which are not those that servers have; is_held: beside weights that are in the run's checkpoints alone. Raises
     UserError where `adapter` was asked for and cannot be."""
-    if engine is None:
-        raise ValueError("rank 0 talks to the servers, and was given none")
+    assert engine is not None, "rank 0 talks to the servers"
     if config is None or requested not in ("auto", "adapter"):
         return "directory" if requested == "auto" else requested
     held = "its base is in this run's checkpoints alone (checkpoint.init_from, model.init), where no server finds it"

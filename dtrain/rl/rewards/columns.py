@@ -63,9 +63,11 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[s
         made_with, node = _signature(makes) or Signature([]), call
     called = _signature(node)
     if called is None:
+        service, key, say = "dtrain.rl.rewards.columns:Look", "grpo.reward_timeout", partial(print, file=sys.stderr)
         try:
-            with _Look(name, module, function) as process:
-                made_with, called = process.signatures()
+            with Worker(service, module, function, what=f"reward {name}", timeout=60.0, key=key, say=say) as process:
+                ((makes, calls),) = process.ask("signatures")
+            made_with, called = makes and Signature(**makes), Signature(**calls)
         except (UserError, Lost) as problem:
             return str(problem)
     lacking = [key for key in made_with.needs if key not in options] if made_with else []
@@ -131,20 +133,6 @@ class Look:
             raise UserError(f"reward {path} is a class without __call__, {NO_REWARD}")
 
 
-class _Look(Worker):
-    """A process that has imported a reward, and has neither made nor called it."""
-
-    def __init__(self, name: str, module: str, function: str):
-        service, key, say = "dtrain.rl.rewards.columns:Look", "grpo.reward_timeout", partial(print, file=sys.stderr)
-        super().__init__(service, module, function, what=f"reward {name}", timeout=60.0, key=key, say=say)
-
-    def signatures(self) -> tuple[Signature | None, Signature]:
-        """Return the signatures of the reward's constructor, None for a function, and of its call. Raises Lost."""
-        (answer,) = self._ask("signatures")
-        makes, calls = answer
-        return makes and Signature(**makes), Signature(**calls)
-
-
 def _method(node: ast.ClassDef, name: str) -> ast.AST | None:
     """Return the definition of a class's method, without the argument self; None where the class has none."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
@@ -163,7 +151,7 @@ def _signature(node: ast.AST | None) -> Signature | None:
     for argument in ast.walk(takes):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    takes.defaults = [none for _ in takes.defaults]
+    takes.defaults = [none] * min(len(takes.defaults), len(takes.posonlyargs) + len(takes.args))
     takes.kw_defaults = [default and none for default in takes.kw_defaults]
     alike = ast.fix_missing_locations(ast.Expression(ast.Lambda(takes, none)))  # nothing of the source is run
     return signature_of("", eval(compile(alike, "", "eval")))

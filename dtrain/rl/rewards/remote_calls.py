@@ -186,22 +186,20 @@ class CodeSide(Side):
             for part in filter(None, node["name"].split(".")):
                 value = getattr(value, part)
         else:
-            value = Callback(self, handle)
+            value = self._callback()
             if node["kind"] == "iterator":
                 self._of_the_test[id(value)] = value, handle
                 value = _items_of(value)
         self._of_the_test[id(value)] = value, handle
         return value
 
+    def _callback(self) -> Callable[..., Any]:
+        """Return a function of the test, for the code to call."""
 
-class Callback:
-    """A function of the test, for the code to call."""
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            return self.request("call", call, arguments, keywords)
 
-    def __init__(self, side: CodeSide, handle: int):
-        self._side, self._handle = side, handle
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._side.request("call", self, arguments, keywords)
+        return call
 
 
 def _contents_of(value: Any) -> Any:

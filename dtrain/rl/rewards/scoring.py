@@ -97,7 +97,7 @@ class Rewards(Worker):
         while num_answered < len(self._weights):
             try:
                 self._ensure()
-                for answer in self._ask("score", batch, num_answered):
+                for answer in self.ask("score", batch, num_answered):
                     num_answered += 1
                     yield answer
             except Lost as lost:
