@@ -31,7 +31,7 @@ TORCH_FREE = """
     dtrain.data dtrain.data.sources.files dtrain.data.formats.formats dtrain.data.text.tokenizer
     dtrain.data.text.template dtrain.data.formats.sample dtrain.data.formats.preferences dtrain.data.formats.pairs
     dtrain.data.formats.prompts dtrain.checkpoint dtrain.base.files dtrain.run.directory dtrain.inference
-    dtrain.rl.rewards dtrain.rl.rewards.calls dtrain.rl.remote.http dtrain.rl.remote.prefetch
+    dtrain.rl.rewards dtrain.rl.rewards.scoring dtrain.rl.remote.http
     dtrain.rl.remote.shared_directory dtrain.commands.serve.answers dtrain.rl.environments.calls dtrain.run.metrics
     dtrain.commands.push.command dtrain.commands.report.compare dtrain.commands.report.live
 """.split()

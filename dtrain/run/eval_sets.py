@@ -54,8 +54,7 @@ def longest_answer(positions: int) -> int:
 def fields(eval_set: EvalSet) -> dict[str, Better]:
     """The fields of a set by which a save can be the best, and which of two values is. A reward of several is measured
     beside them as `reward/<its name>`."""
-    from dtrain.rl.pass_at_k import passes
-    from dtrain.rl.rewards.scoring import names_of
+    from dtrain.rl.rewards.scoring import names_of, passes
 
     rising = ["reward_mean", *(f"pass@{k}" for k in passes(eval_set.section.samples))]
     falling = ["completion_len", "truncated_frac"]

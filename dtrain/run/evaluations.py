@@ -23,10 +23,10 @@ from dtrain.rl.judging import (
     Report,
     ScoredAnswer,
     evaluate,
-    known,
     open_judges,
 )
 from dtrain.rl.rewards import Rewards
+from dtrain.rl.rewards.scoring import known
 from dtrain.run.eval_sets import EvalSet, sets
 from dtrain.run.metrics import records
 from dtrain.run.spec import RunSpec

@@ -23,8 +23,9 @@ from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, load
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.recipe.schema import Reward
-from dtrain.rl.judging import Questions, Report, ScoredAnswer, known, open_judges, plain_prompts_of, read_questions
+from dtrain.rl.judging import Questions, Report, ScoredAnswer, open_judges, plain_prompts_of, read_questions
 from dtrain.rl.judging import evaluate as answer_and_judge
+from dtrain.rl.rewards.scoring import known
 from dtrain.run.directory import DATA
 from dtrain.run.eval_sets import longest_answer
 from dtrain.run.metrics import records

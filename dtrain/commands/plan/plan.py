@@ -13,8 +13,7 @@ from dtrain.base.errors import RecipeError
 from dtrain.base.hardware import OF_FREE
 from dtrain.commands.plan.hardware import Hardware, Time, estimate
 from dtrain.commands.plan.step import Step, plan_step
-from dtrain.inference.budget import position_bytes
-from dtrain.inference.kv_cache import slot_size
+from dtrain.inference.kv_cache import position_bytes, slot_size
 from dtrain.methods.spec import spec_of
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.flops import flops_per_token, weights_in
