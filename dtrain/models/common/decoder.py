@@ -64,13 +64,7 @@ DECODER_PLAN = {
     "model.norm": "sequence",
     "lm_head": "vocab_head",
 }
-
-
-def plan_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of `plan` that names modules of this model; of a classifier its head, too."""
-    names = [name for name, _ in model.named_modules()]
-    styles = {**plan, "score": "score_head"}
-    return {pattern: style for pattern, style in styles.items() if any(fnmatchcase(name, pattern) for name in names)}
+QK_NORMS = {"model.layers.*.self_attn.q_norm": "head_norm", "model.layers.*.self_attn.k_norm": "head_norm"}
 
 
 class PlainWeight:
@@ -128,11 +122,13 @@ class Mixer(Block):
 
 
 class Attention(Mixer):
-    """Grouped-query attention (arXiv:2305.13245) with rotary positions. `kernel` is set when the model is built."""
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions. `kernel` is set when the model is built.
+    qk_norm: of the heads of q and k, in a family that norms them."""
 
     kernel: Kernel
+    qk_norm: type[nn.Module] | None = None
 
-    def __init__(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None = None):
+    def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         heads = config.heads_of(config.layer_types[index])
         self.index = index
@@ -144,8 +140,8 @@ class Attention(Mixer):
         self.v_proj = Linear(hidden, heads.count * heads.size, bias=config.qkv_bias)
         self.k_proj.key_heads = self.v_proj.key_heads = heads.count
         self.o_proj = Linear(query, hidden, bias=config.o_bias)
-        self.q_norm = qk_norm(heads.size, config.rms_norm_eps) if qk_norm else None
-        self.k_norm = qk_norm(heads.size, config.rms_norm_eps) if qk_norm else None
+        self.q_norm = self.qk_norm(heads.size, config.rms_norm_eps) if self.qk_norm else None
+        self.k_norm = self.qk_norm(heads.size, config.rms_norm_eps) if self.qk_norm else None
 
     def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
@@ -199,7 +195,7 @@ class Layer(nn.Module):
     without."""
 
     self_attn: Attention
-    input_layernorm: "RMSNorm"
+    input_layernorm: RMSNorm
     regions: "tuple[Region, Region] | None" = None
     is_sparse = False  # whether its MLP is a mixture of experts, and takes which tokens are real
 
@@ -207,52 +203,47 @@ class Layer(nn.Module):
     def mixer(self) -> Mixer:
         return self.self_attn
 
-    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def before(self, hidden: Tensor, *rotary: Tensor) -> tuple[Tensor, ...]:
         """hidden [B, S, D], the rotary tables [B or 1, S, 1, hd] -> q [B, S, H, hd], k and v [B, S, kv, hd], or what
         else the mixer takes"""
-        return self.mixer.project(self.input_layernorm(hidden), (cos, sin))
+        return self.mixer.project(self.input_layernorm(hidden), rotary)
 
-    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """hidden [B, S, D] as the layer had it, attended [B, S, H · hd] -> [B, S, D]"""
+    def after(self, hidden: Tensor, attended: Tensor, *real: Tensor) -> Tensor:
+        """hidden [B, S, D] as the layer had it, attended [B, S, H · hd] -> [B, S, D]; real: of a sparse layer, as
+        `SparseMLP` takes it"""
         raise NotImplementedError
 
-    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None) -> Tensor:
-        """hidden [B, S, D] -> [B, S, D]"""
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None, *real: Tensor) -> Tensor:
+        """hidden [B, S, D] -> [B, S, D]; real: as `after` takes it"""
         before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
-        return after(hidden, self.mixer(*before(hidden, *rotary), mask, cache))
+        return after(hidden, self.mixer(*before(hidden, *rotary), mask, cache), *real)
 
 
 class PreNormLayer(Layer):
-    """A norm before attention and one before the MLP, each in its residual branch. A family with another mixer makes it
-    in `add_mixer`, one with another MLP in `add_mlp`."""
+    """A norm before attention and one before the MLP, each in its residual branch. A family has its own `attention` and
+    `norm`, makes another mixer in `add_mixer`, and another MLP in `add_mlp`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        qk_norm: type[nn.Module] | None = None,
-        norm: type["RMSNorm"] | None = None,
-    ):
+    attention: type[Attention] = Attention
+    norm: type[RMSNorm] = RMSNorm
+
+    def __init__(self, config: ModelConfig, index: int):
         super().__init__()
-        norm = norm or RMSNorm
-        self.add_mixer(config, index, qk_norm)
-        self.add_mlp(config)
-        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.add_mixer(config, index)
+        self.add_mlp(config, index)
+        self.input_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
 
-    def add_mixer(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None) -> None:
-        """Give the layer its mixer: attention."""
-        self.self_attn = Attention(config, index, qk_norm)
+    def add_mixer(self, config: ModelConfig, index: int) -> None:
+        self.self_attn = self.attention(config, index)
 
-    def add_mlp(self, config: ModelConfig) -> None:
-        """Give the layer its MLP."""
+    def add_mlp(self, config: ModelConfig, index: int) -> None:
         self.mlp: Block = GatedMLP(config)
 
-    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    def after(self, hidden: Tensor, attended: Tensor, *real: Tensor) -> Tensor:
         """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.mixer.output(attended)
         del attended  # the MLP needs its memory
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden), *real)
 
 
 class Decoder(Stack):
@@ -325,7 +316,7 @@ class Decoder(Stack):
         if real is None and tokens is not None and tokens < length:
             real = (torch.arange(length, device=device) < tokens).expand(len(input_ids), -1)
         handed: list[Handed] = [
-            (rotary[kind], masks[kind], cache, *((real,) if layer.is_sparse else ()))
+            (rotary[kind], masks[kind], cache, *((real,) if layer.is_sparse and real is not None else ()))
             for layer, kind in zip(cast(list[Layer], list(self.layers)), config.layer_types, strict=True)
         ]
         return self.norm(self.through(hidden, input_ids, handed, cache is not None and cache.bare))
@@ -361,7 +352,8 @@ class Decoder(Stack):
 class CausalLM(ParallelModel):
     """A decoder and its head; the families derive from it. Built by `models.build`, never by hand.
 
-    config: the ModelConfig; plan: module pattern -> tensor-parallel style; initial: parameter pattern (first match) ->
+    config: the ModelConfig; plan: module pattern -> tensor-parallel style, of a class those that its models lack too;
+    initial: parameter pattern (first match) ->
     "normal" (std config.initializer_range), "ones", "zeros" or "decay" (the logarithm of a uniform number).
     """
 
@@ -372,6 +364,7 @@ class CausalLM(ParallelModel):
     routing: "Routing | None" = None  # what sparse layers share
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
     uncompiled: str | None = None  # why layers that were to be compiled are not
+    layer: Callable[[ModelConfig, int], nn.Module] = PreNormLayer  # of a family without a decoder of its own
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
@@ -379,15 +372,17 @@ class CausalLM(ParallelModel):
         or one of `fields.problems`. Where it is absent the default is transformers' for the family."""
         raise NotImplementedError
 
-    def __init__(self, config: ModelConfig, decoder: Decoder):
+    def __init__(self, config: ModelConfig, decoder: Decoder | None = None):
         super().__init__()
         self.config = config
-        self.model = decoder
+        self.model = decoder or Decoder(config, type(self).layer)
         if config.labels is None:
             self.lm_head = VocabHead(config.hidden_size, config.vocab_size, bias=False)
         else:
             self.score = ScoreHead(config.hidden_size, config.labels, bias=False)
-            self.plan = plan_of(self, self.plan)
+        names = [name for name, _ in self.named_modules()]
+        styles = {**self.plan, "score": "score_head"}
+        self.plan = {key: style for key, style in styles.items() if any(fnmatchcase(name, key) for name in names)}
         self.tie_weights()
 
     @property

@@ -32,9 +32,10 @@ class ModelFields(Fields):
         head_dim: int | None = None,
         pad: int | None = None,
         tie: bool = False,
+        bias: bool | None = None,
     ) -> dict[str, Any]:
         """Read what every family reads in the same way; the keywords are its own defaults (activation: the key, its
-        default)."""
+        default; bias: that of `attention_bias`, of all four projections, None where it is not read)."""
         hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
         # A missing key takes the family's default, null means one for each query head.
         kv_heads = self.integer("num_key_value_heads", heads if "num_key_value_heads" in self else kv_heads or heads)
@@ -54,7 +55,8 @@ class ModelFields(Fields):
         self.must_be_off("use_bidirectional_attention", "only causal attention is implemented")
         if self.get("is_causal") not in (None, True):
             self.problem(f"is_causal {shown(self.get('is_causal'))}: only causal attention is implemented")
-        return {
+        biases = {} if bias is None else dict.fromkeys(("qkv_bias", "o_bias"), self.flag("attention_bias", bias))
+        return biases | {
             "architecture": architecture,
             "vocab_size": vocab,
             "hidden_size": hidden,
@@ -80,7 +82,11 @@ class ModelFields(Fields):
         self, share: float | None = None, scales_queries: bool = False, kinds: tuple[str, ...] = KINDS, **values: Any
     ) -> ModelConfig:
         """Return the config of `values` and the rope that all layers share, once no field is left over; share,
-        scales_queries, kinds: as `read_rope` takes them."""
+        scales_queries, kinds: as `read_rope` takes them. Without `layer_types` all layers see the window, or all
+        tokens."""
+        if "layer_types" not in values:
+            window, count = values.setdefault("sliding_window", None), values["num_hidden_layers"]
+            values["layer_types"] = self.layer_types(count, [FULL if window is None else SLIDING] * count, fixed=True)
         positions, head_dim = values["max_position_embeddings"], values["head_dim"]
         rope = read_rope(self, positions, head_dim, share, scales_queries, kinds)
         if rope.kind == "longrope":
@@ -104,16 +110,6 @@ class ModelFields(Fields):
         else:
             return tuple(written)
         return tuple(default)
-
-    def biases(self, default: bool = False) -> dict[str, bool]:
-        """Read `attention_bias`, of all four projections."""
-        bias = self.flag("attention_bias", default)
-        return {"qkv_bias": bias, "o_bias": bias}
-
-    def layers_alike(self, count: int, window: int | None = None) -> dict[str, Any]:
-        """Return `layer_types` and `sliding_window` of a family whose layers all see the window, or all tokens."""
-        types = self.layer_types(count, [FULL if window is None else SLIDING] * count, fixed=True)
-        return {"layer_types": types, "sliding_window": window}
 
     def experts(
         self,
