@@ -73,6 +73,7 @@ class Gemma3ForCausalLM(TextTower):
         "model.layers.*.pre_feedforward_layernorm": "sequence",
         "model.layers.*.post_feedforward_layernorm": "sequence",
     }
+    is_tied = True
     initial = {"*norm.weight": "zeros", "*.bias": "zeros", "*": "normal"}
 
     def __init__(self, config: ModelConfig):
@@ -106,9 +107,3 @@ class Gemma3ForCausalLM(TextTower):
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
     """The text tower: `text_config` describes it, the rest of the file images and tokens."""
-
-    @classmethod
-    def read(cls, fields: ModelFields) -> ModelConfig:
-        fields.known("vision_config", "mm_tokens_per_image", "initializer_range", "audio_config")
-        fields.known("boi_token_index", "eoi_token_index", "image_token_index")
-        return fields.text_tower(cls.__name__, super().read, tie=True)

@@ -249,6 +249,7 @@ class Gemma4Decoder(Decoder):
 
 class Gemma4ForCausalLM(TextTower):
     tower_names = ("model.language_model.",)
+    is_tied = True
     initial = {"*norm_[12].weight": "ones", "*scale": "ones", **TextTower.initial}
     carried = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
 
@@ -335,12 +336,7 @@ class Gemma4ForCausalLM(TextTower):
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    @classmethod
-    def read(cls, fields: ModelFields) -> ModelConfig:
-        fields.known("vision_config", "audio_config", "initializer_range", "vision_soft_tokens_per_image")
-        fields.known("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")
-        fields.known("image_token_id", "video_token_id", "audio_token_id")
-        return fields.text_tower(cls.__name__, super().read, tie=True)
+    """The text tower, described by `text_config`."""
 
 
 def _read_heads(fields: ModelFields, types: tuple[str, ...], common: Mapping[str, Any]) -> dict[str, KeyHeads]:

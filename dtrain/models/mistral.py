@@ -97,11 +97,8 @@ class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        fields.known("vision_config", "image_token_index", "projector_hidden_act", "vision_feature_layer")
-        fields.known("multimodal_projector_bias", "spatial_merge_size")
-        text = fields.get("text_config")
-        is_scaled = isinstance(text, dict) and text.get("model_type") == "ministral3"
-        return fields.text_tower(cls.__name__, super().read if is_scaled else MistralForCausalLM.read)
+        is_scaled = fields.get("model_type") == "ministral3"
+        return super().read(fields) if is_scaled else MistralForCausalLM.read(fields)
 
 
 # What Mixtral's files call an expert's matrices.

@@ -6,7 +6,6 @@ norms multiply by 1 + weight, and a part of each head is rotated. What the files
 model holds apart (`ModelConfig.fused`). `attention.linear` has the arithmetic of linear attention.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -36,7 +35,6 @@ from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.common.rope_config import read_rope
 from dtrain.models.common.tower import TextTower
 from dtrain.models.gemma3 import Gemma3RMSNorm
-from dtrain.models.qwen_vl import IMAGES
 from dtrain.parallel.placement import LocalParameters
 
 # What published checkpoints may leave out.
@@ -324,17 +322,8 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    @classmethod
-    def read(cls, fields: ModelFields) -> ModelConfig:
-        return _read_multimodal(cls.__name__, fields, super().read)
+    """The text tower, described by `text_config`."""
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
-    @classmethod
-    def read(cls, fields: ModelFields) -> ModelConfig:
-        return _read_multimodal(cls.__name__, fields, super().read)
-
-
-def _read_multimodal(architecture: str, fields: ModelFields, read: Callable[[ModelFields], ModelConfig]) -> ModelConfig:
-    fields.known(*IMAGES, "language_model_only")
-    return fields.text_tower(architecture, read)
+    """The text tower, described by `text_config`."""

@@ -6,9 +6,8 @@ decoder, functions           layers and whole decoders; norms, activations, rota
 cache                        the interface of a KV cache to the models
 moe, routing                 mixtures of experts; their router and its balance loss
 adapters, adapter_config     what an adapter computes; which layers have one, and of what rank
-nf4, nf4_config              weights in 4 bits; what they ask of a model
+nf4                          weights in 4 bits
 compiled                     the parts of a layer that are compiled
-init                         starting values
 flops                        operations of training
 tower                        the text model of a multimodal checkpoint
 """
