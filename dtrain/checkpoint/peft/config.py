@@ -14,7 +14,7 @@ from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.model_directory import CONFIG, has_weights
-from dtrain.base.name_patterns import fullmatch, of_end, pattern_error
+from dtrain.base.name_patterns import endmatch, fullmatch, of_end, pattern_error
 from dtrain.checkpoint.peft.tensors import (
     ADAPTER_WEIGHTS,
     PREFIX,
@@ -28,7 +28,6 @@ from dtrain.models.common.adapter_config import (
     ALL_LINEAR,
     ENDS,
     AdapterConfig,
-    by_end,
     by_pattern,
     in_tower,
     linears,
@@ -164,7 +163,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
 def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:
     """Patterns in any order that say of PEFT's names what `patterns` say of ours. outer: PEFT's, by ours."""
     values = {name: by_pattern(patterns, name, otherwise) for name in outer}
-    met = {name: {value for key, value in patterns.items() if by_end(key, outer[name])} for name in outer}
+    met = {name: {value for key, value in patterns.items() if endmatch(key, outer[name])} for name in outer}
     if all((met[name] or {otherwise}) == {values[name]} for name in outer):
         return dict(patterns)
     return {re.escape(outer[name]): value for name, value in values.items() if value != otherwise}

@@ -22,7 +22,7 @@ from dtrain.checkpoint.huggingface.write import write_files
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, read_adapter_config
 from dtrain.checkpoint.peft.files import AdapterFiles, adapter_weights
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS, adapter_shapes, peft_names
-from dtrain.models.common.adapter_config import AdapterConfig, adaptable, linears
+from dtrain.models.common.adapter_config import AdapterConfig, adaptable, linears, shapes_of
 from dtrain.models.common.decoder import CausalLM
 
 
@@ -47,12 +47,8 @@ class StoredAdapter:
         shapes = dict(self.parameters)
         for name, layer in self.adapted.items():
             for part in self.model.config.parts(name):
-                *experts, rows, columns = self.parameters[f"{part}.weight"]
-                shapes |= {
-                    f"{part}.lora_A": (*experts, layer.rank, columns),
-                    f"{part}.lora_B": (*experts, rows, layer.rank),
-                }
-                shapes[f"{part}.lora_magnitude"] = (rows,)
+                own = shapes_of(self.parameters[f"{part}.weight"], layer.rank, dora=True)
+                shapes |= {f"{part}.{parameter}": shape for parameter, shape in own.items()}
         return shapes
 
     def read(self, name: str) -> Tensor:

@@ -15,6 +15,7 @@ from dtrain.models.common.adapter_config import (
     in_tower,
     is_adapter,
     is_stack,
+    shapes_of,
 )
 from dtrain.models.common.config import STACKS, ModelConfig
 
@@ -128,10 +129,8 @@ def adapter_shapes(
     shapes = adaptable(model)
     wanted = {fused.name: places(fused, fused.name, parameters)[0] for fused in joints(model, parameters)}
     for name, layer in config.adapted(shapes).items():
-        *experts, rows, columns = shapes[name]
-        a, b = (*experts, layer.rank, columns), (*experts, rows, layer.rank)
-        wanted |= {part: shape_in_files(part, shape) for part, shape in ((f"{name}.lora_A", a), (f"{name}.lora_B", b))}
-        wanted |= {f"{name}.lora_magnitude": (rows,)} if config.dora else {}
+        for part, shape in shapes_of(shapes[name], layer.rank, config.dora).items():
+            wanted[f"{name}.{part}"] = shape_in_files(f"{name}.{part}", shape)
     return {outer: shape for name, shape in wanted.items() for outer in peft_names(name, config, model)}
 
 

@@ -2,10 +2,9 @@
 
 A forward makes what all layers of one kind share once (rotary tables, the kernel's form of the mask) and hands it down:
 `layer(hidden, rotary, mask, cache)`; with a cache there is no mask, for it attends by itself. A layer is two functions
-of tensors, before attention and after it, which `compiled` compiles; attention itself is never compiled: what it
-is handed is each micro-batch's own. Letters: B rows, S
-tokens, D hidden size, H query heads, kv key heads, hd head size, F MLP size, V vocabulary; heads and F are counted from
-the projections' outputs, which may be one rank's share.
+of tensors, before attention and after it, which `compiled` compiles; attention, handed each micro-batch's own, is not.
+Letters: B rows, S tokens, D hidden size, H query heads, kv key heads, hd head size, F MLP size, V vocabulary; heads and
+F are counted from the projections' outputs, which may be one rank's share.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope
 from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, gated, rotate, rounded, tables
 from dtrain.models.common.model_fields import ModelFields
+from dtrain.parallel.experts import expert_parameters
 from dtrain.parallel.placement import LocalParameters
 from dtrain.parallel.tensor import (
     Block,
@@ -110,15 +110,11 @@ class Linear(LocalParameters, nn.Linear):
 
 
 class Mixer(Block):
-    """Base of the modules by which a layer mixes tokens: `project` before, `forward` between tokens, `output` after."""
+    """Base of the modules by which a layer mixes tokens. `project`, before: hidden [B, S, D], normed, and the rotary
+    tables to what `forward` takes before the mask; `forward`, between tokens; `output`, after: to [B, S, D]."""
 
-    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
-        """hidden [B, S, D], normed -> what `forward` takes before the mask"""
-        raise NotImplementedError
-
-    def output(self, mixed: Tensor) -> Tensor:
-        """Map what `forward` gives to [B, S, D]"""
-        raise NotImplementedError
+    project: Callable[[Tensor, Rotary], tuple[Tensor, ...]]
+    output: Callable[[Tensor], Tensor]
 
 
 class Attention(Mixer):
@@ -253,6 +249,7 @@ class Decoder(Stack):
     kernel: Kernel
     flash_delta: "FlashDelta | None" = None
     delta_note: str = ""
+    linear_mask: Callable[..., Any]  # of a family with linear attention: seq_ids [B, S], tokens, cache, packing -> mask
 
     def __init__(
         self,
@@ -330,7 +327,6 @@ class Decoder(Stack):
 
     @property
     def takes_packing(self) -> bool:
-        """Return whether what it attends with computes from a `Packing`, where there is one."""
         return self.kernel.takes_packing or self.flash_delta is not None
 
     def turns(
@@ -338,11 +334,6 @@ class Decoder(Stack):
     ) -> Rotary:
         """`tables` of positions [B or 1, S], for layers with this rope; a family may add what else these take."""
         return tables(rope, head_dim, positions, dtype, held)
-
-    def linear_mask(self, seq_ids: Tensor | None, tokens: int, cache: Cached | None, packing: "Packing | None") -> Any:
-        """Return what layers of linear attention need of a forward, of a family that has some; seq_ids [B, S], tokens
-        and packing as `states` takes them."""
-        raise NotImplementedError
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         hidden = self.embed_tokens(input_ids)
@@ -368,8 +359,8 @@ class CausalLM(ParallelModel):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        """Return the config that the fields of a config.json describe; every field is used, known to change nothing,
-        or one of `fields.problems`. Where it is absent the default is transformers' for the family."""
+        """Return the config that a config.json's fields describe; every field is used, known to change nothing, or one
+        of `fields.problems`. Where it is absent the default is transformers' for the family."""
         raise NotImplementedError
 
     def __init__(self, config: ModelConfig, decoder: Decoder | None = None):
@@ -387,7 +378,6 @@ class CausalLM(ParallelModel):
 
     @property
     def head(self) -> VocabHead | ScoreHead:
-        """The head: of a classifier its `config.labels` scores; else the vocabulary's."""
         return self.lm_head if self.config.labels is None else self.score
 
     def tie_weights(self) -> None:
@@ -425,15 +415,9 @@ class CausalLM(ParallelModel):
         """
         return self.logits(self.model(input_ids, position_ids, seq_ids, cache))
 
-    def hidden_states(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        seq_ids: Tensor | None = None,
-        cache: Cached | None = None,
-    ) -> Tensor:
+    def hidden_states(self, *inputs: Any, **named: Any) -> Tensor:
         """[B, S, D] after the final norm; arguments as in `forward`."""
-        return self.model(input_ids, position_ids, seq_ids, cache)
+        return self.model(*inputs, **named)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] after the final norm -> logits [..., V], of a classifier its outputs [..., labels]."""
@@ -443,10 +427,8 @@ class CausalLM(ParallelModel):
 
     def next_logits(self, input_ids: Tensor, cache: Cached) -> Tensor:
         """[B, V] in the weights' dtype, whole on every tp rank: what follows the tokens [B, S] that are read with
-        `cache`, of each row the one that `cache.last` names.
-
-        Under FSDP a registered forward method. Collectives: the layers', and under tp one all-gather of the logits.
-        """
+        `cache`, of each row the one that `cache.last` names. Under FSDP a registered forward method. Collectives: the
+        layers', and under tp one all-gather of the logits."""
         hidden = self.model(input_ids, cache=cache)  # [B, S, D]
         if cache.last is not None:
             hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), cache.last, None]
@@ -461,12 +443,9 @@ class CausalLM(ParallelModel):
         packing: "Packing | None" = None,
     ) -> Any:
         """`fn(hidden [B, S/cp, D], head_weight [V/tp, D] or [labels, D/tp])`'s result: how a loss reaches the head
-        without whole logits.
-        packing: of the whole rows, for a decoder that `takes_packing`.
-
-        Under FSDP it must be registered as a forward method, or the head's weight is one rank's shard. The caller
-        applies config.final_logit_softcapping.
-        """
+        without whole logits. packing: of the whole rows, for a decoder that `takes_packing`. Under FSDP it must be
+        registered as a forward method, or the head's weight is one rank's shard. The caller applies
+        config.final_logit_softcapping."""
         # Not self.hidden_states: registered too, it may give the root's weights back, and the head's are needed yet.
         hidden = self.model(input_ids, position_ids, seq_ids, packing=packing)
         return fn(hidden, self.head.local("weight"))
@@ -477,8 +456,7 @@ class CausalLM(ParallelModel):
 
     @property
     def carried_checkpoint_names(self) -> tuple[str, ...]:
-        """Patterns (re.fullmatch) of tensors in the files that are parts which dtrain does not train, a vision tower:
-        an export has them as they are."""
+        """Patterns (re.fullmatch) of tensors of parts that dtrain does not train: an export has them as they are."""
         return ()
 
     @property
@@ -486,3 +464,37 @@ class CausalLM(ParallelModel):
         """Patterns (re.fullmatch) of tensors in the files that are no parameters of this model, and no mistake."""
         head = (r"lm_head\..*",) if self.config.has_new_head else ()
         return (r".*\.rotary_emb\.inv_freq", *head)  # the first: a buffer that transformers once saved
+
+
+def flops_per_token(model: CausalLM, seq_len: int) -> float:
+    """Return the training FLOPs per token of `model` in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in
+    reach); 4 for a frozen parameter, whose gradient is not computed. Of experts those count that a token goes to.
+
+    A linear layer's state of K·V a head takes three products a token, whatever the length: 18·Hv·K·V.
+    PaLM's count (arXiv:2204.02311, appendix B): N leaves out the input embedding, attention is counted over all
+    keys of the row or window, though a causal query sees half of them on average; recomputation is not counted.
+    """
+    config = model.config
+    lookups = [] if config.tie_word_embeddings else [model.model.embed_tokens.weight]
+    if (table := getattr(model.model, "embed_tokens_per_layer", None)) is not None:
+        lookups.append(table.weight)
+    products = [parameter for parameter in model.parameters() if not any(parameter is table for table in lookups)]
+    share = {} if config.experts is None else dict.fromkeys(expert_parameters(model), config.experts.share)
+    count = sum(
+        weights_in(parameter) * (6 if parameter.requires_grad else 4) * share.get(parameter, 1)
+        for parameter in products
+    )
+    window = config.sliding_window or seq_len
+    reach = [
+        model.model.head_sizes[kind] * (min(seq_len, window) if kind == SLIDING else seq_len)
+        for kind in config.layer_types
+        if kind != LINEAR
+    ]
+    states = 0 if config.linear is None else config.layer_types.count(LINEAR) * config.linear.state
+    return count + 12.0 * config.num_attention_heads * sum(reach) + 18.0 * states
+
+
+def weights_in(parameter: Tensor) -> int:
+    """Return how many weights of a model the parameter, [any shape], is: two for a byte of codes, none for scales
+    (`nf4`)."""
+    return parameter.numel() * {torch.uint8: 2, torch.int32: 0}.get(parameter.dtype, 1)
