@@ -9,7 +9,7 @@ import torch
 
 from dtrain import __version__
 from dtrain.methods.spec import spec_of
-from dtrain.models.common.flops import weights_in
+from dtrain.models.common.decoder import weights_in
 from dtrain.recipe.schema import DataSource
 from dtrain.run import eval_sets
 from dtrain.run.metrics import records

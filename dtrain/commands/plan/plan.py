@@ -16,7 +16,7 @@ from dtrain.commands.plan.step import Step, plan_step
 from dtrain.inference.kv_cache import position_bytes, slot_size
 from dtrain.methods.spec import spec_of
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.flops import flops_per_token, weights_in
+from dtrain.models.common.decoder import flops_per_token, weights_in
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import is_torchs
 from dtrain.parallel.apply import find_plan, in_words

@@ -21,7 +21,7 @@ from dtrain.commands.plan.policy import bytes_of, state_bytes
 from dtrain.commands.plan.step import Step, plan_step
 from dtrain.methods.spec import spec_of
 from dtrain.models.common.config import LINEAR, ModelConfig
-from dtrain.models.common.flops import flops_per_token
+from dtrain.models.common.decoder import flops_per_token
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import build_optimizer
 from dtrain.parallel.fits import mesh_problems_of_model

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from dtrain.base.name_patterns import of_end, pattern_error
+from dtrain.base.name_patterns import endmatch, of_end, pattern_error
 from dtrain.base.ranges import nearest, out_of_range, shown
 from dtrain.checkpoint.peft.base import base_notes, base_problems
 from dtrain.checkpoint.peft.config import adapter_of, adapter_problems
@@ -15,7 +15,6 @@ from dtrain.models.common.adapter_config import (
     ENDS,
     AdapterConfig,
     adaptable,
-    by_end,
     is_parameter,
     matches,
     modules,
@@ -221,7 +220,7 @@ def _patterns(config: AdapterConfig, layers: Sequence[str]) -> list[str]:
     errors = []
     for key, patterns in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
         for pattern in patterns:
-            if not any(by_end(pattern, name) for name in adapted):
+            if not any(endmatch(pattern, name) for name in adapted):
                 names = _ends_of(adapted)
                 near = nearest(pattern, names)
                 hint = f"did you mean {near}?" if near else f"there are {', '.join(names) or 'none'}"
