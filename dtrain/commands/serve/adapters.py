@@ -67,7 +67,7 @@ class Adapters:
             self.updates.count(fields["weight_version"])
 
         self.worker.between_steps(put_in, fields["mode"])
-        return {"success": True, "message": f"loaded {name}", "weight_version": self.worker.version}
+        return self.updates.done(f"loaded {name}")
 
     def begin_with(self, name: str, directory: Path) -> None:
         """Load an adapter from anywhere, before the worker starts. Raises UserError."""

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connection: requests read strictly, within limits of size and time, and answers written as JSON.
+"""HTTP/1.1 connections: requests read strictly, within limits of size and time, answers as JSON; and their slots.
 
 Standard library only: uvicorn 0.54 has no deadline for a head or a reader, keeps all connections that say nothing, and
 h11 reads folded lengths and bare LF, so that an ASGI server would leave all of this to us all the same.
@@ -8,6 +8,7 @@ import json
 import re
 import select
 import socket
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -165,6 +166,41 @@ class Connection:
         if not data:
             raise ConnectionError("the client is gone")
         self._buffer += data
+
+
+class ConnectionSlots:
+    """`count` slots for connections. Thread-safe. evicts: whether the oldest connection that has not shown the key is
+    closed for a new one, where all slots are taken, so that those without a key cannot keep out a client that has it.
+    """
+
+    def __init__(self, count: int, *, evicts: bool):
+        self._count, self._evicts = count, evicts
+        self._taken: dict[socket.socket, bool] = {}  # whether it has shown the key, the oldest connection first
+        self._lock = threading.Lock()
+
+    def take(self, sock: socket.socket) -> bool:
+        """Take a slot for this connection until it leaves or is evicted. Return whether there was one."""
+        with self._lock:
+            if len(self._taken) >= self._count:
+                oldest = next((other for other, has_key in self._taken.items() if not has_key), None)
+                if oldest is None or not self._evicts:
+                    return False
+                del self._taken[oldest]
+                with suppress(OSError):  # its client has gone
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread, which closes it, reads and writes no more
+            self._taken[sock] = False
+            return True
+
+    def keep(self, sock: socket.socket) -> None:
+        """Mark this connection as one that has shown the key, which is not evicted."""
+        with self._lock:
+            if sock in self._taken:
+                self._taken[sock] = True
+
+    def leave(self, sock: socket.socket) -> None:
+        """Give the slot back, before the socket is closed. Without effect if it was evicted."""
+        with self._lock:
+            self._taken.pop(sock, None)
 
 
 def _parsed(text: str) -> RequestHead:

@@ -82,7 +82,7 @@ class Updates:
         fields = check(body, FROM_DISK)
         directory = self.below(fields["model_path"], "model_path")
         self.load(directory, fields["weight_version"], _mode(fields))
-        return self._done(f"read {directory}")
+        return self.done(f"read {directory}")
 
     def below(self, path: str, name: str) -> Path:
         """Return the directory at `path`, a field called `name`, which must be below the root. Raises ApiError."""
@@ -101,12 +101,11 @@ class Updates:
 
         def read() -> None:
             check_fit(self.model, WeightFiles(directory))  # where this raises, nothing has changed
-            is_read = False
             try:
                 read_weights(self.model, directory)
-                is_read = True
-            finally:
-                self.worker.torn = not is_read
+            except BaseException:
+                self.worker.torn = True
+                raise
             self.count(version)
 
         self.worker.between_steps(read, mode)
@@ -124,11 +123,8 @@ class Updates:
     def checksums(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return each tensor's name and the SHA-256 of its bytes. {"action": "checksum"}, as vLLM has it."""
         check(body, {"action": Field(among=("checksum",))})
-
-        def read() -> dict[str, str]:
-            return {name: _sha256(tensor) for name, tensor in model_tensors(self.model).items()}
-
-        return {"checksums": self.worker.between_steps(read)}
+        sums = self.worker.between_steps(lambda: {key: _sha256(of) for key, of in model_tensors(self.model).items()})
+        return {"checksums": sums}
 
     def meet(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Join a trainer's group. {"master_address", "master_port", "rank_offset", "world_size", "group_name"?}."""
@@ -176,14 +172,15 @@ class Updates:
 
         # Between two buckets of one update nothing is decoded, so that there is nothing to wait for.
         self.worker.between_steps(read, "keep" if self.worker.torn else _mode(fields))
-        return self._done(f"received {len(info)} tensors")
+        return self.done(f"received {len(info)} tensors")
 
     def count(self, version: int | None) -> None:
         """Set the version of the weights, which are whole again; None for the next one. On the worker's thread."""
         self.worker.version = self.worker.version + 1 if version is None else version
         self.worker.torn = False
 
-    def _done(self, message: str) -> dict[str, Any]:
+    def done(self, message: str) -> dict[str, Any]:
+        """Return the body that answers an update."""
         return {"success": True, "message": message, "weight_version": self.worker.version}
 
     def _info(self, fields: Mapping[str, Any]) -> Info:
@@ -194,7 +191,8 @@ class Updates:
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             if name not in self._tensors:
                 raise ApiError(400, f"the model has no tensor {name!r}", "names")
-            own = self._tensors[name].shape
+            target = self._tensors[name]
+            own = list(target.joint.shape([part.shape for part in target.parts]))
             if own != shape:
                 raise ApiError(400, f"{name} is {shape}, the model has {own}", "shapes")
             info[name] = (torch.Size(shape), DTYPES[dtype])
@@ -207,10 +205,6 @@ class _Parts:
 
     parts: list[Tensor]
     joint: FusedWeight
-
-    @property
-    def shape(self) -> list[int]:
-        return list(self.joint.shape([part.shape for part in self.parts]))
 
     def fill(self, tensor: Tensor) -> None:
         """Copy a tensor of their shape into them."""
