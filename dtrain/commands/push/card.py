@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Template
 
 from dtrain import __version__
 from dtrain.base.hub import id_of
+from dtrain.commands.report.run_files import RunFiles
 from dtrain.data.sources.hub import is_data_id
 from dtrain.recipe import secrets
 from dtrain.run.metrics import records
@@ -28,16 +31,19 @@ RESULTS = ("loss", "val_loss", "reward_mean", "val_reward_mean", "val_accuracy",
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its directory describes it. recipe: the saved one; rows: of metrics.jsonl; data: split -> counts and
-    identity; base: the id of the model that it began from on the hub, None where that is not known."""
+    """A run and its export. step: that the export is of; base: the id of the model that it began from on the hub, None
+    where that is not known."""
 
     name: str
-    recipe: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
-    data: Mapping[str, Mapping[str, Any]]
+    files: RunFiles
     step: int | None
     is_adapter: bool
     base: str | None
+
+    @property
+    def losses(self) -> tuple[Sequence[records.Point], Sequence[records.Point]]:
+        """The training's and the validation's, by step."""
+        return self.files.known("loss"), self.files.known("val_loss")
 
 
 def base_of_recipe(recipe: Mapping[str, Any]) -> str | None:
@@ -58,21 +64,26 @@ def datasets(recipe: Mapping[str, Any]) -> list[str]:
 
 def card(run: Run, theirs: Mapping[str, Any]) -> str:
     """Return README.md of the repository. theirs: the front matter of the one that is there, whose other keys stay."""
+    recipe, method = run.files.recipe, str(run.files.recipe.get("method"))
     front: dict[str, Any] = {"library_name": "peft" if run.is_adapter else "transformers"}
     if run.base is not None:
         front |= {"base_model": run.base, "base_model_relation": "adapter" if run.is_adapter else "finetune"}
-    if named := datasets(run.recipe):
+    if named := datasets(recipe):
         front["datasets"] = named
-    front |= {"pipeline_tag": "text-generation", "tags": ["dtrain", str(run.recipe.get("method"))]}
-    parts = [f"---\n{yaml.safe_dump({**theirs, **front}, sort_keys=False, allow_unicode=True)}---", f"# {run.name}"]
-    parts.append(_about(run))
-    if "license" not in theirs:
-        parts.append(
-            "No license is named yet: the owner of this repository adds one above, as the base model's allows."
-        )
-    parts += _results(run) + _data(run)
-    parts += ["## Recipe", f"```yaml\n{yaml.safe_dump(shown(run.recipe), sort_keys=False, allow_unicode=True)}```"]
-    return "\n\n".join(parts) + "\n"
+    front |= {"pipeline_tag": "text-generation", "tags": ["dtrain", method]}
+    as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
+    text = Path(__file__).with_name("card.md.jinja").read_text("utf-8")
+    return Template(text, trim_blocks=True, keep_trailing_newline=True).render(
+        front=as_yaml({**theirs, **front}),
+        run=run,
+        how=METHODS.get(method, method),
+        version=__version__,
+        has_license="license" in theirs,
+        results={name: f"{run.files.curves[name].values[-1]:.4g}" for name in RESULTS if name in run.files.curves},
+        curve=CURVE if any(run.losses) else None,
+        data=run.files.data,
+        recipe=as_yaml(shown(recipe)),
+    )
 
 
 def shown(recipe: Mapping[str, Any]) -> Any:
@@ -92,42 +103,3 @@ def shown(recipe: Mapping[str, Any]) -> Any:
     tree = public(recipe)
     secrets.hide(tree)
     return tree
-
-
-def _about(run: Run) -> str:
-    kind = "An adapter" if run.is_adapter else "A model"
-    began = f" from [{run.base}](https://huggingface.co/{run.base})" if run.base else ""
-    how = METHODS.get(str(run.recipe.get("method")), str(run.recipe.get("method")))
-    steps = f", after {run.step:,} steps" if run.step is not None else ""
-    return f"{kind} trained{began} by {how} with dtrain {__version__}{steps}."
-
-
-def _results(run: Run) -> list[str]:
-    last: dict[str, float] = {}
-    for row in run.rows:
-        last |= {name: row[name] for name in RESULTS if isinstance(row.get(name), int | float)}
-    train, val = records.points(run.rows, "loss"), records.points(run.rows, "val_loss")
-    parts = []
-    if last:
-        parts.append("## Results")
-        lines = [f"| {name} | {value:.4g} |" for name, value in last.items()]
-        parts.append("\n".join(["| last value of | |", "| --- | --- |", *lines]))
-    if train or val:
-        parts.append(f"![The losses over the steps]({CURVE})")
-    return parts
-
-
-def _data(run: Run) -> list[str]:
-    if not run.data:
-        return []
-    lines = [
-        f"| {split} | {counts.get('rows', 0):,} | {counts.get('samples', 0):,} | {counts.get('tokens', 0):,} | "
-        f"`{counts.get('identity', '')}` |"
-        for split, counts in run.data.items()
-    ]
-    note = "The identity is a digest of the tokenized samples: the same data, tokenizer and template give the same."
-    return [
-        "## Data",
-        "\n".join(["| | rows | samples | tokens | identity |", "| --- | --- | --- | --- | --- |", *lines]),
-        note,
-    ]

@@ -97,7 +97,7 @@ def _axes(run: RunFiles) -> dict[str, list[float]]:
     """Return the steps, and for each the tokens and the hours of all steps so far."""
     axes: dict[str, list[float]] = {}
     for name, field, unit in (("tokens", "tokens", 1.0), ("hours", "step_time", 3600.0)):
-        if known := (run.curves[field].known if field in run.curves else []):
+        if known := run.known(field):
             sums = list(accumulate(value / unit for _, value in known))
             axes[f"{name}_steps"], axes[name] = thinned([step for step, _ in known], sums)
     return axes

@@ -54,8 +54,8 @@ def _identity(run: RunFiles) -> dict[str, str]:
         for name in ("rows", "tokens")
         if (count := records.number(counted.get(name))) and records.is_sound(count)
     ]
-    seconds, tokens = (math.fsum(value for _, value in _known(run, name)) for name in ("step_time", "tokens"))
-    epochs = _known(run, "epoch")
+    seconds, tokens = (math.fsum(value for _, value in run.known(name)) for name in ("step_time", "tokens"))
+    epochs = run.known("epoch")
     total = f" of {run.total_steps:,}" if run.total_steps else ""
     started = run.fact("started")
     when = (
@@ -152,7 +152,7 @@ def _result(runs: Sequence[RunFiles], field: str, name: str) -> Row:
     texts: list[str] = []
     values: list[float | None] = []
     for run in runs:
-        known, better = _known(run, field), better_of(field, run.method)
+        known, better = run.known(field), better_of(field, run.method)
         if not known:
             texts.append("")
             values.append(None)
@@ -179,13 +179,8 @@ def _bests(values: Sequence[float | None], better: Callable) -> tuple[int, ...]:
     return tuple(index for index, value in enumerate(values) if value == better(known))
 
 
-def _known(run: RunFiles, field: str) -> list[records.Point]:
-    curve = run.curves.get(field)
-    return curve.known if curve is not None else []
-
-
 def _measured(run: RunFiles, field: str, act: Callable) -> float | None:
-    known = [value for _, value in _known(run, field)]
+    known = [value for _, value in run.known(field)]
     return act(known) if known else None
 
 

@@ -54,17 +54,20 @@ class RunFiles:
 
     def _forget(self) -> None:
         self.curves: dict[str, Curve] = {}
-        self.rows = self.damaged = 0
+        self.damaged = 0
 
     def look(self) -> bool:
         """Read what is new. Return whether anything is new."""
+        return self.look_at_record() | self.samples.look() | self.evals.look()
+
+    def look_at_record(self) -> bool:
+        """Read what is new, without the answers. Return whether anything is new."""
         before = self.recipe, self.data, self.about, self.is_running
         self.recipe = records.read_recipe(self.directory)
         secrets.hide(self.recipe)
         self.data, self.about = (self._json(name) for name in (DATA, ABOUT))
         self.is_running = is_held(self.directory)
-        is_new = self.samples.look() | self.evals.look() | self._read_metrics()
-        return is_new or before != (self.recipe, self.data, self.about, self.is_running)
+        return self._read_metrics() or before != (self.recipe, self.data, self.about, self.is_running)
 
     def _json(self, name: str) -> dict[str, Any]:
         path = self.directory / name
@@ -82,11 +85,14 @@ class RunFiles:
             if step is None or not records.is_sound(step):
                 self.damaged += 1
                 continue
-            self.rows += 1
             for field, raw in row.items():
                 if field != "step" and (value := records.number(raw)) is not None:
                     self.curves.setdefault(field, Curve()).add(step, value)
         return is_new
+
+    def known(self, field: str) -> Sequence[records.Point]:
+        """Return the field's values by step that are sound; none where it was not measured."""
+        return self.curves[field].known if field in self.curves else ()
 
     @property
     def method(self) -> str:
