@@ -3,9 +3,9 @@
 Loaded only for an error, so that it costs no start-up time.
 """
 
-import argparse
 import re
 import tomllib
+from argparse import ArgumentParser
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -42,9 +42,7 @@ def no_command(typed: Sequence[str], known: Collection[str]) -> str:
     return f"there is no command {first}: {answer.replace('{word}', word)}"
 
 
-def unknown_words(
-    parser: argparse.ArgumentParser, takes_keys: bool, typed: Sequence[str], rest: Sequence[str]
-) -> list[str]:
+def unknown_words(parser: ArgumentParser, takes_keys: bool, typed: Sequence[str], rest: Sequence[str]) -> list[str]:
     """Return an error message for each word among those `typed` after the command of `parser` that it does not take.
 
     takes_keys: whether it takes keys of a recipe; where it does not, each `key=value` has a message. rest: words that
@@ -67,9 +65,8 @@ def unknown_words(
     speaks = "; what the user says stands after --prompt" if "--prompt" in options else ""
     pairs = zip(["", *rest], rest, strict=False)
     left = [word for before, word in pairs if word not in answers and before not in answers]  # nor an option's value
-    return [f"{word}: {answer}" for word, answer in answers.items()] + [
-        f"{word}: one word too many{speaks}" for word in left
-    ]
+    too_many = [f"{word}: one word too many{speaks}" for word in left]
+    return [f"{word}: {answer}" for word, answer in answers.items()] + too_many
 
 
 def _of_command(key: str, value: str, options: Sequence[str]) -> str:

@@ -56,24 +56,15 @@ def _chart(id: str, chart: Chart, runs: Sequence[RunFiles]) -> dict[str, Any]:
             is_rare = name in ("validation", "evaluation") or field.startswith("eval_")
             dash = DASHES[at % len(DASHES)]
             x, y = thinned(curve.steps, [value if records.is_sound(value) else None for value in curve.values])
-            lines.append(
-                {"run": number, "field": field, "name": name, "dash": dash, "dots": is_rare, "x": x, "y": y}
-                | {"points": len(curve.steps)}
-            )
+            points = len(curve.steps)
+            lines.append(dict(run=number, field=field, name=name, dash=dash, dots=is_rare, x=x, y=y, points=points))
             if text := _summary(curve, better_of(field, run.method)):
                 notes.append({"run": number, "name": name, "text": text})
         if any(field == "mem_gib" for field, _ in chart.lines) and (planned := run.planned_gib) is not None:
             levels.append({"run": number, "name": "planned", "y": planned})
             notes.append({"run": number, "name": "planned", "text": f"{planned:.2f} GiB"})
-    return {
-        "id": id,
-        "group": chart.group,
-        "title": chart.title,
-        "unit": chart.unit,
-        "lines": lines,
-        "levels": levels,
-        "told": notes,
-    }
+    head = {"id": id, "group": chart.group, "title": chart.title, "unit": chart.unit}
+    return {**head, "lines": lines, "levels": levels, "told": notes}
 
 
 def _summary(curve: Curve, better: Callable | None) -> str:
@@ -113,17 +104,14 @@ def histogram(id: str, title: str, unit: str, counted: Sequence[tuple[int, str, 
     lines, notes = [], []
     for number, (run, name, values) in enumerate(counted):
         counts = Counter(int((value - first) // width) for value in values)
-        edges = [first + width * at for at in range(bins + 1)]
-        shares = [counts[at] / len(values) for at in range(bins)]
+        x, points = [first + width * at for at in range(bins + 1)], len(values)
+        y = [counts[min(at, bins - 1)] / points for at in range(bins + 1)]
         dash = DASHES[sum(entry[0] == run for entry in counted[:number]) % len(DASHES)]
-        lines.append(
-            {"run": run, "field": "", "name": name, "dash": dash, "dots": False, "points": len(values)}
-            | {"x": edges, "y": [*shares, shares[-1]]}
-        )
-        mean = sum(values) / len(values)
-        notes.append({"run": run, "name": name, "text": f"mean {shown(mean)}, longest {shown(max(values))}"})
-    chart = {"id": id, "group": "", "title": title, "unit": "share", "lines": lines, "levels": [], "told": notes}
-    return chart | {"steps_of": unit}
+        lines.append(dict(run=run, field="", name=name, dash=dash, dots=False, points=points, x=x, y=y))
+        text = f"mean {shown(sum(values) / points)}, longest {shown(max(values))}"
+        notes.append({"run": run, "name": name, "text": text})
+    head = {"id": id, "group": "", "title": title, "unit": "share", "steps_of": unit}
+    return {**head, "lines": lines, "levels": [], "told": notes}
 
 
 def lengths(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
@@ -135,10 +123,8 @@ def lengths(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
         for number, run in enumerate(runs):
             index: records.Answers = getattr(run, files)
             for step in sorted({min(index.steps), max(index.steps)} if index.steps else ()):
-                values = [
-                    answer.tokens for answer in index.of_step(step) if answer.tokens is not None and answer.tokens >= 0
-                ]
-                if values:
+                tokens = (answer.tokens for answer in index.of_step(step))
+                if values := [count for count in tokens if count is not None and count >= 0]:
                     counted.append((number, f"step {step}", values))
         if counted:
             charts.append(histogram(f"lengths-{files}", title, "tokens", counted))

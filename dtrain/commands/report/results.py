@@ -139,12 +139,9 @@ def results(runs: Sequence[RunFiles]) -> list[Row]:
     measured = [line for chart in charts_of(fields) if chart.group == EVALUATION for line in chart.lines]
     names |= {field: field.removeprefix("eval_").replace("_", " ") for field, _ in measured if better_of(field, "")}
     rows = [_result(runs, field, name) for field, name in names.items() if field in fields]
-    speed = [_measured(run, "tokens_per_sec", median) for run in runs]
-    memory = [_measured(run, "mem_gib", max) for run in runs]
-    rows.append(Row("tokens/s, median", [_or_none(value, shown) for value in speed], _bests(speed, max)))
-    rows.append(Row("peak memory", [_or_none(value, "{:.2f} GiB".format) for value in memory], _bests(memory, min)))
-    planned = [run.planned_gib for run in runs]
-    rows.append(Row("planned memory", [_or_none(value, "{:.2f} GiB".format) for value in planned]))
+    rows.append(_measured("tokens/s, median", [_of_all(median, run, "tokens_per_sec") for run in runs], shown, max))
+    rows.append(_measured("peak memory", [_of_all(max, run, "mem_gib") for run in runs], "{:.2f} GiB".format, min))
+    rows.append(_measured("planned memory", [run.planned_gib for run in runs], "{:.2f} GiB".format))
     return [row for row in rows if any(row.texts)]
 
 
@@ -166,23 +163,22 @@ def _result(runs: Sequence[RunFiles], field: str, name: str) -> Row:
         texts.append(text)
         values.append(compared)
     methods = {run.method for run in runs}
-    better = better_of(field, methods.pop()) if len(methods) == 1 else None
-    return Row(name, texts, _bests(values, better) if better is not None else ())
+    return Row(name, texts, _bests(values, better_of(field, methods.pop()) if len(methods) == 1 else None))
 
 
-def _bests(values: Sequence[float | None], better: Callable) -> tuple[int, ...]:
+def _bests(values: Sequence[float | None], better: Callable | None) -> tuple[int, ...]:
     """Return the indices of the best value, if there are several to compare and they differ by more than rounding."""
     values = [None if value is None else float(f"{value:.4g}") for value in values]
     known = [value for value in values if value is not None]
-    if len(known) < 2 or min(known) == max(known):
+    if better is None or len(known) < 2 or min(known) == max(known):
         return ()
     return tuple(index for index, value in enumerate(values) if value == better(known))
 
 
-def _measured(run: RunFiles, field: str, act: Callable) -> float | None:
+def _of_all(act: Callable, run: RunFiles, field: str) -> float | None:
     known = [value for _, value in run.known(field)]
     return act(known) if known else None
 
 
-def _or_none(value: float | None, text: Callable[[float], str]) -> str:
-    return "" if value is None else text(value)
+def _measured(label: str, values: Sequence[float | None], text: Callable, better: Callable | None = None) -> Row:
+    return Row(label, ["" if value is None else text(value) for value in values], _bests(values, better))

@@ -12,7 +12,7 @@ import torch
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
-from dtrain.commands.serve.fields import IGNORED, TEXT, ApiError, Field, Table, check
+from dtrain.commands.serve.fields import IGNORED, TEXT, ApiError, Field, Table
 from dtrain.commands.serve.protocol import MESSAGE, texts_or_ids
 from dtrain.commands.serve.routes import Gate
 from dtrain.data.formats.formats import read_messages, read_tools
@@ -80,15 +80,14 @@ class ClassifyService(Gate):
         super().__init__(key, hosts)
         self.worker, self.encoder, self.name, self.names = worker, encoder, name, names
         self.get = {
-            "/health": lambda body: {"status": "ok"},
-            "/v1/models": lambda body: self.models(name, encoder.max_length),
+            "/health": lambda: {"status": "ok"},
+            "/v1/models": lambda: self.models(name, encoder.max_length),
         }
-        self.act = {"/classify": self.classify, "/v1/classify": self.classify}
+        self.act = dict.fromkeys(("/classify", "/v1/classify"), (CLASSIFY, self.classify))
 
-    def classify(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def classify(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return for each text: `scores`, the head's outputs; `probs`, their softmax, of one output the sigmoid;
         `label`, the likeliest output's name."""
-        fields = check(body, CLASSIFY)
         if fields["model"] not in (None, self.name):
             raise ApiError(404, f"the model is {self.name}, not {fields['model'][:80]}", "model")
         rows = self._rows(fields)

@@ -21,7 +21,7 @@ from dtrain.base.errors import Stopped, UserError
 from dtrain.commands.serve.answers import Answer, StreamChunk, server_sent_event
 from dtrain.commands.serve.classify import ClassifyService
 from dtrain.commands.serve.connection import Connection, ConnectionSlots, Limits, RequestHead
-from dtrain.commands.serve.fields import ApiError, read_object
+from dtrain.commands.serve.fields import ApiError, check, read_object
 from dtrain.commands.serve.protocol import Ask
 from dtrain.commands.serve.routes import Service
 from dtrain.commands.serve.updates import Updates
@@ -125,10 +125,12 @@ class HttpServer(socketserver.TCPServer):
         if ask is not None:
             assert isinstance(service, Service)
             self._complete(connection, ask, service)
-        elif path in service.get or path in service.act:
-            connection.send(200, (service.get | service.act)[path](body))
+        elif path in service.get:
+            connection.send(200, service.get[path]())
         else:
-            connection.send(200, service.control[path]({**dict(parse_qsl(head.query)), **body}))
+            query = parse_qsl(head.query) if path in service.control else ()
+            table, act = (service.act | service.control)[path]
+            connection.send(200, act(check({**dict(query), **body}, table)))
 
     def _complete(self, connection: Connection, ask: Ask, service: Service) -> None:
         job = service.worker.submit(ask)

@@ -189,7 +189,12 @@ class EngineThread(threading.Thread):
                 if not finished:
                     self.failure = self._closing = "the engine has failed; the server's terminal says why"
                 self._ending = True
-                self._fail_all(ApiError(503, self._closing or "the server is ending"))
+                error = ApiError(503, self._closing or "the server is ending")
+                for job in {row.job for row in [*self._rows.values(), *self._inbox]}:
+                    job.pieces.put(error)
+                for act in self._acts:
+                    if not act.done.done():
+                        act.done.set_exception(error)
                 self._changed.notify_all()
 
     def _turn(self) -> bool:
@@ -334,10 +339,3 @@ class EngineThread(threading.Thread):
             job.is_over = True
             if error is not None:
                 job.pieces.put(error)
-
-    def _fail_all(self, error: ApiError) -> None:
-        for job in {row.job for row in [*self._rows.values(), *self._inbox]}:
-            job.pieces.put(error)
-        for act in self._acts:
-            if not act.done.done():
-                act.done.set_exception(error)
