@@ -19,9 +19,9 @@ from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
 from dtrain.commands.report import live
 from dtrain.commands.report.charts import MOST, histogram, thinned
-from dtrain.commands.report.mesh import picture
 from dtrain.commands.report.page import MARK, page, state
 from dtrain.commands.report.run_files import open_runs
+from dtrain.commands.report.sections import picture
 
 HOSTILE = "</script><script>hit()</script><img src=x onerror=hit()>\"'&\u202e\x1b[31m\ud800\u2028"
 ROWS = [

@@ -1,5 +1,6 @@
-"""The model card of a run: what was trained, on what, how it went, and the recipe without its secrets."""
+"""The model card of a run: what was trained, on what, how it went, with a picture, and the recipe without secrets."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,8 @@ from dtrain.recipe import secrets
 from dtrain.run.metrics import records
 
 CURVE = "loss.svg"
+WIDTH, HEIGHT, LEFT, BELOW, ABOVE = 640, 320, 60, 40, 16
+MOST = 500  # points of a line; neighbours are averaged beyond that
 METHODS = {
     "sft": "supervised fine-tuning",
     "dpo": "direct preference optimization",
@@ -72,8 +75,7 @@ def card(run: Run, theirs: Mapping[str, Any]) -> str:
         front["datasets"] = named
     front |= {"pipeline_tag": "text-generation", "tags": ["dtrain", method]}
     as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
-    text = Path(__file__).with_name("card.md.jinja").read_text("utf-8")
-    return Template(text, trim_blocks=True, keep_trailing_newline=True).render(
+    return _template("card.md").render(
         front=as_yaml({**theirs, **front}),
         run=run,
         how=METHODS.get(method, method),
@@ -84,6 +86,11 @@ def card(run: Run, theirs: Mapping[str, Any]) -> str:
         data=run.files.data,
         recipe=as_yaml(shown(recipe)),
     )
+
+
+def _template(name: str) -> Template:
+    text = Path(__file__).with_name(f"{name}.jinja").read_text("utf-8")
+    return Template(text, trim_blocks=True, keep_trailing_newline=True)
 
 
 def shown(recipe: Mapping[str, Any]) -> Any:
@@ -103,3 +110,53 @@ def shown(recipe: Mapping[str, Any]) -> Any:
     tree = public(recipe)
     secrets.hide(tree)
     return tree
+
+
+def svg(train: Sequence[records.Point], val: Sequence[records.Point]) -> str:
+    """Return the losses as a small picture (SVG), the training's a line, the validation's dots. There is at least one
+    point."""
+    first, last = (find(step for step, _ in [*train, *val]) for find in (min, max))
+    low, high, step = _axis([value for _, value in [*train, *val]])
+
+    def x(at: float) -> str:
+        return f"{LEFT + (WIDTH - LEFT - ABOVE) * ((at - first) / (last - first) if last > first else 0.5):.1f}"
+
+    def y(value: float) -> str:
+        return f"{ABOVE + (HEIGHT - ABOVE - BELOW) * (1 - (value - low) / (high - low)):.1f}"
+
+    values = [low + number * step for number in range(round((high - low) / step) + 1)]
+    ends = [(first, "start"), (last, "end")] if last > first else [(first, "middle")]
+    names = [("training loss", "#2a6fbb", train), ("validation loss", "#d1495b", val)]
+    return _template("curve.svg").render(
+        {
+            "width": WIDTH,
+            "height": HEIGHT,
+            "left": LEFT,
+            "right": WIDTH - ABOVE,
+            "top": ABOVE,
+            "bottom": HEIGHT - BELOW,
+        },
+        grid=[(y(value), f"{value:.4g}") for value in values],
+        ends=[(x(at), f"{at:g}", anchor) for at, anchor in ends],
+        train=[f"{x(at)},{y(value)}" for at, value in _thinned(train)],
+        val=[(x(at), y(value)) for at, value in _thinned(val)],
+        names=[(name, colour) for name, colour, points in names if points],
+    )
+
+
+def _axis(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return round ends around the values, and the distance of the grid lines."""
+    low, high = min(values), max(values)
+    if high <= low:
+        low, high = low - 0.5, high + 0.5
+    raw = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * (1 - 1e-9))
+    return math.floor(low / step) * step, math.ceil(high / step) * step, step
+
+
+def _thinned(points: Sequence[records.Point]) -> list[records.Point]:
+    """Return at most MOST points: the means of neighbours."""
+    size = -(-len(points) // MOST)
+    groups = [points[start : start + size] for start in range(0, len(points), size or 1)]
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]

@@ -14,8 +14,7 @@ from dtrain.base.model_directory import COMPANIONS, CONFIG, INDEX
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
-from dtrain.commands.push import curve
-from dtrain.commands.push.card import CURVE, Run, base_of_recipe, card
+from dtrain.commands.push.card import CURVE, Run, base_of_recipe, card, svg
 from dtrain.commands.report.run_files import RunFiles
 from dtrain.data.sources.hub import README
 from dtrain.data.sources.hub_files import front_of
@@ -91,7 +90,7 @@ def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], p
     contents: dict[str, Any] = {path: str(file) for path, file in files.items()}
     contents[README] = card(pushed, theirs).encode()
     if any(pushed.losses):
-        contents[CURVE] = curve.svg(*pushed.losses).encode()
+        contents[CURVE] = svg(*pushed.losses).encode()
     if pushed.is_adapter and pushed.base is not None:
         named = {**read_json(files[ADAPTER_CONFIG]), BASE: pushed.base}  # in place of a directory of this machine
         contents[ADAPTER_CONFIG] = json.dumps(named, indent=2).encode()

@@ -16,7 +16,6 @@ from markupsafe import Markup
 from dtrain import __version__
 from dtrain.base.errors import UserError
 from dtrain.commands.report import charts, sections
-from dtrain.commands.report.measures import shown
 from dtrain.commands.report.results import cut, differences, identities, results
 from dtrain.commands.report.run_files import RunFiles
 from dtrain.run.metrics.terminal import printable
@@ -49,7 +48,7 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
     loader=FileSystemLoader(_FILES),
 )
-_TEMPLATES.filters |= {"commas": "{:,}".format, "cut": cut, "key_of": sections.key_of, "shown": shown}
+_TEMPLATES.filters |= {"commas": "{:,}".format, "cut": cut, "key_of": sections.key_of, "shown": charts.shown}
 _TEMPLATES.filters["as_yaml"] = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
 
 

@@ -5,10 +5,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from statistics import median
 from typing import Any
 
-from dtrain.commands.report.measures import EVALUATION, amount, better_of, charts_of, duration, learning_curves, shown
+from dtrain.commands.report.charts import EVALUATION, better_of, charts_of, learning_curves, shown
 from dtrain.commands.report.run_files import RunFiles
 from dtrain.recipe import secrets
 from dtrain.run.metrics import records
@@ -32,6 +33,22 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]} … [{len(text) - most:,} more characters]"
 
 
+def _amount(value: float) -> str:
+    """Return a count as text, such as 12.3 M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e4)):
+        if value >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.1f} {unit}"
+    return f"{value:,.0f}"
+
+
+def _duration(seconds: float) -> str:
+    """Return a time as text, such as 1:02:03 h, 2:03 min, 4.2 s."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    text = str(timedelta(seconds=round(seconds)))
+    return f"{text} h" if seconds >= 3600 else f"{text.removeprefix('0:').lstrip('0') or '0'} min"
+
+
 def identities(runs: Sequence[RunFiles]) -> list[Row]:
     """Return each run's status, method, model, data, mesh, batch, steps, time, versions. Rows that no run has are left
     out."""
@@ -44,9 +61,9 @@ def identities(runs: Sequence[RunFiles]) -> list[Row]:
 def _identity(run: RunFiles) -> dict[str, str]:
     about, at = run.about, run.at
     parameters, trained = run.fact("parameters"), run.fact("trained")
-    size = f", {amount(parameters)} parameters" if parameters else ""
+    size = f", {_amount(parameters)} parameters" if parameters else ""
     if parameters and trained is not None and trained < parameters:
-        size += f", {amount(trained)} of them trained ({trained / parameters:.1%})"
+        size += f", {_amount(trained)} of them trained ({trained / parameters:.1%})"
     train = run.data.get("train")
     counted = train if isinstance(train, dict) else {}
     counts = [
@@ -75,8 +92,8 @@ def _identity(run: RunFiles) -> dict[str, str]:
         if isinstance(batch, dict)
         else str(at("train", "global_batch") or ""),
         "steps": f"{run.step:,}{total}" + (f", {epochs[-1][1]:.3g} epochs" if epochs else ""),
-        "time": (f"{duration(seconds)} in steps" if seconds else "") + when,
-        "tokens": amount(tokens) if tokens else "",
+        "time": (f"{_duration(seconds)} in steps" if seconds else "") + when,
+        "tokens": _amount(tokens) if tokens else "",
         "computes in": str(about.get("compute") or at("train", "dtype") or ""),
         "versions": ", ".join(versions),
         "directory": str(run.directory),

@@ -46,8 +46,8 @@ ABORTED = "the weights changed under way; ask again"
 
 @dataclass(eq=False)
 class Job:
-    """One client call. `pieces` gets its requests' tokens, or one ApiError for all: `EngineThread.submit`.
-    scores: of the prompts, where they are asked for, by the weights of `scores_version`."""
+    """A client's call. `pieces` gets its requests' tokens, or one ApiError for all: `EngineThread.submit`. scores: of
+    the prompts, where they are asked for, by the weights of `scores_version`."""
 
     ask: Ask
     scores: dict[Sequence[int], TokenScores] = field(default_factory=dict)
