@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from dtrain.commands.report.charts import EVALUATION, better_of, charts_of, learning_curves, shown
-from dtrain.commands.report.run_files import RunFiles
+from dtrain.commands.report.run_files import RunFiles, sound
 from dtrain.recipe import secrets
 from dtrain.run.metrics import records
 
@@ -66,20 +66,14 @@ def _identity(run: RunFiles) -> dict[str, str]:
         size += f", {_amount(trained)} of them trained ({trained / parameters:.1%})"
     train = run.data.get("train")
     counted = train if isinstance(train, dict) else {}
-    counts = [
-        f"{count:,.0f} {name}"
-        for name in ("rows", "tokens")
-        if (count := records.number(counted.get(name))) and records.is_sound(count)
-    ]
+    counts = [f"{count:,.0f} {name}" for name in ("rows", "tokens") if (count := sound(counted.get(name)))]
     seconds, tokens = (math.fsum(value for _, value in run.known(name)) for name in ("step_time", "tokens"))
     epochs = run.known("epoch")
     total = f" of {run.total_steps:,}" if run.total_steps else ""
     started = run.fact("started")
-    when = (
-        f", started {time.strftime('%Y-%m-%d %H:%M', time.localtime(started))}"
-        if started and 0 < started < 1e11
-        else ""
-    )
+    when = ""
+    if started and 0 < started < 1e11:
+        when = f", started {time.strftime('%Y-%m-%d %H:%M', time.localtime(started))}"
     versions = [f"{name} {about[name]}" for name in ("dtrain", "torch") if name in about]
     batch = about.get("batch")
     return {

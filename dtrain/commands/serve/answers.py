@@ -108,17 +108,12 @@ class Answer:
 
     def _logprobs(self, piece: StreamChunk) -> dict[str, Any]:
         tokens = [self._token(token_id) for token_id in piece.ids]
+        pairs = list(zip(tokens, piece.logprobs, strict=True))
         if self.ask.chat:
-            pairs = zip(tokens, piece.logprobs, strict=True)
-            content = [
-                {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-                for token, logprob in pairs
-            ]
-            return {"content": content}
+            content = [{"token": token, "logprob": logprob, "bytes": list(token.encode())} for token, logprob in pairs]
+            return {"content": [{**entry, "top_logprobs": []} for entry in content]}
         logprobs: list[float | None] = [*piece.logprobs]
-        highest: list[dict[str, float] | None] = [
-            {token: logprob} for token, logprob in zip(tokens, piece.logprobs, strict=True)
-        ]
+        highest: list[dict[str, float] | None] = [{token: logprob} for token, logprob in pairs]
         if (scores := piece.prompt) is not None:  # nothing is before the first token
             tokens = [*map(self._token, self.ask.requests[piece.index].prompt), *tokens]
             logprobs = [None, *scores.logprobs, *logprobs]

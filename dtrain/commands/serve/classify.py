@@ -69,13 +69,7 @@ class ClassifyService(Gate):
     updates = None
 
     def __init__(
-        self,
-        worker: Classifier,
-        encoder: PairEncoder,
-        name: str,
-        names: Sequence[str],
-        key: str | None,
-        hosts: set[str],
+        self, worker: Classifier, encoder: PairEncoder, name: str, names: list[str], key: str | None, hosts: set[str]
     ):
         super().__init__(key, hosts)
         self.worker, self.encoder, self.name, self.names = worker, encoder, name, names
@@ -94,24 +88,14 @@ class ClassifyService(Gate):
         scores = self.worker.rate(rows)  # [n, labels]
         probs = scores.softmax(1) if scores.shape[1] > 1 else scores.sigmoid()
         data = [
-            {
-                "index": index,
-                "label": self.names[int(of_one.argmax())],
-                "probs": of_one.tolist(),
-                "num_classes": len(self.names),
-                "scores": scores[index].tolist(),
-            }
-            for index, of_one in enumerate(probs)
+            {"index": index, "label": self.names[int(of_text.argmax())], "probs": of_text.tolist()}
+            | {"num_classes": len(self.names), "scores": scores[index].tolist()}
+            for index, of_text in enumerate(probs)
         ]
         tokens = sum(map(len, rows))
-        return {
-            "id": f"classify-{secrets.token_hex(12)}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": self.name,
-            "data": data,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
-        }
+        head = {"id": f"classify-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
+        return {**head, "model": self.name, "data": data, "usage": usage}
 
     def _rows(self, fields: Mapping[str, Any]) -> list[list[int]]:
         """Return the ids of each text. Raises ApiError."""
