@@ -127,15 +127,9 @@ def svg(train: Sequence[records.Point], val: Sequence[records.Point]) -> str:
     values = [low + number * step for number in range(round((high - low) / step) + 1)]
     ends = [(first, "start"), (last, "end")] if last > first else [(first, "middle")]
     names = [("training loss", "#2a6fbb", train), ("validation loss", "#d1495b", val)]
+    sizes = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - ABOVE}
     return _template("curve.svg").render(
-        {
-            "width": WIDTH,
-            "height": HEIGHT,
-            "left": LEFT,
-            "right": WIDTH - ABOVE,
-            "top": ABOVE,
-            "bottom": HEIGHT - BELOW,
-        },
+        {**sizes, "top": ABOVE, "bottom": HEIGHT - BELOW},
         grid=[(y(value), f"{value:.4g}") for value in values],
         ends=[(x(at), f"{at:g}", anchor) for at, anchor in ends],
         train=[f"{x(at)},{y(value)}" for at, value in _thinned(train)],

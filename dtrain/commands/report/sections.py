@@ -3,23 +3,21 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice
 from typing import Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from dtrain.commands.report import charts
 from dtrain.commands.report.results import mesh_of, mesh_words
 from dtrain.commands.report.run_files import RunFiles
 from dtrain.run.metrics import records
-from dtrain.run.metrics.terminal import printable
 
 STEPS = 5  # of a run whose answers are shown side by side
 LONGEST = 1500  # characters of an answer or a prompt
 GROUP = 16  # completions of a group
 READ = 5000  # completions of a rollout that are looked at
 
-SIDE, GAP, FRAME = 46, 6, 10  # of a rank's box, between boxes, around a group of them
 MOST = 4  # boxes drawn of a dimension with more of them than MOST + 1
 WORDS = {
     "dp_replicate": "copies of the sharded model (HSDP), a frame each",
@@ -110,8 +108,7 @@ def meshes(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     entries = []
     for key, numbers in known.items():
         sizes, words = dict(key), mesh_words(runs[numbers[0]])
-        drawn = Markup(picture(sizes, escape(printable(words))))
-        entries.append({"picture": drawn, "words": words, "legend": legend(sizes), "runs": numbers})
+        entries.append({"picture": Markup(picture(sizes)), "words": words, "legend": legend(sizes), "runs": numbers})
     return entries
 
 
@@ -145,45 +142,17 @@ def _spread(steps: Sequence[int], most: int) -> list[int]:
     return sorted({steps[round(at * (len(steps) - 1) / (most - 1))] for at in range(most)})
 
 
-def picture(sizes: Mapping[str, int], title: str) -> str:
-    """Return a picture of the mesh, its sizes by name (dp_replicate, dp_shard, cp, tp): a frame for each replica, in it
-    a row for each data-parallel rank, in that a group for each context-parallel rank, in that a box for each
-    tensor-parallel one. title: safe text of HTML."""
-    shown = {
-        name: list(range(size)) if size <= MOST + 1 else [*range(MOST - 1), None, size - 1]
-        for name, size in sizes.items()
-    }
-    boxes = len(shown["tp"]) * (SIDE + GAP) - GAP
-    group = boxes + 2 * GAP
-    width = len(shown["cp"]) * (group + GAP) - GAP + 2 * FRAME
-    high = SIDE + 2 * GAP
-    replica = len(shown["dp_shard"]) * (high + GAP) - GAP + 2 * FRAME
-    height = len(shown["dp_replicate"]) * (replica + FRAME) - FRAME
-    parts = [
-        f'<svg class="mesh" role="img" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
-        f"<title>{title}</title>"
-    ]
-    for place, copy in enumerate(shown["dp_replicate"]):
-        top = place * (replica + FRAME)
-        if copy is None:
-            parts.append(_dots(width / 2, top + replica / 2))
-            continue
-        if sizes["dp_replicate"] > 1:
-            parts.append(_box("copy", 1, top + 1, width - 2, replica - 2))
-        for (row, shard), (column, part), (at, slice_) in product(
-            enumerate(shown["dp_shard"]), enumerate(shown["cp"]), enumerate(shown["tp"])
-        ):
-            left, above = FRAME + column * (group + GAP), top + FRAME + row * (high + GAP)
-            if at == 0 and shard is not None and part is not None and sizes["tp"] * sizes["cp"] > 1:
-                parts.append(_box("group", left, above, group, high))
-            x, y = left + GAP + at * (SIDE + GAP), above + GAP
-            if shard is None or part is None or slice_ is None:
-                parts.append(_dots(x + SIDE / 2, y + SIDE / 2))
-                continue
-            rank = ((copy * sizes["dp_shard"] + shard) * sizes["cp"] + part) * sizes["tp"] + slice_
-            parts.append(_box("rank", x, y, SIDE, SIDE))
-            parts.append(f'<text x="{x + SIDE / 2}" y="{y + SIDE / 2}">{rank}</text>')
-    return "".join([*parts, "</svg>"])
+def picture(sizes: Mapping[str, int], rank: int = 0) -> str:
+    """Return a picture of the mesh from `rank` on as nested boxes of HTML, its sizes by name (dp_replicate, dp_shard,
+    cp, tp): a frame for each replica, in it a row for each data-parallel rank, in that a group for each
+    context-parallel rank, in that a box for each tensor-parallel one."""
+    if not sizes:
+        return f"<b>{rank}</b>"
+    (name, size), *inner = sizes.items()
+    step = math.prod(count for _, count in inner)
+    shown = range(size) if size <= MOST + 1 else (*range(MOST - 1), None, size - 1)
+    parts = ["<i>⋯</i>" if at is None else picture(dict(inner), rank + at * step) for at in shown]
+    return f'<div class="{name}{" several" if size > 1 else ""}">{"".join(parts)}</div>'
 
 
 def legend(sizes: Mapping[str, int]) -> list[str]:
@@ -191,11 +160,3 @@ def legend(sizes: Mapping[str, int]) -> list[str]:
     if math.prod(sizes.values()) == 1:
         return ["one process holds everything"]
     return [f"{name} {size}: {WORDS[name]}" for name, size in sizes.items() if size > 1]
-
-
-def _box(kind: str, x: float, y: float, width: float, height: float) -> str:
-    return f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>'
-
-
-def _dots(x: float, y: float) -> str:
-    return f'<text class="more" x="{x}" y="{y}">⋯</text>'

@@ -67,6 +67,7 @@ def _variables(value: Any, name: str) -> dict[str, Any]:
 # Values that ask for nothing, of fields that would change the answer and that the engine does not have.
 NONE, ZERO, ONE = Field(among=()), Field(among=(0,)), Field(among=(1,))
 NO, YES, EMPTY = Field(among=(False,)), Field(among=(True,)), Field(among=([],))
+STREAM_OPTIONS: Table = {"include_usage": FLAG, "include_obfuscation": IGNORED, "continuous_usage_stats": NO}
 SAMPLING: Table = {
     "model": TEXT,
     "n": Field(int, 1, 1, 1024),
@@ -82,9 +83,7 @@ SAMPLING: Table = {
     "prompt_index": Field(int, 0, 0, SEED_LIMIT - 1),
     "sample_index": Field(int, 0, 0, SEED_LIMIT - 1),
     "stream": FLAG,
-    "stream_options": Field(
-        dict, {}, of={"include_usage": FLAG, "include_obfuscation": IGNORED, "continuous_usage_stats": NO}
-    ),
+    "stream_options": Field(dict, {}, of=STREAM_OPTIONS),
     "return_token_ids": FLAG,
     "return_tokens_as_token_ids": FLAG,
     "return_routed_experts": FLAG,
@@ -247,12 +246,10 @@ class Parser:
     def _ask(self, fields: dict, prompts: list[tuple[int, ...]], most: int, logprobs: bool, *, chat: bool) -> Ask:
         longest = max(map(len, prompts))
         if longest + most > self.max_length:
-            raise ApiError(
-                400,
+            what = (
                 f"the prompt's {longest} tokens and max_tokens={most} make {longest + most}, and the model's context "
-                f"holds {self.max_length}; ask for less",
-                "max_tokens",
             )
+            raise ApiError(400, f"{what}holds {self.max_length}; ask for less", "max_tokens")
         eos = () if fields["ignore_eos"] else tuple(self.tokenizer.eos_ids)
         sampling = SamplingParams(
             max_new_tokens=most,

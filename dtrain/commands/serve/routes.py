@@ -59,12 +59,9 @@ class Gate:
             raise ApiError(400, f"{path} takes no body")
         kind, coding = headers.get("content-type", ""), headers.get("content-encoding", "identity")
         if head.length and not (_JSON.fullmatch(kind.lower()) and coding.lower() == "identity"):
-            what = f"not {kind[:80]!r} and {coding[:80]!r}"
-            raise ApiError(
-                415,
-                f"send a body as Content-Type: application/json, without Content-Encoding, {what} "
-                "(curl: -H 'Content-Type: application/json')",
-            )
+            what = "send a body as Content-Type: application/json, without Content-Encoding, not "
+            curl = "(curl: -H 'Content-Type: application/json')"
+            raise ApiError(415, f"{what}{kind[:80]!r} and {coding[:80]!r} {curl}")
         most = ASK_BYTES if path in self.ask or path in self.act else CONTROL_BYTES
         if head.length > most:
             raise ApiError(413, f"the body has {head.length} bytes, and at most {most} are taken")
@@ -130,13 +127,8 @@ class Service(Gate):
             raise ApiError(503, self.worker.failure)
         if self.worker.torn:
             raise ApiError(503, "an update of the weights began and did not end")
-        running, waiting = self.worker.load
-        return {
-            "status": "paused" if self.worker.paused else "ok",
-            "weight_version": self.worker.version,
-            "running": running,
-            "waiting": waiting,
-        }
+        load = dict(zip(("running", "waiting"), self.worker.load, strict=True))
+        return {"status": "paused" if self.worker.paused else "ok", "weight_version": self.worker.version, **load}
 
     def pause(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Pause the server. {"mode"}: keep (SGLang: in_place), wait or abort, vLLM's and SGLang's default."""
