@@ -258,17 +258,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     is_piped = arguments.prompt is None
     if is_piped and sys.stdin.isatty():
         raise UserError('no prompt: give --prompt "...", or pipe prompts in, one a line')
-    texts = generate_text(
-        arguments.directory,
-        sys.stdin.read().splitlines() if is_piped else arguments.prompt,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-        raw=arguments.raw,
-        dtype=arguments.dtype,
-        device=arguments.device,
-    )
-    for text in texts:
+    prompts = sys.stdin.read().splitlines() if is_piped else arguments.prompt
+    options = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "raw", "dtype", "device")
+    for text in generate_text(arguments.directory, prompts, **{name: getattr(arguments, name) for name in options}):
         print(text.replace("\n", "\\n") if is_piped else text, flush=True)

@@ -40,7 +40,10 @@ def run(arguments: argparse.Namespace) -> None:
         if value is not None and ("/" not in value or value.startswith(("/", ".", "~"))):
             raise UserError(f"{key}{value} is no model's id on the hub: give OWNER/NAME")
     files = _files(arguments.run / "export")
-    pushed = _read(arguments.run, name, arguments.base, ADAPTER_CONFIG in files)
+    record, step = RunFiles(arguments.run, name), held_by(arguments.run / "export").get("step")
+    record.look_at_record()
+    base = arguments.base or base_of_recipe(record.recipe)
+    pushed = Run(name.split("/")[1], record, step if isinstance(step, int) else None, ADAPTER_CONFIG in files, base)
     if arguments.dry_run:
         print(card(pushed, {}))
         print("\n".join(sorted([*files, README, CURVE])))
@@ -69,14 +72,6 @@ def _files(export: Path) -> dict[str, Path]:
         there = "has no export" if run.is_dir() else "is no directory"
         raise UserError(f"{run} {there}: give a run's directory; `dtrain export {run} {export}` writes its export")
     return files
-
-
-def _read(directory: Path, name: str, base: str | None, is_adapter: bool) -> Run:
-    """Return the run of `directory`. Raises UserError for damaged files."""
-    files, step = RunFiles(directory, name), held_by(directory / "export").get("step")
-    files.look_at_record()
-    base = base or base_of_recipe(files.recipe)
-    return Run(name.split("/")[1], files, step if isinstance(step, int) else None, is_adapter, base)
 
 
 def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], pushed: Run) -> Any:

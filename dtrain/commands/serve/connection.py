@@ -75,7 +75,7 @@ class Connection:
             while not self._buffer.strip(b"\r\n"):  # some end a body with them
                 del self._buffer[:]
                 self._receive(until, AT_ONCE)
-        except (TimeoutError, ConnectionError):
+        except ApiError:
             return False
         self.is_answered, self._unread = False, True
         return True
@@ -89,7 +89,7 @@ class Connection:
                 raise ApiError(400, "lines must end with CR LF")
             if len(self._buffer) >= self._limits.head:
                 raise ApiError(431 if b"\r\n" in self._buffer else 414, f"the head may have {self._limits.head} bytes")
-            self._await(until, self._limits.head)
+            self._receive(until, self._limits.head)
         self._head = _parsed(self._buffer[:end].decode("latin-1"))
         del self._buffer[: end + 4]
         self._unread = self._head.length > 0
@@ -101,7 +101,7 @@ class Connection:
         if length and "expect" in head.headers:
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
         while len(self._buffer) < length:
-            self._await(until, min(AT_ONCE, length - len(self._buffer)))
+            self._receive(until, min(AT_ONCE, length - len(self._buffer)))
         raw, self._buffer = self._buffer, self._buffer[length:]
         del raw[length:]
         self._unread = False
@@ -137,7 +137,7 @@ class Connection:
 
     def close(self) -> None:
         """Let the client read the last answer: where bytes of its own are left the system would drop it."""
-        with suppress(OSError):
+        with suppress(OSError, ApiError):
             self.sock.shutdown(socket.SHUT_WR)
             until = time.monotonic() + LINGER_SECONDS
             while self._unread:
@@ -148,23 +148,20 @@ class Connection:
         self.sock.settimeout(self._limits.send_seconds)
         self.sock.sendall(data)
 
-    def _await(self, until: float, most: int) -> None:
-        """Receive more bytes of a request that has begun. Raises ApiError."""
+    def _receive(self, until: float, most: int) -> None:
+        """Receive more bytes. Raises ApiError where none come in time, or the client has hung up."""
+        self.sock.settimeout(max(until - time.monotonic(), 0.001))
+        data = b""
         try:
-            self._receive(until, most)
+            if time.monotonic() >= until:
+                raise TimeoutError
+            data = self.sock.recv(most)
         except TimeoutError as error:
             raise ApiError(408, "the request did not come in time") from error
-        except ConnectionError as error:
-            raise ApiError(400, "the request breaks off") from error
-
-    def _receive(self, until: float, most: int) -> None:
-        """Receive more bytes. Raises TimeoutError, and ConnectionError if the client has hung up."""
-        self.sock.settimeout(max(until - time.monotonic(), 0.001))
-        data = self.sock.recv(most) if time.monotonic() < until else None
-        if data is None:
-            raise TimeoutError
+        except ConnectionError:
+            pass
         if not data:
-            raise ConnectionError("the client is gone")
+            raise ApiError(400, "the request breaks off")
         self._buffer += data
 
 

@@ -246,10 +246,8 @@ class Parser:
     def _ask(self, fields: dict, prompts: list[tuple[int, ...]], most: int, logprobs: bool, *, chat: bool) -> Ask:
         longest = max(map(len, prompts))
         if longest + most > self.max_length:
-            what = (
-                f"the prompt's {longest} tokens and max_tokens={most} make {longest + most}, and the model's context "
-            )
-            raise ApiError(400, f"{what}holds {self.max_length}; ask for less", "max_tokens")
+            what = f"the prompt's {longest} tokens and max_tokens={most} make {longest + most}, and the model's"
+            raise ApiError(400, f"{what} context holds {self.max_length}; ask for less", "max_tokens")
         eos = () if fields["ignore_eos"] else tuple(self.tokenizer.eos_ids)
         sampling = SamplingParams(
             max_new_tokens=most,
