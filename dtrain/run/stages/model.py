@@ -13,7 +13,7 @@ from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
 from dtrain.checkpoint.peft.config import base_of, is_adapter_directory
 from dtrain.checkpoint.peft.tensors import read_header
-from dtrain.models.common import nf4_config
+from dtrain.models.common import quantization_config
 from dtrain.models.common.adapter_config import modules
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.policy.precision import choose_precision
@@ -41,7 +41,7 @@ def check_models(spec: RunSpec) -> list[str]:
     if is_adapter_directory(path):
         return [_is_an_adapter(spec.source.path)]
     model, quantize = spec.model_config, "none" if recipe.lora is None else recipe.lora.quantize
-    problems = nf4_config.quantize_problems(model, quantize, max(recipe.parallel.tp, 1))
+    problems = quantization_config.quantize_problems(model, quantize, max(recipe.parallel.tp, 1))
     problems = [f"model.path={path}: {problem}" if problem.startswith("its ") else problem for problem in problems]
     if model.experts is None and recipe.moe.balance > 0:
         problems.append(f"moe.balance={recipe.moe.balance}: this model has no experts; leave it out")
