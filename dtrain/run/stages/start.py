@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from dtrain.base.model_directory import CONFIG
@@ -15,7 +16,6 @@ from dtrain.recipe.sections import keys
 from dtrain.run import resume
 from dtrain.run.host import Host
 from dtrain.run.spec import ModelDirectory, RunSpec
-from dtrain.run.stages.others import differing_tokens, reference_problems
 
 
 def check_keys(spec: RunSpec) -> list[str]:
@@ -92,8 +92,9 @@ def _differences(spec: RunSpec, path: Path) -> list[str]:
     theirs, key = ModelDirectory(kept, spec.source.labels), "checkpoint.init_from"
     if spec.source.any_config is None or theirs.any_config is None:
         return []
-    differences = reference_problems(spec.model_config, theirs.config, key, str(path))
-    differences += [f"{key}={path}: {problem}" for problem in differing_tokens(theirs, spec.source)]
+    others = import_module("dtrain.run.stages.others")
+    differences = others.reference_problems(spec.model_config, theirs.config, key, str(path))
+    differences += [f"{key}={path}: {problem}" for problem in others.differing_tokens(theirs, spec.source)]
     return [f"{problem}, or name the change: checkpoint.allow_changes=[model.config]" for problem in differences]
 
 
@@ -103,15 +104,15 @@ def resolve(spec: RunSpec, host: Host) -> bool:
     if host.ranks.is_first and spec.model is None:  # in a dry run that has a problem with it
         return False
     spec.store = CheckpointStore(spec.run.checkpoints, host.ranks)
-    found = host.ask(resume.find_start, spec, host)
-    if found is None:
+    start = host.ask(resume.find_start, spec, host)
+    if start is None:
         return False
-    spec.start = found
+    spec.start = start
     if needs_start is not None and "model.config" in spec.identities:
         spec.identities[f"{recipe.method}.reference"] = resume.start_identity(spec)
-    if found.weights is not None:
+    if start.weights is not None:
         host.first(partial(_check_weights, spec))
-    if found.state is not None:
+    if start.state is not None:
         spec.changes = host.ask(_compare, spec, host) or []
     if recipe.train.steps or "train" in spec.rows:
         spec.total_steps = recipe.train.steps or _last_step_of_epochs(spec)
