@@ -6,11 +6,16 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+from dtrain import recipe as config
+from dtrain.base.errors import UserError
+from dtrain.base.identity import digest
 from dtrain.base.model_directory import CONFIG
 from dtrain.base.ranges import nearest
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.checkpoint.peft.config import is_adapter_directory
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, is_adapter_directory, read_adapter_config
+from dtrain.checkpoint.peft.files import ADAPTER
 from dtrain.data import Cursor
+from dtrain.models.common.adapter_config import adaptable
 from dtrain.policy.checkpoint import weights_of
 from dtrain.recipe.sections import keys
 from dtrain.run import resume
@@ -109,7 +114,7 @@ def resolve(spec: RunSpec, host: Host) -> bool:
         return False
     spec.start = start
     if needs_start is not None and "model.config" in spec.identities:
-        spec.identities[f"{recipe.method}.reference"] = resume.start_identity(spec)
+        spec.identities[f"{recipe.method}.reference"] = _identity(spec, needs_start)
     if start.weights is not None:
         host.first(partial(_check_weights, spec))
     if start.state is not None:
@@ -119,14 +124,41 @@ def resolve(spec: RunSpec, host: Host) -> bool:
     return True
 
 
+def _identity(spec: RunSpec, named: str) -> str:
+    """Return the digest of the weights that the run trains from, or with named="base" of these without an adapter."""
+    recipe, digest_of, began = spec.recipe, spec.identities, spec.start.began
+    own = digest_of.get("model.weights") or digest(recipe.run.seed, digest_of["model.config"])
+    if recipe.checkpoint.init_from is not None and resume.INIT in began:
+        own = began[resume.INIT]["identity"]
+    if recipe.lora is None:
+        return own
+    return digest(own, None if named == "base" else digest_of.get("lora.path"), recipe.lora.quantize, named)
+
+
 def _check_weights(spec: RunSpec) -> None:
-    """Check that the weights of `checkpoint.init_from` are of this model. No file is read whole. Raises UserError."""
+    """Check that the weights of `checkpoint.init_from` are of this model. No file is read whole. Raises UserError: also
+    for those of an adapter that mean another model here, by other scales or the base in other bits; and where they were
+    trained beside other weights."""
     assert spec.start.weights is not None and spec.model is not None
-    store, step = spec.start.weights
-    resume.refuse_other_adapter(spec)
+    (store, step), adapters = spec.start.weights, spec.model.adapters
+    state, folder = store.read_state(step), store.path(step) / ADAPTER
+    if adapters is not None and (folder / ADAPTER_CONFIG).is_file():
+        layers = adaptable(spec.model_config)
+        differing = [key for key, _, _ in config.diff(state["recipe"], spec.recipe) if key == "lora.quantize"]
+        if read_adapter_config(folder).adapted(layers) != adapters.config.adapted(layers):
+            differing.append("its layers, ranks or scales (lora.target, rank, alpha, rslora and the patterns)")
+        if differing:
+            raise UserError(
+                f"{resume.INIT}: {folder} is an adapter that was trained with other settings: {', '.join(differing)}. "
+                "Set them as its run has them"
+            )
     weights = weights_of(spec.model, store, step)
-    if not weights.is_whole and "model.config" in spec.identities:
-        resume.refuse_other_base(spec)
+    saved, ours = state.get("identities", {}).get("model.weights"), spec.identities.get("model.weights")
+    if not weights.is_whole and "model.config" in spec.identities and saved != ours:
+        raise UserError(
+            f"{resume.INIT}: {store.path(step)} holds what was trained alone, and the weights beside it were not those "
+            "of model.path: set model.path to the model that its run began from"
+        )
     store.refuse_misfit(step, weights.wanted, weights.cast)
 
 
