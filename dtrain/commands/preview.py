@@ -14,15 +14,29 @@ from dtrain.base.errors import UserError
 from dtrain.data.formats.labelled import is_wanted
 from dtrain.data.rows.cache import Samples
 from dtrain.data.rows.rows import Row, Rows
-from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.methods.spec import spec_of
 from dtrain.recipe import Recipe
+from dtrain.run.host import Host
+from dtrain.run.spec import RunSpec, World, resolve
+from dtrain.run.stages import skip
+from dtrain.run.stages.data import open_splits
 
 SIDES = ("chosen", "rejected")
 TRAINED, PLAIN = "\033[32m", "\033[0m"
 BUCKETS, BAR = 12, 40
 BLOCK = 1 << 16  # samples read at once
+
+
+class PreviewHost(Host):
+    """Host of a preview: of a run's stages the tokenizer and the training data, read in this process alone."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self.stages, self._say = {"outputs": skip, "model": skip, "data": self._open}, say
+
+    def _open(self, spec: RunSpec, _: Host) -> bool:
+        open_splits(spec, spec.recipe.cache, self._say, True, ["train"])
+        return True
 
 
 def preview(
@@ -47,18 +61,8 @@ def preview(
 
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
-    tokenizer, kind = Tokenizer.from_directory(recipe.model.directory), spec_of(recipe).kind
-    label = spec_of(recipe).label(recipe)
-    rows = open_rows(
-        recipe.data,
-        kind=kind,
-        prompts=spec_of(recipe).prompts(recipe),
-        label=label,
-        tokenizer=tokenizer,
-        seed=recipe.run.seed,
-        cache_dir=recipe.cache,
-        say=say,
-    )
+    spec, method = resolve(recipe, World(recipe.launch.nproc), PreviewHost(say), until="data"), spec_of(recipe)
+    rows, tokenizer, label = spec.rows["train"], spec.tokenizer, method.label(recipe)
     noun = rows.samples.noun
     unit = "row" if rows.packing or noun == "samples" else noun.removesuffix("s")
     mark = "" if noun == "prompts" else f", trained tokens {'green' if color else 'in [[ ]]'}"
@@ -74,7 +78,7 @@ def preview(
                 say(f"- {label.column} {value:g}:")
             if noun == "pairs":
                 say(f"- {SIDES[document % 2]}:")
-            if kind == "labelled":
+            if method.kind == "labelled":
                 say("- wanted:" if is_wanted(rows.samples, placement.samples[document]) else "- not wanted:")
             say(text)
         if noun == "prompts":

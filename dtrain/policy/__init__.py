@@ -1,7 +1,8 @@
 """A model on a mesh with its optimizer.
 
 policy                the one object through which trainer and methods train
-build, precision      from a recipe to a model on its mesh; its dtypes
+config                what of a recipe a policy reads
+build, precision      a model on its mesh; its dtypes
 trained               which of its parameters are trained
 batching              a caller's batch at the door, and its micro-batches
 score                 what a loss may ask of the model

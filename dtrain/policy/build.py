@@ -26,9 +26,9 @@ from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.mesh import Mesh
+from dtrain.policy.config import PolicyConfig
 from dtrain.policy.precision import Precision
 from dtrain.policy.trained import choose_trained
-from dtrain.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from dtrain.attention.linear.flash import FlashDelta
@@ -39,7 +39,7 @@ LONGEST_UNDER_MASK = 16384  # tokens of a row; beyond, a mask over queries × ke
 
 
 def build_model(
-    recipe: Recipe,
+    recipe: PolicyConfig,
     config: ModelConfig,
     mesh: Mesh,
     precision: Precision,
@@ -70,7 +70,7 @@ def build_model(
     return model
 
 
-def place_masters(model: CausalLM, recipe: Recipe, precision: Precision, device: torch.device) -> None:
+def place_masters(model: CausalLM, recipe: PolicyConfig, precision: Precision, device: torch.device) -> None:
     """Move the masters of `model` to the host with `parallel.optimizer_offload` on CUDA, unless layers compute in their
     dtype. No collective."""
     if recipe.parallel.optimizer_offload and device.type == "cuda" and precision.master != precision.compute:
@@ -80,7 +80,7 @@ def place_masters(model: CausalLM, recipe: Recipe, precision: Precision, device:
 
 
 def lay_out(
-    recipe: Recipe,
+    recipe: PolicyConfig,
     config: ModelConfig,
     mesh: Mesh,
     precision: Precision,
@@ -129,7 +129,7 @@ def lay_out(
     return model
 
 
-def wants_varlen(recipe: Recipe, precision: Precision, device_type: str) -> bool:
+def wants_varlen(recipe: PolicyConfig, precision: Precision, device_type: str) -> bool:
     """Return whether `VarlenKernel` is wanted, where it is sound."""
     if recipe.model.attention == "auto":
         return device_type == "cuda" and precision.compute in HALF
@@ -137,7 +137,7 @@ def wants_varlen(recipe: Recipe, precision: Precision, device_type: str) -> bool
 
 
 def choose_attention(
-    recipe: Recipe,
+    recipe: PolicyConfig,
     config: ModelConfig,
     precision: Precision,
     device: torch.device,
@@ -192,7 +192,7 @@ def choose_attention(
 
 
 def choose_delta(
-    recipe: Recipe,
+    recipe: PolicyConfig,
     config: ModelConfig,
     precision: Precision,
     device: torch.device,
@@ -235,7 +235,7 @@ def _first_of(proof: Proof, every: Every | None) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _compile(model: CausalLM, recipe: Recipe, device: torch.device) -> None:
+def _compile(model: CausalLM, recipe: PolicyConfig, device: torch.device) -> None:
     from dtrain.models.common import compiled
 
     if recipe.train.activation_checkpointing == "mlp":
@@ -259,6 +259,6 @@ def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:
     return (RingKernel if rotate == "ring" else GatherKernel)(kernel, mesh.cp)
 
 
-def offloads(recipe: Recipe, device: torch.device) -> bool:
+def offloads(recipe: PolicyConfig, device: torch.device) -> bool:
     """Return whether parameters live in host memory."""
     return recipe.parallel.cpu_offload and device.type != "cpu"  # on a CPU they are there already

@@ -19,8 +19,8 @@ from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.build import build_model
+from dtrain.policy.config import PolicyConfig
 from dtrain.policy.policy import Policy
-from dtrain.recipe.schema import Recipe
 
 MIB = 2**20
 
@@ -36,7 +36,7 @@ class DTensorPolicyWorker(Policy):
 
     def __init__(
         self,
-        recipe: Recipe | None = None,
+        recipe: PolicyConfig | None = None,
         config: ModelConfig | None = None,
         mesh: Mesh | None = None,
         runtime: Runtime | None = None,
@@ -48,7 +48,7 @@ class DTensorPolicyWorker(Policy):
         init_reference_model: bool = True,
         **others: Any,
     ):
-        if not isinstance(recipe, Recipe) or config is None or mesh is None or runtime is None or others:
+        if not isinstance(recipe, PolicyConfig) or config is None or mesh is None or runtime is None or others:
             raise NotImplementedError(
                 "DTensorPolicyWorker(recipe, config, mesh, runtime) takes dtrain's recipe, and reads no config, "
                 "tokenizer or processor of NeMo-RL's: write a recipe (dtrain/methods/README.md has its keys beside "

@@ -74,7 +74,7 @@ def given(recipe, rank, size):
     from tests.optimizers.stepping import give_gradients, policy_on
 
     policy = policy_on(recipe, rank, size, runtime_of(rank, size).device)
-    rows = full_rows(recipe, METHODS["sft"](recipe), 1)
+    rows = full_rows(METHODS["sft"](recipe), 1)
     batch, given = collate(rows, list(rows[0])), {}
     given["begun"] = policy.get_logprobs(batch)["logprobs"]
     policy.init_reference_model()

@@ -82,7 +82,7 @@ def peak_rank(rank: int, size: int, recipe: Recipe) -> tuple[int, str]:
     method = METHODS[recipe.method](recipe)
     for _ in range(2):  # the optimizer's state is there from the first update on
         torch.cuda.reset_peak_memory_stats()
-        rows = full_rows(recipe, method, sizes.accumulation)
+        rows = full_rows(method, sizes.accumulation)
         batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
         policy.train(batch, loss, mbs=method.micro_rows)
     kernel = policy.model.model.kernel

@@ -2,54 +2,46 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.commands.plan import report
 from dtrain.commands.plan.hardware import GPUS, Hardware
-from dtrain.commands.plan.plan import Plan, make_plan, problems, ready
-from dtrain.commands.plan.search import on_a_mesh_that_fits, search, smallest_change
-from dtrain.recipe import read
-from dtrain.recipe.schema import Recipe
+from dtrain.commands.plan.plan import Plan, make_plan, on_a_mesh_that_fits, problems, ready
+from dtrain.commands.plan.search import search, smallest_change
 from dtrain.run.preflight import with_local_model
 
 
-def read_recipe(name: str, overrides: Sequence[str], world_size: int | None) -> Recipe:
-    """Return the recipe, read as by `dtrain run`.
-
-    Raises RecipeError with all errors that a plan sees; of the files it reads config.json alone.
-    """
-    loaded, errors = read(name, overrides)
-    recipe = with_local_model(loaded)
-    if errors:
-        more = problems(ready(recipe), world_size or recipe.launch.nproc)
-        raise RecipeError(list(dict.fromkeys([*errors, *more])))
-    return recipe
-
-
-def answer(recipe: Recipe, arguments: Namespace, say: Callable[[str], None]) -> None:
-    """Plan `recipe` and print the plan. arguments: the command's. Raises UserError if the plan does not fit, with a
-    change that would.
+def answer(arguments: Namespace) -> None:
+    """Plan the recipe of the command's `arguments`, read as by `dtrain run`, and print the plan.
 
     A search begins with the recipe's own mesh and micro-batch, or, if so many ranks refuse these, with some that fit.
+    Raises RecipeError with all errors that a plan sees, and UserError if the plan does not fit, with a change that
+    would.
     """
-    world_size, hardware = arguments.world_size or recipe.launch.nproc, _hardware(arguments)
-    if arguments.search:
-        if recipe.launch.device == "cpu":
-            raise UserError("launch.device=cpu: --search ranks meshes by the estimate, which knows GPUs only")
-        recipe = on_a_mesh_that_fits(ready(recipe), world_size, hardware.per_node)
-    plan = make_plan(recipe, world_size, hardware, arguments.memory and int(arguments.memory * 2**30))
-    result = search(plan.recipe, plan.config, world_size, hardware, plan.budget) if arguments.search else None
-    if arguments.json:
-        more = {"search": report.search_as_json(result, plan)} if result else {}
-        say(json.dumps(report.as_json(plan, arguments.step_time) | more, indent=2))
-    else:
-        say(report.text(plan, arguments.step_time))
-        if result:
-            say("\n" + report.search_text(result, plan))
-    if plan.device == "cuda" and not plan.fits:
-        raise UserError(too_much(plan))
+    loaded, errors = config.read(arguments.recipe, arguments.overrides)
+    recipe, hardware = with_local_model(loaded), _hardware(arguments)
+    world_size = arguments.world_size or recipe.launch.nproc
+    if errors:
+        raise RecipeError(list(dict.fromkeys([*errors, *problems(ready(recipe), world_size)])))
+    with config.redacted_errors(recipe):
+        begin, budget = recipe, arguments.memory and int(arguments.memory * 2**30)
+        if arguments.search:
+            if recipe.launch.device == "cpu":
+                raise UserError("launch.device=cpu: --search ranks meshes by the estimate, which knows GPUs only")
+            begin = on_a_mesh_that_fits(ready(recipe), world_size, hardware.per_node)
+        plan = make_plan(begin, world_size, hardware, budget)
+        result = search(plan) if arguments.search else None
+        if arguments.json:
+            more = {"search": report.search_as_json(result, plan)} if result else {}
+            text = json.dumps(report.as_json(plan, arguments.step_time) | more, indent=2)
+        else:
+            text = report.text(plan, arguments.step_time)
+            text += "\n\n" + report.search_text(result, plan) if result else ""
+        print(config.redact(text, recipe), flush=True)
+        if plan.on_cuda and not plan.fits:
+            raise UserError(too_much(plan))
 
 
 def _hardware(arguments: Namespace) -> Hardware:

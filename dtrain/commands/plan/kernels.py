@@ -18,8 +18,7 @@ from dtrain.base.batch import Batch, pad_stream
 from dtrain.parallel.context.layout import shard_sequence
 from dtrain.parallel.mesh import Mesh
 from dtrain.policy.build import wants_varlen
-from dtrain.policy.precision import choose_precision
-from dtrain.recipe.schema import Recipe
+from dtrain.run.spec import RunSpec
 
 aten = torch.ops.aten
 
@@ -58,11 +57,10 @@ class PlannedSdpa(SdpaKernel):
         return super().seen_keys(row.visible(run, torch.device("cpu")), row, run)
 
 
-def planned_kernel(recipe: Recipe, mesh: Mesh, device_type: str) -> Kernel:
-    """Return the kernel that the recipe's model uses on a device of this type, for one cp rank. It is not tried out:
+def planned_kernel(spec: RunSpec, mesh: Mesh) -> Kernel:
+    """Return the kernel that the model uses on a device of the world of `spec`, for one cp rank. It is not tried out:
     the device is not here."""
-    precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
-    if wants_varlen(recipe, precision, device_type):
+    if wants_varlen(spec.recipe, spec.precision, spec.world.device_type):
         return VarlenKernel()
     return PlannedSdpa(mesh.cp.get_local_rank(), mesh.cp.size())
 

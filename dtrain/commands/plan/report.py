@@ -46,14 +46,14 @@ def seconds(time: float) -> str:
 def moment(plan: Plan) -> str:
     """Return the phase of the peak as text."""
     phase, _, layer = plan.step.moment
-    where = "" if layer is None else f" of layer {layer + 1} of {plan.config.num_hidden_layers}"
+    where = "" if layer is None else f" of layer {layer + 1} of {plan.spec.model_config.num_hidden_layers}"
     return _PHASES[phase] + where
 
 
 def text(plan: Plan, step_time: float | None = None) -> str:
     """Return a plan as text for people."""
     sections = [_head(plan), _memory(plan), _traffic(plan), _time(plan, step_time)]
-    if plan.sizes.tp > 1:
+    if plan.spec.sizes.tp > 1:
         sections.insert(1, _tensor_parallel(plan))
     if plan.assumed:
         sections.insert(1, "\n".join(plan.assumed))
@@ -61,9 +61,9 @@ def text(plan: Plan, step_time: float | None = None) -> str:
 
 
 def _head(plan: Plan) -> str:
-    recipe, sizes = plan.recipe, plan.sizes
-    dtype = str(plan.dtype).removeprefix("torch.")
-    where = "CPU processes" if plan.device == "cpu" else f"× {plan.hardware.name}"
+    recipe, sizes = plan.spec.recipe, plan.spec.sizes
+    dtype = str(plan.spec.precision.compute).removeprefix("torch.")
+    where = "CPU processes" if plan.spec.world.device_type == "cpu" else f"× {plan.hardware.name}"
     size = f"{_millions(plan.total_parameters)} parameters"
     if plan.trained_parameters < plan.total_parameters:
         of_what = "" if recipe.lora is None else ", an adapter"
@@ -94,8 +94,8 @@ def _table(rows: Sequence[tuple[str, ...]], right: Collection[int] = ()) -> str:
 
 
 def _tensor_parallel(plan: Plan) -> str:
-    cut = "" if plan.recipe.parallel.sequence_parallel else "out"
-    rows = [(f"Tensor parallel over {plan.sizes.tp} ranks", f"with{cut} sequence parallel")]
+    cut = "" if plan.spec.recipe.parallel.sequence_parallel else "out"
+    rows = [(f"Tensor parallel over {plan.spec.sizes.tp} ranks", f"with{cut} sequence parallel")]
     return _table(rows + [(f"  {pattern}", style) for pattern, style in plan.table.items()])
 
 
@@ -107,13 +107,13 @@ def _memory(plan: Plan) -> str:
         less = gib(step.parameters - step.lightest)
         which = f"rank 0: its shards are the largest, the smallest hold {less} less of the parameters"
     held = f"{gib(step.parameters - step.trained)} of frozen weights, {gib(step.trained)} of trained ones"
-    kept = "" if plan.recipe.parallel.optimizer_offload else "master "
-    where = " on the host, what visits" if plan.recipe.parallel.optimizer_offload else ""
+    kept = "" if plan.spec.recipe.parallel.optimizer_offload else "master "
+    where = " on the host, what visits" if plan.spec.recipe.parallel.optimizer_offload else ""
     words = {
         "parameters": f"this rank's share of the {kept}weights" if step.trained == step.parameters else held,
-        "optimizer": plan.recipe.optimizer.name + where,
+        "optimizer": plan.spec.recipe.optimizer.name + where,
         "gradients": "of whole layers until the last micro-batch is done"
-        if plan.sizes.accumulation > 1 and not plan.recipe.parallel.reduce_each
+        if plan.spec.sizes.accumulation > 1 and not plan.spec.recipe.parallel.reduce_each
         else "this rank's share, as far as it is there, and what is on its way",
     }
     rows = [("Memory of a rank at its peak", "", f"({which})")]
@@ -123,7 +123,7 @@ def _memory(plan: Plan) -> str:
         if part == "parameters" and step.table >= _SHOWN:
             rows.append(("  of these the table", gib(step.table), "of embeddings for each layer (train.freeze)"))
     rows.append(("  peak", gib(step.peak), moment(plan)))
-    if plan.device == "cuda":
+    if plan.on_cuda:
         free = plan.budget - step.peak
         rows.append(
             (f"  {'free' if free >= 0 else 'TOO MUCH'} of the budget", gib(abs(free)), f"of {gib(plan.budget)}")
@@ -146,7 +146,7 @@ def _traffic(plan: Plan) -> str:
 
 def _time(plan: Plan, step_time: float | None) -> str:
     lines = [f"FLOPs per token: {plan.flops_per_token:.4g} (as the run's mfu counts them)"]
-    if plan.device == "cuda":
+    if plan.on_cuda:
         time = plan.time
         lines += [
             f"Estimate of a step: {seconds(time.total)}, {plan.tokens / time.total:,.0f} tokens/s, "
@@ -174,14 +174,14 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
     step, time = plan.step, plan.time
     measured = {} if step_time is None else {"step_time": step_time, "mfu": plan.mfu(step_time)}
     return {
-        "method": plan.recipe.method,
-        "model": plan.recipe.model.path,
+        "method": plan.spec.recipe.method,
+        "model": plan.spec.recipe.model.path,
         "total_parameters": plan.total_parameters,
         "trained_parameters": plan.trained_parameters,
-        "device": plan.device,
-        "gpu": plan.hardware.name if plan.device == "cuda" else None,
-        "dtype": str(plan.dtype).removeprefix("torch."),
-        "sizes": asdict(plan.sizes),
+        "device": plan.spec.world.device_type,
+        "gpu": plan.hardware.name if plan.on_cuda else None,
+        "dtype": str(plan.spec.precision.compute).removeprefix("torch."),
+        "sizes": asdict(plan.spec.sizes),
         "assumed": list(plan.assumed),
         "tensor_parallel_plan": dict(plan.table),
         "rank": 0,
@@ -197,8 +197,8 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
             "per_layer_table": step.table,
             "lightest_rank_parameters": step.lightest,
             "evaluation": plan.evaluation,
-            "budget": plan.budget if plan.device == "cuda" else None,
-            "fits": plan.fits if plan.device == "cuda" else None,
+            "budget": plan.budget if plan.on_cuda else None,
+            "fits": plan.fits if plan.on_cuda else None,
         },
         "traffic": [
             {**collective._asdict(), "count": count, "bytes": size}
@@ -217,7 +217,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
             "exposed_communication": time.exposed,
             "is_estimate": True,
         }
-        if plan.device == "cuda"
+        if plan.on_cuda
         else None,
         **measured,
     }

@@ -20,8 +20,9 @@ from dtrain.commands.plan.memory import Phase
 from dtrain.commands.plan.trace import TRACED, Trace, trace_step
 from dtrain.models.common.adapter_config import LoraLayer, adaptable, modules
 from dtrain.models.common.config import ModelConfig
+from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import Sizes
-from dtrain.recipe.schema import Recipe
+from dtrain.run.spec import RunSpec
 
 _QUESTION = 16  # bytes: two numbers
 _MARGIN = 2  # layers at either end that differ from those between: prefetched, kept gathered
@@ -52,29 +53,26 @@ class Step:
     table: int = 0
 
 
-def plan_step(
-    recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int = 0, device: str = "cuda", whole: bool = False
-) -> Step:
-    """Return the step of `recipe` on rank `rank` of `sizes.world_size`, on a device of type `device` (cpu or cuda).
+def plan_step(spec: RunSpec, *, rank: int = 0, whole: bool = False) -> Step:
+    """Return the step of rank `rank` in the world of `spec`, whose devices are of type cpu or cuda.
 
     whole: trace every layer. Nothing is sent, no weight is read; the traces run in processes forked from this one, in
     which torch.distributed must not be up.
     """
-    recipe = replace(recipe, train=replace(recipe.train, compile=False))
+    config = spec.model_config
     layers, period = config.num_hidden_layers, _period(config.layer_types)
     few = 2 * max(_MARGIN, period + 1 if period > 1 else 0)
     few += (layers - few) % period
-    is_whole = whole or not _alike(recipe, config) or few + 2 * period > layers
+    is_whole = whole or not _alike(spec.recipe, config) or few + 2 * period > layers
     cuts = [
         replace(config, num_hidden_layers=count, layer_types=config.layer_types[:count])
         for count in ([layers] if is_whole else [few, few + period])
     ]
-    calls = [partial(trace_step, recipe, cut, sizes, rank=rank, device=device) for cut in cuts]
-    trace, *longer = side_by_side(calls)
-    return _of_micro_batches(_of_layers(trace, longer[0], layers) if longer else trace, sizes)
+    trace, *longer = side_by_side([partial(trace_step, spec, cut, rank) for cut in cuts])
+    return _of_micro_batches(_of_layers(trace, longer[0], layers) if longer else trace, spec.sizes)
 
 
-def _alike(recipe: Recipe, config: ModelConfig) -> bool:
+def _alike(recipe: PolicyConfig, config: ModelConfig) -> bool:
     """Return whether all layers of a type train the same parameters, and no layer needs another's keys."""
     if config.shared_layers:
         return False

@@ -24,13 +24,12 @@ from dtrain.commands.plan.memory import Phase
 from dtrain.commands.plan.planned_device import PlannedDevice
 from dtrain.commands.plan.policy import PlannedPolicy, bytes_of, mark_layers, on_device
 from dtrain.commands.plan.tracer import Tracer
-from dtrain.methods import METHODS, Method
+from dtrain.methods import Method
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import chunk_bounds
 from dtrain.parallel.runtime import Runtime
-from dtrain.recipe import Sizes
-from dtrain.recipe.schema import Recipe
+from dtrain.run.spec import RunSpec
 
 TRACED = 3  # micro-batches: a first, a last, and one like all between them
 
@@ -51,9 +50,9 @@ class Trace:
     counts: Counter[tuple]
 
 
-def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int = 0, device: str = "cuda") -> Trace:
-    """Trace a step of `recipe` on the model of `config`, as rank `rank` of `sizes.world_size` computes it on a device
-    of type `device`. Nothing is sent: no other rank is in the process group.
+def trace_step(spec: RunSpec, config: ModelConfig, rank: int = 0) -> Trace:
+    """Trace a step of `spec` on the model of `config`, as rank `rank` of its world computes it. Nothing is sent: no
+    other rank is in the process group.
 
     Can be called once, in a process of its own, which keeps the group. Raises RuntimeError where torch.distributed is
     up: a plan never shares a process with a run.
@@ -63,20 +62,21 @@ def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int =
     if dist.is_initialized():
         raise RuntimeError("a plan needs a process of its own, and torch.distributed is up in this one")
     warnings.simplefilter("ignore")  # torch's own, of what a later release will want
+    sizes, device = spec.sizes, spec.world.device_type
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=sizes.world_size)
     mesh = build_mesh(Runtime(), **sizes.shape, ep=sizes.ep)  # FSDP on stand-ins is FSDP on a CPU
     planned = torch.device(device, 0) if device == "cuda" else torch.device(device)
     tracer = Tracer(mesh, on_host=device == "cpu")
-    policy = PlannedPolicy(recipe, config, mesh, Runtime(rank=rank, device=planned), tracer)
+    policy = PlannedPolicy(spec, config, mesh, Runtime(rank=rank, device=planned), tracer)
     mark_layers(policy.model.model.layers, tracer)
-    method = METHODS[recipe.method](recipe)
+    method = type(spec.method)(spec.recipe)
     policy.keep_beside(method)
     micro_batches = min(sizes.accumulation, TRACED)
     with PlannedDevice(planned):
         policy.init_optimizer(total_steps=10)
         with tracer:
             tracer.memory.begin(Phase("start"))
-            rows = full_rows(recipe, method, micro_batches)
+            rows = full_rows(method, micro_batches)
             batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
             policy.train(batch, loss, mbs=method.micro_rows)
     parameters = list(policy.model.parameters())
@@ -95,10 +95,11 @@ def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int =
     return Trace(config.num_hidden_layers, micro_batches, tracer.memory.peaks(), counts)
 
 
-def full_rows(recipe: Recipe, method: Method, micro_batches: int) -> list[Row]:
+def full_rows(method: Method, micro_batches: int) -> list[Row]:
     """Return a rank's rows of a step, as full as the recipe allows: every row of `data.max_length` tokens (a packed row
     of pairs twice as many), every token trained that has one before it; packed rows hold two documents, so that the
     masks are those of packing."""
+    recipe = method.recipe
     length = method.spec.row_length(recipe)
     count = micro_batches * recipe.train.micro_batch * method.spec.rows_of_a_sample(recipe)
     documents = 2 if recipe.data.packing and method.kind != "prompts" else 1
