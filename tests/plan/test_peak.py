@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from dtrain import recipe as config
 from dtrain.base.batch import collate
 from dtrain.commands.plan.plan import resolve_plan
-from dtrain.commands.plan.step import plan_step
-from dtrain.commands.plan.trace import full_rows
+from dtrain.commands.plan.step import full_rows, plan_step
 from dtrain.methods import METHODS
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh

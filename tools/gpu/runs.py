@@ -65,7 +65,7 @@ def peak_rank(rank: int, size: int, recipe: Recipe) -> tuple[int, str]:
     import torch
 
     from dtrain.base.batch import collate
-    from dtrain.commands.plan.trace import full_rows
+    from dtrain.commands.plan.step import full_rows
     from dtrain.methods import METHODS
     from dtrain.models.read_config import read_config
     from dtrain.parallel.mesh import build_mesh, init_one_process_group

@@ -27,6 +27,6 @@ def _plain(gpu: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from dtrain.commands.plan.answer import answer
+    from dtrain.commands.plan.report import answer
 
     answer(arguments)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.attention.kernels import Kernel
-from dtrain.commands.plan.kernels import PlannedSdpa, planned_kernel
+from dtrain.attention.varlen import VarlenKernel
 from dtrain.commands.plan.memory import LEFT_OUT, Phase
-from dtrain.commands.plan.planned_device import MetaKernels
+from dtrain.commands.plan.planned_device import MetaKernels, PlannedSdpa
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.methods import Method
 from dtrain.methods.distill import DistillMethod
@@ -29,7 +29,7 @@ from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
-from dtrain.policy.build import lay_out, place_masters
+from dtrain.policy.build import lay_out, place_masters, wants_varlen
 from dtrain.policy.config import PolicyConfig
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
@@ -44,7 +44,10 @@ class PlannedPolicy(Policy):
     scorer: "_TracedScorer"
 
     def __init__(self, spec: RunSpec, config: ModelConfig, mesh: Mesh, runtime: Runtime, tracer: Tracer):
-        self.tracer, self.kernel = tracer, planned_kernel(spec, mesh)
+        is_varlen = wants_varlen(spec.recipe, spec.precision, spec.world.device_type)
+        # It is not tried out: the device is not here.
+        self.kernel: Kernel = VarlenKernel() if is_varlen else PlannedSdpa(mesh.cp.get_local_rank(), mesh.cp.size())
+        self.tracer = tracer
         self.build = partial(_build, self.kernel)
         super().__init__(spec.recipe, config, mesh, runtime, self.build)
         self.scorer = _TracedScorer(self)

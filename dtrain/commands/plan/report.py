@@ -1,12 +1,77 @@
-"""A plan as text and as JSON."""
+"""A plan as text and as JSON, the output of `dtrain plan`, and its error for a plan that does not fit."""
 
+import json
+from argparse import Namespace
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from dtrain.commands.plan.hardware import BANDWIDTH
-from dtrain.commands.plan.plan import Plan
-from dtrain.commands.plan.search import Candidate, SearchResult
+from dtrain import recipe as config
+from dtrain.base.errors import RecipeError, UserError
+from dtrain.commands.plan.hardware import BANDWIDTH, GPUS
+from dtrain.commands.plan.plan import Plan, make_plan, on_a_mesh_that_fits, problems, ready
+from dtrain.commands.plan.search import Candidate, SearchResult, search, smallest_change
+from dtrain.run.preflight import with_local_model
+
+
+def answer(arguments: Namespace) -> None:
+    """Plan the recipe of the command's `arguments`, read as by `dtrain run`, and print the plan.
+
+    A search begins with the recipe's own mesh and micro-batch, or, if so many ranks refuse these, with some that fit.
+    Raises RecipeError with all errors that a plan sees, and UserError if the plan does not fit, with a change that
+    would.
+    """
+    loaded, errors = config.read(arguments.recipe, arguments.overrides)
+    recipe, known = with_local_model(loaded), GPUS[arguments.gpu]
+    world_size = arguments.world_size or recipe.launch.nproc
+    hardware = replace(
+        known,
+        per_node=arguments.gpus_per_node or known.per_node,
+        inside=arguments.link_inside * 1e9 if arguments.link_inside else known.inside,  # from GB/s
+        between=arguments.link_between * 1e9 if arguments.link_between else known.between,
+    )
+    if errors:
+        raise RecipeError(list(dict.fromkeys([*errors, *problems(ready(recipe), world_size)])))
+    with config.redacted_errors(recipe):
+        begin, budget = recipe, arguments.memory and int(arguments.memory * 2**30)
+        if arguments.search:
+            if recipe.launch.device == "cpu":
+                raise UserError("launch.device=cpu: --search ranks meshes by the estimate, which knows GPUs only")
+            begin = on_a_mesh_that_fits(ready(recipe), world_size, hardware.per_node)
+        plan = make_plan(begin, world_size, hardware, budget)
+        result = search(plan) if arguments.search else None
+        if arguments.json:
+            more = {"search": search_as_json(result, plan)} if result else {}
+            lines = [json.dumps(as_json(plan, arguments.step_time) | more, indent=2)]
+        else:
+            lines = [text(plan, arguments.step_time), *(["", search_text(result, plan)] if result else [])]
+        print(config.redact("\n".join(lines), recipe), flush=True)
+        if plan.on_cuda and not plan.fits:
+            raise UserError(too_much(plan))
+
+
+def too_much(plan: Plan) -> str:
+    """Return the error for a plan that does not fit: by how much, the largest part, and a change that fits."""
+    if plan.evaluation > max(plan.budget, plan.step.peak):
+        return (
+            f"this does not fit: an evaluation takes {gib(plan.evaluation)} at least, and the budget is "
+            f"{gib(plan.budget)}: lower eval.sampling.max_new_tokens, or share the weights among more ranks"
+        )
+    over = plan.step.peak - plan.budget
+    name, size = max(plan.step.parts.items(), key=lambda entry: entry[1])
+    change = smallest_change(plan)
+    fix = (
+        "none of the changes that were tried fits (micro_batch, activation_checkpointing, tp, cp, up to 128 times the "
+        "ranks): take a smaller model, shorter rows, or devices with more memory"
+        if change is None
+        else f"the smallest change that fits is {change[0]}, with a peak of {gib(change[1].peak)}, which "
+        f"leaves {gib(plan.budget - change[1].peak)}"
+    )
+    return (
+        f"this does not fit: the peak is {gib(plan.step.peak)}, {gib(over)} more than the budget of "
+        f"{gib(plan.budget)}; the largest part is {name} ({gib(size)}); {fix}"
+    )
+
 
 _PARTS = (
     ("parameters", "parameters", "{parameters}"),
@@ -43,8 +108,7 @@ def seconds(time: float) -> str:
     return f"{time:,.2f} s" if time >= 0.1 or time == 0 else f"{time * 1e3:,.2f} ms"
 
 
-def moment(plan: Plan) -> str:
-    """Return the phase of the peak as text."""
+def _moment(plan: Plan) -> str:
     phase, _, layer = plan.step.moment
     where = "" if layer is None else f" of layer {layer + 1} of {plan.spec.model_config.num_hidden_layers}"
     return _PHASES[phase] + where
@@ -122,7 +186,7 @@ def _memory(plan: Plan) -> str:
             rows.append((f"  {name}", gib(step.parts[part]), why.format(**words)))
         if part == "parameters" and step.table >= _SHOWN:
             rows.append(("  of these the table", gib(step.table), "of embeddings for each layer (train.freeze)"))
-    rows.append(("  peak", gib(step.peak), moment(plan)))
+    rows.append(("  peak", gib(step.peak), _moment(plan)))
     if plan.on_cuda:
         free = plan.budget - step.peak
         rows.append(
@@ -192,7 +256,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
             "optimizer_state": step.state,
             "activations": step.activations,
             "peak": step.peak,
-            "peak_moment": moment(plan),
+            "peak_moment": _moment(plan),
             "peak_parts": dict(step.parts),
             "per_layer_table": step.table,
             "lightest_rank_parameters": step.lightest,
