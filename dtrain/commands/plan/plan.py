@@ -65,8 +65,9 @@ class Plan:
         return max(self.step.peak, self.evaluation) <= self.budget
 
     @property
-    def on_cuda(self) -> bool:
-        return self.spec.world.device_type == "cuda"
+    def device(self) -> str:
+        """Type of the devices: cuda, or cpu where the recipe says launch.device=cpu."""
+        return self.spec.world.device_type
 
     def mfu(self, step_time: float) -> float:
         """Return the share of the devices' peak arithmetic that a step of `step_time` seconds would mean."""

@@ -46,7 +46,7 @@ def answer(arguments: Namespace) -> None:
         else:
             lines = [text(plan, arguments.step_time), *(["", search_text(result, plan)] if result else [])]
         print(config.redact("\n".join(lines), recipe), flush=True)
-        if plan.on_cuda and not plan.fits:
+        if plan.device == "cuda" and not plan.fits:
             raise UserError(too_much(plan))
 
 
@@ -127,7 +127,7 @@ def text(plan: Plan, step_time: float | None = None) -> str:
 def _head(plan: Plan) -> str:
     recipe, sizes = plan.spec.recipe, plan.spec.sizes
     dtype = str(plan.spec.precision.compute).removeprefix("torch.")
-    where = "CPU processes" if plan.spec.world.device_type == "cpu" else f"× {plan.hardware.name}"
+    where = "CPU processes" if plan.device == "cpu" else f"× {plan.hardware.name}"
     size = f"{_millions(plan.total_parameters)} parameters"
     if plan.trained_parameters < plan.total_parameters:
         of_what = "" if recipe.lora is None else ", an adapter"
@@ -187,7 +187,7 @@ def _memory(plan: Plan) -> str:
         if part == "parameters" and step.table >= _SHOWN:
             rows.append(("  of these the table", gib(step.table), "of embeddings for each layer (train.freeze)"))
     rows.append(("  peak", gib(step.peak), _moment(plan)))
-    if plan.on_cuda:
+    if plan.device == "cuda":
         free = plan.budget - step.peak
         rows.append(
             (f"  {'free' if free >= 0 else 'TOO MUCH'} of the budget", gib(abs(free)), f"of {gib(plan.budget)}")
@@ -210,7 +210,7 @@ def _traffic(plan: Plan) -> str:
 
 def _time(plan: Plan, step_time: float | None) -> str:
     lines = [f"FLOPs per token: {plan.flops_per_token:.4g} (as the run's mfu counts them)"]
-    if plan.on_cuda:
+    if plan.device == "cuda":
         time = plan.time
         lines += [
             f"Estimate of a step: {seconds(time.total)}, {plan.tokens / time.total:,.0f} tokens/s, "
@@ -242,8 +242,8 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
         "model": plan.spec.recipe.model.path,
         "total_parameters": plan.total_parameters,
         "trained_parameters": plan.trained_parameters,
-        "device": plan.spec.world.device_type,
-        "gpu": plan.hardware.name if plan.on_cuda else None,
+        "device": plan.device,
+        "gpu": plan.hardware.name if plan.device == "cuda" else None,
         "dtype": str(plan.spec.precision.compute).removeprefix("torch."),
         "sizes": asdict(plan.spec.sizes),
         "assumed": list(plan.assumed),
@@ -261,8 +261,8 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
             "per_layer_table": step.table,
             "lightest_rank_parameters": step.lightest,
             "evaluation": plan.evaluation,
-            "budget": plan.budget if plan.on_cuda else None,
-            "fits": plan.fits if plan.on_cuda else None,
+            "budget": plan.budget if plan.device == "cuda" else None,
+            "fits": plan.fits if plan.device == "cuda" else None,
         },
         "traffic": [
             {**collective._asdict(), "count": count, "bytes": size}
@@ -281,7 +281,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
             "exposed_communication": time.exposed,
             "is_estimate": True,
         }
-        if plan.on_cuda
+        if plan.device == "cuda"
         else None,
         **measured,
     }
