@@ -9,9 +9,8 @@ score                 what a loss may ask of the model
 reference, teacher    frozen weights of the same model; another model
 reward_model          another model with a head of one output, which rates texts
 checkpoint            what it saves and reads
-offloader             weights and optimizer state moved to host memory and back
+offloader             weights and optimizer state moved to host memory and back; the device's memory and profiler
 weights, weight_buckets  full tensors for an engine; the buckets in which they travel
-device                memory and profiler of the rank's device
 worker                the policy under NeMo-RL's name and keywords, which training never loads
 """
 

@@ -2,18 +2,7 @@
 
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from dtrain.recipe.schema import (
-    Data,
-    Lora,
-    Model,
-    Moe,
-    Optimizer,
-    Parallel,
-    Run,
-    Scheduler,
-    Stage,
-    Train,
-)
+from dtrain.recipe.schema import Data, Lora, Model, Moe, Optimizer, Parallel, Run, Scheduler, Stage, Train
 
 
 @runtime_checkable

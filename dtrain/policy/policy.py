@@ -31,8 +31,7 @@ from dtrain.policy.batching import Batching, Fixed, all_reduced, micro_batches, 
 from dtrain.policy.build import build_model, offloads
 from dtrain.policy.checkpoint import PolicyCheckpoint
 from dtrain.policy.config import PolicyConfig
-from dtrain.policy.device import DeviceMonitor
-from dtrain.policy.offloader import PolicyOffloader
+from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Loss, Scorer

@@ -44,15 +44,7 @@ Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str
 class LogprobSource:
     """Head of one micro-batch's forward. Valid only inside the loss it is handed to."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        head_weight: Tensor,
-        batch: Batch,
-        inputs: Inputs,
-        documents: int,
-        head: "Head",
-    ):
+    def __init__(self, hidden: Tensor, head_weight: Tensor, batch: Batch, inputs: Inputs, documents: int, head: "Head"):
         self._hidden = hidden  # [B, S/cp, D]
         self._head_weight = head_weight  # [V/tp, D]
         self._batch = batch
