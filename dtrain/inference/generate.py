@@ -85,7 +85,7 @@ def generate_text(
     for ticket in tickets:
         while ticket not in done:
             done.update((ended, completion.ids) for ended, completion in engine.step())
-        yield tokenizer.decode(done.pop(ticket), skip_special_tokens=True)
+        yield loaded.decode(done.pop(ticket))
 
 
 class Loaded(NamedTuple):
@@ -97,6 +97,10 @@ class Loaded(NamedTuple):
     def template(self, file: str | None = None, variables: Mapping[str, Any] | None = None) -> ChatTemplate | None:
         """Return the chat template of the tokenizer's directory, or of `file`; as `choose_template`."""
         return choose_template(self.tokenizer.directory, self.tokenizer.special_tokens, file, variables)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, without special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def load(directory: Path, dtype: torch.dtype, device: torch.device, classifiers: bool = False) -> Loaded:

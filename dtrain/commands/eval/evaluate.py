@@ -14,7 +14,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.base_weights import step_around
-from dtrain.commands.eval.options import in_options
+from dtrain.commands.eval.command import in_options
 from dtrain.data.formats.plain_prompts import evaluated_as, refuse_without_template
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.sources.files import resolve
@@ -73,10 +73,9 @@ def evaluate(arguments: Namespace) -> Report:
         questions = Questions(
             rows, arguments.samples, sampling, arguments.seed, options.room, arguments.pass_reward, together
         )
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
-        engine = Engine(model, decode=decode, max_rows=arguments.max_rows)
-        write = partial(_write, out, questions)
-        return answer_and_judge(questions, partial(_drawn, engine), decode, judges, write, ranks=Ranks(alone=True))
+        engine = Engine(model, decode=loaded.decode, max_rows=arguments.max_rows)
+        draw, write = partial(_drawn, engine), partial(_write, out, questions)
+        return answer_and_judge(questions, draw, loaded.decode, judges, write, ranks=Ranks(alone=True))
 
 
 def trained_as(directory: Path) -> tuple[str | None, int]:

@@ -3,7 +3,6 @@
 import socket
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
 from ipaddress import ip_address
 
 from dtrain.base.errors import UserError, in_words
@@ -53,7 +52,7 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
     else:
         engine = Engine(
             model,
-            decode=partial(tokenizer.decode, skip_special_tokens=True),
+            decode=loaded.decode,
             max_rows=arguments.max_rows,
             max_tokens=arguments.max_tokens,
             notes_experts=model.routing is not None,
