@@ -237,7 +237,6 @@ def _compile(model: CausalLM, recipe: PolicyConfig, device: torch.device) -> Non
 
 
 def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:
-    """Return `kernel` over the keys of all cp ranks."""
     from dtrain.attention.context import GatherKernel, VarlenGatherKernel
     from dtrain.attention.ring import RingKernel, VarlenRingKernel
     from dtrain.attention.varlen import VarlenKernel

@@ -44,7 +44,6 @@ def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) ->
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return all names of each parameter."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

@@ -39,7 +39,6 @@ def _taking_data(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
-    """Return a method that is not here."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"DTensorPolicyWorker.{name}: {why}")
@@ -210,7 +209,6 @@ class DTensorPolicyWorker(Policy):
 
 
 def _described(parameter: Tensor) -> dict[str, Any]:
-    """Return device and dtype of a parameter [any shape], and its whole shape."""
     return {
         "device": str(local_tensor(parameter).device),
         "shape": list(parameter.shape),

@@ -148,7 +148,6 @@ _LESS_KEPT = {"none": ["selective", "full"], "mlp": ["selective", "full"], "sele
 
 
 def _changes(recipe: PolicyConfig, world_size: int, per_node: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the changes to try, as overrides and ranks."""
     train, parallel = recipe.train, recipe.parallel
     base: dict[str, Any] = {}
     is_sharded = parallel.dp_shard * parallel.cp > 1 or (parallel.dp_shard == -1 and world_size > parallel.tp)

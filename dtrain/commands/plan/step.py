@@ -226,7 +226,6 @@ def _period(types: tuple[str, ...]) -> int:
 
 
 def _of_layers(shorter: Trace, longer: Trace, layers: int) -> Trace:
-    """Return the step of `layers` layers, from two of fewer layers."""
     times, half = (layers - shorter.layers) // (longer.layers - shorter.layers), shorter.layers // 2
 
     def line(first: Counter, second: Counter) -> Counter:
@@ -248,7 +247,6 @@ def _of_layers(shorter: Trace, longer: Trace, layers: int) -> Trace:
 
 
 def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
-    """Return the step of all micro-batches, from at most `TRACED` of them."""
     total: Counter[tuple] = Counter()
     more = max(1, sizes.accumulation - TRACED + 1)
     for (number, *what), value in trace.counts.items():
