@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dtrain.base.batch import IGNORE
 from dtrain.base.errors import UserError
+from dtrain.base.ranks import Ranks
 from dtrain.data.formats.labelled import is_wanted
 from dtrain.data.rows.cache import Samples
 from dtrain.data.rows.rows import Row, Rows
@@ -18,9 +19,8 @@ from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.methods.spec import spec_of
 from dtrain.recipe import Recipe
 from dtrain.run.host import Host
-from dtrain.run.spec import RunSpec, World, resolve
-from dtrain.run.stages import skip
-from dtrain.run.stages.data import open_splits
+from dtrain.run.spec import World, resolve
+from dtrain.run.stages.rows import open_splits
 
 SIDES = ("chosen", "rejected")
 TRAINED, PLAIN = "\033[32m", "\033[0m"
@@ -29,14 +29,16 @@ BLOCK = 1 << 16  # samples read at once
 
 
 class PreviewHost(Host):
-    """Host of a preview: of a run's stages the tokenizer and the training data, read in this process alone."""
+    """Host of a preview: this process alone, which resolves no more than the tokenizer."""
+
+    stages = ("tokenizer",)
 
     def __init__(self, say: Callable[[str], None]):
-        self.stages, self._say = {"outputs": skip, "model": skip, "data": self._open}, say
+        self.ranks, self._say = Ranks(alone=True), say
 
-    def _open(self, spec: RunSpec, _: Host) -> bool:
-        open_splits(spec, spec.recipe.cache, self._say, True, ["train"])
-        return True
+    def say(self, line: str) -> None:
+        """Tell what is read."""
+        self._say(line)
 
 
 def preview(
@@ -61,8 +63,10 @@ def preview(
 
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
-    spec, method = resolve(recipe, World(recipe.launch.nproc), PreviewHost(say), until="data"), spec_of(recipe)
-    rows, tokenizer, label = spec.rows["train"], spec.tokenizer, method.label(recipe)
+    host, method = PreviewHost(say), spec_of(recipe)
+    spec = resolve(recipe, World(recipe.launch.nproc), host)
+    open_splits(spec, recipe.cache, host, ["train"])
+    rows, tokenizer, label = spec.rows["train"], spec.source.tokenizer, method.label(recipe)
     noun = rows.samples.noun
     unit = "row" if rows.packing or noun == "samples" else noun.removesuffix("s")
     mark = "" if noun == "prompts" else f", trained tokens {'green' if color else 'in [[ ]]'}"

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,8 +21,18 @@ from dtrain.policy.batching import gather_rows
 from dtrain.policy.reward_model import RewardModel
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe.schema import Recipe
-from dtrain.rl.collect import Collector, CompletionSampler, SampleTable, lengths_of, prompts_of
-from dtrain.rl.engines import open_engine, open_episodes, open_rewards, refuse_graphs
+from dtrain.rl.collect import (
+    Collector,
+    CompletionSampler,
+    SampleTable,
+    lengths_of,
+    open_engine,
+    open_rewards,
+    prompts_of,
+    refuse_graphs,
+)
+from dtrain.rl.environments.episodes import open_episodes
+from dtrain.rl.remote.http_client import read_key
 from dtrain.rl.rewards.columns import lacking_columns
 
 FIELDS = (
@@ -81,7 +90,7 @@ class GrpoMethod(MethodWithReference):
         if problems:
             raise UserError("\n".join(dict.fromkeys(problems)))
         if section.engine == "http":
-            import_module("dtrain.rl.remote.http").read_key(section.server.api_key_file)
+            read_key(section.server.api_key_file)
 
     def refuse_device(self, device: torch.device) -> None:
         refuse_graphs(self.recipe.grpo, device)

@@ -22,7 +22,7 @@ from dtrain.data import GlobalBatch, Rows
 from dtrain.data.formats.labelled import is_wanted
 from dtrain.data.rows.order import pack
 from dtrain.data.rows.rows import row_of
-from dtrain.losses.preference import unpaired
+from dtrain.losses.preference import formulas
 from dtrain.methods.method import MethodWithReference
 from dtrain.policy import Policy
 from dtrain.policy.batching import all_reduced
@@ -40,7 +40,7 @@ class KtoMethod(MethodWithReference):
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe, recipe.kto)
-        self._losses = {"kto": unpaired.kto, "apo_zero_unpaired": unpaired.apo_zero_unpaired}[recipe.kto.loss]
+        self._losses = {"kto": formulas.kto, "apo_zero_unpaired": formulas.apo_zero_unpaired}[recipe.kto.loss]
         self._estimates = recipe.kto.loss == "kto"
         self._splits: Mapping[str, Rows] = {}
 

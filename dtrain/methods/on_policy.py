@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,12 @@ from dtrain.base.batch import Batch
 from dtrain.base.ranks import Ranks
 from dtrain.base.run_context import RunContext
 from dtrain.data import Cursor, Rows, Tokenizer
+from dtrain.inference.native import NativeEngine
 from dtrain.methods.distill import DistillMethod
-from dtrain.methods.rollouts import Rollouts
+from dtrain.methods.rollouts import Buffer, Rollouts
 from dtrain.policy import Policy
-from dtrain.recipe.schema import Grpo, Recipe
-from dtrain.rl.buffer import Buffer, Sample
-from dtrain.rl.collect import CompletionSampler, PromptRow, Rollout, lengths_of, prompts_from, prompts_of
-from dtrain.rl.engines import open_engine
+from dtrain.recipe.schema import Recipe
+from dtrain.rl.collect import CompletionSampler, PromptRow, Rollout, Sample, lengths_of, prompts_from, prompts_of
 
 
 class OnPolicyDistillMethod(DistillMethod):
@@ -50,7 +50,8 @@ class OnPolicyDistillMethod(DistillMethod):
         super().begin(policy, splits, run)
         recipe, self._run = self.recipe, run
         section, tokenizer = recipe.distill, Tokenizer.from_directory(recipe.model.directory)
-        engine = open_engine(Grpo(), policy, tokenizer, run, recipe.model.directory, recipe.lora)  # the native engine
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        engine = NativeEngine(policy.model, policy.mesh, policy.device, decode=decode)
         length = recipe.data.max_length
         sampler = CompletionSampler(engine, tokenizer, section.sampling, length, recipe.run.seed, run.ask_stop)
         share = Fraction(str(section.student_share))
@@ -67,7 +68,8 @@ class OnPolicyDistillMethod(DistillMethod):
 
     def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
         for prompts in prompts_of(rows, self.recipe.train.batch):
-            buffer = _buffer(self.collector.sampler.draw(prompts, self.rollouts.position.step, greedy=True))
+            samples = self.collector.sampler.draw(prompts, self.rollouts.position.step, greedy=True)
+            buffer = Buffer.of(samples, *_all_counted(samples))
             yield buffer.batch(self.rollouts.shares(policy, buffer, range(len(buffer)))[policy.mesh.dp_rank])
 
 
@@ -94,7 +96,7 @@ class StudentCollector:
         ]
         measured = lengths_of(drawn) | {"rollout_time": time.perf_counter() - began}
         lines = self._sample_lines(drawing, drawn) if Ranks().is_first else []
-        return Rollout(_buffer(samples), prompts[-1].place, measured, lines)
+        return Rollout(samples, *_all_counted(samples), prompts[-1].place, measured, lines)
 
     def is_drawn(self, index: int) -> bool:
         """Return whether the student answers the prompt at this place of the endless sequence. The places are spread
@@ -120,10 +122,10 @@ class StudentCollector:
         ]
 
 
-def _buffer(samples: Sequence[Sample]) -> Buffer:
-    """Return a buffer of samples that all count, and train what was drawn or is marked."""
-    all_of_them: Tensor = torch.ones(len(samples), dtype=torch.bool)
-    return Buffer.of(samples, torch.zeros(len(samples)), all_of_them, all_of_them)
+def _all_counted(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return advantages, counted and trained of samples that all count, and train what was drawn or is marked."""
+    every = torch.ones(len(samples), dtype=torch.bool)
+    return torch.zeros(len(samples)), every, every
 
 
 build = OnPolicyDistillMethod

@@ -19,7 +19,7 @@ from dtrain.data.formats.plain_prompts import refuse_without_template
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.methods.spec import REWARD_MODEL, spec_of
-from dtrain.models.common import nf4_config
+from dtrain.models.common import quantization_config
 from dtrain.models.common.adapter_config import modules
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.read_config import read_config
@@ -77,7 +77,7 @@ def _is_an_adapter(directory: Path) -> str:
 def _adapter(recipe: Recipe, model: ModelConfig) -> list[str]:
     """Return what weights in 4 bits and the section `lora` ask of `model`, one line each."""
     quantize = "none" if recipe.lora is None else recipe.lora.quantize
-    problems = nf4_config.quantize_problems(model, quantize, max(recipe.parallel.tp, 1))
+    problems = quantization_config.quantize_problems(model, quantize, max(recipe.parallel.tp, 1))
     problems = [
         f"model.path={recipe.model.path}: {problem}" if problem.startswith("its ") else problem for problem in problems
     ]
@@ -145,7 +145,7 @@ def _other(recipe: Recipe, ours: ModelConfig | None, key: str, path: str) -> lis
         hint = f"set {key}={export}" if export.is_dir() else "give a model's directory"
         raise UserError(f"{key}={path}: it has no config.json, so it is no model; {hint}")
     theirs = read_config(directory, 0 if key == REWARD_MODEL else None)
-    if nf4_config.quantize_problems(theirs, "none", 1):
+    if quantization_config.quantize_problems(theirs, "none", 1):
         return [f"{key}={path}: weights in 4 bits are read by lora.quantize=nf4 alone: give the original model"]
     if key == "distill.teacher":
         return _teacher(recipe, ours, theirs)

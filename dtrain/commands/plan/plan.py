@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from dtrain.base.errors import RecipeError
 from dtrain.base.hardware import OF_FREE
 from dtrain.commands.plan.hardware import Hardware, Time, estimate
 from dtrain.commands.plan.step import Step, plan_step
-from dtrain.inference.budget import position_bytes
-from dtrain.inference.kv_cache import slot_size
+from dtrain.inference.kv_cache import position_bytes, slot_size
 from dtrain.methods.spec import spec_of
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.flops import flops_per_token, weights_in
+from dtrain.models.common.decoder import flops_per_token, weights_in
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import is_torchs
 from dtrain.parallel.apply import find_plan, in_words
@@ -29,11 +27,10 @@ from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.policy.precision import choose_precision
 from dtrain.recipe.schema import OPTIMIZERS, Recipe, Scheduler
 from dtrain.recipe.world import LARGEST_AUTO, Sizes
-from dtrain.run.dry_run import DryHost
 from dtrain.run.eval_sets import longest_answer
+from dtrain.run.host import DryHost
 from dtrain.run.preflight import shapes
 from dtrain.run.spec import RunSpec, World, resolve
-from dtrain.run.stages import skip
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Plan:
 
     table: the model's tensor-parallel plan, module pattern → style in words, used where tp is more than 1.
     total_parameters, trained_parameters: of the whole model, with its adapter. tokens: of an optimizer step over all
-    ranks, every row full. flops_per_token: `models.common.flops`, as a run's mfu counts. budget: bytes for tensors
+    ranks, every row full. flops_per_token: `models.common.decoder`, as a run's mfu counts. budget: bytes for tensors
     on a device. evaluation: bytes that the longest answer of `eval` takes at least, with what a rank holds between two
     steps; 0 without. assumed: in place of the code that the recipe names.
     """
@@ -99,14 +96,15 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
 
 
 class PlanHost(DryHost):
-    """Host of a plan on devices of a kind: neither outputs nor data are looked at, and no weights."""
+    """Host of a plan on devices of a kind, which looks at neither weights nor data."""
+
+    stages = ("model", "optimizer", "sizes")
 
     def __init__(self, recipe: Recipe, hardware: Hardware | None):
         super().__init__(awaited=["model.path", *(key for key, _ in spec_of(recipe).other_models(recipe))])
-        self.stages = MappingProxyType({"outputs": self._check, "tokenizer": skip, "data": skip})
         self._hardware = hardware
 
-    def _check(self, spec: RunSpec, _: DryHost) -> bool:
+    def check(self, spec: RunSpec, *_: object) -> bool:
         """Check the recipe, and its dtype on devices that do not compute in bfloat16; these have no flash attention."""
         recipe, hardware = spec.recipe, self._hardware
         self.problems += problems(recipe, spec.world.size)
