@@ -33,6 +33,7 @@ class Host:
     is_dry = False
     known: Sequence[str] = ()  # problems that the checks have found
     awaited: Collection[str] = ()
+    stages: Collection[str] | None = None  # names of those that are resolved; None: all
 
     def __init__(self, runtime: "Runtime", stack: ExitStack):
         self.runtime, self._stack = runtime, stack

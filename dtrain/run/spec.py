@@ -173,6 +173,7 @@ def resolve(recipe: Recipe, world: World, host: "Host", until: str = "start") ->
     if not host.check(spec, stages.values(), until):
         return spec
     for name, stage in stages.items():
-        if hasattr(stage, "resolve") and not stage.resolve(spec, host) or name == until:
+        is_left_out = host.stages is not None and name not in host.stages
+        if not is_left_out and hasattr(stage, "resolve") and not stage.resolve(spec, host) or name == until:
             break
     return spec

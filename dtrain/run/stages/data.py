@@ -1,6 +1,6 @@
 """Stage data: the rows of the splits, as the run reads them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -144,12 +144,18 @@ def row_options(spec: RunSpec, cache_dir: Path | None) -> dict[str, Any]:
     }
 
 
-def open_splits(spec: RunSpec, cache_dir: Path | None, say: Callable[[str], None], progress: bool) -> None:
-    """Open the rows of the splits, tokenised or from the cache; data.val is packed as data.train is. All or none are
-    set. Raises UserError."""
+def open_splits(
+    spec: RunSpec,
+    cache_dir: Path | None,
+    say: Callable[[str], None],
+    progress: bool,
+    names: Sequence[str] | None = None,
+) -> None:
+    """Open the rows of the splits of these names, None for all, tokenised or from the cache; data.val is packed as
+    data.train is. All or none are set. Raises UserError."""
     recipe, options = spec.recipe, row_options(spec, cache_dir)
     opened: dict[str, Rows] = {}
-    for split in splits(spec):
+    for split in names or splits(spec):
         opened[split] = open_rows(
             recipe.data, split=split, epochs=recipe.train.epochs, say=say, progress=progress, **options
         )
