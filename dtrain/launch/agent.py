@@ -39,7 +39,8 @@ from dtrain.launch.rank import (
 )
 from dtrain.launch.signals import on_signals
 from dtrain.launch.watch import LOOK_SECONDS, SETTLE_SECONDS, RankProcess, heartbeat
-from dtrain.recipe import Recipe, load, origins, redact, to_yaml, with_origins_of
+from dtrain.methods import load_recipe
+from dtrain.recipe import Recipe, origins, redact, to_yaml, with_origins_of
 
 if TYPE_CHECKING:
     from dtrain.parallel.runtime import StopFlag
@@ -219,7 +220,7 @@ def work(job: Path, fd: int, place: RankPlace) -> None:
 
             stop = StopFlag()
             threading.Thread(target=_listen, args=(link, signums, stop, threading.get_ident()), daemon=True).start()
-            recipe = with_origins_of(load(job / "recipe.yaml"), setup["origins"])
+            recipe = with_origins_of(load_recipe(job / "recipe.yaml"), setup["origins"])
             if place.rank > 0:
                 write_to_log(recipe, place.rank)
             train, plan = _imported(setup["target"]), _imported(setup["plan"])

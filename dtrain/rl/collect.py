@@ -19,7 +19,7 @@ from dtrain.data.rows.rows import Placement
 from dtrain.inference.request import AskStop, Request, SamplingParams
 from dtrain.losses.policy.advantage import advantages, soft_overlong_penalty, zero_variance_groups
 from dtrain.policy.reward_model import RewardModel
-from dtrain.recipe.schema import Grpo, Sampling
+from dtrain.recipe.rollouts import RolloutSection, Sampling
 from dtrain.rl.buffer import Buffer, Sample
 from dtrain.rl.engine_interfaces import EpisodePlayer, RolloutEngine
 from dtrain.rl.rewards import Rewards
@@ -158,7 +158,12 @@ class Collector:
     """Draws rollouts and judges them. Collective: every rank makes the same calls; rank 0 alone asks the rewards."""
 
     def __init__(
-        self, section: Grpo, sampler: CompletionSampler, rows: Rows, rewards: Rewards | None, rates: RewardModel | None
+        self,
+        section: RolloutSection,
+        sampler: CompletionSampler,
+        rows: Rows,
+        rewards: Rewards | None,
+        rates: RewardModel | None,
     ):
         self.section, self.sampler, self.rows, self.rewards, self.rates = section, sampler, rows, rewards, rates
         self.ranks = Ranks()
@@ -351,7 +356,7 @@ class SampleTable:
     """Table of a rollout's samples on the terminal, now and then: of the first rollout, and of the next one when 20
     seconds have passed since the last table. And warnings of rollouts that teach nothing."""
 
-    def __init__(self, metrics: RunLog, section: Grpo):
+    def __init__(self, metrics: RunLog, section: RolloutSection):
         self.metrics, self.section = metrics, section
         self._last = float("-inf")
         self._alike = 0  # rollouts that taught nothing

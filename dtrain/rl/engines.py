@@ -14,7 +14,8 @@ from dtrain.data import Tokenizer
 from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import AskStop, Completion, Request
 from dtrain.policy import Policy
-from dtrain.recipe.schema import Data, Grpo, Lora
+from dtrain.recipe.rollouts import RolloutSection
+from dtrain.recipe.schema import Data, Lora
 from dtrain.rl.engine_interfaces import EpisodePlayer, RolloutEngine
 from dtrain.rl.rewards import Rewards
 
@@ -22,7 +23,7 @@ from dtrain.rl.rewards import Rewards
 class OnTheMesh:
     """The native engine on the policy's own weights; with `offload` the optimizer's state waits in host memory."""
 
-    def __init__(self, section: Grpo, policy: Policy, tokenizer: Tokenizer):
+    def __init__(self, section: RolloutSection, policy: Policy, tokenizer: Tokenizer):
         refuse_graphs(section, policy.device)
         self.policy, self.offload = policy, section.offload
         self.engine = NativeEngine(
@@ -47,14 +48,14 @@ class OnTheMesh:
         """Do nothing: this engine cannot draw ahead, since the weights are training meanwhile."""
 
 
-def refuse_graphs(section: Grpo, device: torch.device) -> None:
+def refuse_graphs(section: RolloutSection, device: torch.device) -> None:
     """Raise UserError for CUDA graphs on another device."""
     if section.engine == "native" and section.cuda_graphs and device.type != "cuda":
         raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
 
 
 def open_engine(
-    section: Grpo, policy: Policy, tokenizer: Tokenizer, run: RunContext, base: Path, lora: Lora | None
+    section: RolloutSection, policy: Policy, tokenizer: Tokenizer, run: RunContext, base: Path, lora: Lora | None
 ) -> RolloutEngine:
     """Return the engine of `grpo.engine`. base: the directory of the model that training began with, and lora: the
     adapter that trains, for servers that are sent it. Collective. Raises UserError."""
@@ -63,7 +64,7 @@ def open_engine(
     return OnTheMesh(section, policy, tokenizer)
 
 
-def open_rewards(section: Grpo, run: RunContext) -> Rewards | None:
+def open_rewards(section: RolloutSection, run: RunContext) -> Rewards | None:
     """Return the rewards in their own process, on rank 0 alone; None elsewhere, or where the recipe has none. The run
     closes them. Collective. Raises UserError."""
     ranks = Ranks()
@@ -76,7 +77,7 @@ def open_rewards(section: Grpo, run: RunContext) -> Rewards | None:
     return ranks.together(start)
 
 
-def open_episodes(section: Grpo, data: Data, tokenizer: Tokenizer, run: RunContext) -> EpisodePlayer | None:
+def open_episodes(section: RolloutSection, data: Data, tokenizer: Tokenizer, run: RunContext) -> EpisodePlayer | None:
     """Return the player of completions in the environment that `grpo.environment` or `grpo.verifiers` names, or with
     `grpo.tools` (`rl.environments.play.Episodes`); None where there are none. Collective. Raises UserError."""
     if not section.has_episodes:

@@ -13,10 +13,10 @@ from typing import Any
 
 from dtrain.base.ranges import Range, is_finite, nearest, out_of_range, shown
 from dtrain.data.sources import columns
+from dtrain.methods import recipe_keys
 from dtrain.methods.spec import spec_of
 from dtrain.recipe import key_aliases, saved
 from dtrain.recipe.schema import OPTIMIZERS, SCHEDULES, DataSource, Recipe
-from dtrain.recipe.sections import keys
 from dtrain.recipe.world import batch_problems, mesh_problems
 from dtrain.run.eval_sets import best_problems, sets
 
@@ -307,7 +307,9 @@ def _schedule(recipe: Recipe) -> list:
 
 
 def _allowed_changes(recipe: Recipe) -> list[str]:
-    known = keys()
+    if not recipe.checkpoint.allow_changes:
+        return []
+    known = recipe_keys()
     parents = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
     names = [*parents, *known, *DIGESTS]
     mappings = tuple(f"{key}." for key in known if isinstance(_get(recipe, key), Mapping))  # any name may stand in them

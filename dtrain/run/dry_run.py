@@ -73,7 +73,7 @@ def _kernels(spec: RunSpec, host: "DryHost") -> None:
     """Refuse what this machine's device cannot do. A run chooses where its ranks build the model: they must agree on
     what each of their devices proves."""
     recipe, method = spec.recipe, spec.method
-    device, longest = torch.device(spec.world.device_type), method.spec.longest_row(recipe)
+    device, longest = torch.device(spec.world.device_type), method.longest_row()
     host.ask(choose_attention, recipe, spec.model_config, spec.precision, device, longest)
     host.ask(choose_delta, recipe, spec.model_config, spec.precision, device)
     host.ask(method.refuse_device, device)

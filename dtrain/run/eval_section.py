@@ -13,8 +13,9 @@ from dtrain.data.formats.formats import detect
 from dtrain.data.formats.prompts import normalise_prompt
 from dtrain.data.sources import columns
 from dtrain.data.sources.files import first_row, formats_of, parse, read_chunks
-from dtrain.methods.grpo_section import reward_problems
-from dtrain.recipe.schema import Recipe, Reward
+from dtrain.recipe.rollouts import Reward
+from dtrain.recipe.schema import Recipe
+from dtrain.rl.checks import reward_problems
 from dtrain.rl.rewards.columns import lacking_columns
 from dtrain.rl.rewards.find import BUILT_IN
 from dtrain.rl.rewards.math_answers import answer_in

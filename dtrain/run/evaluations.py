@@ -24,7 +24,8 @@ from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import SamplingParams
 from dtrain.models.read_config import read_config
 from dtrain.policy import Policy
-from dtrain.recipe.schema import Recipe, Reward
+from dtrain.recipe.rollouts import Reward
+from dtrain.recipe.schema import Recipe
 from dtrain.rl.judging import (
     Questions,
     Report,

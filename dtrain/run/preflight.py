@@ -22,9 +22,10 @@ from dtrain.base.model_directory import CONFIG
 from dtrain.base.ranges import beside
 from dtrain.checkpoint.peft.config import is_adapter_directory
 from dtrain.data.sources import hub as data_hub
+from dtrain.methods import recipe_and_problems
 from dtrain.methods.spec import spec_of
 from dtrain.models.read_config import read_config
-from dtrain.recipe import Recipe, read, redact
+from dtrain.recipe import Recipe, redact
 from dtrain.recipe.schema import DataSource
 from dtrain.run import eval_sets
 from dtrain.run.check import check
@@ -40,8 +41,8 @@ from dtrain.run.preflight_models import (
 
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
-    """`recipe.load`, whose RecipeError also lists what `preflight` finds in the rest of a recipe that is wrong."""
-    loaded, problems = read(recipe, overrides)
+    """`methods.load_recipe`, whose RecipeError also lists what `preflight` finds in the rest of a wrong recipe."""
+    loaded, problems = recipe_and_problems(recipe, overrides)
     local = with_local_model(loaded)
     if problems:
         raise RecipeError(together(problems, preflight(local, local.launch.nproc)))

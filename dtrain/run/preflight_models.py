@@ -18,6 +18,7 @@ from dtrain.checkpoint.peft.tensors import read_header
 from dtrain.data.formats.plain_prompts import refuse_without_template
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.methods import method_of
 from dtrain.methods.spec import REWARD_MODEL, spec_of
 from dtrain.models.common import nf4_config
 from dtrain.models.common.adapter_config import modules
@@ -48,8 +49,7 @@ def model_shapes(recipe: Recipe) -> list[str]:
                 problems.append(f"moe.balance={recipe.moe.balance}: this model has no experts; leave it out")
             if model.linear is None and recipe.model.linear_attention == "fla":
                 problems.append("model.linear_attention=fla: this model has no linear attention; leave it out")
-            if model.experts is None and recipe.grpo.router_replay:
-                problems.append("grpo.router_replay=true: this model has no experts; leave it out")
+            problems += method_of(recipe).model_problems(model)
         except UserError as error:
             problems.append(str(error))
     for key, path in spec_of(recipe).other_models(recipe):

@@ -3,7 +3,8 @@
 import pytest
 
 from dtrain.commands.report.measures import charts_of
-from dtrain.methods.spec import SECTIONS, spec_by_name
+from dtrain.methods import METHODS as KNOWN
+from dtrain.methods import method_class
 from dtrain.run.metrics.fields import EVALUATION, FIELDS, METHODS, field_of
 from tests.methods import test_distill, test_dpo_runs, test_kto, test_on_policy, test_reward
 from tests.test_trainer import metrics, run
@@ -61,9 +62,9 @@ def test_evaluations_write_the_fields_of_the_table(tmp_path):
 
 
 def test_the_table_knows_the_methods_and_what_reports_read():
-    assert set(METHODS) == set(SECTIONS)
+    assert set(METHODS) == set(KNOWN)
     assert len({one.name for one in FIELDS}) == len(FIELDS)
-    for spec in map(spec_by_name, SECTIONS):
+    for spec in map(method_class, KNOWN):
         assert all(field_of(name) is not None for name in spec.curves)
     titles = {chart.lines[0][0]: (chart.title, chart.unit) for chart in charts_of(one.name for one in FIELDS)}
     assert titles["mem_gib"] == ("Peak memory of rank 0", "GiB")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.methods import METHODS
+from dtrain.methods import method_of
 from dtrain.parallel.placement import local_tensor
 from dtrain.run import check
 from tests.optimizers.stepping import recipe_of
@@ -74,7 +74,7 @@ def given(recipe, rank, size):
     from tests.optimizers.stepping import give_gradients, policy_on
 
     policy = policy_on(recipe, rank, size, runtime_of(rank, size).device)
-    rows = full_rows(recipe, METHODS["sft"](recipe), 1)
+    rows = full_rows(recipe, method_of(recipe), 1)
     batch, given = collate(rows, list(rows[0])), {}
     given["begun"] = policy.get_logprobs(batch)["logprobs"]
     policy.init_reference_model()

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain import recipe as config
 from dtrain.commands.plan.step import plan_step
+from dtrain.methods import load_recipe
 from dtrain.models.read_config import read_config
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
@@ -68,7 +69,7 @@ def trained(rank, recipe, world_size):
     less a run of one."""
     sent, held = [], {}
     for steps in (1, 2):
-        changed = config.load(recipe, [f"train.steps={steps}", f"run.name=steps{steps}", "scheduler.warmup_steps=0"])
+        changed = load_recipe(recipe, [f"train.steps={steps}", f"run.name=steps{steps}", "scheduler.warmup_steps=0"])
         counted = Sent()
         with ExitStack() as stack:
             trainer = Trainer.open(changed, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack)
@@ -155,7 +156,7 @@ def test_a_teachers_likeliest_tokens_travel_over_tp(tmp_path):
     sizes, model = config.sizes(recipe, 2), read_config(student)
 
     def gathered(k):
-        traffic = plan_step(config.load(recipe, [f"distill.top_k={k}"]), model, sizes, device="cpu").traffic
+        traffic = plan_step(load_recipe(recipe, [f"distill.top_k={k}"]), model, sizes, device="cpu").traffic
         assert ("fsdp", "all-gather", 2, False) not in traffic
         return traffic["tp", "all-gather", 2, False][1]
 

@@ -9,8 +9,8 @@ from fractions import Fraction
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.methods.grpo_section import reward_problems
-from dtrain.recipe.schema import Reward
+from dtrain.recipe.rollouts import Reward
+from dtrain.rl.checks import reward_problems
 from dtrain.rl.rewards import BUILT_IN
 from dtrain.rl.rewards.cosine_length import cosine_length
 from dtrain.rl.rewards.format_tags import format_tags

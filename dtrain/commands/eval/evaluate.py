@@ -22,7 +22,7 @@ from dtrain.data.text.template import choose_template
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, load
 from dtrain.inference.request import Completion, Request, SamplingParams
-from dtrain.recipe.schema import Reward
+from dtrain.recipe.rollouts import Reward
 from dtrain.rl.judging import Questions, Report, ScoredAnswer, known, open_judges, plain_prompts_of, read_questions
 from dtrain.rl.judging import evaluate as answer_and_judge
 from dtrain.run.directory import DATA

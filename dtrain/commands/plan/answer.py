@@ -10,7 +10,7 @@ from dtrain.commands.plan import report
 from dtrain.commands.plan.hardware import GPUS, Hardware
 from dtrain.commands.plan.plan import Plan, make_plan, problems, ready
 from dtrain.commands.plan.search import on_a_mesh_that_fits, search, smallest_change
-from dtrain.recipe import read
+from dtrain.methods import recipe_and_problems
 from dtrain.recipe.schema import Recipe
 from dtrain.run.preflight import with_local_model
 
@@ -20,7 +20,7 @@ def read_recipe(name: str, overrides: Sequence[str], world_size: int | None) -> 
 
     Raises RecipeError with all errors that a plan sees; of the files it reads config.json alone.
     """
-    loaded, errors = read(name, overrides)
+    loaded, errors = recipe_and_problems(name, overrides)
     recipe = with_local_model(loaded)
     if errors:
         more = problems(ready(recipe), world_size or recipe.launch.nproc)

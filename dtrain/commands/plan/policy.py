@@ -60,18 +60,18 @@ class PlannedPolicy(Policy):
 
     def keep_beside(self, method: Method) -> None:
         """Build the other models that a method holds: a reference, a teacher, a reward model."""
-        if method.spec.holds_reference(self.recipe):
-            named = [key for key, _ in method.spec.other_models(self.recipe)]
+        if method.holds_reference():
+            named = [key for key, _ in method.other_models()]
             if any(key.endswith(".reference") for key in named) or not isinstance(method, MethodWithReference):
                 self.reference = Reference(self.model, whole=True, adapters=False)
             else:
                 method.keep_reference(self)
             self.see_all(self.reference.tensors.values() if self.reference else (), "reference")
-        path = method.spec.teacher(self.recipe)
+        path = method.teacher_path()
         if isinstance(method, DistillMethod) and path is not None:
             method.teacher = Teacher(self, path, partial(_build, self.kernel))
             self.see_all(method.teacher.model.parameters(), "teacher")
-        path = method.spec.reward_model(self.recipe)
+        path = method.reward_model()
         if path is not None:
             self.rates = beside(self, path, read_config(path, labels=0), partial(_build, self.kernel))
             self.see_all(self.rates.parameters(), "reward model")

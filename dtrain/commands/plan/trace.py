@@ -24,7 +24,7 @@ from dtrain.commands.plan.memory import Phase
 from dtrain.commands.plan.planned_device import PlannedDevice
 from dtrain.commands.plan.policy import PlannedPolicy, bytes_of, mark_layers, on_device
 from dtrain.commands.plan.tracer import Tracer
-from dtrain.methods import METHODS, Method
+from dtrain.methods import Method, method_of
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import chunk_bounds
@@ -69,7 +69,7 @@ def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int =
     tracer = Tracer(mesh, on_host=device == "cpu")
     policy = PlannedPolicy(recipe, config, mesh, Runtime(rank=rank, device=planned), tracer)
     mark_layers(policy.model.model.layers, tracer)
-    method = METHODS[recipe.method](recipe)
+    method = method_of(recipe)
     policy.keep_beside(method)
     micro_batches = min(sizes.accumulation, TRACED)
     with PlannedDevice(planned):
@@ -99,8 +99,8 @@ def full_rows(recipe: Recipe, method: Method, micro_batches: int) -> list[Row]:
     """Return a rank's rows of a step, as full as the recipe allows: every row of `data.max_length` tokens (a packed row
     of pairs twice as many), every token trained that has one before it; packed rows hold two documents, so that the
     masks are those of packing."""
-    length = method.spec.row_length(recipe)
-    count = micro_batches * recipe.train.micro_batch * method.spec.rows_of_a_sample(recipe)
+    length = method.row_length()
+    count = micro_batches * recipe.train.micro_batch * method.rows_of_a_sample()
     documents = 2 if recipe.data.packing and method.kind != "prompts" else 1
     places = torch.arange(length)
     seq_ids = places * documents // length
@@ -113,7 +113,7 @@ def full_rows(recipe: Recipe, method: Method, micro_batches: int) -> list[Row]:
     }
     if method.kind == "prompts":
         of_rollouts = ["old_logprobs", "sampling_logprobs", "advantages", "reference_logprobs"]
-        names = of_rollouts if recipe.grpo.beta > 0 else of_rollouts[:-1]
+        names = of_rollouts if method.needs_reference() else of_rollouts[:-1]
         streams |= {name: torch.zeros(length, dtype=torch.float64) for name in names}
     if method.kind == "labelled":  # the second half are replies that do not belong to their prompts
         streams["desirable"] = torch.where(streams["labels"] == IGNORE, 0.0, 1.0).double()

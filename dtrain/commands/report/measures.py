@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from dtrain.methods.spec import SECTIONS, MethodSpec, spec_by_name
+from dtrain.methods import METHODS, Method, method_class
 from dtrain.run.metrics.fields import field_of
 
 LEARNING, EVALUATION, POLICY = "Learning", "Evaluation", "Policy and completions"
@@ -87,7 +87,7 @@ def charts_of(fields: Iterable[str]) -> list[Chart]:
 
 def learning_curves(method: str) -> Mapping[str, str]:
     """Return the fields that show what a run of the method learned, with their labels."""
-    return (spec_by_name(method) if method in SECTIONS else MethodSpec()).curves
+    return (method_class(method) if method in METHODS else Method).curves
 
 
 def better_of(field: str, method: str) -> Callable | None:

@@ -11,7 +11,8 @@ from dtrain.data import Tokenizer
 from dtrain.data.text.template import ChatTemplate, choose_template
 from dtrain.data.text.tool_format import ToolFormat, learn_tool_format
 from dtrain.inference.request import AskStop, Completion, Request
-from dtrain.recipe.schema import Data, Grpo
+from dtrain.recipe.rollouts import RolloutSection
+from dtrain.recipe.schema import Data
 from dtrain.rl.buffer import Sample
 from dtrain.rl.engine_interfaces import RolloutEngine
 from dtrain.rl.environments.episodes import environment_seed, run_episodes
@@ -101,7 +102,7 @@ class Episodes:
         ]
 
 
-def open_episodes(section: Grpo, data: Data, tokenizer: Tokenizer, run: RunContext) -> Episodes:
+def open_episodes(section: RolloutSection, data: Data, tokenizer: Tokenizer, run: RunContext) -> Episodes:
     """Open the environments of `section`, or its tools, in their own process, on rank 0 alone; the run closes it.
     Collective. Raises UserError."""
     library = section.verifiers

@@ -8,7 +8,7 @@ from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.data import Cursor
 from dtrain.data.rows.rows import Rows
-from dtrain.methods import METHODS
+from dtrain.methods import method_of
 from dtrain.methods.spec import spec_of
 from dtrain.recipe.schema import SCHEDULES, Recipe, Scheduler, Stage
 from dtrain.run.host import Host
@@ -24,7 +24,7 @@ def resolve(spec: "RunSpec", host: Host) -> bool:
     """Give the recipe its sizes, make its method, and refuse a run of next to no steps."""
     rows, world_size = spec.rows.get("train"), spec.world.size
     recipe = spec.recipe if rows is None else host.ask(resolve_batch_size, spec.recipe, rows, world_size)
-    method = None if recipe is None else host.ask(METHODS[recipe.method], recipe)
+    method = None if recipe is None else host.ask(method_of, recipe)
     if recipe is None or method is None:
         return False
     spec.recipe, spec.method = recipe, method
