@@ -227,11 +227,11 @@ def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
     (shown,) = [
         one for one in names.values() if isinstance(one, type) and issubclass(one, Method) and one is not Method
     ]
-    monkeypatch.setitem(METHODS, "sft", shown)
+    monkeypatch.setitem(METHODS, "unlike", shown)
     directory = Directory(tmp_path).fill(model, makes_recipe=False)
     directory.expect(
-        ["run", "my.yaml", "data.val.path=more.jsonl", "train.global_batch=4", "train.validate_every=1",
-         "train.micro_batch=2", "metrics.tensorboard=false", "launch.device=cpu"]
+        ["run", "my.yaml", "method=unlike", "data.val.path=more.jsonl", "train.global_batch=4",
+         "train.validate_every=1", "train.micro_batch=2", "metrics.tensorboard=false", "launch.device=cpu"]
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "runs" / "my" / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] < 0 for row in rows if "loss" in row] == [True, True]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,13 +12,15 @@ from torch import Tensor
 from dtrain.base.batch import Batch, collate
 from dtrain.base.run_context import RunContext
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows
-from dtrain.data.formats.labels import Label
-from dtrain.data.formats.prompts import PromptOptions
-from dtrain.models.common.config import ModelConfig
 from dtrain.policy import Batching, DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe.schema import Recipe
 from dtrain.recipe.world import automatic_batch
+
+if TYPE_CHECKING:
+    from dtrain.data.formats.labels import Label
+    from dtrain.data.formats.prompts import PromptOptions
+    from dtrain.models.common.config import ModelConfig
 
 REWARD_MODEL = "grpo.reward_model.path"
 """The key of a model with another head than the vocabulary's."""
@@ -133,7 +135,7 @@ class Method:
             f"{longest}, which bounds both together: lower the first or raise the second"
         ]
 
-    def model_problems(self, model: ModelConfig) -> list[str]:
+    def model_problems(self, model: "ModelConfig") -> list[str]:
         """Return what of the section does not fit the model that is trained, one line each."""
         return []
 
@@ -153,7 +155,7 @@ class Method:
         """(key, name or import path, what it is) of the code that the section may name."""
         return []
 
-    def prompts(self) -> PromptOptions | None:
+    def prompts(self) -> "PromptOptions | None":
         """Return how the data's prompts are made, where it is prompts. Raises UserError for tools whose source does
         not tell."""
         return None
@@ -162,7 +164,7 @@ class Method:
         """Outputs of the head that the model has in place of the vocabulary's; None: it has that one."""
         return None
 
-    def label(self) -> Label | None:
+    def label(self) -> "Label | None":
         """The number of each of the data's rows that the loss reads."""
         return None
 

@@ -10,18 +10,11 @@ import yaml
 from dtrain import __version__
 from dtrain.base.hub import id_of
 from dtrain.data.sources.hub import is_data_id
+from dtrain.methods import METHODS, method_class
 from dtrain.recipe import secrets
 from dtrain.run.metrics import records
 
 CURVE = "loss.svg"
-METHODS = {
-    "sft": "supervised fine-tuning",
-    "dpo": "direct preference optimization",
-    "kto": "KTO, by replies that are wanted or not",
-    "grpo": "GRPO, by rewards",
-    "distill": "distillation",
-    "reward": "a reward model or classifier",
-}
 # The fields whose last value is in the table of results, if the run has measured them.
 RESULTS = ("loss", "val_loss", "reward_mean", "val_reward_mean", "val_accuracy", "accuracy")
 
@@ -97,7 +90,8 @@ def shown(recipe: Mapping[str, Any]) -> Any:
 def _about(run: Run) -> str:
     kind = "An adapter" if run.is_adapter else "A model"
     began = f" from [{run.base}](https://huggingface.co/{run.base})" if run.base else ""
-    how = METHODS.get(str(run.recipe.get("method")), str(run.recipe.get("method")))
+    method = str(run.recipe.get("method"))
+    how = method_class(method).about if method in METHODS else method
     steps = f", after {run.step:,} steps" if run.step is not None else ""
     return f"{kind} trained{began} by {how} with dtrain {__version__}{steps}."
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from dtrain.methods import METHODS, Method, method_class
+from dtrain import methods
 from dtrain.run.metrics.fields import field_of
 
 LEARNING, EVALUATION, POLICY = "Learning", "Evaluation", "Policy and completions"
@@ -87,7 +87,7 @@ def charts_of(fields: Iterable[str]) -> list[Chart]:
 
 def learning_curves(method: str) -> Mapping[str, str]:
     """Return the fields that show what a run of the method learned, with their labels."""
-    return (method_class(method) if method in METHODS else Method).curves
+    return (methods.method_class(method) if method in methods.METHODS else methods.Method).curves
 
 
 def better_of(field: str, method: str) -> Callable | None:
