@@ -22,7 +22,7 @@ from dtrain.losses.token import options as token_options
 from dtrain.methods import load_recipe, recipe_keys
 from dtrain.recipe import key_aliases, other_tools
 from dtrain.rl.rewards import options as rewards
-from dtrain.run.check import DIGESTS
+from dtrain.run.resume import DIGESTS
 from tests.documented import MODELS, TINY, TINY_GRPO, Directory, tiny_model
 from tests.pages import ROOT, Command, Page, all_pages
 from tools import coming_from, metrics_reference, plan_recipes, recipe_reference

@@ -25,13 +25,13 @@ NOT_FOR_SFT = ("rl", "inference", "commands/chat", "commands/eval", "commands/pl
 FOREIGN = {"numpy", "transformers", "ray"}
 EXTRAS = {"plotly", "pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """
-    dtrain dtrain.base.errors dtrain.recipe dtrain.run.check dtrain.methods.spec dtrain.commands.cli dtrain.launch
+    dtrain dtrain.base.errors dtrain.recipe dtrain.run.spec dtrain.methods dtrain.commands.cli dtrain.launch
     dtrain.commands.run dtrain.run.preflight dtrain.models.common.config dtrain.models.read_config
     dtrain.losses.policy.options dtrain.losses.preference.options dtrain.losses.token.options
     dtrain.data dtrain.data.sources.files dtrain.data.formats.formats dtrain.data.text.tokenizer
     dtrain.data.text.template dtrain.data.formats.sample dtrain.data.formats.preferences dtrain.data.formats.pairs
     dtrain.data.formats.prompts dtrain.checkpoint dtrain.base.files dtrain.run.directory dtrain.inference
-    dtrain.rl.rewards dtrain.rl.rewards.calls dtrain.rl.remote.http dtrain.rl.remote.prefetch
+    dtrain.rl.rewards dtrain.rl.rewards.scoring dtrain.rl.remote.http
     dtrain.rl.remote.shared_directory dtrain.commands.serve.answers dtrain.rl.environments.calls dtrain.run.metrics
     dtrain.commands.push.command dtrain.commands.report.compare dtrain.commands.report.live
 """.split()

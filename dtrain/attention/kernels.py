@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from dtrain.attention.blocks import MaskedBlocks, OneBlock, blocks_for
+from dtrain.attention.blocks import BlockByBlock, MaskedBlocks, blocks_for
 from dtrain.attention.visibility import Visibility, additive
 from dtrain.base.errors import UserError
 
@@ -60,7 +60,8 @@ class Kernel:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        raise NotImplementedError
+        """The attention [B, Q, H, hd] of q over k and v."""
+        return self.over(q, *self.gathered(k, v, prepared), prepared, scale, sinks)
 
     def gathered(self, k: Tensor, v: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
         """Keys and values as `over` takes them, for several layers that read the same ones; as they are where nothing
@@ -68,8 +69,8 @@ class Kernel:
         return k, v
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
-        """The kernel's result from what `gathered` gave of k and v."""
-        return self(q, k, v, prepared, scale, sinks)
+        """The attention [B, Q, H, hd] of q over what `gathered` gave of k and v."""
+        raise NotImplementedError
 
 
 class Span(NamedTuple):
@@ -154,7 +155,7 @@ class SdpaKernel(Kernel):
         seen = visible.any(0).any(0).nonzero()
         return slice(int(seen[0]), int(seen[-1]) + 1)
 
-    def __call__(
+    def over(
         self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, length, hd]
@@ -173,7 +174,7 @@ class SdpaKernel(Kernel):
     ) -> Tensor:
         """[B, heads, length, hd] -> [B, Q, H, hd]"""
         attention = MaskedBlocks(blocks_for(q.device), scale)
-        return OneBlock.apply(q, torch.stack([k, v]), hidden, attention, sinks).transpose(1, 2)
+        return BlockByBlock.apply(q, torch.stack([k, v]), [hidden], None, attention, sinks).transpose(1, 2)
 
     def _outputs(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float) -> Iterator[Tensor]:
         gqa = q.shape[1] != k.shape[1]

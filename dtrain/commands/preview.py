@@ -16,7 +16,7 @@ from dtrain.data.rows.cache import Samples
 from dtrain.data.rows.rows import Row, Rows
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.methods.spec import spec_of
+from dtrain.methods import method_of
 from dtrain.recipe import Recipe
 
 SIDES = ("chosen", "rejected")
@@ -47,12 +47,12 @@ def preview(
 
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
-    tokenizer, kind = Tokenizer.from_directory(recipe.model.directory), spec_of(recipe).kind
-    label = spec_of(recipe).label(recipe)
+    tokenizer, kind = Tokenizer.from_directory(recipe.model.directory), method_of(recipe).kind
+    label = method_of(recipe).label()
     rows = open_rows(
         recipe.data,
         kind=kind,
-        prompts=spec_of(recipe).prompts(recipe),
+        prompts=method_of(recipe).prompts(),
         label=label,
         tokenizer=tokenizer,
         seed=recipe.run.seed,

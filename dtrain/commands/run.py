@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtrain.launch import launch
-from dtrain.launch.rank import PlannedPeak
 from dtrain.recipe import Recipe
 from dtrain.run import preflight
+
+if TYPE_CHECKING:
+    from dtrain.commands.plan.beside import PlannedPeak
 
 
 def run(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
@@ -17,7 +20,7 @@ def run(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
     return launch(lambda: preflight.load(recipe, overrides), plan=plan_beside)
 
 
-def plan_beside(recipe: Recipe, world_size: int, device_type: str) -> PlannedPeak:
+def plan_beside(recipe: Recipe, world_size: int, device_type: str) -> "PlannedPeak":
     """Return the plan of `recipe` on `world_size` devices of a type, which is computed once its context is entered."""
     from dtrain.commands.plan.beside import PlannedPeak
 

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.methods.registry import (
     METHODS,
+    REWARD_MODEL,
     SECTIONS,
+    TEACHER,
     load_recipe,
     method_class,
     method_of,
+    model_keys,
     recipe_and_problems,
     recipe_keys,
     translate_recipe,
@@ -26,11 +29,14 @@ if TYPE_CHECKING:
 _HOMES = {"Method": "method"}
 __all__ = [
     "METHODS",
+    "REWARD_MODEL",
     "SECTIONS",
+    "TEACHER",
     "Method",
     "load_recipe",
     "method_class",
     "method_of",
+    "model_keys",
     "recipe_and_problems",
     "recipe_keys",
     "translate_recipe",

@@ -83,6 +83,7 @@ class DistillMethod(Method):
     Section = Distill
     section: Distill
     about = "distillation"
+    models = ("teacher",)
     measures = ("forward_kl", "reverse_kl", "topk_mass", "completion_len", "truncated_frac", "rollout_time")
 
     def form(self) -> Method:

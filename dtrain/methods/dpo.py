@@ -178,6 +178,7 @@ class DpoMethod(MethodWithReference):
     section: Dpo
     about = "direct preference optimization"
     kind = "pairs"
+    references = "start, base, none"
     measures = FIELDS
     curves = MappingProxyType({**MethodWithReference.curves, "accuracy": "accuracy"})
     adapter_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 1e-6

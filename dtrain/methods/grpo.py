@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from importlib import import_module
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -21,7 +20,7 @@ from dtrain.data.formats.prompts import PromptOptions
 from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy.options import LOSSES, RANGES, SHARED, is_clip
 from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
-from dtrain.methods.method import REWARD_MODEL, MethodWithReference
+from dtrain.methods.method import MethodWithReference
 from dtrain.methods.rollouts import Rollouts
 from dtrain.models.common.config import ModelConfig
 from dtrain.policy import DynamicShapes, Packed, Policy
@@ -32,8 +31,18 @@ from dtrain.recipe import key_aliases
 from dtrain.recipe.ranges import UP_TO_1
 from dtrain.recipe.rollouts import RolloutSection
 from dtrain.rl.checks import answer_problems
-from dtrain.rl.collect import Collector, CompletionSampler, SampleTable, lengths_of, prompts_of
-from dtrain.rl.engines import open_engine, open_episodes, open_rewards, refuse_graphs
+from dtrain.rl.collect import (
+    Collector,
+    CompletionSampler,
+    SampleTable,
+    lengths_of,
+    open_engine,
+    open_rewards,
+    prompts_of,
+    refuse_graphs,
+)
+from dtrain.rl.environments.episodes import open_episodes
+from dtrain.rl.remote.http_client import read_key
 from dtrain.rl.rewards.columns import lacking_columns
 from dtrain.rl.tools import tool_schemas
 
@@ -81,6 +90,7 @@ class GrpoMethod(MethodWithReference):
     section: Grpo
     about = "GRPO, by rewards"
     kind = "prompts"
+    models = ("reference", "reward_model.path")
     measures = (
         *FIELDS,
         *("reward_mean", "reward_std", "reward/NAME", "frac_zero_std", "completion_len", "truncated_frac", "lost_frac"),
@@ -222,7 +232,7 @@ class GrpoMethod(MethodWithReference):
         is_another = self.needs_reference() and self.section.reference not in ("start", "base")
         rates = self.reward_model()
         named = [("grpo.reference", self.section.reference)] if is_another else []
-        return named + ([(REWARD_MODEL, rates)] if rates else [])
+        return named + ([("grpo.reward_model.path", rates)] if rates else [])
 
     def model_problems(self, model: ModelConfig) -> list[str]:
         if model.experts is not None or not self.section.router_replay:
@@ -310,7 +320,7 @@ class GrpoMethod(MethodWithReference):
         if problems:
             raise UserError("\n".join(dict.fromkeys(problems)))
         if section.engine == "http":
-            import_module("dtrain.rl.remote.http").read_key(section.server.api_key_file)
+            read_key(section.server.api_key_file)
 
     def refuse_device(self, device: torch.device) -> None:
         refuse_graphs(self.section, device)

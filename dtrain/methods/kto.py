@@ -26,7 +26,7 @@ from dtrain.data import GlobalBatch, Rows
 from dtrain.data.formats.labelled import is_wanted
 from dtrain.data.rows.order import pack
 from dtrain.data.rows.rows import row_of
-from dtrain.losses.preference import unpaired
+from dtrain.losses.preference import formulas
 from dtrain.methods.method import MethodWithReference
 from dtrain.policy import Policy
 from dtrain.policy.batching import all_reduced
@@ -184,7 +184,7 @@ class KtoMethod(MethodWithReference):
         rewards = section.beta * (policy - reference)
         divergence = torch.as_tensor(divergence).to(rewards)
         wanted, unwanted = (marks > 0).to(rewards), (marks < 0).to(rewards)  # padding is neither
-        if_wanted, if_unwanted = getattr(unpaired, section.loss)(rewards, section.beta * divergence)
+        if_wanted, if_unwanted = getattr(formulas, section.loss)(rewards, section.beta * divergence)
         losses = section.desirable_weight * wanted * if_wanted + section.undesirable_weight * unwanted * if_unwanted
         measured = {
             "chosen": wanted.sum(),

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from dtrain.data.formats.prompts import PromptOptions
     from dtrain.models.common.config import ModelConfig
 
-REWARD_MODEL = "grpo.reward_model.path"
-"""The key of a model with another head than the vocabulary's."""
-
 
 @dataclass(eq=False)
 class BatchSource:
@@ -85,7 +82,8 @@ class Method:
     that are wanted or not) or prompts. measures: its fields of metrics.jsonl (run/metrics/fields.py), beside those of
     all. curves: those that tell what was learned, and their names for a reader. best: what of `recipe.schema.BEST` it
     measures. more_steps: what of its section makes a pass more steps. adapter_rates: the learning rate below which a
-    fresh adapter hardly learns, and a usual one.
+    fresh adapter hardly learns, and a usual one. models: the keys of the section that may name models, whose ends
+    say of which kind (`registry.TEACHER`, `REWARD_MODEL`). references: what else a reference may be.
 
     A step goes before_step → source.batches → batch → prepare → Policy.train with the loss that prepare gives → fields.
 
@@ -108,6 +106,8 @@ class Method:
     best: tuple[str, ...] = ("val_loss", "loss")
     more_steps: str | None = None
     adapter_rates = (5e-5, "2e-4")
+    models: tuple[str, ...] = ()
+    references = "start, base"
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
@@ -313,9 +313,8 @@ class MethodWithReference(Method):
     from, or, with the section's `sync_every`, follow the policy's and come with the checkpoint. Its section has
     `reference`, `sync_every` and `sync_mix`."""
 
-    def __init__(self, recipe: Recipe):
-        super().__init__(recipe)
-        self._moving: Mapping[str, Tensor] = {}
+    models: tuple[str, ...] = ("reference",)
+    _moving: Mapping[str, Tensor] = MappingProxyType({})
 
     @property
     def needs_start(self) -> str | None:

@@ -6,7 +6,7 @@ A method's file is imported when a recipe has its name, or keys of its section.
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtrain.recipe import Recipe, keys, load, read, translate
 from dtrain.recipe.saved import Loaded
@@ -24,6 +24,11 @@ METHODS: dict[str, "str | type[Method]"] = {
     "reward": "dtrain.methods.reward:RewardMethod",
 }
 """Name -> the method's class, or its module and its name there. The first is a recipe's default."""
+
+
+TEACHER, REWARD_MODEL = ".teacher", ".reward_model.path"
+"""The ends of keys that name a model with the trained one's vocabulary, and one with another head than a vocabulary's.
+Under the other keys of `Method.models` stand references, of the trained model's shapes."""
 
 
 class MethodSections(Mapping[str, type]):
@@ -56,6 +61,11 @@ def method_of(recipe: Recipe) -> "Method":
     return method_class(recipe.method)(recipe).form()
 
 
+def model_keys(*methods: str) -> list[str]:
+    """Return the keys that may name models beside the trained one in the sections of `methods`."""
+    return [f"{name}.{key}" for name in methods if name in METHODS for key in method_class(name).models]
+
+
 def load_recipe(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> Loaded:
     """Load a recipe of one of the `METHODS`, as `dtrain.recipe.load` does."""
     return load(recipe, overrides, sections=SECTIONS)
@@ -76,18 +86,3 @@ def translate_recipe(tree: Mapping) -> "Translation | None":
 def recipe_keys() -> list[str]:
     """Return every dotted key that holds a value in a recipe of any method."""
     return keys(SECTIONS)
-
-
-class _Spec:
-    """A method under the names and arguments that its spec had."""
-
-    def __init__(self, method: "Method"):
-        self._method = method
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._method, {"teacher": "teacher_path"}.get(name, name))
-        return (lambda *arguments: value(*arguments[1:])) if callable(value) else value
-
-
-def spec_of(recipe: Recipe) -> Any:
-    return _Spec(method_of(recipe))

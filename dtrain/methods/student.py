@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +13,10 @@ from torch import Tensor
 from dtrain.base.ranks import Ranks
 from dtrain.base.run_context import RunContext
 from dtrain.data import Cursor, Rows, Tokenizer
+from dtrain.inference.native import NativeEngine
+from dtrain.methods.rollouts import Buffer
 from dtrain.policy import Policy
-from dtrain.recipe.rollouts import RolloutSection
-from dtrain.rl.buffer import Buffer, Sample
-from dtrain.rl.collect import CompletionSampler, PromptRow, Rollout, lengths_of, prompts_from, prompts_of
-from dtrain.rl.engines import open_engine
+from dtrain.rl.collect import CompletionSampler, PromptRow, Rollout, Sample, lengths_of, prompts_from, prompts_of
 
 if TYPE_CHECKING:
     from dtrain.methods.distill import OnPolicyDistillMethod
@@ -45,12 +45,13 @@ class StudentCollector:
         ]
         measured = lengths_of(drawn) | {"rollout_time": time.perf_counter() - began}
         lines = self._sample_lines(drawing, drawn) if Ranks().is_first else []
-        return Rollout(_buffer(samples), prompts[-1].place, measured, lines)
+        return Rollout(samples, *_all_counted(samples), prompts[-1].place, measured, lines)
 
     def answers(self, rows: Rows, batch: int, version: int) -> Iterator[Buffer]:
         """Yield the student's likeliest answers to all prompts of `rows`, so many of them at once. Collective."""
         for prompts in prompts_of(rows, batch):
-            yield _buffer(self.sampler.draw(prompts, version, greedy=True))
+            samples = self.sampler.draw(prompts, version, greedy=True)
+            yield Buffer.of(samples, *_all_counted(samples))
 
     def is_drawn(self, index: int) -> bool:
         """Return whether the student answers the prompt at this place of the endless sequence. The places are spread
@@ -76,17 +77,18 @@ class StudentCollector:
         ]
 
 
-def _buffer(samples: Sequence[Sample]) -> Buffer:
-    """Return a buffer of samples that all count, and train what was drawn or is marked."""
-    all_of_them: Tensor = torch.ones(len(samples), dtype=torch.bool)
-    return Buffer.of(samples, torch.zeros(len(samples)), all_of_them, all_of_them)
+def _all_counted(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return advantages, counted and trained of samples that all count, and train what was drawn or is marked."""
+    every = torch.ones(len(samples), dtype=torch.bool)
+    return torch.zeros(len(samples)), every, every
 
 
 def open_student(method: "OnPolicyDistillMethod", policy: Policy, rows: Rows, run: RunContext) -> StudentCollector:
     """Return the collector of the method's rollouts, to prompts of `rows`, by the native engine. Collective."""
     recipe, section = method.recipe, method.section
     tokenizer = Tokenizer.from_directory(recipe.model.directory)
-    engine = open_engine(RolloutSection(), policy, tokenizer, run, recipe.model.directory, recipe.lora)
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    engine = NativeEngine(policy.model, policy.mesh, policy.device, decode=decode)
     length, seed = recipe.data.max_length, recipe.run.seed
     sampler = CompletionSampler(engine, tokenizer, section.sampling, length, seed, run.ask_stop)
     return StudentCollector(Fraction(str(section.student_share)), method.source.size, sampler, rows)

@@ -52,8 +52,6 @@ class GradientSums:
         assert parameter.grad is not None
         kept, new = place.of_local(total), place.of_local(parameter.grad)
         bits_of = stream(self._seed, self._step, f"{name} {self._index}")
-        at_once = max(1, AT_ONCE // place.columns)
-        for start in range(0, place.held_rows, at_once):
-            rows = slice(start, min(start + at_once, place.held_rows))
+        for rows in place.runs(AT_ONCE):
             bits = place.few_bits(rows, bits_of, kept.device)
             kept[rows] = round_bfloat16(kept[rows].float() + new[rows].float(), bits)

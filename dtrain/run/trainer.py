@@ -32,7 +32,7 @@ from dtrain.checkpoint.dcp.origin import run_of
 from dtrain.checkpoint.dcp.retention import Patience, Retention
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.data import Cursor
-from dtrain.models.common.flops import flops_per_token
+from dtrain.models.common.decoder import flops_per_token
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
@@ -40,9 +40,10 @@ from dtrain.policy.build import build_model
 from dtrain.recipe.schema import Recipe
 from dtrain.run import metrics, resume
 from dtrain.run.eval_sets import better
+from dtrain.run.host import Host
 from dtrain.run.preflight import shapes
 from dtrain.run.resume import Start
-from dtrain.run.spec import Host, RunSpec, World, resolve
+from dtrain.run.spec import RunSpec, World, resolve
 from dtrain.run.summary import about, closing, opening
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def train_checked(recipe: Recipe, runtime: Runtime) -> None:
             return
         trainer.loop(start)
         if runtime.is_main:
-            for line in closing(recipe, trainer.run.path, recipe.checkpoint.export != "none"):
+            for line in closing(trainer.spec, trainer.run.path, recipe.checkpoint.export != "none"):
                 trainer.metrics.say(line)
 
 
@@ -119,10 +120,10 @@ class Trainer:
         if recipe.eval is not None:
             module = import_module("dtrain.run.evaluations")
             run = self._as_the_method_sees_it()
-            self.evaluations = module.Evaluations(recipe, self.policy, spec.tokenizer, run, spec.plain_prompts)
+            self.evaluations = module.Evaluations(spec, self.policy, run)
         self._planned = runtime.planned  # asks the plan beside the run; None once its answer was shown
         if runtime.is_main:
-            for line in opening(self, spec.written):
+            for line in opening(self):
                 self.metrics.say(line)
 
     @classmethod
@@ -134,7 +135,7 @@ class Trainer:
     def _open_saver(self) -> tuple[Saver, Patience]:
         """Return what saves, closed with the run, and what ends a run that gets no better."""
         recipe, runtime, keep = self.recipe, self.runtime, self.recipe.checkpoint
-        direction = better(keep.keep_best or "", recipe)
+        direction = better(keep.keep_best or "", recipe.eval)
         retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, direction)
         on_host = recipe.parallel.optimizer_offload and runtime.device.type == "cuda"  # a copy there would double it
         saver = Saver(
@@ -150,18 +151,13 @@ class Trainer:
     def resume(self) -> Start:
         """Load the checkpoint that `checkpoint.resume` picked, or begin, and return where the run starts.
 
-        Prints the differences from the saved recipe; refused ones are a UserError. Raises Stopped where a signal comes
-        while the method waits for what it needs.
+        Prints the differences from the saved recipe. Raises Stopped where a signal comes while the method waits for
+        what it needs.
         """
         start = self.start
-        changed = []
-        if start.state is not None:
-            changed = resume.compare(self.spec.written, start, self.identities, self.rows)
         if start.weights is not None:
             store, step = start.weights
-            resume.refuse_other_adapter(self.recipe, self.policy.model, start)
-            if not self.policy.checkpoint.load_weights(store, step):
-                resume.refuse_other_base(start, self.identities)
+            self.policy.checkpoint.load_weights(store, step)
             self.metrics.say(f"weights of {store.path(step)}")
         if start.state is not None and start.store is not None:
             self.policy.checkpoint.find_base(start.store, start.step)
@@ -170,9 +166,9 @@ class Trainer:
         except Interrupted:
             raise Stopped(self._agreed_signal(), NOTHING_LOST) from None
         if start.state is not None:
-            resume.restore(self.recipe, self.policy, self.method, start)
+            resume.restore(self.spec, self.policy, self.method)
             self.metrics.say(f"resumed from {start.path}")
-            for line in changed:
+            for line in self.spec.changes:
                 self.metrics.say(f"  changed since then: {line}")
         if self.runtime.is_main:
             replace_text(self.run.began, json.dumps(start.began))

@@ -17,8 +17,7 @@ from dtrain.models.common.decoder import DECODER_PLAN, Linear
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.tensor import colwise
 from dtrain.recipe.schema import Lora
-from dtrain.run import check
-from dtrain.run.preflight import load, preflight
+from dtrain.run.preflight import load, notes, preflight
 from tests.models import published
 from tests.tiny import FAMILIES, tiny_grpo, tiny_recipe, write_model, write_pairs
 from tests.world import run_world
@@ -218,9 +217,9 @@ def test_what_is_sound_is_let_through(problems, overrides):
     ],
 )
 def test_a_low_learning_rate_is_noted(overrides, told):
-    notes = check.notes(load_recipe("sft", overrides))
-    assert [] == notes if told is None else [told in note for note in notes] == [True]
-    assert all("10 times that of full fine-tuning is usual" in note for note in notes)
+    lines = notes(load_recipe("sft", overrides))
+    assert [] == lines if told is None else [told in note for note in lines] == [True]
+    assert all("10 times that of full fine-tuning is usual" in note for note in lines)
 
 
 def test_validate_tells_the_note_and_the_problems(tmp_path, capsys):

@@ -13,7 +13,7 @@ from dtrain import recipe as config
 from dtrain.base.errors import RecipeError
 from dtrain.methods import load_recipe, recipe_keys
 from dtrain.recipe.secrets import HIDDEN, hide, is_secret_name, masked
-from dtrain.run import check
+from dtrain.run.preflight import notes
 from tests.tiny import tiny_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +124,7 @@ def test_plain_text_is_hidden_and_still_runs(name):
     saved = config.to_yaml(recipe)
     assert PLAIN not in saved and HIDDEN in saved and config.diff(saved, recipe) == []
     assert load_recipe(yaml.safe_load(config.to_yaml(recipe, plain=True))) == recipe  # what a worker is handed
-    assert len(check.notes(recipe)) == 2 and PLAIN not in "".join(check.notes(recipe))
+    assert len(notes(recipe)) == 2 and PLAIN not in "".join(notes(recipe))
     assert PLAIN not in config.redact(f"refused: {PLAIN}!", recipe)
     with pytest.raises(RecipeError, match=r"optimizer.kwargs.*was hidden when this was saved"):
         load_recipe(yaml.safe_load(saved))

@@ -13,7 +13,7 @@ from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.methods import load_recipe
 from dtrain.recipe import schema
-from dtrain.run.check import check, notes
+from dtrain.run.preflight import check, notes
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.test_trainer import run

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch.autograd import gradcheck
 
 from dtrain.losses.policy.options import LOSSES, SHARED
-from dtrain.losses.policy.padded import policy_loss
 from dtrain.losses.policy.sequences import Documents, RowSequences
-from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
+from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_loss, policy_terms, top_entropy_threshold
 from dtrain.methods.grpo import loss_problems
 from tests.world import run_world
 

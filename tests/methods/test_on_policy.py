@@ -54,8 +54,8 @@ def without_clocks(recipe):
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_the_same_completions_from_a_file_give_the_same_bits(tmp_path, monkeypatch, share):
-    drawn, buffer = [], student._buffer
-    monkeypatch.setattr(student, "_buffer", lambda samples: drawn.extend(samples) or buffer(samples))
+    drawn, all_counted = [], student._all_counted
+    monkeypatch.setattr(student, "_all_counted", lambda samples: drawn.extend(samples) or all_counted(samples))
     shape = ("data.packing=false", "train.steps=4", "checkpoint.every=4")
     own = run(recipe_at(tmp_path, *shape, *FIXED, f"distill.student_share={share}", name="own"))
     assert len(drawn) == 32 and sum(one.finish == "data" for one in drawn) == 32 * (1 - share)

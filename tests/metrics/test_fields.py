@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtrain.commands.report.measures import charts_of
+from dtrain.commands.report.charts import charts_of
 from dtrain.methods import METHODS, method_class
 from dtrain.run.metrics.fields import EVALUATION, FIELDS, field_of
 from tests.methods import test_distill, test_dpo_runs, test_kto, test_on_policy, test_reward

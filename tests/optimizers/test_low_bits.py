@@ -16,7 +16,7 @@ from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.precision import choose_precision
 from dtrain.recipe import schema, sizes
-from dtrain.run import check
+from dtrain.run.preflight import check
 from dtrain.run.trainer import train
 from tests.optimizers.stepping import assert_same_bits, give_gradients, policy_on, recipe_of, step_on
 from tests.test_trainer import run, trajectory, weights
@@ -237,7 +237,7 @@ def test_parts_of_a_narrow_matrix_are_no_larger_for_its_blocks(monkeypatch):
 )
 def test_what_makes_no_sense_is_refused(tmp_path, overrides, message):
     recipe = tiny_recipe(tmp_path, "train.dtype=auto", *overrides)
-    (problem,) = check.check(recipe, 1)
+    (problem,) = check(recipe, 1)
     assert message in problem and ("set" in problem or "must be" in problem)
 
 
@@ -246,7 +246,7 @@ def test_what_kwargs_may_say_wins(tmp_path):
     section = schema.Optimizer(state="int8", kwargs=said)
     recipe = tiny_recipe(tmp_path, "optimizer.state=int8", "train.dtype=auto")
     recipe.optimizer.kwargs = said
-    assert check.check(recipe, 1) == []
+    assert check(recipe, 1) == []
     (group,) = build_optimizer(section, [("w", nn.Parameter(torch.ones(64, 64)))]).param_groups
     assert {key: group[key] for key in said} == said | {"betas": (0.5, 0)}
 

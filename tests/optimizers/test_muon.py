@@ -11,7 +11,7 @@ from dtrain.models.read_config import read_config
 from dtrain.optim.muon import is_matrix
 from dtrain.optim.update import build_optimizer
 from dtrain.recipe import schema, sizes
-from dtrain.run import check
+from dtrain.run.preflight import check
 from tests.optimizers.stepping import assert_same_bits, give_gradients, policy_on, recipe_of, step_on
 from tests.optimizers.test_low_bits import MESHES
 from tests.test_trainer import assert_same, run
@@ -164,7 +164,7 @@ def test_a_plan_counts_one_moment_of_matrices(tmp_path):
 )
 def test_mistakes_are_named_before_work(tmp_path, overrides, message):
     recipe = tiny_recipe(tmp_path, "optimizer.name=muon", "train.dtype=float32", *overrides)
-    (problem,) = check.check(recipe, 1)
+    (problem,) = check(recipe, 1)
     assert message in problem
 
 

@@ -8,7 +8,7 @@ import torch
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.methods import method_of
 from dtrain.parallel.placement import local_tensor
-from dtrain.run import check
+from dtrain.run.preflight import check
 from tests.optimizers.stepping import recipe_of
 from tests.pretend.runs import runtime_of
 from tests.pretend.test_sft import assert_close, on_card
@@ -141,7 +141,7 @@ def test_it_resumes_with_and_without(tmp_path):
 
 
 def test_both_offloads_are_refused_and_so_are_other_optimizers(tmp_path):
-    both = check.check(tiny_recipe(tmp_path, OFFLOAD, "parallel.cpu_offload=true"), 1)
+    both = check(tiny_recipe(tmp_path, OFFLOAD, "parallel.cpu_offload=true"), 1)
     assert any("set one of them to false" in problem for problem in both)
-    (problem,) = check.check(tiny_recipe(tmp_path, OFFLOAD, "optimizer.name=sgd"), 1)
+    (problem,) = check(tiny_recipe(tmp_path, OFFLOAD, "optimizer.name=sgd"), 1)
     assert "for adamw and adam" in problem and "parallel.optimizer_offload=false" in problem

@@ -54,7 +54,7 @@ MEMORY = {
         "cp",
     ),
     "the ring's output kept wide": Cost(
-        "attention.ring",
+        "attention.blocks",
         "ctx.save_for_backward(q, kv, out.to(q.dtype), lse, sinks)",
         "ctx.save_for_backward(q, kv, out.to(q.dtype), lse, sinks)\n        ctx.wide = out",
         "ring",

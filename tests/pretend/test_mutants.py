@@ -61,7 +61,7 @@ PLACES = {
         ", device=weight.device",
     ),
     "weights that are drawn": Place(
-        "models.common.init", "torch.arange(start, end, device=local.device) * strides[0]", ", device=local.device"
+        "models.building", "torch.arange(start, end, device=local.device) * strides[0]", ", device=local.device"
     ),
     "how often the norm has each gradient": Place(
         "parallel.grads", "copies.to(powers.device, non_blocking=True)", ".to(powers.device, non_blocking=True)"

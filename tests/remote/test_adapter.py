@@ -14,8 +14,9 @@ from dtrain.models.common.adapters import adapted_layers
 from dtrain.recipe.rollouts import Server
 from dtrain.recipe.schema import Lora
 from dtrain.rl.remote import training
-from dtrain.rl.remote.adapter import AdapterPublisher, refusal
 from dtrain.rl.remote.dialects import AdapterVersion
+from dtrain.rl.remote.publish import AdapterPublisher
+from dtrain.rl.remote.training import refusal
 from tests.adapters.test_servers import MESHES, recipe_of, trained
 from tests.remote.fakes import FakeVllm
 from tests.remote.test_http import engine_of, requests_of

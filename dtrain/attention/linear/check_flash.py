@@ -5,13 +5,14 @@ The ranks of an exchange are played one after the other in this process.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from dtrain.attention.check_varlen import differentiated, documents_of, does_not_run
 from dtrain.attention.linear.chunks import chunked
 from dtrain.attention.linear.flash import Borders, FlashDelta
 
@@ -33,8 +34,7 @@ def prove(
     """Return why `rule` is not to be used for such heads here; None where it computes what `chunked` does in float32:
     packed and plain rows, and where there is an exchange their pieces, forward and backward. Each document is compared
     by itself, so that a small one counts. No collective, and no random number of the run's is drawn."""
-    documents = torch.tensor([[n for n, size in enumerate(row) for _ in range(size)] for row in _LENGTHS])
-    documents[-1, -_LENGTHS[-1][-1] :] = -1
+    documents = documents_of(_LENGTHS)
     begins = [[0, *(at for at in range(1, row.numel()) if row[at] != row[at - 1])] for row in documents]
     real = documents.to(device) >= 0
     length = documents.shape[1]
@@ -70,14 +70,13 @@ def prove(
         checks.append(("pieces of rows", in_pieces, segments, real))
     for name, function, of_row, is_real in checks:
         try:
-            results = _differentiated(function, parts, grad)
+            results = differentiated(function, parts, grad)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except _failures() as error:
-            return f"flash-linear-attention does not run here: {(str(error).splitlines() or [type(error).__name__])[0]}"
+            return does_not_run("flash-linear-attention", error)
         wide = [part.float() for part in parts]
-
-        truth = _differentiated(partial(_exact, of_row, is_real), wide, grad.float())
+        truth = differentiated(partial(_exact, of_row, is_real), wide, grad.float())
         cuts = begins if of_row is not None else [[0], [0]]
         for result, other in zip(results, truth, strict=True):
             for row, places in enumerate(cuts):
@@ -122,10 +121,3 @@ class _Chain:
 def _exact(segments: Tensor | None, real: Tensor | None, *parts: Tensor) -> Tensor:
     q, k, v, g, beta = parts
     return chunked(q, k, v, g, beta, segments, real)[0]
-
-
-def _differentiated(function: Callable[..., Tensor], parts: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    """The output and the gradients of all parts."""
-    leaves = [part.clone().requires_grad_() for part in parts]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.linalg import vecdot
 
 CHUNK = 64
 GROUP = 2**19  # elements of the values that are computed at a time, on a CPU: what a cache holds
@@ -146,7 +147,7 @@ def _inside(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tenso
         g, beta = g.masked_fill_(~rows.real, 0), beta.masked_fill_(~rows.real, 0)
         q = q.masked_fill_(~rows.real[..., None], 0)
     scale = q.shape[-1] ** -0.5
-    inverse_q, inverse_k = (torch.linalg.vecdot(x, x).add_(EPS).rsqrt_()[..., None] for x in (q, k))
+    inverse_q, inverse_k = (vecdot(x, x).add_(EPS).rsqrt_()[..., None] for x in (q, k))
     q, k = q.mul_(inverse_q * scale), k.mul_(inverse_k)
     sums = _sums(rows, g)
     decay = (sums[..., :, None] - sums[..., None, :]).masked_fill_(~rows.visible, -torch.inf).exp_()
@@ -174,21 +175,13 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(*flat, out=out).unflatten(0, leading)
 
 
-def _sums(rows: _Rows, g: Tensor) -> Tensor:
-    """[.., C]: of each token and those before it in the chunk and its document, each document by itself."""
+def _sums(rows: _Rows, values: Tensor, backward: bool = False) -> Tensor:
+    """[N, B, Hk, r, C]: of each token and those before it in the chunk and its document, each document by itself;
+    backward: and those after it."""
     if rows.from_start is None:
-        return g.cumsum(-1)
-    return _by_documents(rows.visible[:, :, 0, 0].to(g.dtype), g)
-
-
-def _sums_back(rows: _Rows, grad: Tensor) -> Tensor:
-    if rows.from_start is None:
-        return grad.flip(-1).cumsum(-1).flip(-1)
-    return _by_documents(rows.visible[:, :, 0, 0].to(grad.dtype).mT, grad)
-
-
-def _by_documents(visible: Tensor, values: Tensor) -> Tensor:
-    """visible [N, B, C, C] times values [N, B, Hk, r, C]"""
+        return values.flip(-1).cumsum(-1).flip(-1) if backward else values.cumsum(-1)
+    visible = rows.visible[:, :, 0, 0].to(values.dtype)  # [N, B, C, C]
+    visible = visible.mT if backward else visible
     return _product(visible, values.flatten(2, 3).mT).mT.unflatten(2, values.shape[2:4])
 
 
@@ -383,10 +376,10 @@ def _inside_back(
     chunk, `new` of what is written."""
     q, k, v, beta = inside.q, inside.k, inside.v, inside.beta
     read = grad @ states.mT  # [.., C, K]
-    of_start = _dot(read, q)
+    of_start = vecdot(read, q)
     of_q = _shared(read.mul_(inside.start[..., None]))
     kept = written @ after.mT  # [.., C, K]
-    of_end = _dot(kept, k).mul_(inside.end)  # of its logarithm
+    of_end = vecdot(kept, k).mul_(inside.end)  # of its logarithm
     of_k = _shared(kept.mul_(inside.end[..., None]))
     of_whole = (after * states).sum((-2, -1)).mul_(inside.whole[..., 0, 0])
 
@@ -394,8 +387,8 @@ def _inside_back(
     of_v = inside.inverse.mT @ new
     of_w = inside.inverse.mT @ (new @ states.mT).neg_()
     of_system = (of_v @ inside.u.mT).add_(of_w @ inside.w.mT).neg_()
-    by_key = _dot(of_w, k)
-    of_beta = _dot(of_v, v).addcmul_(by_key, inside.start)
+    by_key = vecdot(of_w, k)
+    of_beta = vecdot(of_v, v).addcmul_(by_key, inside.start)
     of_start.addcmul_(by_key, beta)
     of_v.mul_(beta[..., None])
     of_k += _shared(of_w.mul_((beta * inside.start)[..., None]))
@@ -413,7 +406,7 @@ def _inside_back(
 
     of_sums = products.sum(-1).sub_(products.sum(-2)).addcmul_(of_start, inside.start).sub_(of_end)
     of_sums[..., -1] += of_end.sum(-1) + of_whole
-    of_g = _sums_back(rows, of_sums)
+    of_g = _sums(rows, of_sums, backward=True)
     if rows.real is not None:
         of_g, of_beta = of_g.masked_fill_(~rows.real, 0), of_beta.masked_fill_(~rows.real, 0)
     scale = q.shape[-1] ** -0.5
@@ -422,11 +415,7 @@ def _inside_back(
 
 
 def _unnormed(grad: Tensor, normed: Tensor, inverse: Tensor) -> Tensor:
-    return (grad - normed * _dot(grad, normed)[..., None]).mul_(inverse)
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return torch.linalg.vecdot(a, b)
+    return (grad - normed * vecdot(grad, normed)[..., None]).mul_(inverse)
 
 
 def _shared(grad: Tensor) -> Tensor:

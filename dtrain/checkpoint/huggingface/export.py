@@ -16,7 +16,7 @@ from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore, Sizes, locate
 from dtrain.checkpoint.dcp.training_state import SCORE, aliases, model_tensors
 from dtrain.checkpoint.huggingface.base_weights import BaseWeights, RunFacts, step_around, trained_beside
-from dtrain.checkpoint.huggingface.merged import WholeWeight, exact_names, in_files, wider
+from dtrain.checkpoint.huggingface.merged import WholeWeight, exact_names, in_files, stored_weight, wider
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import BY_NAME, WeightFiles
 from dtrain.checkpoint.huggingface.write import Layout, layout_of, write_entries
@@ -65,7 +65,7 @@ def export(
         places, exact = check_fit(model, files), exact_names(model)
         kept = {places[name].name for name in exact}
         names = dict.fromkeys(name for rows in places.values() for name in rows.names)
-        entries = [layout.entry(files, name, wanted and wider(wanted, name in kept)) for name in names]
+        entries = [stored_weight(files, name, wanted and wider(wanted, name in kept)) for name in names]
         write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
         return f"weights of {source}"
     return _export_step(*locate(step or source, Ranks(alone=True)), out, wanted, form, original_base)

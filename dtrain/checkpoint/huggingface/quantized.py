@@ -15,7 +15,7 @@ from torch import Tensor
 from dtrain.checkpoint.huggingface.file_rows import FileRows
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.models.common.nf4 import LEVELS, quantize
-from dtrain.models.common.nf4_config import BLOCK
+from dtrain.models.common.quantization_config import BLOCK
 from dtrain.parallel.placement import local_slices, local_tensor
 
 CODES, SCALES = ".weight_codes", ".weight_scales"

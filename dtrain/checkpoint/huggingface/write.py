@@ -22,7 +22,7 @@ from dtrain.base.errors import UserError, in_words
 from dtrain.base.files import publish, real, refuse_unwritable, set_aside, staged, write_new
 from dtrain.base.model_directory import CONFIG, INDEX, SINGLE, has_weights
 from dtrain.base.ranks import Ranks
-from dtrain.checkpoint.huggingface.merged import WholeWeight, whole_weights
+from dtrain.checkpoint.huggingface.merged import WholeWeight, stored_weight, whole_weights
 from dtrain.checkpoint.huggingface.model_files import (
     has_untrained_parts,
     of_classifier,
@@ -104,15 +104,7 @@ class Layout:
         """The tensors that go through from the source as they are, for `model` has no part in them."""
         if self.files is None:
             return []
-        return [self.entry(self.files, name) for name in self.files.stored if carried(model, name)]
-
-    def entry(self, files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> WholeWeight:
-        """The tensor `name` of `files`, to be written in `dtype` or its own."""
-        stored = files.stored[name]
-        own = CARRIED.get(stored.kind)
-        if own is None:
-            raise UserError(f"{self.source}: {name} is {stored.kind}, which dtrain does not copy")
-        return WholeWeight([name], torch.Size(stored.shape), dtype or own, lambda _: files.read(name))
+        return [stored_weight(self.files, name) for name in self.files.stored if carried(model, name)]
 
 
 def layout_of(source: Path, weights: Path | None = None) -> Layout:

@@ -13,7 +13,8 @@ from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.text.template import choose_template
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, load
-from dtrain.inference.request import Request, SamplingParams, check_request
+from dtrain.inference.request import Request, SamplingParams
+from dtrain.inference.sampling import check_request
 from dtrain.run.metrics.terminal import printable
 
 HELP = """/again            draw the last answer anew

@@ -23,12 +23,13 @@ from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, load
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.recipe.rollouts import Reward
-from dtrain.rl.judging import Questions, Report, ScoredAnswer, known, open_judges, plain_prompts_of, read_questions
+from dtrain.rl.judging import Questions, Report, ScoredAnswer, open_judges, plain_prompts_of, read_questions
 from dtrain.rl.judging import evaluate as answer_and_judge
+from dtrain.rl.rewards.scoring import known
 from dtrain.run.directory import DATA
-from dtrain.run.eval_section import usual_reward
 from dtrain.run.eval_sets import longest_answer
 from dtrain.run.metrics import records
+from dtrain.run.stages.evals import usual_reward
 
 MANY = 0.2  # of the answers, cut at their longest
 

@@ -13,11 +13,10 @@ from dtrain.base.errors import RecipeError
 from dtrain.base.hardware import OF_FREE
 from dtrain.commands.plan.hardware import Hardware, Time, estimate
 from dtrain.commands.plan.step import Step, plan_step
-from dtrain.inference.budget import position_bytes
-from dtrain.inference.kv_cache import slot_size
-from dtrain.methods.spec import spec_of
+from dtrain.inference.kv_cache import position_bytes, slot_size
+from dtrain.methods import method_of
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.flops import flops_per_token, weights_in
+from dtrain.models.common.decoder import flops_per_token, weights_in
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import is_torchs
 from dtrain.parallel.apply import find_plan, in_words
@@ -35,7 +34,7 @@ class Plan:
 
     table: the model's tensor-parallel plan, module pattern → style in words, used where tp is more than 1.
     total_parameters, trained_parameters: of the whole model, with its adapter. tokens: of an optimizer step over all
-    ranks, every row full. flops_per_token: `models.common.flops`, as a run's mfu counts. budget: bytes for tensors
+    ranks, every row full. flops_per_token: `models.common.decoder`, as a run's mfu counts. budget: bytes for tensors
     on a device. evaluation: bytes that the longest answer of `eval` takes at least, with what a rank holds between two
     steps; 0 without. assumed: in place of the code that the recipe names.
     """
@@ -83,7 +82,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         recipe = replace(recipe, model=replace(recipe.model, attention="sdpa"))  # flash attention asks for more, too
     if errors:
         raise RecipeError(errors)
-    config, world = read_config(recipe.model.directory, spec_of(recipe).labels(recipe)), sizes(recipe, world_size)
+    config, world = read_config(recipe.model.directory, method_of(recipe).labels()), sizes(recipe, world_size)
     recipe, assumed = _without_code(recipe)
     if world.is_open:
         assumed.append(f"train.global_batch=auto is taken to be {world.global_batch}; data of few rows make it smaller")
@@ -91,7 +90,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     model = models.build(config, device="meta")
     choose_trained(model, recipe, dtype)
     step = plan_step(recipe, config, world, device=device)
-    spec = spec_of(recipe)
+    spec = method_of(recipe)
     table = find_plan(recipe.parallel.custom_plan, model)
     return Plan(
         recipe=recipe,
@@ -106,7 +105,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         table={pattern: in_words(style) for pattern, style in table.items()},
         total_parameters=sum(map(weights_in, model.parameters())),
         trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        tokens=recipe.train.batch * spec.rows_of_a_sample(recipe) * spec.row_length(recipe),
+        tokens=recipe.train.batch * spec.rows_of_a_sample() * spec.row_length(),
         flops_per_token=flops_per_token(model, recipe.data.max_length),
         evaluation=_evaluation(recipe, config, world, step, dtype),
         assumed=tuple(assumed),

@@ -19,9 +19,9 @@ from dtrain.commands.plan.hardware import Hardware, Time, estimate, wire_time
 from dtrain.commands.plan.plan import Plan, problems
 from dtrain.commands.plan.policy import bytes_of, state_bytes
 from dtrain.commands.plan.step import Step, plan_step
-from dtrain.methods.spec import spec_of
+from dtrain.methods import method_of
 from dtrain.models.common.config import LINEAR, ModelConfig
-from dtrain.models.common.flops import flops_per_token
+from dtrain.models.common.decoder import flops_per_token
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import build_optimizer
 from dtrain.parallel.fits import mesh_problems_of_model
@@ -121,7 +121,7 @@ def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recip
     if problems(with_mesh(recipe, Sizes(1, 1, -1, 1, 1, 1, 1, 1)), 1):
         return recipe
     tried = candidates(
-        recipe, read_config(recipe.model.path, spec_of(recipe).labels(recipe)), world_size, per_node, Counter()
+        recipe, read_config(recipe.model.path, method_of(recipe).labels()), world_size, per_node, Counter()
     )
     fitting = (with_mesh(recipe, world) for world in tried)
     return next((other for other in fitting if not problems(other, world_size)), recipe)
@@ -173,9 +173,9 @@ class _ClosedForms:
         recipe, config, hardware = self.recipe, self.config, self.hardware
         again = recipe.train.activation_checkpointing == "full"
         compute, reduce = self.precision.compute.itemsize, self.precision.reduce.itemsize
-        spec = spec_of(recipe)
-        rows = world.micro_batch * spec.rows_of_a_sample(recipe)
-        tokens = rows * spec.row_length(recipe) / world.cp  # of a pass, on a rank
+        spec = method_of(recipe)
+        rows = world.micro_batch * spec.rows_of_a_sample()
+        tokens = rows * spec.row_length() / world.cp  # of a pass, on a rank
         peak = hardware.arithmetic[self.precision.compute] * hardware.reach
         computing = world.accumulation * tokens * self.flops_per_token * (4 / 3 if again else 1) / world.tp / peak
         shards = world.dp_shard * world.cp

@@ -19,7 +19,7 @@ from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.text.template import choose_template
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, load
-from dtrain.rl.remote.http import read_key
+from dtrain.rl.remote.http_client import read_key
 
 
 def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) -> None:

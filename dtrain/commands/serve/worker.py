@@ -25,6 +25,7 @@ import torch
 from dtrain.base.errors import UserError
 from dtrain.commands.serve.answers import StreamChunk
 from dtrain.commands.serve.fields import ApiError
+from dtrain.commands.serve.protocol import Ask
 from dtrain.inference.engine import Engine, NotFinite
 from dtrain.inference.request import Request
 from dtrain.inference.scores import TokenScores, score_prompts
@@ -45,14 +46,11 @@ ABORTED = "the weights changed under way; ask again"
 
 @dataclass(eq=False)
 class Job:
-    """The requests of one client call. `pieces` gets their tokens, or one ApiError for all: `EngineThread.submit`.
-    scored: whether the prompts' scores too; scores: these, by prompt, of the weights of `scores_version`."""
+    """A client's call. `pieces` gets its requests' tokens, or one ApiError for all: `EngineThread.submit`. scores: of
+    the prompts, where they are asked for, by the weights of `scores_version`."""
 
-    requests: Sequence[Request]
-    stream: bool
-    adapter: str | None = None
-    scored: bool = False
-    scores: dict[tuple[int, ...], TokenScores] = field(default_factory=dict)
+    ask: Ask
+    scores: dict[Sequence[int], TokenScores] = field(default_factory=dict)
     scores_version: int = -1
     pieces: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     is_over: bool = False  # refused, or its client is gone
@@ -65,10 +63,15 @@ class _Row:
 
     job: Job
     index: int
-    prompt: tuple[int, ...]
+    request: Request
     num_sent: int = 0
     version: int = 0
     scores: TokenScores | None = None
+
+    def send(self, ids: list[int], logprobs: list[float], finish: str | None, routed: str | None = None) -> None:
+        """Send further tokens to the client."""
+        self.num_sent += len(ids)
+        self.job.pieces.put(StreamChunk(self.index, ids, logprobs, finish, self.version, self.scores, routed))
 
 
 @dataclass
@@ -110,20 +113,18 @@ class EngineThread(threading.Thread):
         """The numbers of sequences in the engine and of those that wait for it."""
         return len(self._rows), len(self._inbox)
 
-    def submit(
-        self, requests: Sequence[Request], stream: bool, adapter: str | None = None, scored: bool = False
-    ) -> Job:
-        """Put requests in the queue, of the model with `adapter` or without. Their job's `pieces` gets one StreamChunk
-        a request, or with `stream` several, the last with a finish; where they are to be `scored` with the prompt's
-        scores. Raises ApiError where the server is full or ends."""
-        job = Job(requests, stream, adapter, scored)
+    def submit(self, ask: Ask) -> Job:
+        """Put the requests of `ask` in the queue. Their job's `pieces` gets one StreamChunk a request, or in a stream
+        several, the last with a finish; with the prompt's scores for an echo with logprobs. Raises ApiError where the
+        server is full or ends."""
+        job = Job(ask)
         with self._changed:
             if self._closing is not None:
                 raise ApiError(503, self._closing)
             busy = sum(self.load)
-            if busy + len(requests) > self._most_waiting:
+            if busy + len(ask.requests) > self._most_waiting:
                 raise ApiError(503, f"the server has {busy} completions to do; ask later")
-            self._inbox.extend(_Row(job, index, tuple(request.prompt)) for index, request in enumerate(requests))
+            self._inbox.extend(_Row(job, index, request) for index, request in enumerate(ask.requests))
             self._changed.notify_all()
         return job
 
@@ -188,7 +189,12 @@ class EngineThread(threading.Thread):
                 if not finished:
                     self.failure = self._closing = "the engine has failed; the server's terminal says why"
                 self._ending = True
-                self._fail_all(ApiError(503, self._closing or "the server is ending"))
+                error = ApiError(503, self._closing or "the server is ending")
+                for job in {row.job for row in [*self._rows.values(), *self._inbox]}:
+                    job.pieces.put(error)
+                for act in self._acts:
+                    if not act.done.done():
+                        act.done.set_exception(error)
                 self._changed.notify_all()
 
     def _turn(self) -> bool:
@@ -243,16 +249,16 @@ class EngineThread(threading.Thread):
         Engines read a prompt once for all that are under way with it: a request waits while its prompt is in use by
         some that began with other weights.
         """
-        old = {row.prompt for row in self._rows.values() if row.version != self.version}
+        old = {row.request.prompt for row in self._rows.values() if row.version != self.version}
         passed_over: deque[_Row] = deque()
         gone: set[Job] = set()
         with self._changed:  # who asks for the load finds each row here or there
             while self._inbox and len(self._rows) < self._engine.budget.rows:
                 row = self._inbox.popleft()
-                adapter = row.job.adapter
+                adapter = row.job.ask.adapter
                 if row.job.is_over:
                     continue
-                if row.prompt in old or (adapter != self._active and self._rows):
+                if row.request.prompt in old or (adapter != self._active and self._rows):
                     passed_over.append(row)
                     if adapter != self._active:
                         break
@@ -271,33 +277,26 @@ class EngineThread(threading.Thread):
             self._adapter[1].on = adapter is not None
 
     def _enter(self, row: _Row) -> None:
-        request = row.job.requests[row.index]
         try:
-            if row.job.scored:
-                self._engine.check(request, "the request")
-                row.scores = self._scores(row.job)[row.prompt]
-            if request.sampling.max_new_tokens == 0:
-                row.job.pieces.put(self._chunk(row, [], [], "length"))
-                return
-            self._rows[self._engine.add(request)] = row
+            if row.job.ask.echo and row.job.ask.logprobs:
+                self._engine.check(row.request, "the request")
+                row.scores = self._scores(row.job)[row.request.prompt]
+            if row.request.sampling.max_new_tokens == 0:
+                row.send([], [], "length")
+            else:
+                self._rows[self._engine.add(row.request)] = row
         except UserError as error:
             self._cancel({row.job}, ApiError(400, str(error)))
         except FAULTS as error:
             self._cancel({row.job}, self._fault(error))
 
-    def _scores(self, job: Job) -> dict[tuple[int, ...], TokenScores]:
+    def _scores(self, job: Job) -> dict[Sequence[int], TokenScores]:
         """Return the scores of the job's prompts by these weights."""
         if job.scores_version != self.version:
-            prompts = list(dict.fromkeys(tuple(request.prompt) for request in job.requests))
+            prompts = list(dict.fromkeys(request.prompt for request in job.ask.requests))
             scores = score_prompts(self._engine.model, prompts, self._engine.budget.prefill)
             job.scores, job.scores_version = dict(zip(prompts, scores, strict=True)), self.version
         return job.scores
-
-    @staticmethod
-    def _chunk(
-        row: _Row, ids: list[int], logprobs: list[float], finish: str | None, routed: str | None = None
-    ) -> StreamChunk:
-        return StreamChunk(row.index, ids, logprobs, finish, row.version, row.scores, routed)
 
     def _step(self) -> None:
         try:
@@ -314,13 +313,12 @@ class EngineThread(threading.Thread):
             row = self._rows.pop(ticket)
             ids, logprobs = completion.ids[row.num_sent :], completion.logprobs[row.num_sent :]
             routed = None if completion.routed is None else to_npy_text(completion.routed[:-1])
-            row.job.pieces.put(self._chunk(row, ids, logprobs, completion.finish, routed))
+            row.send(ids, logprobs, completion.finish, routed)
         for ticket, row in self._rows.items():
-            if row.job.stream:
+            if row.job.ask.fields["stream"]:
                 ids, logprobs = self._engine.progress(ticket, row.num_sent)
                 if ids:
-                    row.job.pieces.put(self._chunk(row, ids, logprobs, None))
-                    row.num_sent += len(ids)
+                    row.send(ids, logprobs, None)
 
     @staticmethod
     def _fault(error: Exception) -> ApiError:
@@ -341,13 +339,3 @@ class EngineThread(threading.Thread):
             job.is_over = True
             if error is not None:
                 job.pieces.put(error)
-
-    def _fail_all(self, error: ApiError) -> None:
-        for job in {row.job for row in [*self._rows.values(), *self._inbox]}:
-            job.pieces.put(error)
-        for act in self._acts:
-            if not act.done.done():
-                act.done.set_exception(error)
-        self._rows.clear()
-        self._inbox.clear()
-        self._acts.clear()

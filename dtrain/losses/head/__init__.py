@@ -4,5 +4,5 @@ vocabulary      a softmax over a vocabulary that is cut over ranks and into tile
 weighted_sum    the weighted sum of log-probabilities, whose backward is made in the forward
 logprobs        log-probabilities, entropies and ranks of labels
 filtered        log-probabilities after top-k and top-p
-kl, jsd, topk   divergences from a teacher: whole, symmetric, on its top-k
+kl, topk        divergences from a teacher: whole, on its top-k
 """

@@ -59,7 +59,7 @@ def group_all_reduce_sum_with_grad(x: Tensor, group: Group) -> Tensor:
 
 @torch.no_grad()
 def group_all_reduce_sum(x: Tensor, group: Group) -> Tensor:
-    """`group_all_reduce_sum_with_grad` of x [...] without a gradient: for counts and other constants."""
+    """`group_all_reduce_sum_with_grad` of x [...], for constants: no gradient."""
     return group_all_reduce_sum_with_grad(x, group).detach()
 
 

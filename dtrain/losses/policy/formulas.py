@@ -24,7 +24,8 @@ _LARGEST_LOG = 20.0  # and its ceiling
 
 @dataclass(frozen=True)
 class Tokens:
-    """Inputs of a policy loss for a micro-batch, [n, S] each; masked-out places hold zeros.
+    """Inputs of a policy loss for a micro-batch, [n, S] each, in max(float32, the dtype of logps); 0 where nothing is
+    known. Only logps, what is made of them, and entropies have a gradient.
 
     logps, log_ratio, ratio: 0 also where the token cannot be drawn any more (π = 0); ratio is of the level asked for,
     log_ratio of the token. correction: weights π_old/π_sampler, None for none.
@@ -35,10 +36,16 @@ class Tokens:
     log_ratio: Tensor
     ratio: Tensor
     advantages: Tensor
+    mask: Tensor
     possible: Tensor  # the mask less the tokens with π = 0
     sequences: Sequences
     clip: Sequence[float]
-    correction: "Correction | None" = None
+    correction: "Correction | None"
+    reference: Tensor | None
+    has_reference: Tensor
+    sampler: Tensor | None
+    is_sampled: Tensor
+    entropies: Tensor | None
 
 
 class Correction(NamedTuple):
@@ -247,7 +254,6 @@ def correction(
     sampling_logps: Tensor,
     known: Tensor,
     sequences: Sequences,
-    *,
     mode: str,
     smallest: float | None,
     largest: float | None,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dtrain.base.batch import Batch, document_ids, documents, sum_by_document
 from dtrain.base.randomness import key, mix, uniform
-from dtrain.models.common.adapter_config import PARAMETERS, AdapterConfig, adaptable
+from dtrain.models.common.adapter_config import PARAMETERS, AdapterConfig, adaptable, shapes_of
 from dtrain.models.common.decoder import CausalLM, Linear
 from dtrain.models.common.moe import ExpertLinear, Router, grouped
 from dtrain.parallel.placement import local_slices, local_tensor
@@ -143,12 +143,8 @@ def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> Adapt
         first, *others = model.config.parts(name)
         for part in (first, *others):
             layer = layers[part]
-            *experts, rows, columns = layer.weight.shape
-            shapes: dict[str, tuple[int, ...]]
-            shapes = {"lora_A": (*experts, lora.rank, columns), "lora_B": (*experts, rows, lora.rank)}
-            shapes |= {"lora_magnitude": (rows,)} if config.dora else {}
             dtype = layer.weight.dtype
-            for parameter, shape in shapes.items():
+            for parameter, shape in shapes_of(layer.weight.shape, lora.rank, config.dora).items():
                 layer.register_parameter(parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
             layer.lora_A = layers[first].lora_A
             if isinstance(layer, Linear):

@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import Experts as Sizes
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import GatedMLP, Linear, PreNormLayer, Rotary
+from dtrain.models.common.decoder import GatedMLP, Linear, PreNormLayer
 from dtrain.models.common.functions import ACTIVATIONS, clamped, gated
 from dtrain.models.common.routing import Routing
 from dtrain.parallel.experts import Experts, collect, on_host, spread
@@ -183,26 +182,14 @@ def by_expert(chosen: Tensor, count: int, real: Tensor | None) -> tuple[Tensor, 
 
 
 class SparseLayer(PreNormLayer):
-    """A layer whose MLP is sparse."""
+    """A layer whose MLP is sparse, where the config has it so."""
 
-    is_sparse = True
-
-    def add_mlp(self, config: ModelConfig) -> None:
-        """Give the layer its MLP."""
-        assert config.experts is not None
-        self.mlp = SparseMLP(config, config.experts)
-
-    def after(self, hidden: Tensor, attended: Tensor, real: Tensor | None = None) -> Tensor:
-        """Override `Layer.after`; real: as `SparseMLP` takes it"""
-        hidden = hidden + self.mixer.output(attended)
-        del attended  # the MLP needs its memory
-        return hidden + self.mlp(self.post_attention_layernorm(hidden), real)
-
-    def forward(
-        self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None, real: Tensor | None = None
-    ) -> Tensor:
-        """Override `Layer.forward`; real: as `SparseMLP` takes it"""
-        return self.after(hidden, self.mixer(*self.before(hidden, *rotary), mask, cache), real)
+    def add_mlp(self, config: ModelConfig, index: int) -> None:
+        self.is_sparse = config.is_sparse(index)
+        if self.is_sparse and config.experts is not None:
+            self.mlp = SparseMLP(config, config.experts)
+        else:
+            super().add_mlp(config, index)
 
 
 def grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from dtrain.models.common.adapter_config import linears
 from dtrain.models.common.decoder import CausalLM, Linear
-from dtrain.models.common.nf4_config import BLOCK
-from dtrain.models.common.quantization_config import skips
+from dtrain.models.common.quantization_config import BLOCK, skips
 
 PARTS = CODES, SCALES = "weight_codes", "weight_scales"  # a layer's parameters, in place of its weight
 LEVELS = (
@@ -93,7 +92,7 @@ def quantize_linears(model: CausalLM, dtype: torch.dtype, except_for: Collection
     an `NF4Weight` does, in two frozen parameters.
 
     dtype: what they compute in. except_for: the names in files of layers that stay as they are, beside those that the
-    model's own checkpoint leaves so. Sizes must fit (`nf4_config.quantize_problems`).
+    model's own checkpoint leaves so. Sizes must fit (`quantization_config.quantize_problems`).
     `read_weights` fills the parameters.
     """
     config = model.config

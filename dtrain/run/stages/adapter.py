@@ -1,37 +1,34 @@
-"""Checks of a recipe's section `lora` and of what surrounds it: by itself, and for the model that it meets. No
-torch."""
+"""Stage adapter: the section `lora` and what surrounds it, by itself and for the model that it meets."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from dtrain.base.name_patterns import of_end, pattern_error
+from dtrain.base.name_patterns import endmatch, of_end, pattern_error
 from dtrain.base.ranges import nearest, out_of_range, shown
 from dtrain.checkpoint.peft.base import base_notes, base_problems
 from dtrain.checkpoint.peft.config import adapter_of, adapter_problems
-from dtrain.methods.spec import spec_of
+from dtrain.methods import method_of
 from dtrain.models.common.adapter_config import (
     ALL_LINEAR,
     ENDS,
     AdapterConfig,
     adaptable,
-    by_end,
     is_parameter,
     matches,
     modules,
     parameter_name,
 )
-from dtrain.models.common.config import ModelConfig
 from dtrain.recipe import key_aliases
-from dtrain.recipe.schema import Lora, Recipe
+from dtrain.recipe.schema import Lora
+from dtrain.run.spec import RunSpec
 
 
-def problems(recipe: Recipe) -> list[str]:
+def check_keys(spec: RunSpec) -> list[str]:
     """Return what is wrong with the section, beside its ranges, and with keys that do not go with it; one line each."""
-    section = recipe.lora
-    if section is None:
-        return []
+    recipe, section = spec.recipe, spec.recipe.lora
+    assert section is not None
     errors = _expressions(section) + _ends(section)
     for key, patterns in (("train_only", recipe.train.train_only), ("freeze", recipe.train.freeze)):
         if patterns:
@@ -79,13 +76,15 @@ def _of_experts(what: str, section: Lora) -> list[str]:
     return errors
 
 
-def notes(recipe: Recipe) -> list[str]:
+def notes(spec: RunSpec) -> list[str]:
     """Return notes on a section that is no mistake: that a fresh adapter hardly learns at a low rate, and that
     an adapter at `path` may be of another model."""
-    section, (low, usual) = recipe.lora, spec_of(recipe).adapter_rates
-    if section is not None and section.path is not None and recipe.model.path and recipe.model.init == "pretrained":
+    recipe, section = spec.recipe, spec.recipe.lora
+    low, usual = method_of(recipe).adapter_rates
+    assert section is not None
+    if section.path is not None and recipe.model.path and recipe.model.init == "pretrained":
         return base_notes(Path(section.path), recipe.model.directory)
-    if section is None or section.path is not None or not 0 < recipe.optimizer.lr < low:
+    if section.path is not None or not 0 < recipe.optimizer.lr < low:
         return []
     return [
         f"note: optimizer.lr={recipe.optimizer.lr:g} is low for a fresh adapter, which hardly learns at it: 10 times "
@@ -93,12 +92,12 @@ def notes(recipe: Recipe) -> list[str]:
     ]
 
 
-def lora_problems(recipe: Recipe, model: ModelConfig) -> list[str]:
-    """Return what of the section does not fit `model`, one line each. Nothing where `problems` finds it wrong in
-    itself."""
-    section = recipe.lora
+def check_models(spec: RunSpec) -> list[str]:
+    """Return what of the section does not fit the model, one line each. Nothing where `check_keys` finds it wrong in
+    itself, or the model has a problem of its own."""
+    recipe, section, model = spec.recipe, spec.recipe.lora, spec.readable_config
     errors: list[str] = []
-    if section is None or _expressions(section) or out_of_range(section):
+    if section is None or model is None or _expressions(section) or out_of_range(section):
         return errors
     if section.path is not None:
         wrong = adapter_problems(asdict(section), model)
@@ -221,7 +220,7 @@ def _patterns(config: AdapterConfig, layers: Sequence[str]) -> list[str]:
     errors = []
     for key, patterns in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
         for pattern in patterns:
-            if not any(by_end(pattern, name) for name in adapted):
+            if not any(endmatch(pattern, name) for name in adapted):
                 names = _ends_of(adapted)
                 near = nearest(pattern, names)
                 hint = f"did you mean {near}?" if near else f"there are {', '.join(names) or 'none'}"
