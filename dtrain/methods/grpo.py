@@ -30,7 +30,7 @@ from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe import key_aliases
 from dtrain.recipe.ranges import UP_TO_1
 from dtrain.recipe.rollouts import RolloutSection
-from dtrain.rl.checks import answer_problems
+from dtrain.rl.checks import adapter_problems, answer_problems
 from dtrain.rl.collect import (
     Collector,
     CompletionSampler,
@@ -174,7 +174,7 @@ class GrpoMethod(MethodWithReference):
                 "which needs grpo.engine=http: with grpo.engine=native set it to 0"
             )
         if section.engine == "http" and section.server.weights == "adapter":
-            errors += self._adapter_problems()
+            errors += adapter_problems(section.server.kind, self.recipe.lora, self.recipe.model)
         size = section.prompts_per_step * section.group_size
         batch = size if self.recipe.train.global_batch == "auto" else self.recipe.train.batch
         steps = -(-size // batch) * section.updates_per_rollout if batch >= 1 else 0
@@ -204,24 +204,6 @@ class GrpoMethod(MethodWithReference):
             for key, (is_so, why) in unfit.items()
             if is_so
         ]
-
-    def _adapter_problems(self) -> list[str]:
-        kind, lora = self.section.server.kind, self.recipe.lora
-        if lora is None:
-            return [
-                "grpo.server.weights=adapter sends what lora trains, and lora is null: leave it out, or set lora={}"
-            ]
-        errors, merged = [], "set grpo.server.weights=directory, which sends merged weights"
-        if lora.modules_to_save:
-            saved = ", ".join(lora.modules_to_save)
-            errors.append(f"grpo.server.weights=adapter: servers take no lora.modules_to_save=[{saved}]; {merged}")
-        if self.recipe.model.init == "scratch":
-            errors.append(
-                f"grpo.server.weights=adapter: no server has the base that model.init=scratch draws; {merged}"
-            )
-        if lora.dora and kind in ("vllm", "sglang"):
-            errors.append(f"grpo.server.weights=adapter: {kind} takes no lora.dora=true; {merged}")
-        return errors
 
     def refuses(self, format: str) -> str | None:
         if format in ("preference", "text"):

@@ -137,9 +137,10 @@ class RewardMethod(Method):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Scalars: the share of the loss, and sums over the pairs or documents."""
         scores, targets = source.scores(), source.by_document(batch["targets"])  # [documents, labels], [documents]
-        losses, measured = self._losses(scores, targets)
+        losses, sums = self._losses(scores, targets)
         total = losses.sum() * self._documents / global_seqs
-        measured |= {"loss": losses.sum(), "count": torch.full((), len(losses), device=scores.device)}
+        count = torch.full((), len(losses), device=scores.device)
+        measured = {"loss": losses.sum(), **sums, "count": count}
         return source.shared(total), {name: source.shared(value.detach().to(total)) for name, value in measured.items()}
 
     def _losses(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -43,10 +43,10 @@ def values_of(recipe: Recipe) -> dict[str, Any]:
     """Return the tree of a recipe's own keys, and of those given to another method."""
     tree = asdict(recipe)
     own = {key.name: tree[key.name] for key in fields(Recipe)}
-    given = {(recipe.method,), *(tuple(re.split(r"[.\[]", key)[:2]) for key in getattr(recipe, "unread", ()))}
+    kept_keys = {(recipe.method,), *(tuple(re.split(r"[.\[]", key)[:2]) for key in getattr(recipe, "unread", ()))}
     for name in recipe.method_sections:
         section = tree.get(name, {}).items()
-        if kept := {key: value for key, value in section if {(name,), (name, key)} & given}:
+        if kept := {key: value for key, value in section if {(name,), (name, key)} & kept_keys}:
             own[name] = kept
     return own
 

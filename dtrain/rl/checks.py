@@ -1,4 +1,4 @@
-"""Checks of the keys that rollouts read: rewards, environments and tools. No torch, no file is read."""
+"""Checks of the keys that rollouts read: rewards, environments, tools and servers. No torch, no file is read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from dtrain.base.ranges import is_number, nearest, sizes_for
 from dtrain.recipe import key_aliases
 from dtrain.recipe.rollouts import Reward, RolloutSection
+from dtrain.recipe.schema import Lora, Model
 from dtrain.rl.rewards import options as rewards
 
 
@@ -74,6 +75,21 @@ def _tools(section: RolloutSection) -> list[str]:
         errors.append(f"{both} both answer a completion: leave one of them out")
     if section.tools and section.max_turns == 1:
         errors.append("grpo.max_turns=1 ends before a tool could answer: set it to 2 or more, or leave grpo.tools out")
+    return errors
+
+
+def adapter_problems(kind: str, lora: Lora | None, model: Model) -> list[str]:
+    """Return what keeps servers of a kind from taking the adapter alone, one line each."""
+    if lora is None:
+        return ["grpo.server.weights=adapter sends what lora trains, and lora is null: leave it out, or set lora={}"]
+    errors, merged = [], "set grpo.server.weights=directory, which sends merged weights"
+    if lora.modules_to_save:
+        saved = ", ".join(lora.modules_to_save)
+        errors.append(f"grpo.server.weights=adapter: servers take no lora.modules_to_save=[{saved}]; {merged}")
+    if model.init == "scratch":
+        errors.append(f"grpo.server.weights=adapter: no server has the base that model.init=scratch draws; {merged}")
+    if lora.dora and kind in ("vllm", "sglang"):
+        errors.append(f"grpo.server.weights=adapter: {kind} takes no lora.dora=true; {merged}")
     return errors
 
 
