@@ -42,8 +42,8 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
             yield from (word.value for word in node.args if isinstance(word, ast.Constant))
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"dtrain(\.\w+)+", str(node.value)):
-            yield node.value
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"dtrain(\.\w+)+(:\w+)?", str(node.value)):
+            yield node.value.partition(":")[0]
 
 
 def changed_since(root: Path, rev: str) -> set[Path]:

@@ -25,7 +25,7 @@ NOT_FOR_SFT = ("rl", "inference", "commands/chat", "commands/eval", "commands/pl
 FOREIGN = {"numpy", "transformers", "ray"}
 EXTRAS = {"plotly", "pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """
-    dtrain dtrain.base.errors dtrain.recipe dtrain.run.spec dtrain.methods.spec dtrain.commands.cli dtrain.launch
+    dtrain dtrain.base.errors dtrain.recipe dtrain.run.spec dtrain.methods dtrain.commands.cli dtrain.launch
     dtrain.commands.run dtrain.run.preflight dtrain.models.common.config dtrain.models.read_config
     dtrain.losses.policy.options dtrain.losses.preference.options dtrain.losses.token.options
     dtrain.data dtrain.data.sources.files dtrain.data.formats.formats dtrain.data.text.tokenizer

@@ -195,11 +195,12 @@ def _preview(arguments: argparse.Namespace) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> None:
-    from dtrain import recipe as config
+    from dtrain.methods import METHODS
+    from dtrain.recipe import shipped
 
-    shipped = config.shipped()
-    width = max((len(name) for name, _ in shipped), default=0)
-    for name, text in shipped:
+    recipes = shipped([*METHODS])
+    width = max((len(name) for name, _ in recipes), default=0)
+    for name, text in recipes:
         print(f"{name:<{width}}  {text}")
 
 

@@ -16,7 +16,7 @@ from dtrain.data.formats.labelled import is_wanted
 from dtrain.data.rows.cache import Samples
 from dtrain.data.rows.rows import Row, Rows
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.methods.spec import spec_of
+from dtrain.methods import method_of
 from dtrain.recipe import Recipe
 from dtrain.run.host import Host
 from dtrain.run.spec import World, resolve
@@ -63,10 +63,10 @@ def preview(
 
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
-    host, method = PreviewHost(say), spec_of(recipe)
+    host, method = PreviewHost(say), method_of(recipe)
     spec = resolve(recipe, World(recipe.launch.nproc), host)
     open_splits(spec, recipe.cache, say, True, ["train"])
-    rows, tokenizer, label = spec.rows["train"], spec.source.tokenizer, method.label(recipe)
+    rows, tokenizer, label = spec.rows["train"], spec.source.tokenizer, method.label()
     noun = rows.samples.noun
     unit = "row" if rows.packing or noun == "samples" else noun.removesuffix("s")
     mark = "" if noun == "prompts" else f", trained tokens {'green' if color else 'in [[ ]]'}"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
-from dtrain.recipe import find, key_aliases, keys
+from dtrain.methods import recipe_keys
+from dtrain.recipe import find, key_aliases
 from dtrain.recipe.key_aliases import by_word
 
 TOOLS = "tune llamafactory-cli lmf axolotl trl unsloth accelerate deepspeed torchrun python dtrain -m launch".split()
@@ -73,7 +74,7 @@ def _of_command(key: str, value: str, options: Sequence[str]) -> str:
     meant = _option(key, options)
     if meant:
         return f"write {meant}{' ' + value if value else ''}"
-    if key in keys() or key_aliases.answer(key):
+    if key in recipe_keys() or key_aliases.answer(key):
         return "keys of a recipe are for `dtrain run` and `dtrain validate`; this command has options (--help)"
     return f"there is no such option; there are {', '.join(options)}" if options else "this command takes no options"
 
@@ -84,7 +85,7 @@ def _of_recipe(key: str, value: str, options: Sequence[str]) -> str:
     if key in ("dry-run", "dry_run", "check"):
         return "`dtrain validate RECIPE` starts nothing"
     plain = key.replace("-", "_")
-    leaves = [name for name in keys() if name == plain or name.rpartition(".")[2] == plain]
+    leaves = [name for name in recipe_keys() if name == plain or name.rpartition(".")[2] == plain]
     is_ours = plain in leaves or f"--{key.replace('_', '-')}" in options
     answer = None if is_ours else key_aliases.answer(key)
     if answer is None and (meant := _option(key, options)):
@@ -92,7 +93,7 @@ def _of_recipe(key: str, value: str, options: Sequence[str]) -> str:
     if answer is None and leaves:
         full = [plain] if plain in leaves else leaves
         answer = " or ".join(f"{name}={value or '...'}" for name in full)
-    near = None if answer else nearest(plain, keys())
+    near = None if answer else nearest(plain, recipe_keys())
     hint = answer or (f"did you mean {near}={value or '...'}?" if near else "such as optimizer.lr=1e-5")
     return f"keys of a recipe are written key=value, without dashes: {hint}"
 

@@ -29,7 +29,8 @@ from dtrain.launch.last_checkpoint import lost_text, newest_checkpoint
 from dtrain.launch.rank import STOPPING, OutOfMemory, RankPlace, RunJob, log_file, run_rank, write_to_log
 from dtrain.launch.signals import on_signals
 from dtrain.launch.watch import LOOK_SECONDS, SETTLE_SECONDS, RankProcess, heartbeat
-from dtrain.recipe import load, origins, redact, to_yaml, with_origins_of
+from dtrain.methods import load_recipe
+from dtrain.recipe import origins, redact, to_yaml, with_origins_of
 
 if TYPE_CHECKING:
     from dtrain.parallel.runtime import StopFlag
@@ -202,7 +203,7 @@ def work(directory: Path, fd: int, place: RankPlace) -> None:
 
             stop = StopFlag()
             threading.Thread(target=_listen, args=(link, signums, stop, threading.get_ident()), daemon=True).start()
-            recipe = with_origins_of(load(directory / "recipe.yaml"), setup["origins"])
+            recipe = with_origins_of(load_recipe(directory / "recipe.yaml"), setup["origins"])
             if place.rank > 0:
                 write_to_log(recipe, place.rank)
             job = RunJob(recipe, setup["threads"], _imported(setup["train"]), _imported(setup["plan"]))

@@ -20,7 +20,7 @@ from dtrain.launch.last_checkpoint import newest_checkpoint
 from dtrain.launch.place import GLOO, NCCL, RankPlace
 from dtrain.launch.signals import on_signals
 from dtrain.launch.watch import StallTimer, heartbeat
-from dtrain.methods.spec import spec_of
+from dtrain.methods import method_of
 from dtrain.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def run_rank(
         stack.enter_context(memory_errors(recipe, place, device))
         if place.is_inside:
             # NCCL's variable counts for the process, which may need a group that reaches beyond this host.
-            reaches_out = job.train is not None or spec_of(recipe).sends_weights(recipe)
+            reaches_out = job.train is not None or method_of(recipe).sends_weights()
             stack.enter_context(loopback_only(place, nccl=device.type == "cuda" and not reaches_out))
         size, store = place.world_size, None
         if size > 1:

@@ -18,7 +18,8 @@ from dtrain.base.import_paths import search_path
 from dtrain.launch.devices import device_of_all
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import PlanBeside, RunJob, Train, run_in_place, tell_all_ranks
-from dtrain.recipe import Recipe, read, redact, redacted_errors, sizes
+from dtrain.methods import recipe_and_problems
+from dtrain.recipe import Recipe, redact, redacted_errors, sizes
 from dtrain.run.preflight import not_here, notes, preflight, to_copy, with_local_model, with_small_files
 from dtrain.run.spec import RunSpec, World, resolve
 from dtrain.run.stages.code import named_code
@@ -54,7 +55,7 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     world_size: of a world that may be elsewhere, so that this machine's devices play no part; None: `launch.nproc`
     processes here. Raises UserError as `read` does, RecipeError with every problem that is found.
     """
-    parsed, problems = read(recipe, overrides)
+    parsed, problems = recipe_and_problems(recipe, overrides)
     here = world_size is None
     loaded, awaited, refused = with_small_files(with_local_model(parsed))
     size = loaded.launch.nproc if world_size is None else world_size

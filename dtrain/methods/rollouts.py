@@ -225,7 +225,7 @@ class Rollouts(BatchSource):
         ranks = policy.mesh.dp_size
         costs = [length * flops_per_token(policy.model, length) for length in buffer.lengths[list(chosen)].tolist()]
         # Fixed micro-batches are rows: a rank takes no more of them than its part.
-        is_fixed = not (self.recipe.data.packing or self.spec.is_dynamic(self.recipe))
+        is_fixed = not (self.recipe.data.packing or self.method.is_dynamic())
         most = -(-len(chosen) // ranks) if is_fixed else None
         return [[chosen[place] for place in share] for share in deal(costs, ranks, most)]
 

@@ -1,6 +1,6 @@
 """The recipe: its schema, loading, saving without secrets, sizes. Imports no torch.
 
-schema                          every key, its type, its default and what it means
+schema, rollouts, ranges        every key that is no method's own: its type, its default and what it means
 load                            YAML and overrides to a `Recipe`
 sections                        the types of its values: problems, near misses, fixes
 shipped                         the recipes that ship with dtrain, by name

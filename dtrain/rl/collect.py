@@ -25,7 +25,8 @@ from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
 from dtrain.losses.policy.advantage import advantages, soft_overlong_penalty, zero_variance_groups
 from dtrain.policy import Policy
 from dtrain.policy.reward_model import RewardModel
-from dtrain.recipe.schema import Grpo, Lora, Sampling
+from dtrain.recipe.rollouts import RolloutSection, Sampling
+from dtrain.recipe.schema import Lora
 from dtrain.rl.rewards import Rewards
 from dtrain.rl.rewards.scoring import known
 
@@ -40,14 +41,14 @@ ALIKE = (
 WIDTH = 72
 
 
-def refuse_graphs(section: Grpo, device: torch.device) -> None:
+def refuse_graphs(section: RolloutSection, device: torch.device) -> None:
     """Raise UserError for CUDA graphs on another device."""
     if section.engine == "native" and section.cuda_graphs and device.type != "cuda":
         raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
 
 
 def open_engine(
-    section: Grpo, policy: Policy, tokenizer: Tokenizer, run: RunContext, base: Path, lora: Lora | None
+    section: RolloutSection, policy: Policy, tokenizer: Tokenizer, run: RunContext, base: Path, lora: Lora | None
 ) -> RolloutEngine:
     """Return the engine of `grpo.engine`. base: the directory of the model that training began with, and lora: the
     adapter that trains, for servers that are sent it. Collective. Raises UserError."""
@@ -65,7 +66,7 @@ def open_engine(
     )
 
 
-def open_rewards(section: Grpo, run: RunContext) -> Rewards | None:
+def open_rewards(section: RolloutSection, run: RunContext) -> Rewards | None:
     """Return the rewards in their own process, on rank 0 alone; None elsewhere, or where the recipe has none. The run
     closes them. Collective. Raises UserError."""
     ranks = Ranks()
@@ -248,7 +249,12 @@ class Collector:
     """Draws rollouts and judges them. Collective: every rank makes the same calls; rank 0 alone asks the rewards."""
 
     def __init__(
-        self, section: Grpo, sampler: CompletionSampler, rows: Rows, rewards: Rewards | None, rates: RewardModel | None
+        self,
+        section: RolloutSection,
+        sampler: CompletionSampler,
+        rows: Rows,
+        rewards: Rewards | None,
+        rates: RewardModel | None,
     ):
         self.section, self.sampler, self.rows, self.rewards, self.rates = section, sampler, rows, rewards, rates
         self.ranks = Ranks()
@@ -431,7 +437,7 @@ class SampleTable:
     """Table of a rollout's samples on the terminal, now and then: of the first rollout, and of the next one when 20
     seconds have passed since the last table. And warnings of rollouts that teach nothing."""
 
-    def __init__(self, metrics: RunLog, section: Grpo):
+    def __init__(self, metrics: RunLog, section: RolloutSection):
         self.metrics, self.section = metrics, section
         self._last = float("-inf")
         self._alike = 0  # rollouts that taught nothing

@@ -20,7 +20,7 @@ from dtrain.data.formats.plain_prompts import describe
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, normalise_prompt
 from dtrain.data.sources.files import formats_of, read_chunks, read_rows
 from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
-from dtrain.recipe.schema import Reward
+from dtrain.recipe.rollouts import Reward
 from dtrain.rl.rewards import Rewards
 from dtrain.rl.rewards.scoring import pass_at, passes
 

@@ -31,7 +31,7 @@ class EvalSet:
 
     @property
     def code(self) -> list[tuple[str, str | None, str]]:
-        """The code that the set names, as `methods.spec.MethodSpec.code`."""
+        """The code that the set names, as `Method.code`."""
         return [(f"{self.key}.rewards[{i}].fn", reward.fn, "reward") for i, reward in enumerate(self.section.rewards)]
 
     def is_due(self, step: int, is_last: bool) -> bool:

@@ -16,8 +16,8 @@ from dtrain.base.ranges import beside
 from dtrain.data.sources import hub as data_hub
 from dtrain.data.sources import urls
 from dtrain.data.sources.files import entries
-from dtrain.methods.spec import spec_of
-from dtrain.recipe import Recipe, read, redact, saved
+from dtrain.methods import method_of, recipe_and_problems
+from dtrain.recipe import Recipe, redact, saved
 from dtrain.recipe.schema import DataSource, Source
 from dtrain.run import eval_sets
 from dtrain.run.spec import RunSpec, World, resolve, stages_of
@@ -25,7 +25,7 @@ from dtrain.run.spec import RunSpec, World, resolve, stages_of
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
     """`recipe.load`, whose RecipeError also lists what `preflight` finds in the rest of a recipe that is wrong."""
-    loaded, problems = read(recipe, overrides)
+    loaded, problems = recipe_and_problems(recipe, overrides)
     local = with_local_model(loaded)
     if problems:
         raise RecipeError(_problems(local, local.launch.nproc, "files", problems))
@@ -139,7 +139,7 @@ def not_here(recipe: Recipe) -> list[str]:
 def model_ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
     """Key and id of every model that the recipe names by one, and whether its weights are wanted."""
     named = [("model.path", recipe.model.path, recipe.model.init == "pretrained")]
-    named += [(key, path, True) for key, path in spec_of(recipe).other_models(recipe)]
+    named += [(key, path, True) for key, path in method_of(recipe).other_models()]
     return [(key, name, weights) for key, name, weights in named if name and is_id(name)]
 
 

@@ -27,10 +27,9 @@ from dtrain.checkpoint.huggingface.safetensor_files import weight_files
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
 from dtrain.data.sources.sources import packs_by_itself
-from dtrain.methods import Method
-from dtrain.methods.spec import REWARD_MODEL, spec_of
+from dtrain.methods import REWARD_MODEL, Method, method_of, model_keys
 from dtrain.policy import Policy
-from dtrain.run.directory import MODELS, guard
+from dtrain.run.directory import guard
 from dtrain.run.host import Host
 from dtrain.run.spec import RunSpec
 
@@ -47,7 +46,7 @@ PLACES = {
     **{f"data.train.{name}": "data.fingerprint" for name in WHERE},
     **{f"data.val.{name}": "data.val.fingerprint" for name in WHERE},
     "lora.path": "lora.path",
-    **{key: key for key in ("data.chat_template", *MODELS)},
+    "data.chat_template": "data.chat_template",
 }
 
 
@@ -170,7 +169,7 @@ def identities(spec: RunSpec, ranks: Ranks) -> dict[str, str]:
         kind = digest(read_model_config(other.path))
         ranks.same(kind, wrong(key, other.path))
         digest_of[key] = digest(others) if key.endswith(".reference") else digest(kind, others)
-        if key == REWARD_MODEL:  # it reads text by these
+        if key.endswith(REWARD_MODEL):  # it reads text by these
             own = other.template.fingerprint if other.template else "none"
             digest_of[key] = digest(digest_of[key], other.tokenizer.fingerprint, own)
     return digest_of
@@ -189,19 +188,22 @@ def compare(spec: RunSpec, allow_changes: Sequence[str]) -> list[str]:
         lines.append("an earlier dtrain saved it, without digests: model, tokenizer and reference were not compared")
         saved = {"data.fingerprint": state["data_fingerprint"]}
         digest_of = {} if rows is None else {"data.fingerprint": rows.fingerprint}
-    known = {
-        key for key, of in PLACES.items() if of in saved and saved[of] == digest_of.get(of) and "identities" in state
-    }
     differences = config.diff(state["recipe"], recipe)
+    models = model_keys(recipe.method, *(old for key, old, _ in differences if key == "method"))
+    known = {
+        key
+        for key, of in {**PLACES, **dict(zip(models, models, strict=True))}.items()
+        if of in saved and saved[of] == digest_of.get(of) and "identities" in state
+    }
     known |= {key for key, _, _ in differences if key.partition(".columns.")[0] + ".columns" in known}
     known -= {key for key, old, new in differences if key.endswith(".sources") and _but_path(old) != _but_path(new)}
     differences += [(key, saved[key], new) for key, new in digest_of.items() if saved.get(key, new) != new]
     of_data = {key: values for key, *values in differences if key.startswith("data.") and key not in known}
     if [*of_data] == ["data.packing"] and "auto" in of_data["data.packing"]:
-        automatic = None if rows is None else packs_by_itself(rows, spec_of(recipe).kind)
+        automatic = None if rows is None else packs_by_itself(rows, method_of(recipe).kind)
         packed = {automatic if value == "auto" else value for value in of_data["data.packing"]}
         known |= {"data.packing"} if len(packed) == 1 or automatic is None else set()
-    return guard(differences, allow_changes, known) + lines
+    return guard(differences, allow_changes, known, models) + lines
 
 
 def _but_path(sources: list[dict[str, Any]] | None) -> list[dict[str, Any]]:

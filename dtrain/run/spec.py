@@ -19,7 +19,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.ranges import out_of_range
 from dtrain.data.text.template import ChatTemplate, choose_template
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.methods.spec import REWARD_MODEL, spec_of
+from dtrain.methods import REWARD_MODEL, method_of
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.read_config import read_config
 from dtrain.recipe import Recipe, Sizes
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dtrain.methods import Method
     from dtrain.models.common.decoder import CausalLM
     from dtrain.policy.precision import Precision
-    from dtrain.recipe.schema import Reward
+    from dtrain.recipe.rollouts import Reward
     from dtrain.rl.judging import Questions
     from dtrain.run.host import Host
     from dtrain.run.resume import Start
@@ -130,11 +130,11 @@ class RunSpec:
     def __post_init__(self) -> None:
         recipe = self.written = self.recipe
         self.run = RunDirectory(recipe.run.directory)
-        method, data = spec_of(recipe), recipe.data
+        method, data = method_of(recipe), recipe.data
         options = (data.chat_template, data.template_kwargs)
-        self.source = ModelDirectory(recipe.model.directory, method.labels(recipe), *options)
+        self.source = ModelDirectory(recipe.model.directory, method.labels(), *options)
         self.others = {
-            key: ModelDirectory(path, 0 if key == REWARD_MODEL else None) for key, path in method.other_models(recipe)
+            key: ModelDirectory(path, 0 if key.endswith(REWARD_MODEL) else None) for key, path in method.other_models()
         }
 
     @property
@@ -158,7 +158,7 @@ class RunSpec:
 def stages_of(recipe: Recipe, looks_at_rows: bool = False) -> dict[str, ModuleType]:
     """Return the stages that `recipe` needs, by name."""
     unneeded = {"adapter": recipe.lora is None, "evals": not recipe.evals, "first_rows": not looks_at_rows}
-    unneeded["others"] = not spec_of(recipe).other_models(recipe)
+    unneeded["others"] = not method_of(recipe).other_models()
     return {name: import_module(f"dtrain.run.stages.{name}") for name in STAGES if not unneeded.get(name)}
 
 

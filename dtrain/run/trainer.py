@@ -102,7 +102,7 @@ class Trainer:
         self._recipe_text = config.to_yaml(spec.written)
         mesh = build_mesh(runtime, **spec.sizes.shape, ep=spec.sizes.ep)
         self.before_gib = metrics.memory_gib(runtime.device)
-        build = partial(build_model, longest_row=self.method.spec.longest_row(recipe))
+        build = partial(build_model, longest_row=self.method.longest_row())
         self.policy = Policy(recipe, spec.model_config, mesh, runtime, build)
         # Of the decoder: losses and decoding call it inside the model's other methods. A sign of life for each
         # micro-batch and each drawn token.

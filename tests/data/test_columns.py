@@ -11,6 +11,7 @@ from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.methods import load_recipe
 from dtrain.recipe import schema
 from dtrain.run.preflight import check, preflight
 from dtrain.run.resume import compare
@@ -210,12 +211,12 @@ def test_rewards_may_read_any_column(tmp_path):
 
 def test_text_for_a_column_s_name_is_wanted():
     with pytest.raises(UserError, match=r"data.train.columns=\[.a.\] must be a mapping"):
-        config.load({}, ["data.train.columns=[a]"])
+        load_recipe({}, ["data.train.columns=[a]"])
 
 
 def test_a_blank_that_is_missing_is_named():
     with pytest.raises(UserError, match="YAML reads messages:dialog as one word: write a blank after the colon"):
-        config.load({}, ["data.train.columns={messages:dialog}"])
+        load_recipe({}, ["data.train.columns={messages:dialog}"])
 
 
 class Begun:

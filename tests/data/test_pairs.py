@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from dtrain import recipe as config
 from dtrain.base.batch import collate, document_ids
 from dtrain.base.errors import UserError
 from dtrain.commands.preview import preview
@@ -26,6 +25,7 @@ from dtrain.data.sources.files import Chunk
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.methods import load_recipe
 from tests.data import templates
 from tests.data.makers import byte_level, metaspace, save, write_jsonl
 
@@ -415,7 +415,7 @@ def test_preview(tmp_path, packing):
     file = write_jsonl(tmp_path / "a.jsonl", [PLAIN] * 4)
     data = {"train": {"path": str(file)}, "max_length": 128, "packing": packing}
     tree = {"method": "dpo", "data": data, "model": {"path": str(model)}, "run": {"dir": str(tmp_path / "runs")}}
-    recipe = config.load(tree)
+    recipe = load_recipe(tree)
     out = io.StringIO()
     preview(recipe, samples=1, out=out)
     ask = QWEN_SYSTEM + QWEN_ASK

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.commands.preview import preview
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.methods import load_recipe
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 
@@ -112,7 +112,7 @@ def test_preview(tmp_path, model):
     rows = [{"messages": [*CHAT, *CHAT]}] * 3 + [{"messages": CHAT[:1]}]
     file = write_jsonl(tmp_path / "a.jsonl", rows)
     data = {"train": {"path": str(file)}, "max_length": 128}
-    recipe = config.load({"data": data, "model": {"path": str(model)}, "run": {"dir": str(tmp_path / "runs")}})
+    recipe = load_recipe({"data": data, "model": {"path": str(model)}, "run": {"dir": str(tmp_path / "runs")}})
     out = io.StringIO()
     preview(recipe, samples=1, out=out)
     plain = out.getvalue()

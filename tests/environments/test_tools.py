@@ -19,7 +19,7 @@ from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tool_calls import FORMS, ToolCall, read_calls
 from dtrain.data.text.tool_format import learn_tool_format
 from dtrain.inference.request import Completion
-from dtrain.recipe.schema import Tool
+from dtrain.recipe.rollouts import Tool
 from dtrain.rl.environments import mcp
 from dtrain.rl.environments.episodes import Observations, run_episodes
 from dtrain.rl.environments.stepping import Environments

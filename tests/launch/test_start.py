@@ -10,12 +10,12 @@ import time
 import pytest
 import torch
 
-from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.launch import launch
 from dtrain.launch.agent import ENDED, ExitReport, WorkerFailed, _reason
 from dtrain.launch.place import RankPlace, find_place, first_host
 from dtrain.launch.rank import OutOfMemory, RunJob, memory_errors
+from dtrain.methods import load_recipe
 from tests.launch.processes import Launched, wait_until_gone
 from tests.tiny import tiny_recipe
 
@@ -110,7 +110,7 @@ def test_a_recipe_with_problems_starts_nothing(tmp_path):
         raise AssertionError
 
     with pytest.raises(RecipeError, match=r"train\.global_batch=3 is not"):
-        launch(config.load(tiny_recipe(tmp_path), ["train.global_batch=3"]), never)
+        launch(load_recipe(tiny_recipe(tmp_path), ["train.global_batch=3"]), never)
 
 
 def test_in_place_the_train_function_gets_one_rank_and_restored_signals(tmp_path):

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtrain import recipe as config
 from dtrain.commands.plan import report
 from dtrain.commands.plan.hardware import GPUS, USABLE
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.search import search
 from dtrain.commands.plan.step import plan_step
+from dtrain.methods import load_recipe
 from dtrain.models.common import nf4
 from tests.plan.test_peak import SHAPE, peaks_of_a_step
 from tests.test_recipes import LLAMA_3_1_8B
@@ -103,7 +103,7 @@ def test_an_adapter_of_8b_fits_a_small_gpu(tmp_path, quantize):
     memory, peak = PROMISED[quantize]
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
     words = [f"model.path={tmp_path}", "lora={}", f"lora.quantize={quantize}", "train.micro_batch=1"]
-    recipe = config.load("sft", [*words, "data.max_length=4096", "train.activation_checkpointing=full"])
+    recipe = load_recipe("sft", [*words, "data.max_length=4096", "train.activation_checkpointing=full"])
     plan = make_plan(recipe, 1, replace(GPUS["h100"], memory_gib=memory))
     assert plan.trained_parameters == 41_943_040 and plan.spec.sizes.accumulation == 16
     assert plan.fits and plan.budget == int(memory * USABLE * GIB)

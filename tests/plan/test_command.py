@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain import recipe as config
 from dtrain.base.errors import RecipeError
 from dtrain.commands.cli import main
 from dtrain.commands.plan import report
@@ -20,6 +19,7 @@ from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan, on_a_mesh_that_fits, problems, resolve_plan, with_mesh
 from dtrain.commands.plan.search import search
 from dtrain.commands.plan.step import plan_step
+from dtrain.methods import recipe_and_problems
 from tests.test_recipes import LLAMA_3_1_8B, QWEN3_8B
 from tests.tiny import tiny_grpo, tiny_recipe, write_model
 
@@ -190,7 +190,7 @@ def test_a_second_trace_does_not_wait_for_the_parents_threads(tmp_path):
     """A process with several threads that forks: what does not fit is traced more than once."""
     write_model(tmp_path / "model")
     words = [f"model.path={tmp_path}/model", "data.max_length=64"]
-    needed = make_plan(config.read("sft", words)[0], 2, GPUS["h100"]).step.peak
+    needed = make_plan(recipe_and_problems("sft", words)[0], 2, GPUS["h100"]).step.peak
     told = subprocess.run(
         [
             sys.executable,

@@ -15,7 +15,7 @@ from dtrain import recipe as config
 from dtrain.base.batch import collate
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.step import full_rows, plan_step
-from dtrain.methods import METHODS
+from dtrain.methods import method_of
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
@@ -68,8 +68,8 @@ def peaks_of_a_step(rank, recipe, world_size):
     mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(10)
-    method = METHODS[recipe.method](recipe)
-    if recipe.method == "dpo" and method.spec.needs_reference(recipe):
+    method = method_of(recipe)
+    if recipe.method == "dpo" and method.needs_reference():
         method.keep_reference(policy)
 
     def step():

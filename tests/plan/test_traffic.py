@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain import recipe as config
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.step import plan_step
+from dtrain.methods import load_recipe
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.run.trainer import Trainer
@@ -68,7 +68,7 @@ def trained(rank, recipe, world_size):
     less a run of one."""
     sent, held = [], {}
     for steps in (1, 2):
-        changed = config.load(recipe, [f"train.steps={steps}", f"run.name=steps{steps}", "scheduler.warmup_steps=0"])
+        changed = load_recipe(recipe, [f"train.steps={steps}", f"run.name=steps{steps}", "scheduler.warmup_steps=0"])
         counted = Sent()
         with ExitStack() as stack:
             trainer = Trainer.open(changed, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack)
@@ -153,7 +153,7 @@ def test_a_teachers_likeliest_tokens_travel_over_tp(tmp_path):
     recipe = tiny_recipe(tmp_path, *words, "parallel.tp=2", "train.dtype=float32", "train.global_batch=2")
 
     def gathered(k):
-        traffic = plan_step(resolve_plan(config.load(recipe, [f"distill.top_k={k}"]), 2, "cpu")).traffic
+        traffic = plan_step(resolve_plan(load_recipe(recipe, [f"distill.top_k={k}"]), 2, "cpu")).traffic
         assert ("fsdp", "all-gather", 2, False) not in traffic
         return traffic["tp", "all-gather", 2, False][1]
 

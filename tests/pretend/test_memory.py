@@ -7,7 +7,7 @@ from dtrain import recipe as config
 from dtrain.base.batch import collate
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.step import full_rows, plan_step
-from dtrain.methods import METHODS
+from dtrain.methods import method_of
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.policy import Policy
@@ -37,7 +37,7 @@ def peak_of_a_step(rank, recipe, size):
     mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(10)
-    method = METHODS[recipe.method](recipe)
+    method = method_of(recipe)
     if recipe.method == "dpo":
         method.keep_reference(policy)
     for _ in range(2):

@@ -9,8 +9,8 @@ from fractions import Fraction
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.methods.grpo_section import reward_problems
-from dtrain.recipe.schema import Reward
+from dtrain.recipe.rollouts import Reward
+from dtrain.rl.checks import reward_problems
 from dtrain.rl.rewards import BUILT_IN
 from dtrain.rl.rewards.form import format_tags, json_valid, regex, repetition_penalty
 from dtrain.rl.rewards.math_answers import answer_in, read

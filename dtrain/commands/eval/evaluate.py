@@ -21,7 +21,7 @@ from dtrain.data.sources.files import resolve
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, load
 from dtrain.inference.request import Completion, Request, SamplingParams
-from dtrain.recipe.schema import Reward
+from dtrain.recipe.rollouts import Reward
 from dtrain.rl.judging import Questions, Report, ScoredAnswer, open_judges, plain_prompts_of, read_questions
 from dtrain.rl.judging import evaluate as answer_and_judge
 from dtrain.rl.rewards.scoring import known

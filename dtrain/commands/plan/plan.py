@@ -17,7 +17,7 @@ from dtrain.base.hardware import OF_FREE
 from dtrain.commands.plan.hardware import Hardware, Time, estimate
 from dtrain.commands.plan.step import Step, plan_step
 from dtrain.inference.kv_cache import position_bytes, slot_size
-from dtrain.methods.spec import spec_of
+from dtrain.methods import method_of
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import flops_per_token, weights_in
 from dtrain.models.read_config import read_config
@@ -76,7 +76,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     """Return the plan of `recipe` on `world_size` ranks. Raises RecipeError if it cannot run there, whatever the
     memory."""
     spec = resolve_plan(recipe, world_size, "cpu" if recipe.launch.device == "cpu" else "cuda", hardware)
-    recipe, model, method = spec.recipe, spec.model, spec_of(spec.recipe)
+    recipe, model, method = spec.recipe, spec.model, method_of(spec.recipe)
     assert model is not None
     step = plan_step(spec)
     return Plan(
@@ -88,7 +88,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         table={pattern: in_words(style) for pattern, style in find_plan(recipe.parallel.custom_plan, model).items()},
         total_parameters=sum(map(weights_in, model.parameters())),
         trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        tokens=recipe.train.batch * method.rows_of_a_sample(recipe) * method.row_length(recipe),
+        tokens=recipe.train.batch * method.rows_of_a_sample() * method.row_length(),
         flops_per_token=flops_per_token(model, recipe.data.max_length),
         evaluation=_evaluation(spec, step),
         assumed=tuple(_assumed(spec)),
@@ -101,7 +101,7 @@ class PlanHost(DryHost):
     stages = ("model", "optimizer", "sizes")
 
     def __init__(self, recipe: Recipe, hardware: Hardware | None):
-        super().__init__(awaited=["model.path", *(key for key, _ in spec_of(recipe).other_models(recipe))])
+        super().__init__(awaited=["model.path", *(key for key, _ in method_of(recipe).other_models())])
         self._hardware = hardware
 
     def check(self, spec: RunSpec, *_: object) -> bool:
@@ -212,7 +212,7 @@ def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recip
         return recipe
     if problems(with_mesh(recipe, Sizes(1, 1, -1, 1, 1, 1, 1, 1)), 1):
         return recipe
-    config = read_config(recipe.model.path, spec_of(recipe).labels(recipe))
+    config = read_config(recipe.model.path, method_of(recipe).labels())
     tried = candidates(recipe, config, world_size, per_node, Counter())
     fitting = (with_mesh(recipe, world) for world in tried)
     return next((other for other in fitting if not problems(other, world_size)), recipe)

@@ -65,19 +65,18 @@ class PlannedPolicy(Policy):
 
     def keep_beside(self, method: Method) -> None:
         """Build the other models that a method holds: a reference, a teacher, a reward model."""
-        recipe, spec = method.recipe, method.spec
-        if spec.holds_reference(recipe):
-            has_path = any(key.endswith(".reference") for key, _ in spec.other_models(recipe))
+        if method.holds_reference():
+            has_path = any(key.endswith(".reference") for key, _ in method.other_models())
             if has_path or not isinstance(method, MethodWithReference):
                 self.reference = Reference(self.model, whole=True, adapters=False)
             else:
                 method.keep_reference(self)
             self.see_all(self.reference.tensors.values() if self.reference else (), "reference")
-        path = spec.teacher(recipe)
+        path = method.teacher_path()
         if isinstance(method, DistillMethod) and path is not None:
             method.teacher = Teacher(self, path, self.build)
             self.see_all(method.teacher.model.parameters(), "teacher")
-        path = spec.reward_model(recipe)
+        path = method.reward_model()
         if path is not None:
             self.rates = beside(self, path, read_config(path, labels=0), self.build)
             self.see_all(self.rates.parameters(), "reward model")

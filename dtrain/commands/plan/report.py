@@ -11,6 +11,7 @@ from dtrain.base.errors import RecipeError, UserError
 from dtrain.commands.plan.hardware import BANDWIDTH, GPUS
 from dtrain.commands.plan.plan import Plan, make_plan, on_a_mesh_that_fits, problems, ready
 from dtrain.commands.plan.search import Candidate, SearchResult, search, smallest_change
+from dtrain.methods import recipe_and_problems
 from dtrain.run.preflight import with_local_model
 
 
@@ -21,7 +22,7 @@ def answer(arguments: Namespace) -> None:
     Raises RecipeError with all errors that a plan sees, and UserError if the plan does not fit, with a change that
     would.
     """
-    loaded, errors = config.read(arguments.recipe, arguments.overrides)
+    loaded, errors = recipe_and_problems(arguments.recipe, arguments.overrides)
     recipe, known = with_local_model(loaded), GPUS[arguments.gpu]
     world_size = arguments.world_size or recipe.launch.nproc
     hardware = replace(

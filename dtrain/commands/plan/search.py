@@ -92,11 +92,11 @@ class _ClosedForms:
     def time(self, world: Sizes) -> float:
         """Return the rough seconds of a step; messages by the formulas of dtrain/parallel/README.md."""
         plan, spec, hardware = self.plan, self.plan.spec, self.plan.hardware
-        recipe, config, method = spec.recipe, spec.model_config, spec.method.spec
+        recipe, config, method = spec.recipe, spec.model_config, spec.method
         again = recipe.train.activation_checkpointing == "full"
         compute, reduce = self.precision.compute.itemsize, self.precision.reduce.itemsize
-        rows = world.micro_batch * method.rows_of_a_sample(recipe)
-        tokens = rows * method.row_length(recipe) / world.cp  # of a pass, on a rank
+        rows = world.micro_batch * method.rows_of_a_sample()
+        tokens = rows * method.row_length() / world.cp  # of a pass, on a rank
         peak = hardware.arithmetic[self.precision.compute] * hardware.reach
         computing = world.accumulation * tokens * plan.flops_per_token * (4 / 3 if again else 1) / world.tp / peak
         shards = world.dp_shard * world.cp

@@ -110,8 +110,8 @@ def full_rows(method: Method, micro_batches: int) -> list[Row]:
     of pairs twice as many), every token trained that has one before it; packed rows hold two documents, so that the
     masks are those of packing."""
     recipe = method.recipe
-    length = method.spec.row_length(recipe)
-    count = micro_batches * recipe.train.micro_batch * method.spec.rows_of_a_sample(recipe)
+    length = method.row_length()
+    count = micro_batches * recipe.train.micro_batch * method.rows_of_a_sample()
     documents = 2 if recipe.data.packing and method.kind != "prompts" else 1
     places = torch.arange(length)
     seq_ids = places * documents // length
@@ -124,7 +124,7 @@ def full_rows(method: Method, micro_batches: int) -> list[Row]:
     }
     if method.kind == "prompts":
         of_rollouts = ["old_logprobs", "sampling_logprobs", "advantages", "reference_logprobs"]
-        names = of_rollouts if recipe.grpo.beta > 0 else of_rollouts[:-1]
+        names = of_rollouts if method.needs_reference() else of_rollouts[:-1]
         streams |= {name: torch.zeros(length, dtype=torch.float64) for name in names}
     if method.kind == "labelled":  # the second half are replies that do not belong to their prompts
         streams["desirable"] = torch.where(streams["labels"] == IGNORE, 0.0, 1.0).double()

@@ -14,20 +14,13 @@ from dtrain import __version__
 from dtrain.base.hub import id_of
 from dtrain.commands.report.run_files import RunFiles
 from dtrain.data.sources.hub import is_data_id
+from dtrain.methods import METHODS, method_class
 from dtrain.recipe import secrets
 from dtrain.run.metrics import records
 
 CURVE = "loss.svg"
 WIDTH, HEIGHT, LEFT, BELOW, ABOVE = 640, 320, 60, 40, 16
 MOST = 500  # points of a line; neighbours are averaged beyond that
-METHODS = {
-    "sft": "supervised fine-tuning",
-    "dpo": "direct preference optimization",
-    "kto": "KTO, by replies that are wanted or not",
-    "grpo": "GRPO, by rewards",
-    "distill": "distillation",
-    "reward": "a reward model or classifier",
-}
 # The fields whose last value is in the table of results, if the run has measured them.
 RESULTS = ("loss", "val_loss", "reward_mean", "val_reward_mean", "val_accuracy", "accuracy")
 
@@ -78,7 +71,7 @@ def card(run: Run, theirs: Mapping[str, Any]) -> str:
     return _template("card.md").render(
         front=as_yaml({**theirs, **front}),
         run=run,
-        how=METHODS.get(method, method),
+        how=method_class(method).about if method in METHODS else method,
         version=__version__,
         has_license="license" in theirs,
         results={name: f"{run.files.curves[name].values[-1]:.4g}" for name in RESULTS if name in run.files.curves},

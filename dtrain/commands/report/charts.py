@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from dtrain import methods
 from dtrain.commands.report.run_files import Curve, RunFiles
-from dtrain.methods.spec import SECTIONS, MethodSpec, spec_by_name
 from dtrain.run.metrics import records
 from dtrain.run.metrics.fields import field_of
 
@@ -100,7 +100,7 @@ def charts_of(fields: Iterable[str]) -> list[Chart]:
 
 def learning_curves(method: str) -> Mapping[str, str]:
     """Return the fields that show what a run of the method learned, with their labels."""
-    return (spec_by_name(method) if method in SECTIONS else MethodSpec()).curves
+    return (methods.method_class(method) if method in methods.METHODS else methods.Method).curves
 
 
 def better_of(field: str, method: str) -> Callable | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
+from dtrain.methods import METHODS
 from dtrain.recipe import secrets
 from dtrain.run.directory import ABOUT, DATA, is_held
 from dtrain.run.metrics import records
@@ -87,7 +88,7 @@ class RunFiles:
 
     @property
     def method(self) -> str:
-        return str(self.recipe.get("method", "sft"))
+        return str(self.recipe.get("method", next(iter(METHODS))))
 
     @property
     def step(self) -> int:

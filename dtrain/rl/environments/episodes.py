@@ -16,7 +16,8 @@ from dtrain.data.text.replies import QUESTION, REPLY
 from dtrain.data.text.template import ChatTemplate, choose_template
 from dtrain.data.text.tool_format import ToolFormat, learn_tool_format
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine, SamplingParams
-from dtrain.recipe.schema import Data, Grpo
+from dtrain.recipe.rollouts import RolloutSection
+from dtrain.recipe.schema import Data
 from dtrain.rl.collect import Sample
 from dtrain.rl.environments.stepping import EnvironmentReply, Environments, Observation, Turn
 from dtrain.rl.rewards.find import find
@@ -148,7 +149,7 @@ class Episodes:
         return samples
 
 
-def open_episodes(section: Grpo, data: Data, tokenizer: Tokenizer, run: RunContext) -> Episodes | None:
+def open_episodes(section: RolloutSection, data: Data, tokenizer: Tokenizer, run: RunContext) -> Episodes | None:
     """Open the environments of `section`, or its tools, in their own process, on rank 0 alone; the run closes it. None
     where it has neither. Collective. Raises UserError."""
     if not section.has_episodes:

@@ -14,7 +14,8 @@ from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
 from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.policy import Policy
-from dtrain.recipe.schema import Grpo, Lora
+from dtrain.recipe.rollouts import RolloutSection
+from dtrain.recipe.schema import Lora
 from dtrain.rl.remote.http import HttpEngine, wait_for
 from dtrain.rl.remote.publish import AdapterPublisher, DirectoryPublisher, StreamPublisher
 from dtrain.rl.routed import RoutedReader
@@ -29,7 +30,7 @@ class OverHttp(RolloutEngine):
     servers fail, and Interrupted where rank 0 is asked to stop while they come up.
     """
 
-    def __init__(self, grpo: Grpo, policy: Policy, run: RunContext, base: Path, lora: Lora | None):
+    def __init__(self, grpo: RolloutSection, policy: Policy, run: RunContext, base: Path, lora: Lora | None):
         section = grpo.server
         self.policy, self.offload, self.ranks = policy, grpo.offload, Ranks()
         self._prefetcher: RolloutPrefetcher | None = None

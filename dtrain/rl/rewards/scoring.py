@@ -16,7 +16,7 @@ from dtrain.rl.rewards.find import find
 from dtrain.rl.worker import Lost, Outcome, Worker, attempt, reward_of, shown
 
 if TYPE_CHECKING:
-    from dtrain.recipe.schema import Reward
+    from dtrain.recipe.rollouts import Reward
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,12 @@
-"""Every field of metrics.jsonl: its unit, what it means, and which methods write it. The one table of them, for the
-order of a row, the report's labels and docs/metrics.md (tools/metrics_reference.py). No torch.
+"""Every field of metrics.jsonl: its unit and what it means. The one table of them, for the order of a row, the report's
+labels and docs/metrics.md (tools/metrics_reference.py). `Method.measures` says which a method writes; those that no
+method names are written under all. No torch.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-SFT, DPO, KTO, GRPO, DISTILL, REWARD = "sft", "dpo", "kto", "grpo", "distill", "reward"
-METHODS = (SFT, DPO, KTO, GRPO, DISTILL, REWARD)
-PAIRS = (DPO, KTO, REWARD)
-ROLLOUTS = (GRPO, DISTILL)
 _PAIRED = "under reward: reward.task=pairs"
 
 
@@ -18,14 +15,13 @@ class MetricField:
     """A field of a training row, or of a validation row under `val_` and its name.
 
     title: for a reader. unit: "" for a number without one. where: what has to be so for the field to be written; "":
-    always. methods: those that write it.
+    always.
     """
 
     name: str
     title: str
     unit: str
     meaning: str
-    methods: tuple[str, ...] = METHODS
     where: str = ""
 
 
@@ -79,36 +75,32 @@ _METHODS = (
         "Token accuracy",
         "share",
         "Trained tokens that the model found likeliest, of equally likely ones the one of the lowest id.",
-        (SFT,),
     ),
     MetricField(
         "rewards_chosen",
         "Reward of chosen replies",
         "",
         "The mean reward of the better replies. dpo, kto: β·log π/π_ref of the reply. reward: the model's output.",
-        PAIRS,
         where=_PAIRED,
     ),
-    MetricField("rewards_rejected", "Reward of rejected replies", "", "Of the others.", PAIRS, "reward.task=pairs"),
-    MetricField("rewards_margin", "Reward margin", "", "Chosen − rejected.", PAIRS, "reward.task=pairs"),
+    MetricField("rewards_rejected", "Reward of rejected replies", "", "Of the others.", "reward.task=pairs"),
+    MetricField("rewards_margin", "Reward margin", "", "Chosen − rejected.", "reward.task=pairs"),
     MetricField(
         "accuracy",
         "Accuracy",
         "share",
         "Pairs whose chosen reply has the larger reward; under reward.task=classes texts whose class is right.",
-        (DPO, REWARD),
         where="under reward: reward.task=pairs or classes",
     ),
-    MetricField("pair_weight", "Weight of a pair", "", "WPO's weight, the mean.", (DPO,), where="dpo.use_weighting"),
-    MetricField("logps_chosen", "log p of wanted replies", "nats", "The mean of log π of a wanted reply.", (KTO,)),
-    MetricField("logps_rejected", "log p of other replies", "nats", "The same of the others.", (KTO,)),
+    MetricField("pair_weight", "Weight of a pair", "", "WPO's weight, the mean.", where="dpo.use_weighting"),
+    MetricField("logps_chosen", "log p of wanted replies", "nats", "The mean of log π of a wanted reply."),
+    MetricField("logps_rejected", "log p of other replies", "nats", "The same of the others."),
     MetricField(
         "kl",
         "KL to the reference",
         "nats",
         "The divergence from the reference. grpo: the mean over tokens of its estimate k3. kto: z, with which a "
         "reply's reward is compared.",
-        (KTO, GRPO),
         where="grpo.beta above 0, or kto.loss=kto",
     ),
     MetricField(
@@ -116,7 +108,6 @@ _METHODS = (
         "Reward",
         "",
         "grpo: the mean reward of the rollout that the step trains on. reward: the model's mean output.",
-        (GRPO, REWARD),
         where="under reward: reward.task=pairs or numbers",
     ),
     MetricField(
@@ -124,14 +115,12 @@ _METHODS = (
         "Reward spread in a group",
         "",
         "The standard deviation (n − 1) of the rewards of a group, the mean over the rollout's groups.",
-        (GRPO,),
     ),
     MetricField(
         "reward/NAME",
         "Rewards by function",
         "",
         "The mean of one reward, before its weight.",
-        (GRPO,),
         where="two rewards or more",
     ),
     MetricField(
@@ -139,14 +128,12 @@ _METHODS = (
         "Groups that are all alike",
         "share",
         "Groups of the rollout whose rewards are all equal: their advantages are 0, and they teach nothing.",
-        (GRPO,),
     ),
     MetricField(
         "completion_len",
         "Completion length",
         "tokens",
         "Tokens that the model drew for a completion, the mean over the rollout; in an environment in all its turns.",
-        ROLLOUTS,
         where="under distill: distill.samples=student",
     ),
     MetricField(
@@ -154,35 +141,30 @@ _METHODS = (
         "Completions cut off",
         "share",
         "Completions that max_new_tokens or max_length ended.",
-        ROLLOUTS,
         where="under distill: distill.samples=student",
     ),
-    MetricField("lost_frac", "Episodes lost", "share", "Episodes whose environment failed.", (GRPO,), "an environment"),
-    MetricField(
-        "environment/NAME", "Environment", "", "The mean of what the environment measured.", (GRPO,), "an environment"
-    ),
-    MetricField("tool_calls", "Tool calls", "", "Calls of tools for each completion.", (GRPO,), "grpo.tools"),
-    MetricField("tool_failures", "Failed tool calls", "", "Those of them that failed.", (GRPO,), "grpo.tools"),
-    MetricField("entropy", "Entropy", "nats", "Of the distribution that tokens were drawn from, the mean.", (GRPO,)),
+    MetricField("lost_frac", "Episodes lost", "share", "Episodes whose environment failed.", "an environment"),
+    MetricField("environment/NAME", "Environment", "", "The mean of what the environment measured.", "an environment"),
+    MetricField("tool_calls", "Tool calls", "", "Calls of tools for each completion.", "grpo.tools"),
+    MetricField("tool_failures", "Failed tool calls", "", "Those of them that failed.", "grpo.tools"),
+    MetricField("entropy", "Entropy", "nats", "Of the distribution that tokens were drawn from, the mean."),
     MetricField(
         "mismatch_kl",
         "Engine against trainer, KL",
         "nats",
         "k3 of KL(π_sampler ‖ π_old): how far the engine's probabilities are from the trainer's.",
-        (GRPO,),
         where="the sampler's probabilities",
     ),
-    MetricField("approx_kl", "KL to the old policy", "nats", "k3 of KL(π_old ‖ π).", (GRPO,)),
-    MetricField("ratio", "Ratio", "", "π ÷ π_old, as the loss has it.", (GRPO,)),
-    MetricField("clip_frac", "Clipped tokens", "share", "`clip_low` + `clip_high`.", (GRPO,)),
-    MetricField("clip_low", "Clipped from below", "share", "Tokens without gradient since π fell too far.", (GRPO,)),
-    MetricField("clip_high", "Clipped from above", "share", "Tokens without gradient since π rose too far.", (GRPO,)),
+    MetricField("approx_kl", "KL to the old policy", "nats", "k3 of KL(π_old ‖ π)."),
+    MetricField("ratio", "Ratio", "", "π ÷ π_old, as the loss has it."),
+    MetricField("clip_frac", "Clipped tokens", "share", "`clip_low` + `clip_high`."),
+    MetricField("clip_low", "Clipped from below", "share", "Tokens without gradient since π fell too far."),
+    MetricField("clip_high", "Clipped from above", "share", "Tokens without gradient since π rose too far."),
     MetricField(
         "correction",
         "Weight for the mismatch",
         "",
         "The mean weight that corrects for the sampler's probabilities.",
-        (GRPO,),
         where="grpo.kwargs.sampling_correction",
     ),
     MetricField(
@@ -190,7 +172,6 @@ _METHODS = (
         "Weights out of bounds",
         "share",
         "Tokens whose weight the bounds cut, or made 0.",
-        (GRPO,),
         where="grpo.kwargs.sampling_correction",
     ),
     MetricField(
@@ -198,7 +179,6 @@ _METHODS = (
         "Tokens left out as off-policy",
         "share",
         "Tokens of sequences that have drifted off.",
-        (GRPO,),
         where="grpo.kwargs.off_policy_mask_threshold",
     ),
     MetricField(
@@ -206,16 +186,14 @@ _METHODS = (
         "Time of a rollout",
         "s",
         "Drawing and judging the rollout; in its first step alone.",
-        ROLLOUTS,
         where="under distill: distill.samples=student",
     ),
-    MetricField("train_time", "Time of an update", "s", "The part of `step_time` that trained.", (GRPO,)),
+    MetricField("train_time", "Time of an update", "s", "The part of `step_time` that trained."),
     MetricField(
         "forward_kl",
         "KL(teacher ‖ student)",
         "nats",
         "The mean over the trained tokens.",
-        (DISTILL,),
         where="no top_k, or zero_outside_topk=false",
     ),
     MetricField(
@@ -223,7 +201,6 @@ _METHODS = (
         "KL(student ‖ teacher)",
         "nats",
         "The same in the other direction.",
-        (DISTILL,),
         where="no top_k, or zero_outside_topk=false",
     ),
     MetricField(
@@ -231,7 +208,6 @@ _METHODS = (
         "Student's share of the top k",
         "share",
         "The probability that the student gives to the teacher's top k.",
-        (DISTILL,),
         where="distill.top_k",
     ),
     MetricField(
@@ -249,7 +225,6 @@ _METHODS = (
         "Replayed choices that differ",
         "share",
         "Choices of experts that the trainer's router would have made otherwise.",
-        (GRPO,),
         where="grpo.router_replay",
     ),
 )

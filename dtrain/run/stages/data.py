@@ -11,7 +11,7 @@ from dtrain.data.sources import columns, urls
 from dtrain.data.sources import hub as data_hub
 from dtrain.data.sources.files import entries, formats_of, kind_of
 from dtrain.data.sources.files import resolve as find_files
-from dtrain.methods.spec import spec_of
+from dtrain.methods import method_of
 from dtrain.recipe.schema import DataSource, Source
 from dtrain.run.host import Host, problems_of
 from dtrain.run.preflight import absent_data, paths_of
@@ -29,13 +29,13 @@ def _sections(spec: RunSpec) -> Iterator[tuple[str, DataSource]]:
 
 def check_keys(spec: RunSpec) -> list[str]:
     """Check each split's sources: paths, formats that the method takes, names of columns."""
-    recipe, method, problems = spec.recipe, spec_of(spec.recipe), []
-    label = method.label(recipe)
+    recipe, method, problems = spec.recipe, method_of(spec.recipe), []
+    label = method.label()
     unknown = partial(columns.unknown, more=[label.column] if label else [])
     for key, split in _sections(spec):
         problems += _paths(split, key)
         for at, source in [(key, split), *_listed(key, split)]:
-            if (why := method.refuses(recipe, source.format)) is not None:
+            if (why := method.refuses(source.format)) is not None:
                 problems.append(f"{at}.format={source.format}: {why}")
             problems += unknown(source.columns, method.kind, source.format, f"{at}.columns")
         problems += [
@@ -82,8 +82,8 @@ def check_files(spec: RunSpec) -> list[str]:
 
 
 def _check_formats(spec: RunSpec, source: Source, key: str) -> None:
-    files, method = files_here(spec, source, key), spec_of(spec.recipe)
-    if files and method.refuses(spec.recipe, source.format) is None:  # else check_keys says why
+    files, method = files_here(spec, source, key), method_of(spec.recipe)
+    if files and method.refuses(source.format) is None:  # else check_keys says why
         formats_of(files, source.format, method.kind, source.columns, f"{key}.columns")
 
 
@@ -133,11 +133,11 @@ def splits(spec: RunSpec) -> list[str]:
 
 def row_options(spec: RunSpec, cache_dir: Path | None) -> dict[str, Any]:
     """Return the arguments of `open_rows` and `looks` that follow from a recipe. Raises UserError."""
-    recipe, method = spec.recipe, spec_of(spec.recipe)
+    recipe, method = spec.recipe, method_of(spec.recipe)
     return {
         "kind": method.kind,
-        "prompts": method.prompts(recipe),
-        "label": method.label(recipe),
+        "prompts": method.prompts(),
+        "label": method.label(),
         "seed": recipe.run.seed,
         "tokenizer": spec.source.tokenizer,
         "cache_dir": cache_dir,

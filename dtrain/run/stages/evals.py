@@ -15,8 +15,8 @@ from dtrain.data.sources import columns
 from dtrain.data.sources.files import first_row, formats_of, parse, read_chunks
 from dtrain.data.sources.files import resolve as find_files
 from dtrain.inference.request import SamplingParams
-from dtrain.methods.grpo_section import reward_problems
-from dtrain.recipe.schema import Reward
+from dtrain.recipe.rollouts import Reward
+from dtrain.rl.checks import reward_problems
 from dtrain.rl.judging import Questions, plain_prompts_of, read_questions
 from dtrain.rl.rewards.columns import lacking_columns
 from dtrain.rl.rewards.find import BUILT_IN

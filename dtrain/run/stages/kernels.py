@@ -36,8 +36,8 @@ def resolve(spec: RunSpec, host: Host) -> bool:
     """Refuse, in a dry run, what this machine's device cannot do. A run chooses where its ranks build the model: they
     must agree on what each of their devices proves."""
     if host.is_dry and spec.world.is_here and (spec.rows or spec.recipe.data.packing != "auto"):
-        recipe, device, longest = spec.recipe, torch.device(spec.world.device_type), spec.method.spec.longest_row
-        host.ask(choose_attention, recipe, spec.model_config, spec.precision, device, longest(recipe))
+        recipe, device, longest = spec.recipe, torch.device(spec.world.device_type), spec.method.longest_row()
+        host.ask(choose_attention, recipe, spec.model_config, spec.precision, device, longest)
         host.ask(choose_delta, recipe, spec.model_config, spec.precision, device)
         host.ask(spec.method.refuse_device, device)
     return True

@@ -9,7 +9,7 @@ from dtrain.base.model_directory import TOKENIZER
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.peft.config import is_adapter_directory
-from dtrain.methods.spec import REWARD_MODEL
+from dtrain.methods import REWARD_MODEL, TEACHER, method_of
 from dtrain.models.common import quantization_config
 from dtrain.models.common.config import ModelConfig
 from dtrain.run.host import Host, problems_of
@@ -34,7 +34,7 @@ def _unfit(spec: RunSpec, key: str, source: ModelDirectory) -> list[str]:
     """Return what is wrong with the model at a key. Raises UserError where it cannot be read."""
     path = source.path
     if not path.is_dir():
-        words = "start, base, none" if key == "dpo.reference" else "start, base"
+        words = method_of(spec.recipe).references
         named = f"{words} (start: the weights that training starts from), " if key.endswith(".reference") else ""
         raise UserError(f"there is no such directory; give {named}a model's directory, or its id on the hub")
     if is_adapter_directory(path):
@@ -49,15 +49,15 @@ def _unfit(spec: RunSpec, key: str, source: ModelDirectory) -> list[str]:
     if quantization_config.quantize_problems(theirs, "none", 1):
         return [f"{key}={path}: weights in 4 bits are read by lora.quantize=nf4 alone: give the original model"]
     ours = spec.readable_config
-    if key not in ("distill.teacher", REWARD_MODEL):
+    if not key.endswith((TEACHER, REWARD_MODEL)):
         return [] if ours is None else reference_problems(ours, theirs, key, str(path))
     # On the mesh beside the trained one; without experts it lies over ep as over the rest of its ranks.
     problems = unfit(spec, theirs, ep=1 if theirs.experts is None else spec.recipe.parallel.ep)
-    if key == REWARD_MODEL and (theirs.labels is None or theirs.has_new_head):
+    if key.endswith(REWARD_MODEL) and (theirs.labels is None or theirs.has_new_head):
         problems.append("it is a language model: give one with a head of one output, as method=reward trains it")
-    elif key == REWARD_MODEL and theirs.labels != 1:
+    elif key.endswith(REWARD_MODEL) and theirs.labels != 1:
         problems.append(f"its head has {theirs.labels} outputs, and a reward is one number: give a model with one")
-    elif key != REWARD_MODEL and ours is not None and theirs.vocab_size != ours.vocab_size:
+    elif not key.endswith(REWARD_MODEL) and ours is not None and theirs.vocab_size != ours.vocab_size:
         problems.append(
             f"its vocab_size is {theirs.vocab_size}, and model.path's {ours.vocab_size}: their distributions cannot "
             "be compared; take models of one vocabulary"
@@ -84,9 +84,9 @@ def check_files(spec: RunSpec) -> list[str]:
         if source.any_config is None:
             continue
         problems += [] if key in spec.awaited else weight_problems(source.path, key=key)
-        if key == REWARD_MODEL:  # it reads text with its own
+        if key.endswith(REWARD_MODEL):  # it reads text with its own
             problems += problems_of(getattr, source, "template")
-        elif spec.source.any_config is not None and (key == "distill.teacher" or (source.path / TOKENIZER).is_file()):
+        elif spec.source.any_config is not None and (key.endswith(TEACHER) or (source.path / TOKENIZER).is_file()):
             problems += [f"{key}={source.path}: {problem}" for problem in differing_tokens(source, spec.source)]
     return problems
 

@@ -6,17 +6,16 @@ from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import shown
 from dtrain.data import Cursor, Rows
-from dtrain.methods import METHODS
-from dtrain.methods.spec import spec_of
+from dtrain.methods import method_of
 from dtrain.run.host import Host
 from dtrain.run.spec import RunSpec
 
 
 def check_keys(spec: RunSpec) -> list[str]:
     """Check the range of every value, the method's section, and the steps."""
-    recipe, method = spec.recipe, spec_of(spec.recipe)
+    recipe, method = spec.recipe, method_of(spec.recipe)
     problems = [f"{key}={shown(value)} must be {sentence}" for key, value, sentence in spec.wrong_values]
-    problems += method.missing(recipe) + method.problems(recipe)
+    problems += method.missing() + method.problems()
     steps, epochs = recipe.train.steps, recipe.train.epochs
     if steps is None and epochs is None:
         problems.append("train.steps or train.epochs is missing: set one of them")
@@ -41,7 +40,7 @@ def resolve(spec: RunSpec, host: Host) -> bool:
     rows = spec.rows.get("train")
     if rows is not None and host.ask(_resolve_batch, spec, rows) is None:
         return False
-    method = host.ask(METHODS[spec.recipe.method], spec.recipe)
+    method = host.ask(method_of, spec.recipe)
     if method is None:
         return False
     spec.method = method
@@ -65,7 +64,7 @@ def _resolve_batch(spec: RunSpec, rows: Rows) -> bool:
     if recipe.train.global_batch != "auto":
         return True
     per_pass = rows.rows_in_epoch(0)
-    total = spec_of(recipe).automatic_batch(recipe, per_pass)
+    total = method_of(recipe).automatic_batch(per_pass)
     dp = config.sizes(recipe, spec.world.size).dp
     if total % dp:
         fewer = max(n for n in range(1, dp) if total % n == 0)

@@ -15,9 +15,9 @@ from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, is_adapter_directory, read_adapter_config
 from dtrain.checkpoint.peft.files import ADAPTER
 from dtrain.data import Cursor
+from dtrain.methods import model_keys, recipe_keys
 from dtrain.models.common.adapter_config import adaptable
 from dtrain.policy.checkpoint import weights_of
-from dtrain.recipe.sections import keys
 from dtrain.run import resume
 from dtrain.run.host import Host
 from dtrain.run.spec import ModelDirectory, RunSpec
@@ -25,7 +25,9 @@ from dtrain.run.spec import ModelDirectory, RunSpec
 
 def check_keys(spec: RunSpec) -> list[str]:
     """Check the names of `checkpoint.allow_changes`."""
-    known = keys()
+    if not spec.recipe.checkpoint.allow_changes:
+        return []
+    known = recipe_keys()
     parents = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
     names = [*parents, *known, *resume.DIGESTS]
     mappings = tuple(f"{key}." for key in known if isinstance(_value(spec, key), Mapping))  # any name may stand in them
@@ -168,6 +170,7 @@ def _compare(spec: RunSpec, host: Host) -> list[str]:
     section = spec.written.checkpoint
     if host.is_dry:
         unread = [key for key, of in resume.PLACES.items() if of not in spec.identities]
+        unread += [key for key in model_keys(spec.recipe.method) if key not in spec.identities]
         section = replace(section, allow_changes=[*section.allow_changes, *unread])
     return resume.compare(spec, section.allow_changes)
 
