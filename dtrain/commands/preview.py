@@ -20,7 +20,7 @@ from dtrain.methods.spec import spec_of
 from dtrain.recipe import Recipe
 from dtrain.run.host import Host
 from dtrain.run.spec import World, resolve
-from dtrain.run.stages.rows import open_splits
+from dtrain.run.stages.data import open_splits
 
 SIDES = ("chosen", "rejected")
 TRAINED, PLAIN = "\033[32m", "\033[0m"
@@ -65,7 +65,7 @@ def preview(
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
     host, method = PreviewHost(say), spec_of(recipe)
     spec = resolve(recipe, World(recipe.launch.nproc), host)
-    open_splits(spec, recipe.cache, host, ["train"])
+    open_splits(spec, recipe.cache, say, True, ["train"])
     rows, tokenizer, label = spec.rows["train"], spec.source.tokenizer, method.label(recipe)
     noun = rows.samples.noun
     unit = "row" if rows.packing or noun == "samples" else noun.removesuffix("s")
