@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.attention.blocks import Blocks, MaskedBlocks, blocks_for, sinks_grad, with_sinks
 from dtrain.attention.context import ContextKernel, PackedContextKernel
-from dtrain.attention.kernels import Kernel
+from dtrain.attention.kernels import Kernel, Visibility, additive
 from dtrain.attention.packing import Call, Packing
 from dtrain.attention.varlen import Segments, VarlenBlocks, VarlenKernel
-from dtrain.attention.visibility import Visibility, additive
 from dtrain.parallel.context.layout import shard_sequence
 
 

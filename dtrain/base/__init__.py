@@ -11,5 +11,5 @@ hub, model_directory            the hub's cache of models; names of a model dire
 patterns, name_patterns         patterns of parameter names; regular expressions for names, in bounded time
 import_paths                    the search path of users' code
 addresses, orphans              addresses to listen at; children that end with their parent
-gpus, hardware                  the table of GPUs; model FLOPs utilisation, peak memory
+gpus                            the table of GPUs; free memory
 """

@@ -1,4 +1,4 @@
-"""Table of GPUs by their makers' data sheets: one row for `mfu` and `dtrain plan`.
+"""Table of GPUs by their makers' data sheets: one row for `mfu` and `dtrain plan`. The free memory of a device.
 
 TFLOP/s are dense, without sparsity; float32 is what torch computes by default, without TF32. GiB are what torch reports
 as the device's total, less than the memory that is sold. TB/s are the memory's; GB/s, of one direction, are a device's
@@ -13,7 +13,11 @@ MI300X: AMD's data sheet, matrix cores, seven Infinity Fabric links of 64 GB/s. 
 For a PCIe card 10 Gb/s of Ethernet are assumed between nodes. No run is known that confirms the reach of these.
 """
 
-from typing import NamedTuple
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Board(NamedTuple):
@@ -91,3 +95,17 @@ def peak_flops(device_name: str, dtype: str = "bfloat16") -> float | None:
                 device = float16 if dtype == "float16" else bfloat16
             return None if device is None else device * 1e12
     return None
+
+
+OF_FREE = 0.8  # of a GPU's free memory
+
+
+def free_memory(device: "torch.device", ranks: int = 1) -> int:
+    """Return the bytes that large buffers, keys and values say, may take on `device`; a CPU is shared by `ranks`."""
+    import torch
+
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((free + reserved) * OF_FREE)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // ranks

@@ -177,11 +177,13 @@ def _check_options(parser: argparse.ArgumentParser, typed: list[str], rest: list
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from dtrain.commands.run import run
+    from dtrain.commands.run import plan_beside
+    from dtrain.launch import launch
     from dtrain.launch.agent import WorkerFailed
+    from dtrain.run import preflight
 
     try:
-        run(arguments.recipe, arguments.overrides)
+        launch(lambda: preflight.load(arguments.recipe, arguments.overrides), plan=plan_beside)
     except WorkerFailed as error:
         raise UserError(str(error)) from error
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dtrain.base.errors import Interrupted, UserError
-from dtrain.base.hardware import free_memory
+from dtrain.base.gpus import free_memory
 from dtrain.base.ranks import Ranks
 from dtrain.inference.budget import choose_budget, share_out
 from dtrain.inference.cached_attention import Prefill

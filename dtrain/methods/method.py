@@ -81,18 +81,14 @@ class Method:
         self.spec = spec_of(recipe)  # known before anything is built
         self.source = BatchSource(recipe, self.spec)
         self.kind = self.spec.kind  # what a sample of the data is: examples, pairs, labelled or prompts
-        self._rows_of_a_sample = self.spec.rows_of_a_sample(recipe)
-
-    @property
-    def micro_rows(self) -> int | Batching:
-        """Rows of a batch that make one micro-batch, or how else they are made. Completions are packed as they come: a
-        micro-batch is one row of micro_batch · max_length tokens."""
-        if self.kind == "prompts" and self.recipe.data.packing:
-            return Packed(self.spec.longest_row(self.recipe))
-        of_a_sample = self._rows_of_a_sample
-        rows = self.recipe.train.micro_batch * of_a_sample
-        is_dynamic = self.spec.is_dynamic(self.recipe)
-        return DynamicShapes(rows * self.recipe.data.max_length, of_a_sample) if is_dynamic else rows
+        # Rows of a batch that make one micro-batch, or how else they are made. Completions are packed as they come: a
+        # micro-batch is one row of micro_batch · max_length tokens.
+        self.micro_rows: int | Batching = recipe.train.micro_batch * self.spec.rows_of_a_sample(recipe)
+        if self.kind == "prompts" and recipe.data.packing:
+            self.micro_rows = Packed(self.spec.longest_row(recipe))
+        elif self.spec.is_dynamic(recipe):
+            tokens = self.micro_rows * recipe.data.max_length
+            self.micro_rows = DynamicShapes(tokens, self.spec.rows_of_a_sample(recipe))
 
     @property
     def choices(self) -> list[str]:

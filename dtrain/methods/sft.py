@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch
-from dtrain.losses.token import formulas as token_losses
+from dtrain.losses.head import weighted_sum
 from dtrain.losses.token.options import LOSSES
 from dtrain.methods.method import Method
 from dtrain.policy.score import LogprobSource
@@ -21,7 +21,7 @@ class SftMethod(Method):
         super().__init__(recipe)
         section = recipe.sft
         named = LOSSES[section.loss]
-        self._token_loss = partial(getattr(token_losses, named.function), **{**named.options, **section.kwargs})
+        self._token_loss = partial(getattr(weighted_sum, named.function), **{**named.options, **section.kwargs})
         self._smoothing = section.label_smoothing
 
     def loss(

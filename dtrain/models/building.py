@@ -9,7 +9,7 @@ from dtrain.models.common.config import SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.moe import share_routing
 from dtrain.models.registry import class_of
-from dtrain.parallel.placement import exact_modules
+from dtrain.parallel.tensor import exact_modules
 
 
 def build(

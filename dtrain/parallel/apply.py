@@ -13,8 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtrain.base.errors import UserError
-from dtrain.parallel.placement import LocalParameters
-from dtrain.parallel.tensor import MODULES, STYLES, ParallelModel, Stack, Style, TensorParallel, replicated
+from dtrain.parallel.tensor import (
+    MODULES,
+    STYLES,
+    LocalParameters,
+    ParallelModel,
+    Stack,
+    Style,
+    TensorParallel,
+    replicated,
+)
 
 Plan = Mapping[str, str | Style | ParallelStyle]
 

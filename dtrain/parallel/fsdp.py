@@ -19,8 +19,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from dtrain.parallel.experts import expert_parameters
-from dtrain.parallel.placement import LocalParameters, exact_modules, local_tensor
-from dtrain.parallel.tensor import ParallelModel
+from dtrain.parallel.placement import local_tensor
+from dtrain.parallel.tensor import LocalParameters, ParallelModel, exact_modules
 
 
 class _Unit(FSDPModule):
@@ -175,13 +175,3 @@ def weights_changed(model: nn.Module) -> None:
         refresh = getattr(local_tensor(parameter), "refresh", None)
         if refresh is not None:
             refresh()
-
-
-def sync_gradients(model: nn.Module, is_last: bool, reduce_each: bool = False) -> None:
-    """Set how the next backward leaves the gradients. After the last micro-batch of a step they are reduced; before,
-    they stay as this rank computed them, or with `reduce_each` are reduced over the shards, though not yet over
-    replicas."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last or reduce_each)
-        model.set_requires_all_reduce(is_last)
-        model.set_is_last_backward(is_last)

@@ -24,9 +24,58 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from dtrain.parallel.collectives import all_gather, enter_region, gather_along, leave_region, scatter_sum_along
 from dtrain.parallel.fits import ModelSizes
-from dtrain.parallel.placement import LocalParameters, LocalView, chunk_bounds
+from dtrain.parallel.placement import chunk_bounds
 
 SEQUENCE = 1  # the dimension of [B, S, D] that sequence parallel cuts
+
+
+@dataclass(frozen=True)
+class LocalView:
+    """The view by which a module reads a parameter placed on the tp mesh.
+
+    grad: how the ranks' local gradients stand to the whole one (Partial: they are summed); of: what of the local part.
+    is_expert: whether the parameter is cut over ep too, before tp.
+    """
+
+    grad: Placement | None
+    of: Callable[[Tensor], Tensor] | None = None
+    is_expert: bool = False
+
+    def __call__(self, parameter: DTensor) -> Tensor:
+        grads = ([Shard(0)] if self.is_expert else []) + ([] if self.grad is None else [self.grad])
+        if parameter.device_mesh.ndim != len(grads):
+            raise RuntimeError(
+                "a tensor-parallel module was used outside the forward of its FSDP root, where its weights are shards: "
+                "call the model, or a method registered with register_fsdp_forward_method"
+            )
+        local = parameter.to_local(grad_placements=grads)
+        return local if self.of is None else self.of(local)
+
+
+class LocalParameters(nn.Module):
+    """A module that computes with its parameters as `local(name)` gives them.
+
+    `local_views` holds a LocalView for each parameter that a style has placed; without one it is the parameter itself.
+    keeps_precision: its parameters are held, and computed with, in float32 at least. gathered_alone: FSDP gathers them
+    for its forward alone.
+    """
+
+    keeps_precision = False
+    gathered_alone = False
+    local_views: dict[str, LocalView] = {}  # replaced on the instance, never changed
+
+    def local(self, name: str) -> Tensor:
+        """The plain tensor that this rank computes with: the parameter of that name, such as a weight [out, in],
+        or what its view takes of it, [out/tp, in] where it is column-parallel. No collective forward."""
+        parameter = getattr(self, name)
+        view = self.local_views.get(name)
+        return parameter if view is None else view(parameter)
+
+
+def exact_modules(model: nn.Module) -> dict[str, LocalParameters]:
+    """By name the modules of `model` that keep their precision."""
+    modules = ((name, module) for name, module in model.named_modules() if isinstance(module, LocalParameters))
+    return {name: module for name, module in modules if module.keeps_precision}
 
 
 @dataclass

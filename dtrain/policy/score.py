@@ -15,8 +15,8 @@ from dtrain import losses
 from dtrain.attention.packing import Packing
 from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, document_ids, documents, sum_by_document
 from dtrain.losses.head.vocabulary import compute_dtype
+from dtrain.losses.head.weighted_sum import TokenLossFn
 from dtrain.losses.policy.sequences import Documents
-from dtrain.losses.token.formulas import TokenLossFn
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.collectives import leave_region
 from dtrain.parallel.context.batch import cut_streams, gather_tokens, pad_right

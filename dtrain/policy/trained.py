@@ -14,7 +14,7 @@ from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.adapters import add_adapters
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.nf4 import quantize_linears
-from dtrain.parallel.placement import exact_modules
+from dtrain.parallel.tensor import exact_modules
 from dtrain.recipe.schema import Recipe, Train
 
 

@@ -104,8 +104,9 @@ class Trainer:
         self.policy = Policy(recipe, spec.model_config, mesh, runtime, build)
         # Of the decoder: losses and decoding call it inside the model's other methods. A sign of life for each
         # micro-batch and each drawn token.
-        self.policy.model.model.register_forward_pre_hook(runtime.stop.tick)
+        self.policy.model.model.register_forward_pre_hook(self._show_life)
         self.policy.init_optimizer(self.total_steps)
+        self._flops_per_token = flops_per_token(self.policy.model, recipe.data.max_length)
         self.saver, self.patience = self._open_saver()
         stack.callback(setattr, runtime.stop, "is_saving", True)  # closing may take as long as a save: it is no hang
         self._measured: dict[str, float] = {}  # metrics of the last finished step
@@ -261,7 +262,7 @@ class Trainer:
             for fields in self.evaluations.evaluate(step, is_last):
                 self._see(fields)
         except Interrupted:
-            self.runtime.stop.tick()
+            self._show_life()
 
     def measure(self, step: int, is_last: bool) -> bool:
         """Validate and evaluate after `step` as far as due and not done yet. Whether the run ends here, as `is_last`
@@ -335,7 +336,7 @@ class Trainer:
             tokens=tokens,
             tokens_per_sec=per_second,
             mfu=metrics.model_flops_utilisation(
-                flops_per_token(self.policy.model, self.recipe.data.max_length),
+                self._flops_per_token,
                 per_second,
                 self.runtime.world_size,
                 self.runtime.device,
@@ -346,12 +347,14 @@ class Trainer:
             data_time=data_time,
         )
 
-    def _as_the_method_sees_it(self) -> RunContext:
-        stop = self.runtime.stop
+    def _show_life(self, *_: object) -> None:
+        """Tell whoever watches this rank that it gets something done; also a hook of the decoder's forward."""
+        self.runtime.stop.progress += 1
 
+    def _as_the_method_sees_it(self) -> RunContext:
         def ask_stop() -> bool:
-            stop.tick()
-            return stop.signum != 0
+            self._show_life()
+            return self.runtime.stop.signum != 0
 
         return RunContext(self.metrics, self.run.path, self.identities, self._stack, ask_stop)
 
@@ -375,7 +378,7 @@ class Trainer:
 
         Raises, on every rank, what a save in the background has failed with on any.
         """
-        self.runtime.stop.tick()
+        self._show_life()
         flags = torch.tensor([self.runtime.stop.signum, int(self.saver.failed)])
         if self.runtime.world_size > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX)

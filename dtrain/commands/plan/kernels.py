@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dtrain.attention.kernels import HALF, Kernel, SdpaKernel
+from dtrain.attention.kernels import HALF, Kernel, SdpaKernel, Visibility
 from dtrain.attention.varlen import VarlenKernel
-from dtrain.attention.visibility import Visibility
 from dtrain.base.batch import Batch, pad_stream
 from dtrain.parallel.context.layout import shard_sequence
 from dtrain.parallel.mesh import Mesh

@@ -10,7 +10,7 @@ import torch
 
 from dtrain import models
 from dtrain.base.errors import RecipeError
-from dtrain.base.hardware import OF_FREE
+from dtrain.base.gpus import OF_FREE
 from dtrain.commands.plan.hardware import Hardware, Time, estimate
 from dtrain.commands.plan.step import Step, plan_step
 from dtrain.inference.budget import position_bytes

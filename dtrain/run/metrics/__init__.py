@@ -9,7 +9,6 @@ records   what was written, read again
 """
 
 from dtrain.base.gpus import peak_flops
-from dtrain.base.hardware import memory_gib, model_flops_utilisation
-from dtrain.run.metrics.metrics import Recorder, build, lacking
+from dtrain.run.metrics.metrics import Recorder, build, lacking, memory_gib, model_flops_utilisation
 
 __all__ = ["Recorder", "build", "lacking", "memory_gib", "model_flops_utilisation", "peak_flops"]
