@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from dtrain.base.gpus import free_memory
-from dtrain.data.rows.order import deal
+from dtrain.data.rows.rows import deal
 from dtrain.inference.request import Request
 from dtrain.models.common.config import LINEAR, ModelConfig
 from dtrain.models.common.decoder import CausalLM

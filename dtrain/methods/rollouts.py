@@ -11,7 +11,7 @@ from dtrain.base.batch import Batch
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
 from dtrain.data import Cursor, GlobalBatch, Rows
-from dtrain.data.rows.order import deal, permute
+from dtrain.data.rows.rows import deal, permute
 from dtrain.methods.method import BatchSource
 from dtrain.models.common.flops import flops_per_token
 from dtrain.policy import Policy

@@ -21,7 +21,7 @@ from dtrain.base.json_files import loads
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
-from dtrain.data.formats.plain_prompts import describe
+from dtrain.data.formats.encoder import describe
 from dtrain.data.sources.sources import Look, looks
 from dtrain.methods.spec import spec_of
 from dtrain.models.common.decoder import CausalLM

@@ -17,7 +17,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
 from dtrain.base.run_context import RunContext
 from dtrain.data import Tokenizer, choose_template
-from dtrain.data.formats.plain_prompts import evaluated_as
+from dtrain.data.formats.encoder import evaluated_as
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.sources.files import resolve
 from dtrain.inference.native import NativeEngine

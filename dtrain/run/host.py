@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dtrain import recipe as config
 from dtrain.base.ranks import Ranks
 from dtrain.parallel.runtime import Runtime
+from dtrain.recipe.secrets import masked
 from dtrain.run import metrics, resume
 from dtrain.run.metrics import Recorder
 from dtrain.run.stages import Stage
@@ -58,6 +59,6 @@ class Host:
         if self.runtime.is_main:
             self._stack.callback(spec.run.release)
         recorder = metrics.build(recipe.metrics, spec.run.path, config.to_yaml(recipe), self.runtime.is_main)
-        recorder.hide = partial(config.redact, recipe=recipe)
+        recorder.hide = partial(masked, secrets=getattr(recipe, "secrets", ()))
         self._stack.callback(recorder.close)
         self.recorder = recorder

@@ -10,7 +10,7 @@ from pathlib import Path
 from dtrain.base.errors import UserError
 from dtrain.data.sources import hub as data_hub
 from dtrain.data.sources import urls
-from dtrain.data.sources.files import entries, formats_of, kind_of, resolve
+from dtrain.data.sources.files import Pick, entries, formats_of, is_data_id, is_url, kind_of, resolve
 from dtrain.methods.spec import spec_of
 from dtrain.models.read_config import read_config
 from dtrain.recipe import Recipe
@@ -29,14 +29,14 @@ def _paths(source: Source) -> list[str]:
     return [source.path] if isinstance(source.path, str) else source.path or []
 
 
-def absent_data(recipe: Recipe) -> list[tuple[str, str, data_hub.Pick]]:
+def absent_data(recipe: Recipe) -> list[tuple[str, str, Pick]]:
     """Key and id of every dataset of the hub that is not in the cache, and what of it is wanted."""
     absent = []
     for source, key in _sources(recipe):
-        pick = data_hub.Pick.of(source)
+        pick = Pick.of(source)
         for name in _paths(source):
             with suppress(UserError):  # a split that is not there: told where the files are looked at
-                if data_hub.is_data_id(name) and data_hub.cached(name, pick, key) is None:
+                if is_data_id(name) and data_hub.cached(name, pick, key) is None:
                     absent.append((f"{key}.path", name, pick))
     return absent
 
@@ -44,14 +44,14 @@ def absent_data(recipe: Recipe) -> list[tuple[str, str, data_hub.Pick]]:
 def _is_away(recipe: Recipe, path: str, key: str) -> bool:
     """Return whether a URL is still to be copied: its files are then there, and of a kind that is read. Raises
     UserError."""
-    remotes = urls.away(path, key, recipe.cache) if urls.is_url(path) else []
+    remotes = urls.away(path, key, recipe.cache) if is_url(path) else []
     for remote in remotes:
         kind_of(remote.copy, key)
     return bool(remotes)
 
 
 def has_urls(recipe: Recipe) -> bool:
-    return any(urls.is_url(path) for source, _ in _sources(recipe) for path in _paths(source))
+    return any(is_url(path) for source, _ in _sources(recipe) for path in _paths(source))
 
 
 def to_copy(recipe: Recipe) -> list[str]:
@@ -61,14 +61,14 @@ def to_copy(recipe: Recipe) -> list[str]:
         + (f", {remote.size / 2**20:.1f} MiB" if remote.size is not None else "")
         for source, key in _sources(recipe)
         for path in _paths(source)
-        for remote in (urls.away(path, f"{key}.path", recipe.cache) if urls.is_url(path) else ())
+        for remote in (urls.away(path, f"{key}.path", recipe.cache) if is_url(path) else ())
     ]
 
 
 def _of_no_hub(source: Source, key: str) -> list[str]:
     """Return keys for datasets of the hub where no path is one."""
-    named = [f"{key}.{option.split(' ')[0]}" for option in data_hub.Pick.of(source).options().split(" --")[1:]]
-    if not named or any(map(data_hub.is_data_id, _paths(source))):
+    named = [f"{key}.{option.split(' ')[0]}" for option in Pick.of(source).options().split(" --")[1:]]
+    if not named or any(map(is_data_id, _paths(source))):
         return []
     return [f"{' and '.join(named)}: for datasets of the Hugging Face hub (owner/name), and {key}.path names files"]
 

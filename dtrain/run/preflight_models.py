@@ -15,7 +15,7 @@ from dtrain.base.model_directory import INDEX, TOKENIZER, files_of_weights, has_
 from dtrain.base.patterns import unmatched
 from dtrain.checkpoint.peft.config import base_of, is_adapter_directory
 from dtrain.checkpoint.peft.tensors import read_header
-from dtrain.data.formats.plain_prompts import refuse_without_template
+from dtrain.data.formats.encoder import refuse_without_template
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.methods.spec import REWARD_MODEL, spec_of

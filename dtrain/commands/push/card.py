@@ -9,7 +9,7 @@ import yaml
 
 from dtrain import __version__
 from dtrain.base.hub import id_of
-from dtrain.data.sources.hub import is_data_id
+from dtrain.data.sources.files import is_data_id
 from dtrain.recipe import secrets
 from dtrain.run.metrics import records
 

@@ -1,4 +1,4 @@
-"""Formats of rows: detection, checks, and normalisation to one shape per kind of training.
+"""Kinds of data files by their suffix; formats of rows: detection, checks, and one shape per kind of training.
 
 The four shapes: `Conversation` (messages, ShareGPT, Alpaca, prompt and completion as messages), `PromptCompletion`
 (prompt and completion as strings), `Text`, and `TokenizedRow` (used as they are). What a pair of a chosen and a
@@ -8,12 +8,14 @@ Problems are UserErrors that name the key and the fix; the caller, who knows the
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of, loads
 from dtrain.base.ranges import nearest
 
+ENDINGS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}  # of data files
 IGNORE = -100  # a label without loss, as everywhere in the field
 
 # The keys by which a format is known; the first that a row has all of is its format.
@@ -61,6 +63,13 @@ SHAREGPT_ROLES = {
 }
 CALL_ROLES = ("function_call", "tool_call")
 ROLE_HINTS = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
+
+
+def ending_of(file: PurePath) -> str:
+    """Return the ending, a key of ENDINGS for a file of rows; that before .gz where the two may stand together."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    is_packed = suffixes[-1:] == [".gz"] and suffixes[-2:-1] not in ([], [".parquet"])
+    return ["", *suffixes][-2 if is_packed else -1]
 
 
 @dataclass(frozen=True)

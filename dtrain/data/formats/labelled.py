@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import shown
-from dtrain.data.formats.encoder import Document
+from dtrain.data.formats.encoder import Document, Encoder
 from dtrain.data.formats.formats import LABELS
 from dtrain.data.formats.pairs import PairEncoder
-from dtrain.data.formats.sample import Encoder
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 

@@ -12,10 +12,9 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import is_number
-from dtrain.data.formats.encoder import LONG, Document, RowEncoder
+from dtrain.data.formats.encoder import LONG, Document, Encoder, RowEncoder
 from dtrain.data.formats.formats import Conversation, normalise
 from dtrain.data.formats.pairs import PairEncoder
-from dtrain.data.formats.sample import Encoder
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 

@@ -4,8 +4,8 @@ Where the completions begin. A template or a tokenizer may write the end of a pr
 it (thinking that is dropped, tokens that merge). So the prompt of a pair is the longest beginning, in tokens, that the
 prompt alone, prompt + chosen and prompt + rejected have in common; without a prompt of its own, that the other two
 have. Every token behind it is trained, in both documents, through the token that ends the turn; the white space that
-a template writes after that one is left out, as in sample.py. A prompt of messages is rendered with the generation
-prompt; plain strings are framed as sample.py frames them. At least one token stays in the prompt and in each
+a template writes after that one is left out, as in encoder.py. A prompt of messages is rendered with the generation
+prompt; plain strings are framed as encoder.py frames them. At least one token stays in the prompt and in each
 completion: a document's first token is predicted from nothing.
 
 What is too long loses the beginning of its prompt, as much as the longer completion asks for and all but one token at
@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.data.formats.encoder import LONG, Document, RowEncoder
-from dtrain.data.formats.plain_prompts import USER
+from dtrain.data.formats.encoder import LONG, USER, Document, RowEncoder
 from dtrain.data.formats.preferences import ChatPair, TextPair, TokenPair, normalise_pair, shared_length
 from dtrain.data.text.replies import Messages
 

@@ -17,14 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dtrain.base import json_files
 from dtrain.base.errors import UserError
+from dtrain.base.hub import is_id
 from dtrain.base.ranges import nearest
 from dtrain.data.formats import formats
+from dtrain.data.formats.formats import ENDINGS, ending_of
 from dtrain.data.sources.columns import how_to_map, lacking, renamed
-from dtrain.data.sources.file_kinds import KINDS, ending_of
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
@@ -45,6 +46,35 @@ class Chunk:
     file: str
     rows: list[tuple[int, Any]]
     size: int
+
+
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
+class Pick(NamedTuple):
+    """A part of a dataset: `split` of `subset` (None: its default) at `revision` (None: its main branch)."""
+
+    split: str = "train"
+    subset: str | None = None
+    revision: str | None = None
+
+    @classmethod
+    def of(cls, source: Any) -> "Pick":
+        """Return the part that a source of the recipe names."""
+        default = cls()
+        split, subset, revision = (getattr(source, name, getattr(default, name)) for name in cls._fields)
+        return cls(str(split), subset, revision)
+
+    def options(self) -> str:
+        """Return the options of `dtrain download` for this part."""
+        options = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        return "".join(f" --{name} {value}" for name, value in options.items())
+
+
+def is_data_id(path: str) -> bool:
+    """Return whether `path` reads as a dataset's id on the hub. A file of that name comes first."""
+    return not any(path.lower().endswith((kind, f"{kind}.gz")) for kind in ENDINGS) and is_id(path)
 
 
 def entries(split: Any, key: str) -> list[tuple[Any, str]]:
@@ -77,7 +107,7 @@ def resolve(
 
 
 def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> list[Path]:
-    if "://" in path:
+    if is_url(path):
         from dtrain.data.sources import urls
 
         if cache_dir is None:
@@ -93,15 +123,14 @@ def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> 
         if not names:
             raise UserError(f"{key}: no file matches {path}")
         return names
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+    if is_data_id(path):
         from dtrain.data.sources import hub
 
-        if hub.is_data_id(path):
-            pick = hub.Pick.of(source)
-            files = hub.cached(path, pick, key.removesuffix(".path"))
-            if files is None:
-                raise UserError(hub.absent(path, pick, key))
-            return files
+        pick = Pick.of(source)
+        files = hub.cached(path, pick, key.removesuffix(".path"))
+        if files is None:
+            raise UserError(hub.absent(path, pick, key))
+        return files
     parts = re.split(r"[,;\s]+", path)
     several = f": several are written [{','.join(parts)}]" if len(parts) > 1 and Path(parts[0]).is_file() else ""
     raise UserError(f"{key}: there is no file {path}{several or _instead(expanded)}")
@@ -119,12 +148,12 @@ def _instead(file: Path) -> str:
 def kind_of(file: Path, key: str = "data.train.path") -> str:
     """Return json, csv or parquet, by the file's ending."""
     ending = ending_of(file)
-    kind = KINDS.get(ending)
+    kind = ENDINGS.get(ending)
     if kind is None:
         table = ending in (".tsv", ".tab", ".xlsx", ".xls", ".ods")
         raise UserError(
-            f"{key}: {file} is none of the files that dtrain reads: {', '.join(KINDS)}, all but the last also as .gz; "
-            + ("save the table as .csv, with commas" if table else _PLAIN_TEXT)
+            f"{key}: {file} is none of the files that dtrain reads: {', '.join(ENDINGS)}, all but the last also as "
+            ".gz; " + ("save the table as .csv, with commas" if table else _PLAIN_TEXT)
         )
     return kind
 

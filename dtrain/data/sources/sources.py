@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import plural
-from dtrain.data.formats.encoder import LONG, EncodedChunk, Part, RowEncoder
+from dtrain.data.formats.encoder import LONG, TEXT, EncodedChunk, Part, RowEncoder, describe, refuse_without_template
 from dtrain.data.formats.formats import CHAT_FORMATS, FORMATS, KINDS
-from dtrain.data.formats.plain_prompts import TEXT, describe, refuse_without_template
 from dtrain.data.rows.cache import Samples, Source, open_cache
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources.files import entries, formats_of, read_chunks, resolve
@@ -26,7 +25,7 @@ Say = Callable[[str], None]
 
 # Kind of sample -> module and class that make it of a row, loaded when a method needs it, and the options of its own.
 ENCODERS = {
-    "examples": ("dtrain.data.formats.sample", "Encoder", ["loss_on"]),
+    "examples": ("dtrain.data.formats.encoder", "Encoder", ["loss_on"]),
     "pairs": ("dtrain.data.formats.pairs", "PairEncoder", []),
     "labelled": ("dtrain.data.formats.labelled", "LabelledEncoder", []),
     "prompts": ("dtrain.data.formats.prompts", "PromptEncoder", ["options"]),
@@ -236,7 +235,7 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
     noun = samples.noun
     trained = "" if noun == "prompts" else f", {meta['trained_tokens']:,} of them trained"
     made = noun.removesuffix("s") if meta["samples"] == 1 else noun
-    rows = f"{meta['rows']:,} {plural(meta['rows'], 'row')}"
+    rows = f"{meta['rows']:,} {'row' if meta['rows'] == 1 else 'rows'}"
     lines = [f"{label}: {meta['samples']:,} {made} of {rows}, {meta['tokens']:,} tokens{trained}"]
     if meta.get("others"):
         lines[0] += f" (data.val is a share: {meta['others']:,} rows are of the other part)"

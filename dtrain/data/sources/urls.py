@@ -33,10 +33,6 @@ class Remote(NamedTuple):
     size: int | None
 
 
-def is_url(path: str) -> bool:
-    return "://" in path
-
-
 def find(url: str, key: str, cache_dir: Path) -> list[Remote]:
     """Return the files of a URL, or of a pattern of one, sorted. Nothing is copied. Raises UserError with `key`."""
     with _url_errors(url, key):

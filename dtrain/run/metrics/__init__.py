@@ -3,8 +3,7 @@
 fields    the table of a row's fields: units, meanings, order
 metrics   the rows of a run
 sinks     metrics.jsonl, TensorBoard, Weights & Biases
-progress  the terminal
-terminal  a stranger's words made harmless, small plots of curves
+terminal  the bar and the lines of a run, words made harmless, small plots
 records   what was written, read again
 """
 

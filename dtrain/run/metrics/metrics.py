@@ -11,8 +11,8 @@ from dtrain.base.errors import UserError
 from dtrain.base.gpus import peak_flops
 from dtrain.base.json_files import loads
 from dtrain.run.metrics.fields import ROW_ORDER
-from dtrain.run.metrics.progress import Progress
 from dtrain.run.metrics.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
+from dtrain.run.metrics.terminal import Progress
 
 if TYPE_CHECKING:
     import torch
