@@ -24,8 +24,9 @@ from dtrain.inference.engine import Engine, Peers
 from dtrain.inference.kv_cache import KeyValues
 from dtrain.inference.request import AskStop, Completion, Request
 from dtrain.models.common.decoder import CausalLM
-from dtrain.parallel.fsdp import reshard_model, unsharded
+from dtrain.parallel.fsdp import unsharded
 from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.placement import reshard_model
 from dtrain.parallel.tensor import whole_sequences
 
 if TYPE_CHECKING:

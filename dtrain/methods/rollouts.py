@@ -85,6 +85,8 @@ class Rollouts(BatchSource):
     def shares(self, policy: Policy, buffer: Buffer, chosen: Sequence[int]) -> list[list[int]]:
         """Return these completions dealt out over the data-parallel ranks by the FLOPs of training on them."""
         ranks = policy.mesh.dp_size
+        if ranks == 1:
+            return [list(chosen)]
         costs = [length * flops_per_token(policy.model, length) for length in buffer.lengths[list(chosen)].tolist()]
         # Fixed micro-batches are rows: a rank takes no more of them than its part.
         is_fixed = not (self.recipe.data.packing or self.spec.is_dynamic(self.recipe))

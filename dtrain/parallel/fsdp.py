@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from dtrain.parallel.experts import expert_parameters
-from dtrain.parallel.placement import local_tensor
+from dtrain.parallel.placement import local_tensor, reshard_model
 from dtrain.parallel.tensor import LocalParameters, ParallelModel, exact_modules
 
 
@@ -156,22 +156,3 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         for unit in units:
             unit.set_reshard_after_forward(unit.reshards_after_forward, recurse=False)
         reshard_model(model)
-
-
-def reshard_model(model: nn.Module) -> None:
-    """Let go of every gathered weight, those too that stay for a backward, where none follows. No collective.
-
-    Until then `model.parameters()` are the gathered copies: what is written to them is lost, and saving sees no shards.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def weights_changed(model: nn.Module) -> None:
-    """To be called after `model`'s parameters were written: where they lie on the host (`masters.Master`), the device's
-    copies of them are made anew. No collective."""
-    for parameter in model.parameters():
-        refresh = getattr(local_tensor(parameter), "refresh", None)
-        if refresh is not None:
-            refresh()

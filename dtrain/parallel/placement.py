@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
@@ -234,3 +235,22 @@ def _reduction(norm_type: float) -> dist.ReduceOp.RedOpType:
 
 def _root(total: Tensor, norm_type: float) -> Tensor:
     return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+
+
+def reshard_model(model: nn.Module) -> None:
+    """Let go of every gathered weight, those too that stay for a backward, where none follows. No collective.
+
+    Until then `model.parameters()` are the gathered copies: what is written to them is lost, and saving sees no shards.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def weights_changed(model: nn.Module) -> None:
+    """To be called after `model`'s parameters were written: where they lie on the host (`masters.Master`), the device's
+    copies of them are made anew. No collective."""
+    for parameter in model.parameters():
+        refresh = getattr(local_tensor(parameter), "refresh", None)
+        if refresh is not None:
+            refresh()

@@ -25,8 +25,8 @@ from dtrain.checkpoint.peft.files import read_adapter
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import LossScale, Updater, build_optimizer, build_scheduler
-from dtrain.parallel.fsdp import reshard_model, weights_changed
 from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.placement import reshard_model, weights_changed
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.batching import Batching, Fixed, all_reduced, micro_batches, scatter, take
 from dtrain.policy.build import build_model, offloads

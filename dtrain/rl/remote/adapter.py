@@ -18,7 +18,7 @@ from dtrain.checkpoint.peft.files import write_adapter
 from dtrain.models.common.adapter_config import AdapterConfig, is_adapter
 from dtrain.models.common.adapters import adapted_layers
 from dtrain.models.common.decoder import CausalLM
-from dtrain.parallel.fsdp import reshard_model
+from dtrain.parallel.placement import reshard_model
 from dtrain.rl.remote.dialects import AdapterVersion
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.publish import Publisher
