@@ -13,8 +13,8 @@ import yaml
 from dtrain import recipe as config
 from dtrain.commands.cli import _parser
 from dtrain.data.formats import formats
-from dtrain.data.formats.labelled import read_label
-from dtrain.data.formats.preferences import normalise_pair
+from dtrain.data.formats.labels import read_label
+from dtrain.data.formats.pairs import normalise_pair
 from dtrain.data.formats.prompts import normalise_prompt
 from dtrain.losses.policy import options as policy_options
 from dtrain.losses.preference import options as preference_options

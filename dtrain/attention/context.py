@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain.attention.kernels import Kernel, Visibility
 from dtrain.attention.packing import Call, Packing
 from dtrain.attention.varlen import Flash, PackedKernel, Segments, VarlenKernel, pick
-from dtrain.parallel.context.layout import gather_sequence
+from dtrain.parallel.context.batch import gather_sequence
 
 
 class ContextKernel(Kernel):

@@ -20,7 +20,7 @@ from dtrain.attention.context import ContextKernel, PackedContextKernel
 from dtrain.attention.kernels import Kernel, Visibility, additive
 from dtrain.attention.packing import Call, Packing
 from dtrain.attention.varlen import Segments, VarlenBlocks, VarlenKernel
-from dtrain.parallel.context.layout import shard_sequence
+from dtrain.parallel.context.batch import shard_sequence
 
 
 class RingKernel(ContextKernel):

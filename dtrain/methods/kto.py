@@ -19,7 +19,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
 from dtrain.base.run_context import RunContext
 from dtrain.data import GlobalBatch, Rows
-from dtrain.data.formats.labelled import is_wanted
+from dtrain.data.formats.labels import is_wanted
 from dtrain.data.rows.rows import pack, row_of
 from dtrain.losses.preference import unpaired
 from dtrain.methods.method import MethodWithReference

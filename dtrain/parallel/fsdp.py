@@ -24,8 +24,6 @@ from dtrain.parallel.tensor import LocalParameters, ParallelModel, exact_modules
 
 
 class _Unit(FSDPModule):
-    """A layer or model after `fully_shard`."""
-
     reshards_after_forward: bool
 
 
@@ -67,7 +65,12 @@ def shard_with_policies(
     Gradients are summed: the loss already divides by the count of the global batch.
     """
     shards = None if expert_mesh is None else _shards(model, expert_mesh)
-    keep_exact(model, mesh, precision, offload)
+    # Modules that the decoder calls before the layers compute in float32 where the others compute in half: each is a
+    # unit of its own, which stays gathered from the forward to the backward.
+    wide = precision.param_dtype and torch.promote_types(precision.param_dtype, torch.float32)
+    exact = MixedPrecisionPolicy(param_dtype=wide, reduce_dtype=wide, cast_forward_inputs=False)
+    for wide_module in exact_modules(model).values():
+        _own_unit(wide_module, mesh, exact, offload, False)
     for module in model.modules():
         if isinstance(module, LocalParameters) and module.gathered_alone:
             _own_unit(module, mesh, precision, offload, reshard_after_forward is not False)
@@ -82,15 +85,6 @@ def shard_with_policies(
     # The head's weight is read inside these; unregistered, they would see this rank's shard and give wrong numbers.
     for name in ("with_head", "hidden_states", "next_logits"):
         register_fsdp_forward_method(model, name)
-
-
-def keep_exact(model: ParallelModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
-    """A unit of its own for each module that says `keeps_precision`, whose decoder calls it before the layers: it
-    computes in float32 where the others compute in half. It stays gathered from the forward to the backward."""
-    wide = precision.param_dtype and torch.promote_types(precision.param_dtype, torch.float32)
-    exact = MixedPrecisionPolicy(param_dtype=wide, reduce_dtype=wide, cast_forward_inputs=False)
-    for module in exact_modules(model).values():
-        _own_unit(module, mesh, exact, offload, False)
 
 
 Shards = Callable[[nn.Parameter], Any]

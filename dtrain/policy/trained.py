@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dtrain.base.errors import UserError
-from dtrain.base.patterns import matched, unmatched
+from dtrain.base.name_patterns import matched, unmatched
 from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.adapters import add_adapters

@@ -12,7 +12,7 @@ from pathlib import Path
 from dtrain.base.errors import UserError
 from dtrain.base.hub import is_id
 from dtrain.base.model_directory import INDEX, TOKENIZER, files_of_weights, has_weights
-from dtrain.base.patterns import unmatched
+from dtrain.base.name_patterns import unmatched
 from dtrain.checkpoint.peft.config import base_of, is_adapter_directory
 from dtrain.checkpoint.peft.tensors import read_header
 from dtrain.data.formats.encoder import refuse_without_template

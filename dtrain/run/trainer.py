@@ -240,7 +240,6 @@ class Trainer:
             raise Stopped(signum, self._farewell(step, saved) if step else NOTHING_LOST) from None
 
     def _save_last(self, step: int, saved: int | None) -> int | None:
-        """Save the step that is done, if it is not saved yet; the last step that then is."""
         if self.recipe.checkpoint.every is None or saved == step or step == 0:
             return saved
         self.save(step, self._cursor, wait=True)
@@ -279,7 +278,6 @@ class Trainer:
         return self.measure(step, True)
 
     def _see(self, fields: Mapping[str, float]) -> None:
-        """Fields that were just measured."""
         self._measured |= fields
         self.patience.see(fields)
 
@@ -359,7 +357,6 @@ class Trainer:
         return RunContext(self.metrics, self.run.path, self.identities, self._stack, ask_stop)
 
     def _tell_plan(self, wait: float) -> None:
-        """The planned peak, once it is known, with the measured one."""
         planned = self._planned(wait) if self._planned is not None else None
         if planned is None:
             return

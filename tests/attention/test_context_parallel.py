@@ -15,7 +15,7 @@ from dtrain.attention.kernels import KERNELS, Visibility
 from dtrain.attention.packing import Packing
 from dtrain.attention.ring import RingKernel, VarlenRingKernel
 from dtrain.attention.varlen import VarlenKernel
-from dtrain.parallel.context.layout import shard_sequence
+from dtrain.parallel.context.batch import shard_sequence
 from tests.attention.dense import attention, packed_rows, tensors, visible
 from tests.attention.flash import WrittenFlash
 from tests.world import run_world

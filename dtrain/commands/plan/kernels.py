@@ -14,7 +14,7 @@ from torch import Tensor
 from dtrain.attention.kernels import HALF, Kernel, SdpaKernel, Visibility
 from dtrain.attention.varlen import VarlenKernel
 from dtrain.base.batch import Batch, pad_stream
-from dtrain.parallel.context.layout import shard_sequence
+from dtrain.parallel.context.batch import shard_sequence
 from dtrain.parallel.mesh import Mesh
 from dtrain.policy.build import wants_varlen
 from dtrain.policy.precision import choose_precision

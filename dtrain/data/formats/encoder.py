@@ -320,7 +320,6 @@ class Encoder(RowEncoder):
         return self._masked(text, spans)
 
     def _wanted(self, sample: Conversation) -> list[int]:
-        """Return the indices of the messages that are trained."""
         roles = [message["role"] for message in sample.messages]
         replies = [index for index, role in enumerate(roles) if role == "assistant" and index >= sample.prompt]
         if self.loss_on == "completion" and not sample.prompt:
@@ -341,7 +340,6 @@ class Encoder(RowEncoder):
         return ids, trained
 
     def _string(self, text: str, start: int) -> tuple[list[int], bytearray]:
-        """Return ids and mask of a plain string, trained from character `start` on and in its EOS token."""
         ids, trained = self._masked(text, [(start, len(text))])
         before, after = self.around(ids)
         return [*before, *ids, *after], bytearray(len(before)) + trained + b"\1" * len(after)

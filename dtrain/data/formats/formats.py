@@ -2,7 +2,7 @@
 
 The four shapes: `Conversation` (messages, ShareGPT, Alpaca, prompt and completion as messages), `PromptCompletion`
 (prompt and completion as strings), `Text`, and `TokenizedRow` (used as they are). What a pair of a chosen and a
-rejected completion says is in preferences.py, what a prompt says in prompts.py. Torch is not imported.
+rejected completion says is in pairs.py, what a prompt says in prompts.py. Torch is not imported.
 Problems are UserErrors that name the key and the fix; the caller, who knows them, puts file and line in front.
 """
 
@@ -185,7 +185,6 @@ def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptComplet
 
 
 def _refuse_bad_reply(row: Mapping[str, Any], name: str) -> None:
-    """Raise UserError for KTO's rows with a bad reply: a label that is false."""
     for key in LABELS:
         if name not in ("text", "tokenized") and str(row.get(key)).lower() == "false":
             raise UserError(

@@ -87,7 +87,6 @@ def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = Non
 
 
 def _chat(row: Mapping[str, Any], name: str) -> tuple[list[Message], dict[str, Any]]:
-    """Return the messages to answer, and the columns beside them."""
     if name == "question":
         messages = [{"role": "user", "content": read_string(row["question"], "question")}]
         return messages, _columns(row, "question")
@@ -113,7 +112,6 @@ def _check_end(messages: Sequence[Message], key: str) -> None:
 
 
 def _text_of(answer: Any) -> str | None:
-    """Return the text of an answer in messages or as a string."""
     if isinstance(answer, list) and answer and isinstance(answer[-1], Mapping):
         answer = answer[-1].get("content")
     return answer if isinstance(answer, str) else None

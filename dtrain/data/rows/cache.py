@@ -107,6 +107,7 @@ class Samples:
     """Samples of a cache. `samples[i]` is the list of its documents, each (ids int32 [s], trained bool [s]).
 
     documents_per_sample   1, or 2 for preferences: chosen, rejected
+    noun                   name of the samples, in the plural
     meta                   content of meta.json: rows, samples, truncated, too_long, untrained, tokens, left_out ...
     shares                 the samples of each source, with its weight
     fingerprint            a hash of ids, masks, weights and documents per sample
@@ -123,6 +124,7 @@ class Samples:
             if name in self.meta["sizes"]
         )
         self._origins = origins.view(-1, 3)
+        self.noun: str = self.meta["noun"]
         self.documents_per_sample: int = self.meta["documents_per_sample"]
         counts = self.meta["per_source"]
         starts = accumulate(counts[:-1], initial=0)
@@ -139,11 +141,6 @@ class Samples:
         """Counts of rows, samples and tokens, and the identity."""
         counts = {name: self.meta[name] for name in ("rows", "samples", "tokens", "trained_tokens", "plain_prompts")}
         return {**counts, "identity": self.identity}
-
-    @property
-    def noun(self) -> str:
-        """Name of the samples, in the plural."""
-        return self.meta["noun"]
 
     def __len__(self) -> int:
         return self.meta["samples"]
@@ -310,7 +307,6 @@ def _build(
     progress: bool,
     label: str,
 ) -> dict[str, Any]:
-    """Write the files of a cache, and return the content of its meta.json."""
     files = [(number, file) for number, source in enumerate(sources) for file in source.files]
     size = sum(file.stat().st_size for _, file in files)
     workers = num_workers or _cores()
@@ -370,7 +366,6 @@ def _cores() -> int:
 def _refuse_nothing(
     writer: _Writer, files: Sequence[tuple[int, Path]], label: str, noun: str, part: Part | None
 ) -> None:
-    """Raise UserError, with the reason, where there is no sample."""
     if writer.samples:
         return
     names = ", ".join(str(file) for _, file in files[:3]) + (", ..." if len(files) > 3 else "")

@@ -150,6 +150,7 @@ class Rows:
     capacity    tokens that a packed row has room for: max_length for each document of one sample
     shuffle     False: the order of the files, and rows in the order of their first sample within a window
     epochs      None: without end
+    fingerprint a hash of the tokens that these rows are made of: another one means other data
     """
 
     samples: Samples
@@ -161,15 +162,11 @@ class Rows:
     epochs: int | None = None
 
     def __post_init__(self) -> None:
+        self.fingerprint = self.samples.fingerprint
         self.capacity = self.max_length * self.samples.documents_per_sample
         self._counts: dict[tuple[int, int], int] = {}  # (epoch, window) → its rows, as far as known
         if self._order(0).total == 0:
             raise UserError("the weights of data.train.sources leave no row in an epoch; raise them")
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the tokens that these rows are made of: another one means other data."""
-        return self.samples.fingerprint
 
     def rows_in_epoch(self, epoch: int) -> int:
         """Return the number of placements in `epoch`. Packed, this packs the whole epoch by its lengths, once."""
@@ -242,12 +239,10 @@ class Rows:
         return -(-self._order(epoch).total // WINDOW)
 
     def _lengths(self, epoch: int, window: int) -> tuple[Tensor, Tensor]:
-        """Return the samples of a window in the epoch's order, and their lengths."""
         samples = self._order(epoch).samples(window * WINDOW, (window + 1) * WINDOW)
         return samples, self.samples.lengths(samples)
 
     def _window(self, epoch: int, window: int) -> list[list[int]]:
-        """Return the samples of each placement of a window."""
         samples, lengths = self._lengths(epoch, window)
         if not self.packing:
             return [[index] for index in samples.tolist()]
@@ -355,7 +350,6 @@ class Batches:
             number += 1
 
     def _share(self, group: list[Placement]) -> list[Placement]:
-        """Return this rank's placements."""
         if not self.by_length:
             return group[self.dp_rank :: self.dp_size]
         samples = torch.tensor([placement.samples[0] for placement in group])

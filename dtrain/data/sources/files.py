@@ -217,7 +217,6 @@ def read_rows(
 
 
 def _mend(text: str, name: str) -> str:
-    """Return the hint for a line that is not JSON, where it shows its cause."""
     if text.strip() in ("{", "["):
         return f". If an object goes on over several lines, `jq -c . {name} > rows.jsonl` puts each on one"
     if text.lstrip("{ ")[:1] in ("\u2018", "\u201c", "\u00ab"):
@@ -281,7 +280,6 @@ def _first_character(stream: Stream) -> bytes:
 
 
 def _chunks(file: Path, rows: Iterator[tuple[int, Any, int]]) -> Iterator[Chunk]:
-    """Gather (line, row, size) triples into chunks."""
     gathered: list[tuple[int, Any]] = []
     size = 0
     for line, row, row_size in rows:

@@ -200,7 +200,6 @@ def _wanted(name: str, subsets: Mapping[str, Subset], subset: str | None, key: s
 
 
 def _splits(subset: Subset, files: Sequence[str]) -> dict[str, list[str]]:
-    """Return the files of each split."""
     below = f"{subset.folder}/" if subset.folder else ""
     inside = [path for path in files if path.startswith(below)]
     if subset.splits is not None:
@@ -220,7 +219,6 @@ def _splits(subset: Subset, files: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _split_of(path: str) -> str:
-    """Return the split that a path names; "" where it names none."""
     name = PurePosixPath(path)
     stem = name.name.split(".")[0]
     if shard := _SHARD.fullmatch(stem):

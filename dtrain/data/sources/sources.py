@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 ENCODERS = {
     "examples": ("dtrain.data.formats.encoder", "Encoder", ["loss_on"]),
     "pairs": ("dtrain.data.formats.pairs", "PairEncoder", []),
-    "labelled": ("dtrain.data.formats.labelled", "LabelledEncoder", []),
+    "labelled": ("dtrain.data.formats.labels", "LabelledEncoder", []),
     "prompts": ("dtrain.data.formats.prompts", "PromptEncoder", ["options"]),
     "examples with labels": ("dtrain.data.formats.labels", "LabelledTextEncoder", ["label"]),
     "pairs with labels": ("dtrain.data.formats.labels", "LabelledPairEncoder", ["label"]),
@@ -148,7 +148,6 @@ def _opened(
     cache_dir: str | Path | None = None,
     say: Say = lambda line: None,
 ) -> tuple[list[Source], RowEncoder]:
-    """Return the sources of a split, and the encoder of their rows. Raises UserError."""
     train, is_part = split == "train", isinstance(section.val, float)
     whence = "train" if is_part else split
     tell = say if whence == split else lambda line: None  # whoever opened the other part has said it
@@ -162,7 +161,6 @@ def _opened(
 
 
 def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | None) -> list[Source]:
-    """Return the sources of data.train or data.val, their formats detected and printed. Raises UserError."""
     sources = []
     if split is None:
         raise UserError(f"{key} is null: name its data with {key}.path")

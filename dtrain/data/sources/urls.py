@@ -87,7 +87,6 @@ def _remote(system: Any, path: str, info: dict[str, Any], url: str, cache_dir: P
 
 
 def _copy(remote: Remote) -> None:
-    """Copy a file beside its place, then rename it."""
     folder = remote.copy.parent
     beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
     try:
@@ -106,7 +105,6 @@ def _list_of(url: str, cache_dir: Path) -> Path:
 
 
 def _keep(url: str, cache_dir: Path, remotes: list[Remote]) -> None:
-    """Note the copies that the URL meant last."""
     place = _list_of(url, cache_dir)
     with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False) as beside:
         beside.write("".join(f"{remote.copy.relative_to(cache_dir)}\n" for remote in remotes))

@@ -11,7 +11,7 @@ from dtrain.losses.head.logprobs import TrainingSamplingParams
 from dtrain.losses.head.vocabulary import Group, group_rank, group_size
 from dtrain.losses.logits.next_token import NO_TARGET, logprobs_of_targets
 from dtrain.parallel.collectives import gather_along
-from dtrain.parallel.context.packed_layout import held_positions, sequence_of
+from dtrain.parallel.context.batch import held_positions, sequence_of
 
 
 def from_parallel_logits_to_logprobs_packed_sequences(

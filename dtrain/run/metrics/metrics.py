@@ -38,6 +38,7 @@ class Recorder:
     ):
         self._sinks = list(sinks)
         self._samples, self._answers = samples, answers
+        self._beside = [sink for sink in (samples, answers) if sink is not None]  # files beside the record
         self._total_steps: int | None = None
         self._progress = progress
         self._every = every
@@ -92,11 +93,6 @@ class Recorder:
         """Take the answers of one set after `step` out again. Before the first row."""
         if self._answers is not None:
             self._answers.cut(lambda line: (row := loads(line))["step"] != step or row.get("set") != name)
-
-    @property
-    def _beside(self) -> list[Sink]:
-        """The files beside the record."""
-        return [sink for sink in (self._samples, self._answers) if sink is not None]
 
     def say(self, text: str) -> None:
         """A line on the terminal, above the progress bar. Silent on other ranks than 0."""

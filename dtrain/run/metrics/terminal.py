@@ -113,7 +113,6 @@ def _stride(total: int) -> int:
 
 
 def _coloured(line: str) -> str:
-    """A line for a terminal: labels and losses stand out, notes and warnings have colours of their own."""
     if line.startswith("warning:"):
         return f"{_RED}{line}{_END}"
     if line.startswith("note:"):
@@ -141,7 +140,6 @@ def _fields(row: Mapping[str, int | float]) -> dict[str, str]:
 
 
 def _short(row: Mapping[str, int | float]) -> str:
-    """Return the fields that fit beside a bar in 80 columns."""
     names = ("reward_mean" if "reward_mean" in row else "loss", "tokens_per_sec")
     return " ".join(_SHOWN[name](row[name]) for name in names if name in row).replace(" tokens/s", " tok/s")
 
