@@ -85,8 +85,8 @@ if TYPE_CHECKING:
         without_truncated,
         zero_variance_groups,
     )
+    from dtrain.losses.policy.formulas import Documents, RowSequences
     from dtrain.losses.policy.padded import policy_loss
-    from dtrain.losses.policy.sequences import Documents, RowSequences
     from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
     from dtrain.losses.preference.losses import (
         combined_preference_loss,
@@ -108,7 +108,7 @@ _MODULES = {
     "policy.terms": "Counts PolicySpec means policy_terms top_entropy_threshold",
     "preference.losses": "combined_preference_loss length_desensitised_weights preference_loss preference_rewards "
     "preference_weights running_mean",
-    "policy.sequences": "Documents RowSequences",
+    "policy.formulas": "Documents RowSequences",
     "head.vocabulary": "VocabShard",
     "logits.distillation": "get_distillation_topk_logprobs_from_logits",
     "logits.groups": "AllGatherCPTensor _get_tokens_on_this_cp_rank allgather_cp_sharded_tensor cp_shift_next "

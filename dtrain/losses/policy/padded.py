@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dtrain.losses.policy.sequences import RowSequences
+from dtrain.losses.policy.formulas import RowSequences
 from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 
 
