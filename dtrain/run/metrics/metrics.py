@@ -185,7 +185,7 @@ def model_flops_utilisation(
     """Return the share of the devices' peak that the model's own arithmetic takes (PaLM, arXiv:2204.02311, appendix B).
 
     flops_per_token: training FLOPs, recomputation not counted; tokens_per_sec: over all ranks. None where no peak is
-    known: off CUDA, for a device that is not in the table (base/gpus.py), for dtypes other than bfloat16 and float16.
+    known: off CUDA, for a device that is not in the table (base/gpus.toml), for dtypes other than bfloat16 and float16.
     """
     import torch
 
