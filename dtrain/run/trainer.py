@@ -3,11 +3,11 @@
 The files that a batch passes through:
 
     data/sources → formats → text → rows/cache            rows of files to token ids and a trained mask, once
-    data/rows/order → rows                                the endless row sequence; a dp rank's rows of a global batch
+    data/rows/rows                                        the endless row sequence; a dp rank's rows of a global batch
     methods: batch, prepare                               rows to a batch [n, S] on the host, and what its loss reads
     policy.Policy.train → policy/batching                 counts over all ranks, micro-batches; backward
     policy/score → models → losses/head                   hidden states, the loss inside the root's forward
-    optim → parallel/grads                                norm, clip, update
+    optim → parallel/placement                            norm, clip, update
     metrics                                               the row of metrics.jsonl
 """
 

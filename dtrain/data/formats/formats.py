@@ -72,6 +72,13 @@ def ending_of(file: PurePath) -> str:
     return ["", *suffixes][-2 if is_packed else -1]
 
 
+PREFERENCES = (
+    "the rows are preferences, pairs of a chosen and a rejected completion: set method=dpo, which trains on them, "
+    "or give each row messages, or prompt and completion"
+)
+"""The refusal of preferences where a method wants single examples."""
+
+
 @dataclass(frozen=True)
 class Conversation:
     """Messages of a conversation; `train[i]` is the row's mark of messages[i]: True, False, or None without one.
@@ -115,7 +122,7 @@ def detect(row: Mapping[str, Any], kind: str = "examples") -> str | None:
 def describe_unknown(row: Mapping[str, Any], kind: str = "examples") -> str:
     """Return the message for a row in which `detect` found no format."""
     if kind == "examples" and detect(row, "pairs") is not None:
-        return refuse_preference()
+        return PREFERENCES
     single = detect(row, "examples")
     if kind == "pairs" and single is not None:
         labelled = (
@@ -133,14 +140,6 @@ def describe_unknown(row: Mapping[str, Any], kind: str = "examples") -> str:
         f"no known format has the keys {', '.join(map(str, row)) or '(none)'}. The formats and their keys are: "
         f"{known}. Rename the columns of the file"
         + (", or set method=grpo, which trains on prompts" if kind == "examples" and detect(row, "prompts") else "")
-    )
-
-
-def refuse_preference() -> str:
-    """Return the refusal of preferences where a method wants single examples."""
-    return (
-        "the rows are preferences, pairs of a chosen and a rejected completion: set method=dpo, which trains on them, "
-        "or give each row messages, or prompt and completion"
     )
 
 
@@ -171,7 +170,7 @@ def require_keys(row: Mapping[str, Any], name: str, kind: str = "examples") -> N
 def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptCompletion | Text | TokenizedRow:
     """Return `row` of format `name` in its one shape. Raises UserError."""
     if name == "preference":
-        raise UserError(refuse_preference())
+        raise UserError(PREFERENCES)
     require_keys(row, name)
     _refuse_bad_reply(row, name)
     return {

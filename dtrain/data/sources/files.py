@@ -242,7 +242,7 @@ def formats_of(files: Sequence[Path], name: str, kind: str, columns: Mapping[str
     """Return the format of each file: `name`, or where that is auto that of its first row, to which the encoder holds
     all others. Raises UserError."""
     if name == "preference" and kind in ("examples", "prompts"):
-        raise UserError(f"{files[0]}: {formats.refuse_preference()}")
+        raise UserError(f"{files[0]}: {formats.PREFERENCES}")
     if name != "auto" and name not in formats.KINDS[kind]:
         raise UserError(f"{files[0]}: {formats.refuse_single(name, kind)}")
     if name != "auto" and not columns:

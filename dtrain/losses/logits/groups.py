@@ -1,5 +1,5 @@
 """Small helpers over the caller's groups: where a shard begins, sums, and the context-parallel helpers that NeMo-RL's
-users know, on `parallel.layout`'s head-tail layout.
+users know, on `parallel.context.batch`'s head-tail layout.
 """
 
 import torch
