@@ -154,10 +154,7 @@ def clip_grads_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> 
 
 
 def clip_grad_by_total_norm_(
-    parameters: Iterable[Tensor] | Tensor,
-    max_grad_norm: float,
-    total_norm: float,
-    dtype: torch.dtype = torch.float32,
+    parameters: Iterable[Tensor] | Tensor, max_grad_norm: float, total_norm: float, dtype: torch.dtype = torch.float32
 ) -> None:
     """`clip_grads_` by a number that `get_grad_norm` gave. The real gradients are scaled, whatever `dtype` says: it is
     that of the factor, at least."""

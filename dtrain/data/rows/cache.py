@@ -50,12 +50,7 @@ META = "meta.json"
 VERSION = 6
 SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
 NAMED = 20  # rows left out that messages name; left_out.txt has all
-ARRAYS = {
-    "tokens.bin": torch.int32,
-    "trained.bin": torch.uint8,
-    "offsets.bin": torch.int64,
-    "origins.bin": torch.int64,
-}
+ARRAYS = {"tokens.bin": torch.int32, "trained.bin": torch.uint8, "offsets.bin": torch.int64, "origins.bin": torch.int64}
 COUNTS = "rows truncated too_long untrained trained_tokens tokens_cut others plain_prompts".split()
 COLUMNS = {"columns.bin": torch.uint8, "column_offsets.bin": torch.int64}
 
@@ -300,12 +295,7 @@ class _Writer:
 
 
 def _build(
-    directory: Path,
-    sources: Sequence[Source],
-    encoder: RowEncoder,
-    num_workers: int | None,
-    progress: bool,
-    label: str,
+    directory: Path, sources: Sequence[Source], encoder: RowEncoder, num_workers: int | None, progress: bool, label: str
 ) -> dict[str, Any]:
     files = [(number, file) for number, source in enumerate(sources) for file in source.files]
     size = sum(file.stat().st_size for _, file in files)

@@ -85,10 +85,7 @@ def entries(split: Any, key: str) -> list[tuple[Any, str]]:
 
 
 def resolve(
-    paths: str | Sequence[str],
-    key: str = "data.train.path",
-    source: Any = None,
-    cache_dir: str | Path | None = None,
+    paths: str | Sequence[str], key: str = "data.train.path", source: Any = None, cache_dir: str | Path | None = None
 ) -> list[Path]:
     """Return the files that `paths` (one or several paths, globs, ids of the hub or URLs) mean, in the order given, a
     glob's sorted.

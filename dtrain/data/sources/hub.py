@@ -58,8 +58,7 @@ def cached(name: str, pick: "Pick", key: str = "data.train") -> list[Path] | Non
         directory = Path(snapshot_download(name, allow_patterns=[README], **options))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    listing = _listing(name, directory)
-    files = [directory / path for path in choose(name, listing, _readme(directory), pick.split, pick.subset, key)]
+    files = [directory / path for path in _chosen(name, directory, pick, key)]
     return files if all(file.is_file() for file in files) else None
 
 
@@ -71,7 +70,7 @@ def look(name: str, pick: "Pick", key: str = "data.train") -> tuple[Path, list[s
     options: dict[str, Any] = {"repo_type": "dataset", "revision": pick.revision}
     with hub_errors(name, "dataset", f"dtrain download --data {name}{pick.options()}", f"{key}.path to files"):
         directory = Path(snapshot_download(name, allow_patterns=[README], **options))
-    return directory, choose(name, _listing(name, directory), _readme(directory), pick.split, pick.subset, key)
+    return directory, _chosen(name, directory, pick, key)
 
 
 def download(name: str, pick: "Pick", key: str = "data.train") -> list[Path]:
@@ -101,8 +100,9 @@ def _listing(name: str, directory: Path) -> list[str]:
     return [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
 
 
-def _readme(directory: Path) -> str:
-    return read_text(directory / README, LARGE) if (directory / README).is_file() else ""
+def _chosen(name: str, directory: Path, pick: "Pick", key: str) -> list[str]:
+    readme = read_text(directory / README, LARGE) if (directory / README).is_file() else ""
+    return choose(name, _listing(name, directory), readme, pick.split, pick.subset, key)
 
 
 @dataclass(frozen=True)

@@ -199,11 +199,7 @@ def _encoder(
         tokenizer.directory, tokenizer.special_tokens, section.chat_template, section.template_kwargs
     )
     refuse_without_template(section.prompts_as, template, tokenizer.directory)
-    limits = {
-        "max_length": section.max_length,
-        "too_long": section.too_long,
-        "prompts_as": section.prompts_as or TEXT,
-    }
+    limits = {"max_length": section.max_length, "too_long": section.too_long, "prompts_as": section.prompts_as or TEXT}
     module, name, own = ENCODERS[kind if label is None else f"{kind} with labels"]
     options = {"label": label, "options": prompts, "loss_on": section.loss_on}
     options = {option: options[option] for option in own} | limits
