@@ -13,8 +13,8 @@ import yaml
 from dtrain import recipe as config
 from dtrain.commands.cli import _parser
 from dtrain.data.formats import formats
-from dtrain.data.formats.labelled import read_label
-from dtrain.data.formats.preferences import normalise_pair
+from dtrain.data.formats.labels import read_label
+from dtrain.data.formats.pairs import normalise_pair
 from dtrain.data.formats.prompts import normalise_prompt
 from dtrain.losses.policy import options as policy_options
 from dtrain.losses.preference import options as preference_options
@@ -260,7 +260,8 @@ def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
 )
 def test_the_losses_that_are_shown_train(name, table, words, model, tmp_path, monkeypatch):
 
-    home = importlib.import_module(table.__name__.replace("options", "formulas"))
+    formulas = table.__name__.replace("token.options", "head.weighted_sum").replace("options", "formulas")
+    home = importlib.import_module(formulas)
     shown = page("dtrain/methods/README.md")
     (block,) = [block for block in shown.blocks if block.text.startswith(f"def {name}(")]
     (cells,) = [row for rows in shown.tables for row in rows if f'"{name}"' in row[-1]]

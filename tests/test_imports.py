@@ -29,7 +29,7 @@ TORCH_FREE = """
     dtrain.commands.run dtrain.run.preflight dtrain.models.common.config dtrain.models.read_config
     dtrain.losses.policy.options dtrain.losses.preference.options dtrain.losses.token.options
     dtrain.data dtrain.data.sources.files dtrain.data.formats.formats dtrain.data.text.tokenizer
-    dtrain.data.text.template dtrain.data.formats.sample dtrain.data.formats.preferences dtrain.data.formats.pairs
+    dtrain.data.text.template dtrain.data.formats.encoder dtrain.data.formats.pairs
     dtrain.data.formats.prompts dtrain.checkpoint dtrain.base.files dtrain.run.directory dtrain.inference
     dtrain.rl.rewards dtrain.rl.rewards.scoring dtrain.rl.remote.http
     dtrain.rl.remote.shared_directory dtrain.commands.serve.answers dtrain.rl.environments.calls dtrain.run.metrics

@@ -20,7 +20,7 @@ from dtrain.run.metrics.fields import EVALUATION, FIELDS, MetricField
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = """# Every field of metrics.jsonl
 
-`tools/metrics_reference.py` writes this page from [dtrain/run/metrics/fields.py](../dtrain/run/metrics/fields.py).
+`tools/metrics_reference.py` writes this page from [dtrain/run/metrics/fields.toml](../dtrain/run/metrics/fields.toml).
 
 A run writes `runs/<name>/metrics.jsonl`, one JSON object a line: a training row for each optimizer step, a row for each
 validation, and one for each evaluation of a set of `eval`. Numbers are of all ranks and micro-batches together, unless

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dtrain.attention.visibility import Visibility
-
 if TYPE_CHECKING:
+    from dtrain.attention.kernels import Hidden
     from dtrain.attention.varlen import VarlenBlocks
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -27,7 +26,6 @@ _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 
 Partial = tuple[Tensor, Tensor]  # the output of the keys seen so far, and its log-sum-exp; max(float32, the dtype)
-Hidden = Tensor | Visibility  # a bias [B or 1, 1, q, k], or, where that is large, what it is made of
 
 
 class Products:
@@ -122,7 +120,7 @@ class MaskedBlocks:
     scale: float
     most: int = 2**28
 
-    def forward(self, q: Tensor, kv: Tensor, hidden: Hidden, so_far: Partial | None) -> Partial:
+    def forward(self, q: Tensor, kv: Tensor, hidden: "Hidden", so_far: Partial | None) -> Partial:
         """`so_far`, whose tensors may be written over, merged with the output over this block."""
         partials = [
             self.blocks.forward(q[:, :, run], kv[0, :, :, keys], kv[1, :, :, keys], bias, self.scale)
@@ -132,7 +130,7 @@ class MaskedBlocks:
         return (out, lse) if so_far is None else merge(*so_far, out, lse)
 
     def backward(
-        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, hidden: Hidden, q_grad: Tensor, kv_grad: Tensor
+        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, hidden: "Hidden", q_grad: Tensor, kv_grad: Tensor
     ) -> None:
         """Adds this block's part to `q_grad` and `kv_grad`; whole: over all blocks, the output in q's dtype and the
         log-sum-exp."""
@@ -143,7 +141,7 @@ class MaskedBlocks:
             q_grad[:, :, run] += block_q
             kv_grad[:, :, :, keys] += torch.stack(block_kv)
 
-    def _parts(self, q: Tensor, kv: Tensor, hidden: Hidden) -> Iterator[tuple[slice, slice, Tensor]]:
+    def _parts(self, q: Tensor, kv: Tensor, hidden: "Hidden") -> Iterator[tuple[slice, slice, Tensor]]:
         """Runs of queries, the keys that they may see, and the bias of the two."""
         wide = torch.promote_types(q.dtype, torch.float32)
         row_bytes = q.shape[0] * q.shape[1] * kv.shape[3] * wide.itemsize

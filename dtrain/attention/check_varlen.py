@@ -12,11 +12,10 @@ from torch import Tensor
 
 from dtrain.attention.blocks import Partial, sinks_grad, with_sinks
 from dtrain.attention.context import over_keys
-from dtrain.attention.kernels import Kernel, SdpaKernel
+from dtrain.attention.kernels import Kernel, SdpaKernel, Visibility
 from dtrain.attention.packing import Packing
 from dtrain.attention.varlen import Flash, VarlenBlocks, VarlenKernel, put
-from dtrain.attention.visibility import Visibility
-from dtrain.parallel.context.layout import join_sequence, shard_sequence
+from dtrain.parallel.context.batch import join_sequence, shard_sequence
 
 _LENGTHS = ((1, 61, 66, 128), (62, 138, 56))  # documents of two rows of 256, the last of them padding
 _WIDEST = 100  # a window that hides something of these

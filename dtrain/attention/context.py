@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.attention.kernels import Kernel
+from dtrain.attention.kernels import Kernel, Visibility
 from dtrain.attention.packing import Call, Packing
 from dtrain.attention.varlen import Flash, PackedKernel, Segments, Steps, VarlenKernel, pick
-from dtrain.attention.visibility import Visibility
-from dtrain.parallel.context.layout import gather_sequence
+from dtrain.parallel.context.batch import gather_sequence
 
 
 class ContextKernel(Kernel):

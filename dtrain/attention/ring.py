@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.attention.blocks import BlockByBlock, Blocks, Hidden, MaskedBlocks, blocks_for
+from dtrain.attention.blocks import BlockByBlock, Blocks, MaskedBlocks, blocks_for
 from dtrain.attention.context import ContextKernel, PackedContextKernel
-from dtrain.attention.kernels import Kernel
+from dtrain.attention.kernels import Hidden, Kernel, Visibility, additive
 from dtrain.attention.packing import Call, Packing
 from dtrain.attention.varlen import Steps, VarlenBlocks, VarlenKernel
-from dtrain.attention.visibility import Visibility, additive
-from dtrain.parallel.context.layout import shard_sequence
+from dtrain.parallel.context.batch import shard_sequence
 
 
 class RingKernel(ContextKernel):

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from dtrain.attention.blocks import BlockByBlock, Partial
-from dtrain.attention.kernels import Abilities, Kernel, SdpaKernel
+from dtrain.attention.kernels import Abilities, Kernel, SdpaKernel, Visibility
 from dtrain.attention.packing import Call, Packing
-from dtrain.attention.visibility import Visibility
 
 
 class Segments(NamedTuple):

@@ -170,11 +170,13 @@ def _check_options(command: argparse.ArgumentParser, typed: list[str], rest: lis
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from dtrain.commands.run import run
+    from dtrain.commands.run import plan_beside
+    from dtrain.launch import launch
     from dtrain.launch.agent import WorkerFailed
+    from dtrain.run import preflight
 
     try:
-        run(arguments.recipe, arguments.overrides)
+        launch(lambda: preflight.load(arguments.recipe, arguments.overrides), plan=plan_beside)
     except WorkerFailed as error:
         raise UserError(str(error)) from error
 
@@ -241,7 +243,8 @@ def _download(arguments: argparse.Namespace) -> None:
         meant = f": write {address[1]}" if address else ", or a directory has that name"
         raise UserError(f"{name} is no {kind}'s id on the hub (owner/name){meant}")
     if arguments.data:
-        from dtrain.data.sources.hub import Pick, download
+        from dtrain.data.sources.files import Pick
+        from dtrain.data.sources.hub import download
 
         files = download(name, Pick(arguments.split, arguments.subset, arguments.revision))
         print("\n".join(map(str, files)))

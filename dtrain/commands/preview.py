@@ -12,7 +12,7 @@ from torch import Tensor
 from dtrain.base.batch import IGNORE
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
-from dtrain.data.formats.labelled import is_wanted
+from dtrain.data.formats.labels import is_wanted
 from dtrain.data.rows.cache import Samples
 from dtrain.data.rows.rows import Row, Rows
 from dtrain.data.text.tokenizer import Tokenizer

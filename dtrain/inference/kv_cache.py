@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.base.hardware import free_memory
+from dtrain.base.gpus import free_memory
 from dtrain.models.common.config import LINEAR, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 

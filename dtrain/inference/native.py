@@ -16,16 +16,17 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dtrain.base.errors import Interrupted, UserError
-from dtrain.base.hardware import free_memory
+from dtrain.base.gpus import free_memory
 from dtrain.base.ranks import Ranks
-from dtrain.data.rows.order import deal
+from dtrain.data.rows.rows import deal
 from dtrain.inference.cached_attention import Prefill
 from dtrain.inference.engine import Engine, Peers
 from dtrain.inference.kv_cache import KeyValues, choose_budget
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
 from dtrain.models.common.decoder import CausalLM
-from dtrain.parallel.fsdp import reshard_model, unsharded
+from dtrain.parallel.fsdp import unsharded
 from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.placement import reshard_model
 from dtrain.parallel.tensor import whole_sequences
 from dtrain.policy.offloader import PolicyOffloader
 

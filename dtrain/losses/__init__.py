@@ -2,7 +2,7 @@
 
 head          from hidden states and the head's weight, tile by tile: what training uses
 logits        from logits in each layout: plain, vocabulary-parallel, DTensor
-token         of supervised fine-tuning: formulas, and their table of options
+token         of supervised fine-tuning: the table of names and options
 policy        of policy gradients: formulas, options, advantages
 preference    of pairs and of replies marked good or bad
 
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
         without_truncated,
         zero_variance_groups,
     )
-    from dtrain.losses.policy.sequences import Documents, RowSequences
+    from dtrain.losses.policy.formulas import Documents, RowSequences
     from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_loss, policy_terms, top_entropy_threshold
     from dtrain.losses.preference.losses import (
         combined_preference_loss,
@@ -113,7 +113,7 @@ _MODULES = {
     "logits.topk": "distributed_vocab_topk gather_logits_at_global_indices get_distillation_topk_logprobs_from_logits "
     "vocab_parallel_argmax vocab_parallel_gather_columns",
     "policy.advantage": "advantages decoupled_advantages soft_overlong_penalty without_truncated zero_variance_groups",
-    "policy.sequences": "Documents RowSequences",
+    "policy.formulas": "Documents RowSequences",
     "policy.terms": "Counts PolicySpec means policy_loss policy_terms top_entropy_threshold",
     "preference.losses": "combined_preference_loss length_desensitised_weights preference_loss preference_rewards "
     "preference_weights running_mean",

@@ -23,9 +23,8 @@ from dtrain.base.randomness import key
 from dtrain.base.ranges import at_least
 from dtrain.base.run_context import RunContext
 from dtrain.data import GlobalBatch, Rows
-from dtrain.data.formats.labelled import is_wanted
-from dtrain.data.rows.order import pack
-from dtrain.data.rows.rows import row_of
+from dtrain.data.formats.labels import is_wanted
+from dtrain.data.rows.rows import pack, row_of
 from dtrain.losses.preference import formulas
 from dtrain.methods.method import MethodWithReference
 from dtrain.policy import Policy

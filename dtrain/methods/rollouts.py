@@ -13,7 +13,7 @@ from dtrain.base.batch import IGNORE, ROW_STREAMS, Batch, collate
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
 from dtrain.data import Cursor, GlobalBatch, Rows
-from dtrain.data.rows.order import deal, permute
+from dtrain.data.rows.rows import deal, permute
 from dtrain.methods.method import BatchSource
 from dtrain.models.common.decoder import flops_per_token
 from dtrain.policy import Policy
@@ -223,6 +223,8 @@ class Rollouts(BatchSource):
     def shares(self, policy: Policy, buffer: Buffer, chosen: Sequence[int]) -> list[list[int]]:
         """Return these completions dealt out over the data-parallel ranks by the FLOPs of training on them."""
         ranks = policy.mesh.dp_size
+        if ranks == 1:
+            return [list(chosen)]
         costs = [length * flops_per_token(policy.model, length) for length in buffer.lengths[list(chosen)].tolist()]
         # Fixed micro-batches are rows: a rank takes no more of them than its part.
         is_fixed = not (self.recipe.data.packing or self.method.is_dynamic())

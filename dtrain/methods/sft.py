@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtrain.base.batch import Batch
 from dtrain.base.ranges import NUMBER, is_number, shown
-from dtrain.losses.token import formulas as token_losses
+from dtrain.losses.head import weighted_sum
 from dtrain.losses.token.options import LOSSES, RANGES
 from dtrain.methods.method import Method
 from dtrain.policy.score import LogprobSource
@@ -64,7 +64,7 @@ class SftMethod(Method):
     @cached_property
     def _token_loss(self) -> partial[Tensor]:
         named = LOSSES[self.section.loss]
-        return partial(getattr(token_losses, named.function), **{**named.options, **self.section.kwargs})
+        return partial(getattr(weighted_sum, named.function), **{**named.options, **self.section.kwargs})
 
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor

@@ -19,7 +19,8 @@ from dtrain.models.common.config import SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.moe import share_routing
 from dtrain.models.registry import class_of
-from dtrain.parallel.placement import exact_modules, local_slices, local_tensor
+from dtrain.parallel.placement import local_slices, local_tensor
+from dtrain.parallel.tensor import exact_modules
 
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.embed_tokens_per_layer.weight")
 

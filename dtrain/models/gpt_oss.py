@@ -14,7 +14,7 @@ from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Deco
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.olmo import OlmoRMSNorm
-from dtrain.parallel.placement import LocalParameters
+from dtrain.parallel.tensor import LocalParameters
 
 _DEFAULTS = {
     "vocab_size": 201_088,

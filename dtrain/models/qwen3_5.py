@@ -35,7 +35,7 @@ from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.common.rope_config import read_rope
 from dtrain.models.common.tower import TextTower
 from dtrain.models.gemma3 import Gemma3RMSNorm
-from dtrain.parallel.placement import LocalParameters
+from dtrain.parallel.tensor import LocalParameters
 
 # What published checkpoints may leave out.
 _DEFAULTS = {

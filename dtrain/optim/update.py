@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
-from dtrain.parallel.grads import clip_grads_, grad_norm, nonfinite_names, scale_grads_
+from dtrain.parallel.placement import clip_grads_, grad_norm, nonfinite_names, scale_grads_
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, ROW_STREAMS, STREAMS, Batch, complete, trim
 from dtrain.base.randomness import key
 from dtrain.base.ranks import Ranks
-from dtrain.data.rows.order import pack
+from dtrain.data.rows.rows import pack
 
 OWN = ("document_ids", "label_index")  # names that a loss finds in its micro-batch beside the caller's
 

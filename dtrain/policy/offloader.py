@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import Updater
-from dtrain.parallel.fsdp import reshard_model
-from dtrain.parallel.placement import local_tensor
+from dtrain.parallel.placement import local_tensor, reshard_model
 
 
 class PolicyOffloader:

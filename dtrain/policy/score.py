@@ -15,8 +15,7 @@ from dtrain import losses
 from dtrain.attention.packing import Packing
 from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, document_ids, documents, sum_by_document
 from dtrain.losses.head.vocabulary import compute_dtype
-from dtrain.losses.policy.sequences import Documents
-from dtrain.losses.token.formulas import TokenLossFn
+from dtrain.losses.head.weighted_sum import TokenLossFn
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.collectives import leave_region
 from dtrain.parallel.context.batch import cut_streams, gather_tokens, pad_right
@@ -24,7 +23,7 @@ from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import ScoreHead
 
 if TYPE_CHECKING:
-    from dtrain.losses import HeadInput, HeadLogprobs, TokenSums, TrainingSamplingParams, VocabShard
+    from dtrain.losses import Documents, HeadInput, HeadLogprobs, TokenSums, TrainingSamplingParams, VocabShard
 
 
 class Inputs(TypedDict):
@@ -145,10 +144,10 @@ class LogprobSource:
         outputs = values.new_zeros(self.documents, values.shape[1]).index_add(0, ids, values)
         return outputs if self._cp.size() == 1 else leave_region(outputs, self._cp.get_group())
 
-    def sequences(self, mask: Tensor) -> Documents:
+    def sequences(self, mask: Tensor) -> "Documents":
         """Return the documents of the micro-batch as a policy loss takes them; mask [B, S/cp]: the tokens that count.
         Under cp one all-reduce."""
-        return Documents(self._batch["document_ids"], self.documents, mask, self._cp.get_group())
+        return losses.Documents(self._batch["document_ids"], self.documents, mask, self._cp.get_group())
 
     def shared(self, value: Tensor) -> Tensor:
         """Return a value [..] that every cp rank computes alike from `by_document`, as this rank's share: a sum over

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from dtrain.base.errors import UserError
-from dtrain.base.patterns import matched, unmatched
+from dtrain.base.name_patterns import matched, unmatched
 from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.adapters import add_adapters
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.nf4 import quantize_linears
-from dtrain.parallel.placement import exact_modules
+from dtrain.parallel.tensor import exact_modules
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe.schema import Train
 

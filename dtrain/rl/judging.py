@@ -16,7 +16,7 @@ from typing import Any
 
 from dtrain.base.errors import Interrupted
 from dtrain.base.ranks import Ranks
-from dtrain.data.formats.plain_prompts import describe
+from dtrain.data.formats.encoder import describe
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, normalise_prompt
 from dtrain.data.sources.files import formats_of, read_chunks, read_rows
 from dtrain.inference.request import AskStop, Completion, Request, SamplingParams

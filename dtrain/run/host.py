@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dtrain import recipe as config
 from dtrain.base.errors import UserError, in_words
 from dtrain.base.ranks import Ranks
+from dtrain.recipe.secrets import masked
 from dtrain.run import metrics
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Host:
         if self.runtime.is_main:
             self._stack.callback(spec.run.release)
         recorder = metrics.build(recipe.metrics, spec.run.path, config.to_yaml(recipe), self.runtime.is_main)
-        recorder.hide = partial(config.redact, recipe=recipe)
+        recorder.hide = partial(masked, secrets=getattr(recipe, "secrets", ()))
         self._stack.callback(recorder.close)
         self.recorder = recorder
 

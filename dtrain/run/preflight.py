@@ -15,7 +15,7 @@ from dtrain.base.hub import cached, download, is_id, look
 from dtrain.base.ranges import beside
 from dtrain.data.sources import hub as data_hub
 from dtrain.data.sources import urls
-from dtrain.data.sources.files import entries
+from dtrain.data.sources.files import Pick, entries, is_data_id, is_url
 from dtrain.methods import method_of, recipe_and_problems
 from dtrain.recipe import Recipe, redact, saved
 from dtrain.recipe.schema import DataSource, Source
@@ -153,20 +153,20 @@ def paths_of(source: Source) -> list[str]:
     return [source.path] if isinstance(source.path, str) else source.path or []
 
 
-def absent_data(recipe: Recipe) -> list[tuple[str, str, data_hub.Pick]]:
+def absent_data(recipe: Recipe) -> list[tuple[str, str, Pick]]:
     """Key and id of every dataset of the hub that is not in the cache, and what of it is wanted."""
     absent = []
     for source, key in sources_of(recipe):
-        pick = data_hub.Pick.of(source)
+        pick = Pick.of(source)
         for name in paths_of(source):
             with suppress(UserError):  # a split that is not there: told where the files are looked at
-                if data_hub.is_data_id(name) and data_hub.cached(name, pick, key) is None:
+                if is_data_id(name) and data_hub.cached(name, pick, key) is None:
                     absent.append((f"{key}.path", name, pick))
     return absent
 
 
 def has_urls(recipe: Recipe) -> bool:
-    return any(urls.is_url(path) for source, _ in sources_of(recipe) for path in paths_of(source))
+    return any(is_url(path) for source, _ in sources_of(recipe) for path in paths_of(source))
 
 
 def to_copy(recipe: Recipe) -> list[str]:
@@ -176,5 +176,5 @@ def to_copy(recipe: Recipe) -> list[str]:
         + (f", {remote.size / 2**20:.1f} MiB" if remote.size is not None else "")
         for source, key in sources_of(recipe)
         for path in paths_of(source)
-        for remote in (urls.away(path, f"{key}.path", recipe.cache) if urls.is_url(path) else ())
+        for remote in (urls.away(path, f"{key}.path", recipe.cache) if is_url(path) else ())
     ]

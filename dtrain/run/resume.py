@@ -16,9 +16,8 @@ from torch import Tensor
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.base.files import set_aside
-from dtrain.base.identity import digest, digests
-from dtrain.base.json_files import read_json
-from dtrain.base.ranks import Ranks
+from dtrain.base.json_files import digest, read_json
+from dtrain.base.ranks import Ranks, digests
 from dtrain.checkpoint.dcp.origin import Origin
 from dtrain.checkpoint.dcp.rng import random_state, set_random_state
 from dtrain.checkpoint.dcp.store import CheckpointStore, locate

@@ -3,11 +3,11 @@
 The files that a batch passes through:
 
     data/sources → formats → text → rows/cache            rows of files to token ids and a trained mask, once
-    data/rows/order → rows                                the endless row sequence; a dp rank's rows of a global batch
+    data/rows/rows                                        the endless row sequence; a dp rank's rows of a global batch
     methods: batch, prepare                               rows to a batch [n, S] on the host, and what its loss reads
     policy.Policy.train → policy/batching                 counts over all ranks, micro-batches; backward
     policy/score → models → losses/head                   hidden states, the loss inside the root's forward
-    optim → parallel/grads                                norm, clip, update
+    optim → parallel/placement                            norm, clip, update
     metrics                                               the row of metrics.jsonl
 """
 
@@ -106,8 +106,9 @@ class Trainer:
         self.policy = Policy(recipe, spec.model_config, mesh, runtime, build)
         # Of the decoder: losses and decoding call it inside the model's other methods. A sign of life for each
         # micro-batch and each drawn token.
-        self.policy.model.model.register_forward_pre_hook(runtime.stop.tick)
+        self.policy.model.model.register_forward_pre_hook(self._show_life)
         self.policy.init_optimizer(self.total_steps)
+        self._flops_per_token = flops_per_token(self.policy.model, recipe.data.max_length)
         self.saver, self.patience = self._open_saver()
         stack.callback(setattr, runtime.stop, "is_saving", True)  # closing may take as long as a save: it is no hang
         self._measured: dict[str, float] = {}  # metrics of the last finished step
@@ -236,7 +237,6 @@ class Trainer:
             raise Stopped(signum, self._farewell(step, saved) if step else NOTHING_LOST) from None
 
     def _save_last(self, step: int, saved: int | None) -> int | None:
-        """Save the step that is done, if it is not saved yet; the last step that then is."""
         if self.recipe.checkpoint.every is None or saved == step or step == 0:
             return saved
         self.save(step, self._cursor, wait=True)
@@ -258,7 +258,7 @@ class Trainer:
             for fields in self.evaluations.evaluate(step, is_last):
                 self._see(fields)
         except Interrupted:
-            self.runtime.stop.tick()
+            self._show_life()
 
     def measure(self, step: int, is_last: bool) -> bool:
         """Validate and evaluate after `step` as far as due and not done yet. Whether the run ends here, as `is_last`
@@ -275,7 +275,6 @@ class Trainer:
         return self.measure(step, True)
 
     def _see(self, fields: Mapping[str, float]) -> None:
-        """Fields that were just measured."""
         self._measured |= fields
         self.patience.see(fields)
 
@@ -332,7 +331,7 @@ class Trainer:
             tokens=tokens,
             tokens_per_sec=per_second,
             mfu=metrics.model_flops_utilisation(
-                flops_per_token(self.policy.model, self.recipe.data.max_length),
+                self._flops_per_token,
                 per_second,
                 self.runtime.world_size,
                 self.runtime.device,
@@ -343,17 +342,18 @@ class Trainer:
             data_time=data_time,
         )
 
-    def _as_the_method_sees_it(self) -> RunContext:
-        stop = self.runtime.stop
+    def _show_life(self, *_: object) -> None:
+        """Tell whoever watches this rank that it gets something done; also a hook of the decoder's forward."""
+        self.runtime.stop.progress += 1
 
+    def _as_the_method_sees_it(self) -> RunContext:
         def ask_stop() -> bool:
-            stop.tick()
-            return stop.signum != 0
+            self._show_life()
+            return self.runtime.stop.signum != 0
 
         return RunContext(self.metrics, self.run.path, self.identities, self._stack, ask_stop)
 
     def _tell_plan(self, wait: float) -> None:
-        """The planned peak, once it is known, with the measured one."""
         planned = self._planned(wait) if self._planned is not None else None
         if planned is None:
             return
@@ -372,7 +372,7 @@ class Trainer:
 
         Raises, on every rank, what a save in the background has failed with on any.
         """
-        self.runtime.stop.tick()
+        self._show_life()
         flags = torch.tensor([self.runtime.stop.signum, int(self.saver.failed)])
         if self.runtime.world_size > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX)

@@ -13,10 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from dtrain.base.batch import collate, document_ids
 from dtrain.base.errors import UserError
 from dtrain.commands.preview import preview
-from dtrain.data.formats.encoder import LONG
-from dtrain.data.formats.pairs import EQUAL, EQUAL_CUT, PairEncoder, fit
-from dtrain.data.formats.preferences import normalise_pair
-from dtrain.data.formats.sample import Encoder
+from dtrain.data.formats.encoder import LONG, Encoder
+from dtrain.data.formats.pairs import EQUAL, EQUAL_CUT, PairEncoder, fit, normalise_pair
 from dtrain.data.rows import cache
 from dtrain.data.rows import rows as rows_module
 from dtrain.data.rows.cache import Source, open_cache

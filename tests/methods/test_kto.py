@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dtrain.base.errors import Stopped, UserError
-from dtrain.data.formats.labelled import is_wanted, read_label
+from dtrain.data.formats.labels import is_wanted, read_label
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.launch.start import dry_run

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from dtrain.base import hub
 from dtrain.base.errors import UserError
-from dtrain.base.identity import digests
 from dtrain.base.json_files import check_shape, digest, read_text
 from dtrain.base.model_directory import CONFIG, has_weights
-from dtrain.base.ranks import Ranks
+from dtrain.base.ranks import Ranks, digests
 from dtrain.checkpoint.dcp.store import MANIFEST, CheckpointStore
 from dtrain.checkpoint.huggingface import quantized
 from dtrain.checkpoint.huggingface.merged import exact_names, wider

@@ -21,7 +21,8 @@ from dtrain.models.common.adapters import Adapted, Adapter, adapted_layers, remo
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM, Linear, PlainWeight
 from dtrain.models.common.nf4 import CODES, PARTS, SCALES, NF4Weight
-from dtrain.parallel.placement import exact_modules, on_its_device
+from dtrain.parallel.placement import on_its_device
+from dtrain.parallel.tensor import exact_modules
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.base_weights import step_around
-from dtrain.data.formats.plain_prompts import evaluated_as, refuse_without_template
+from dtrain.data.formats.encoder import evaluated_as, refuse_without_template
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.sources.files import resolve
 from dtrain.inference.engine import Engine

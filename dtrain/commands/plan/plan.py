@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dtrain.base.errors import RecipeError
-from dtrain.base.hardware import OF_FREE
+from dtrain.base.gpus import OF_FREE
 from dtrain.commands.plan.hardware import Hardware, Time, estimate
 from dtrain.commands.plan.step import Step, plan_step
 from dtrain.inference.kv_cache import position_bytes, slot_size

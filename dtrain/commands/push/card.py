@@ -13,7 +13,7 @@ from jinja2 import Template
 from dtrain import __version__
 from dtrain.base.hub import id_of
 from dtrain.commands.report.run_files import RunFiles
-from dtrain.data.sources.hub import is_data_id
+from dtrain.data.sources.files import is_data_id
 from dtrain.methods import METHODS, method_class
 from dtrain.recipe import secrets
 from dtrain.run.metrics import records

@@ -16,8 +16,7 @@ from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
 from dtrain.commands.push.card import CURVE, Run, base_of_recipe, card, svg
 from dtrain.commands.report.run_files import RunFiles
-from dtrain.data.sources.hub import README
-from dtrain.data.sources.hub_files import front_of
+from dtrain.data.sources.hub import README, front_of
 
 WEIGHTS = ".safetensors"
 

@@ -1,5 +1,5 @@
 """Small helpers over the caller's groups: where a shard begins, sums, and the context-parallel helpers that NeMo-RL's
-users know, on `parallel.layout`'s head-tail layout.
+users know, on `parallel.context.batch`'s head-tail layout.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dtrain.losses.head.vocabulary import Group, group_rank, group_size
 from dtrain.parallel.collectives import gather_along, leave_region
-from dtrain.parallel.context.layout import gather_sequence, shard_sequence
+from dtrain.parallel.context.batch import gather_sequence, shard_sequence
 
 Bounds = tuple[int | Tensor, int | Tensor]  # the ids [start, end) of a shard
 

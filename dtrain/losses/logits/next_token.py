@@ -13,7 +13,7 @@ from dtrain.losses.head.vocabulary import Group, group_rank, group_size
 from dtrain.losses.logits.groups import Bounds, allgather_cp_sharded_tensor, shard_bounds, shard_like
 from dtrain.losses.logits.logprob import check_chunk, logprob_at
 from dtrain.parallel.collectives import all_gather, gather_along
-from dtrain.parallel.context.packed_layout import held_positions, sequence_of
+from dtrain.parallel.context.batch import held_positions, sequence_of
 from dtrain.parallel.placement import chunk_bounds
 
 NO_TARGET = -1  # no id of any vocabulary: log-probability 0.0 and no gradient

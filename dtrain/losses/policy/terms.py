@@ -17,6 +17,8 @@ from torch import Tensor
 from dtrain.base.ranges import NUMBER, hint, is_number, sizes_for
 from dtrain.losses.policy import formulas
 from dtrain.losses.policy.formulas import (
+    RowSequences,
+    Sequences,
     Tokens,
     bounded_exp,
     correction,
@@ -27,7 +29,6 @@ from dtrain.losses.policy.formulas import (
     off_policy_mask,
 )
 from dtrain.losses.policy.options import LOSSES, RANGES, SHARED, PolicyLoss, is_clip
-from dtrain.losses.policy.sequences import RowSequences, Sequences
 
 
 @dataclass(frozen=True)

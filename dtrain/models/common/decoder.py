@@ -15,17 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.attention.kernels import Kernel
-from dtrain.attention.visibility import Visibility
+from dtrain.attention.kernels import Kernel, Visibility
 from dtrain.base.batch import PADDING_DOCUMENT
 from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope
 from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, gated, rotate, rounded, tables
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.parallel.experts import expert_parameters
-from dtrain.parallel.placement import LocalParameters
 from dtrain.parallel.tensor import (
     Block,
+    LocalParameters,
     ParallelModel,
     ScoreHead,
     Stack,

@@ -20,8 +20,7 @@ from dtrain.models.common.decoder import GatedMLP, Linear, PreNormLayer
 from dtrain.models.common.functions import ACTIVATIONS, clamped, gated
 from dtrain.models.common.routing import Routing
 from dtrain.parallel.experts import Experts, collect, on_host, spread
-from dtrain.parallel.placement import LocalParameters
-from dtrain.parallel.tensor import Block
+from dtrain.parallel.tensor import Block, LocalParameters
 
 if TYPE_CHECKING:
     from dtrain.models.common.adapters import ParameterAdapter

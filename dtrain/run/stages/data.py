@@ -8,8 +8,7 @@ from typing import Any
 
 from dtrain.data import Rows, open_rows
 from dtrain.data.sources import columns, urls
-from dtrain.data.sources import hub as data_hub
-from dtrain.data.sources.files import entries, formats_of, kind_of
+from dtrain.data.sources.files import Pick, entries, formats_of, is_data_id, is_url, kind_of
 from dtrain.data.sources.files import resolve as find_files
 from dtrain.methods import method_of
 from dtrain.recipe.schema import DataSource, Source
@@ -89,8 +88,8 @@ def _check_formats(spec: RunSpec, source: Source, key: str) -> None:
 
 def of_no_hub(source: Source, key: str) -> list[str]:
     """Return keys for datasets of the hub where no path is one."""
-    named = [f"{key}.{option.split(' ')[0]}" for option in data_hub.Pick.of(source).options().split(" --")[1:]]
-    if not source.path or not named or any(map(data_hub.is_data_id, paths_of(source))):
+    named = [f"{key}.{option.split(' ')[0]}" for option in Pick.of(source).options().split(" --")[1:]]
+    if not source.path or not named or any(map(is_data_id, paths_of(source))):
         return []
     return [f"{' and '.join(named)}: for datasets of the Hugging Face hub (owner/name), and {key}.path names files"]
 
@@ -108,7 +107,7 @@ def files_here(spec: RunSpec, source: Source, key: str) -> list[Path]:
 def _is_away(spec: RunSpec, path: str, key: str) -> bool:
     """Return whether a URL is still to be copied: its files are then there, and of a kind that is read. Raises
     UserError."""
-    remotes = urls.away(path, key, spec.recipe.cache) if urls.is_url(path) else []
+    remotes = urls.away(path, key, spec.recipe.cache) if is_url(path) else []
     for remote in remotes:
         kind_of(remote.copy, key)
     return bool(remotes)

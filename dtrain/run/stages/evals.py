@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 
 from dtrain.base.errors import UserError
+from dtrain.data.formats.encoder import evaluated_as
 from dtrain.data.formats.formats import detect
-from dtrain.data.formats.plain_prompts import evaluated_as
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions, normalise_prompt
 from dtrain.data.sources import columns
 from dtrain.data.sources.files import first_row, formats_of, parse, read_chunks

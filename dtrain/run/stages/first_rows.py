@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from dtrain.base.json_files import loads
-from dtrain.data.formats.plain_prompts import describe
+from dtrain.data.formats.encoder import describe
 from dtrain.data.sources.sources import Look, looks
 from dtrain.run.host import DryHost
 from dtrain.run.preflight import has_urls, to_copy

@@ -8,7 +8,7 @@ from pathlib import Path
 from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import INDEX, files_of_weights, has_weights
-from dtrain.base.patterns import unmatched
+from dtrain.base.name_patterns import unmatched
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
 from dtrain.checkpoint.peft.config import base_of, is_adapter_directory

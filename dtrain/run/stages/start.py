@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
-from dtrain.base.identity import digest
+from dtrain.base.json_files import digest
 from dtrain.base.model_directory import CONFIG
 from dtrain.base.ranges import nearest
 from dtrain.checkpoint.dcp.store import CheckpointStore

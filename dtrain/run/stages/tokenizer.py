@@ -1,7 +1,7 @@
 """Stage tokenizer: the tokenizer of the model's directory, and its chat template."""
 
 from dtrain.base.errors import UserError
-from dtrain.data.formats.plain_prompts import refuse_without_template
+from dtrain.data.formats.encoder import refuse_without_template
 from dtrain.run.host import Host, problems_of
 from dtrain.run.spec import RunSpec
 
