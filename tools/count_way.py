@@ -22,7 +22,7 @@ from dtrain import recipe as config
 from dtrain.methods.method import Method
 from dtrain.parallel.runtime import Runtime
 from dtrain.run import trainer
-from dtrain.run.stages import rows
+from dtrain.run.stages import data
 from tests.methods.test_dpo_runs import recipe_of
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 
@@ -52,7 +52,7 @@ def count(recipe: config.Recipe) -> dict[str, Any]:
     frames: list[str] = []
     within: list[str] = []  # the marked functions that run now
     steps = 0
-    marks = {rows.open_splits.__code__: "way", trainer.Trainer.loop.__code__: "way"}
+    marks = {data.open_splits.__code__: "way", trainer.Trainer.loop.__code__: "way"}
     marks[trainer.Policy.train.__code__] = "step"
     for module in pkgutil.walk_packages(dtrain.__path__, "dtrain."):  # a module's own body is no part of the way
         if not module.name.endswith("__main__"):

@@ -123,7 +123,7 @@ def _on_gpus(plan: Plan) -> tuple[str, str, str]:
 
 def _parts(plan: Plan) -> list[str]:
     """Ranks, sizes, and GiB of the parts at the peak."""
-    sizes, parts, peak = plan.sizes, [plan.step.parts.get(part, 0) for part in PARTS], plan.step.peak
+    sizes, parts, peak = plan.spec.sizes, [plan.step.parts.get(part, 0) for part in PARTS], plan.step.peak
     shown = [f"{size / 2**30:.1f}" if size else "–" for size in (*parts, peak - sum(parts), peak)]
     return [str(sizes.world_size), f"{sizes.micro_batch} · {sizes.accumulation}", *shown]
 

@@ -11,13 +11,16 @@ multiple of kv, bias is [B or 1, 1, Q, K], 0 or -inf. The softmax is computed in
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dtrain.attention.visibility import Visibility
+
+if TYPE_CHECKING:
+    from dtrain.attention.varlen import VarlenBlocks
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -89,25 +92,7 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
     return out * shares[0] + block_out * shares[1], total
 
 
-class BlockAttention(Protocol):
-    """Attention to a block of keys; each subclass says the shapes of q, kv and the rest."""
-
-    def forward(self, q: Tensor, kv: Tensor, step: Any, so_far: Partial | None) -> Partial:
-        """`so_far` with the keys of one block merged in; its tensors may be written over."""
-        ...
-
-    def backward(
-        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, step: Any, q_grad: Tensor, kv_grad: Tensor
-    ) -> None:
-        """Adds one block's part to `q_grad` and `kv_grad`. whole: the output in q's dtype, and the log-sum-exp."""
-        ...
-
-    def by_head(self, out: Tensor) -> Tensor:
-        """A view of the output, or its gradient, as [.., H, Q, hd], where the log-sum-exp is [.., H, Q]."""
-        ...
-
-
-def with_sinks(attention: BlockAttention, whole: Partial, sinks: Tensor | None) -> Partial:
+def with_sinks(attention: "MaskedBlocks | VarlenBlocks", whole: Partial, sinks: Tensor | None) -> Partial:
     """`whole` merged with the sinks [H] of its heads; they may be None."""
     if sinks is None:
         return whole
@@ -116,7 +101,9 @@ def with_sinks(attention: BlockAttention, whole: Partial, sinks: Tensor | None) 
     return attention.by_head(attention.by_head(out) * (lse - total).exp()[..., None]), total
 
 
-def sinks_grad(attention: BlockAttention, grad: Tensor, whole: Partial, sinks: Tensor | None) -> Tensor | None:
+def sinks_grad(
+    attention: "MaskedBlocks | VarlenBlocks", grad: Tensor, whole: Partial, sinks: Tensor | None
+) -> Tensor | None:
     """The gradient of sinks [H], in their dtype; `whole` has them merged in."""
     if sinks is None:
         return None
@@ -136,7 +123,7 @@ class MaskedBlocks:
     most: int = 2**28
 
     def forward(self, q: Tensor, kv: Tensor, hidden: Hidden, so_far: Partial | None) -> Partial:
-        """`so_far` merged with the output over this block."""
+        """`so_far`, whose tensors may be written over, merged with the output over this block."""
         partials = [
             self.blocks.forward(q[:, :, run], kv[0, :, :, keys], kv[1, :, :, keys], bias, self.scale)
             for run, keys, bias in self._parts(q, kv, hidden)
@@ -147,7 +134,8 @@ class MaskedBlocks:
     def backward(
         self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, hidden: Hidden, q_grad: Tensor, kv_grad: Tensor
     ) -> None:
-        """Adds this block's part to `q_grad` and `kv_grad`; whole: the output and log-sum-exp over all blocks."""
+        """Adds this block's part to `q_grad` and `kv_grad`; whole: over all blocks, the output in q's dtype and the
+        log-sum-exp."""
         for run, keys, bias in self._parts(q, kv, hidden):
             some_grad, some_q, out, lse = (part[:, :, run] for part in (grad, q, *whole))
             k, v = kv[0, :, :, keys], kv[1, :, :, keys]
@@ -169,7 +157,7 @@ class MaskedBlocks:
             yield run, keys, hidden.bias(run, q.dtype, q.device)[..., keys]
 
     def by_head(self, out: Tensor) -> Tensor:
-        """Override `BlockAttention.by_head`: [B, H, Q, hd] as it is."""
+        """The output, or its gradient, as [.., H, Q, hd], where the log-sum-exp is [.., H, Q]: as it is."""
         return out
 
 

@@ -92,12 +92,6 @@ class Span(NamedTuple):
         """The span's part of each, [B, heads, length, hd]"""
         return q[:, :, self.queries], k[:, :, self.keys], v[:, :, self.keys]
 
-    @property
-    def bias_or_causal(self) -> Tensor | Visibility:
-        """Return what is hidden, of a span without `hidden`."""
-        length = self.queries.stop  # of one that is causal by index, which has all queries
-        return Visibility(length, length) if self.bias is None else self.bias
-
 
 class SdpaKernel(Kernel):
     """torch's scaled_dot_product_attention, on every device.
@@ -162,7 +156,11 @@ class SdpaKernel(Kernel):
         if (hidden := prepared[0].hidden) is not None and (q.dtype == torch.float64 or sinks is not None):
             return self._block(q, k, v, hidden, scale, sinks)
         if sinks is not None:
-            parts = [self._block(*span.of(q, k, v), span.bias_or_causal, scale, sinks) for span in prepared]
+            causal = Visibility(q.shape[2], q.shape[2])  # by index: a span of all queries
+            parts = [
+                self._block(*span.of(q, k, v), causal if span.bias is None else span.bias, scale, sinks)
+                for span in prepared
+            ]
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if q.shape[1] != k.shape[1] and not prepared[0].groups:
             k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))

@@ -121,7 +121,7 @@ class VarlenBlocks:
                     into[at] += value
 
     def by_head(self, out: Tensor) -> Tensor:
-        """Override `BlockAttention.by_head`: [T, H, hd] -> [H, T, hd], and back."""
+        """`MaskedBlocks.by_head`: [T, H, hd] -> [H, T, hd], and back."""
         return out.transpose(0, 1)
 
 

@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,14 +34,14 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return its exit status."""
-    parser, commands = _parser()
+    parser = _parser()
     typed = sys.argv[1:] if argv is None else list(argv)
-    _check_command(parser, typed, commands)
+    _check_command(parser, typed)
     arguments, rest = parser.parse_known_args(typed)
     if hasattr(arguments, "overrides"):  # argparse takes those before the first option only
         arguments.overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
-    _check_options(commands[typed[0]], typed[1:], rest)
+    _check_options(parser.commands[typed[0]], typed[1:], rest)
     try:
         arguments.command(arguments)
         sys.stdout.flush()
@@ -72,10 +72,11 @@ def command() -> None:
 class _Command(argparse.ArgumentParser):
     """The parser of a command.
 
-    module_name: of the module that adds its arguments; None once it has.
+    module_name: of the module that adds its arguments; None once it has. commands: the parsers below this one.
     """
 
     module_name: str | None = None
+    commands: Mapping[str, argparse.ArgumentParser]
 
     def parse_known_args(self, args=None, namespace=None):
         if self.module_name is not None:
@@ -85,9 +86,8 @@ class _Command(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
 
-def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser of the command line, and those of the commands by name."""
-    parser = argparse.ArgumentParser(prog="dtrain", description="Fine-tune open-weight language models, on any mesh.")
+def _parser() -> _Command:
+    parser = _Command(prog="dtrain", description="Fine-tune open-weight language models, on any mesh.")
     parser.add_argument("--version", action="version", version=f"dtrain {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
 
@@ -142,20 +142,21 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     add_device(generate)
     for name, (module_name, text) in COMMANDS.items():
         add(name, None, text).module_name = module_name
-    return parser, commands.choices
+    parser.commands = commands.choices
+    return parser
 
 
-def _check_command(parser: argparse.ArgumentParser, typed: list[str], commands: Collection[str]) -> None:
+def _check_command(parser: _Command, typed: list[str]) -> None:
     """Exit with status 2 for no command, or one that dtrain does not have."""
     if not typed:
         parser.print_help(sys.stderr)
         sys.exit(2)
     if typed[0].startswith("-") and typed[0] not in ("-h", "--help", "--version"):
         parser.error(f"{typed[0]}: a command comes first, such as `dtrain run RECIPE key=value`; --help lists them")
-    if not typed[0].startswith("-") and typed[0] not in commands:
+    if not typed[0].startswith("-") and typed[0] not in parser.commands:
         from dtrain.commands.suggestions import no_command
 
-        parser.error(no_command(typed, commands))
+        parser.error(no_command(typed, parser.commands))
 
 
 def _check_options(command: argparse.ArgumentParser, typed: list[str], rest: list[str]) -> None:

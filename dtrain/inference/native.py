@@ -116,6 +116,9 @@ class NativeEngine(RolloutEngine):
             by_index.update(zip(share, drawn, strict=True))
         return [by_index[index] for index in range(len(requests))]
 
+    def expect(self, requests: Sequence[Request], version: int) -> None:
+        """Do nothing: this engine cannot draw ahead, since the weights are training meanwhile."""
+
     def check(self, requests: Sequence[Request]) -> None:
         """Raise UserError, on every rank, for requests that are bad, or do not fit into memory. Collective."""
         self._engine(requests)

@@ -75,8 +75,7 @@ class RolloutEngine(Protocol):
         ...
 
     def expect(self, requests: Sequence[Request], version: int) -> None:
-        """Take the requests that come next, to draw them ahead of time; by default none is."""
-        return None
+        """Take the requests that come next, for an engine that can draw ahead of time; others do nothing."""
 
 
 class StopTexts:

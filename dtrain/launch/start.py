@@ -20,16 +20,9 @@ from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import PlanBeside, RunJob, Train, run_in_place, tell_all_ranks
 from dtrain.methods import recipe_and_problems
 from dtrain.recipe import Recipe, redact, redacted_errors, sizes
-from dtrain.run.preflight import (
-    named_code,
-    not_here,
-    notes,
-    preflight,
-    to_copy,
-    with_local_model,
-    with_small_files,
-)
+from dtrain.run.preflight import not_here, notes, preflight, to_copy, with_local_model, with_small_files
 from dtrain.run.spec import RunSpec, World, resolve
+from dtrain.run.stages.code import named_code
 
 if TYPE_CHECKING:
     from dtrain.run.host import DryHost
@@ -132,7 +125,7 @@ def _checked(recipe: Recipe, world_size: int) -> Recipe:
 
 def _admit_code(recipe: Recipe, tells: bool) -> None:
     """A recipe may come from anyone: what it makes a run import is said before that happens."""
-    lines = named_code(recipe)
+    lines = named_code(RunSpec(recipe, World(1)))
     if lines:
         sys.path[:] = search_path()
         lines = ["the recipe names code, which this run imports:", *(f"  {line}" for line in lines)]

@@ -133,7 +133,7 @@ class Muon(LowBitAdam):
         if not groups:
             return part
         whole = part.new_zeros(place.rows, place.columns)
-        whole[self._held(parameter)] = part
+        whole[place.slices] = part
         dist.reduce(whole, group=groups[0], group_dst=owner)
         if groups[0].rank() != owner:
             return None
@@ -141,17 +141,12 @@ class Muon(LowBitAdam):
             dist.all_reduce(whole, group=other)
         return whole
 
-    def _held(self, parameter: nn.Parameter) -> tuple[slice, slice]:
-        place = self._stepped[parameter].place
-        rows = slice(place.first_row, place.first_row + place.held_rows)
-        return rows, slice(place.first_column, place.first_column + place.held_columns)
-
     def _apply(self, parameter: nn.Parameter, whole: Tensor, group: dict[str, Any]) -> None:
         """Step by this rank's part of `whole` [rows, columns]."""
         stepped = self._stepped[parameter]
         place, lr = stepped.place, group["lr"]
         rate = lr * scale(group["adjust_lr_fn"], place.rows, place.columns)
-        weights, update = place.of_local(parameter), whole[self._held(parameter)]
+        weights, update = place.of_local(parameter), whole[place.slices]
         name = stream(self.seed, int(self.state[parameter]["step"].item()), stepped.name)
         for rows in place.runs(AT_ONCE):
             values = weights[rows].to(update.dtype)

@@ -53,6 +53,12 @@ class Place:
             widest=-(-shape[-1] // parts),
         )
 
+    @property
+    def slices(self) -> tuple[slice, slice]:
+        """Rows and columns of the whole parameter that are held."""
+        columns = slice(self.first_column, self.first_column + self.held_columns)
+        return slice(self.first_row, self.first_row + self.held_rows), columns
+
     def of_local(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of `tensor` [..], a parameter or its like, as [held_rows, held_columns]: a view,
         where it is contiguous."""

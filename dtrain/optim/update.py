@@ -9,6 +9,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -296,6 +297,7 @@ def _import(path: str, key: str, names: Iterable[str]) -> Any:
         raise UserError(f"{key}={path} cannot be imported: {error}") from error
 
 
+@dataclass(eq=False)
 class LossScale:
     """Dynamic loss scaling for float16 (Micikevicius et al., arXiv:1710.03740, section 3.2).
 
@@ -303,10 +305,9 @@ class LossScale:
     same on every rank, so the scale is too.
     """
 
-    def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000):
-        self.scale = scale
-        self.growth_interval = growth_interval
-        self.finite_steps = 0
+    scale: float = 2.0**16
+    growth_interval: int = 2000
+    finite_steps: int = 0
 
     def update(self, finite: bool) -> None:
         self.finite_steps = self.finite_steps + 1 if finite else 0
@@ -322,26 +323,17 @@ class LossScale:
         self.scale, self.finite_steps = state["scale"], int(state["finite_steps"])
 
 
+@dataclass(eq=False)
 class Updater:
     """Second half of a step: from the gradients to the new weights."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: Schedule,
-        *,
-        max_grad_norm: float | None,
-        skip_nonfinite: int,
-        loss_scale: LossScale | None,
-    ):
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.max_grad_norm = max_grad_norm
-        self.skip_nonfinite = skip_nonfinite
-        self.loss_scale = loss_scale
-        self.skipped_in_row = 0
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Schedule
+    max_grad_norm: float | None
+    skip_nonfinite: int
+    loss_scale: LossScale | None
+    skipped_in_row: int = 0
 
     def update(self) -> float:
         """Clip, step, clear, and go on in the schedule. Returns the norm before clipping.

@@ -30,13 +30,12 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.policy.batching import Batching, Fixed, all_reduced, micro_batches, scatter, take
 from dtrain.policy.build import build_model, offloads
 from dtrain.policy.checkpoint import PolicyCheckpoint
-from dtrain.policy.device import DeviceMonitor
-from dtrain.policy.offloader import PolicyOffloader
+from dtrain.policy.config import PolicyConfig
+from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Loss, Scorer
 from dtrain.policy.weights import WeightSender
-from dtrain.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams
@@ -57,7 +56,7 @@ class Policy:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: PolicyConfig,
         config: ModelConfig,
         mesh: Mesh,
         runtime: Runtime,

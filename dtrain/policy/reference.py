@@ -64,6 +64,5 @@ class Reference:
         weights_changed(self._model)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the reference's tensors and the model's, as this rank holds them."""
         tensors = model_tensors(self._model)
         return [(local_tensor(own), local_tensor(tensors[name]).detach()) for name, own in self.tensors.items()]

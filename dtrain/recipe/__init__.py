@@ -10,8 +10,7 @@ error_hints                     ends of messages about mistakes in YAML or in a 
 key_aliases                     other tools' names of our keys and values, and keys that we lack (key_aliases.toml)
 other_tools                     a file of another tool as a recipe, with that tool's defaults (other_tools.yaml)
 
-Methods bring sections of their own: `dtrain.methods.load_recipe` loads with those of dtrain. `dtrain.run.check`, which
-knows the methods, checks keys against one another.
+`dtrain.run.stages`, which know the methods, check keys against one another.
 """
 
 from dtrain.recipe.load import load, read, translate

@@ -125,13 +125,9 @@ class RunDirectory:
         """Put the resolved recipe in config.yaml, in one step."""
         replace_text(self.config, text)
 
-    def write_data(self, splits: Mapping[str, Any]) -> None:
-        """Put what is known of the data in data.json, in one step."""
-        replace_text(self.path / DATA, json.dumps(splits, indent=1))
-
-    def write_about(self, facts: Mapping[str, Any]) -> None:
-        """Put what is known of the run in about.json, in one step."""
-        replace_text(self.path / ABOUT, json.dumps(facts, indent=1))
+    def write_json(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Put DATA, what is known of the data, or ABOUT, of the run, in their file, in one step."""
+        replace_text(self.path / name, json.dumps(facts, indent=1))
 
     def read_config(self) -> str | None:
         """config.yaml as the run last wrote it, or None."""

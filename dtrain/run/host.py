@@ -33,6 +33,7 @@ class Host:
     is_dry = False
     known: Sequence[str] = ()  # problems that the checks have found
     awaited: Collection[str] = ()
+    stages: Collection[str] | None = None  # names of those that are resolved; None: all
 
     def __init__(self, runtime: "Runtime", stack: ExitStack):
         self.runtime, self._stack = runtime, stack
@@ -89,11 +90,11 @@ class DryHost(Host):
     def check(self, spec: "RunSpec", stages: Iterable[ModuleType], until: str) -> bool:
         """Call the stages' checks, depth by depth. With problems that they find, only what stands by itself is
         resolved."""
-        stages, found = list(stages), []
+        stages, problems = list(stages), []
         for depth in DEPTHS[: DEPTHS.index(until) + 1] if until in DEPTHS else DEPTHS:
             for stage in stages:
-                found += problems_of(getattr(stage, f"check_{depth}", None), spec)
-        self.known = together(self.known, found)
+                problems += problems_of(getattr(stage, f"check_{depth}", None), spec)
+        self.known = together(self.known, problems)
         self.problems += self.known
         return until not in DEPTHS
 

@@ -67,11 +67,6 @@ def notes(recipe: Recipe) -> list[str]:
     return lines
 
 
-def named_code(recipe: Recipe) -> list[str]:
-    """Return what a run of `recipe` imports because the recipe names it, a line each."""
-    return stages_of(recipe)["code"].named_code(RunSpec(recipe, World(1)))
-
-
 def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
     """`recipe` with the directory in the hub's cache for each model that is named by an id (`Qwen/Qwen3-0.6B`).
 
@@ -96,28 +91,21 @@ def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]
 
     Also: key → what the run will download, and what the hub refuses, as it would refuse the run.
     """
-    awaited, refused = {}, []
+    awaited: dict[str, str] = {}
+    refused: list[str] = []
     for key, name, weights in model_ids(recipe):
-        try:
-            with _named(key, name):
-                directory, size = look(name, key) if weights else (download(name, weights=False, key=key), 0)
-        except UserError as error:
-            refused.append(str(error))
-            continue
-        recipe = _placed(recipe, key, str(directory))
-        if weights:
-            awaited[key] = f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
+        with _named(key, name, refused):
+            directory, size = look(name, key) if weights else (download(name, weights=False, key=key), 0)
+            recipe = _placed(recipe, key, str(directory))
+            if weights:
+                awaited[key] = f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
     for key, name, pick in absent_data(recipe):
-        try:
-            with _named(key, name):
-                _, files = data_hub.look(name, pick, key.removesuffix(".path"))
-        except UserError as error:
-            refused.append(str(error))
-            continue
-        awaited[key] = (
-            f"{key}={name}: the run downloads {len(files)} file{'s' if len(files) != 1 else ''} from the hub, whose "
-            "rows are looked at then"
-        )
+        with _named(key, name, refused):
+            count = len(data_hub.look(name, pick, key.removesuffix(".path"))[1])
+            awaited[key] = (
+                f"{key}={name}: the run downloads {count} file{'s' if count != 1 else ''} from the hub, whose rows are "
+                "looked at then"
+            )
     return recipe, awaited, refused
 
 
@@ -128,12 +116,15 @@ def _placed(section: Any, key: str, value: str) -> Any:
 
 
 @contextmanager
-def _named(key: str, name: str) -> Iterator[None]:
-    """Put the key that is meant before what the hub says of the block."""
+def _named(key: str, name: str, refused: list[str] | None = None) -> Iterator[None]:
+    """Put the key that is meant before what the hub says of the block; refused: takes that up in place of a caller."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"{key}={name}: {str(error).removeprefix(f'{key}: ')}") from error
+        text = f"{key}={name}: {str(error).removeprefix(f'{key}: ')}"
+        if refused is None:
+            raise UserError(text) from error
+        refused.append(text)
 
 
 def not_here(recipe: Recipe) -> list[str]:

@@ -24,12 +24,10 @@ from dtrain.checkpoint.dcp.rng import random_state, set_random_state
 from dtrain.checkpoint.dcp.store import CheckpointStore, locate
 from dtrain.checkpoint.huggingface.model_files import read_model_config
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, read_adapter_config
-from dtrain.checkpoint.peft.files import ADAPTER
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
 from dtrain.data.sources.sources import packs_by_itself
 from dtrain.methods import REWARD_MODEL, Method, method_of, model_keys
-from dtrain.models.common.adapter_config import adaptable
 from dtrain.policy import Policy
 from dtrain.run.directory import guard
 from dtrain.run.host import Host
@@ -175,54 +173,6 @@ def identities(spec: RunSpec, ranks: Ranks) -> dict[str, str]:
             own = other.template.fingerprint if other.template else "none"
             digest_of[key] = digest(digest_of[key], other.tokenizer.fingerprint, own)
     return digest_of
-
-
-def start_identity(spec: RunSpec) -> str:
-    """The digest of the weights that the run trains from, or where its method needs the "base", of these without an
-    adapter."""
-    recipe, start, digest_of, named = spec.recipe, spec.start, spec.identities, spec.method.needs_start
-    own = digest_of.get("model.weights") or digest(recipe.run.seed, digest_of["model.config"])
-    if recipe.checkpoint.init_from is not None and INIT in start.began:
-        own = start.began[INIT]["identity"]
-    if recipe.lora is None:
-        return own
-    return digest(own, None if named == "base" else digest_of.get("lora.path"), recipe.lora.quantize, named)
-
-
-def refuse_other_adapter(spec: RunSpec) -> None:
-    """Raise UserError where weights of `checkpoint.init_from`, whose run had an adapter, mean another model here: other
-    scales, or the base in other bits."""
-    model = spec.model
-    if spec.start.weights is None or model is None or model.adapters is None:
-        return
-    store, step = spec.start.weights
-    folder = store.path(step) / ADAPTER
-    if not (folder / ADAPTER_CONFIG).is_file():
-        return
-    layers = adaptable(model.config)
-    changes = config.diff(store.read_state(step)["recipe"], spec.recipe)
-    differing = [key for key, _, _ in changes if key == "lora.quantize"]
-    if read_adapter_config(folder).adapted(layers) != model.adapters.config.adapted(layers):
-        differing.append("its layers, ranks or scales (lora.target, rank, alpha, rslora and the patterns)")
-    if differing:
-        raise UserError(
-            f"{INIT}: {folder} is an adapter that was trained with other settings: {', '.join(differing)}. Set them as "
-            "its run has them"
-        )
-
-
-def refuse_other_base(spec: RunSpec) -> None:
-    """Raise UserError where the run that trained the weights of `checkpoint.init_from`, those of an adapter or of what
-    was not frozen alone, had other weights beside them."""
-    if spec.start.weights is None:
-        return
-    store, step = spec.start.weights
-    saved = store.read_state(step).get("identities", {}).get("model.weights")
-    if saved != spec.identities.get("model.weights"):
-        raise UserError(
-            f"{INIT}: {store.path(step)} holds what was trained alone, and the weights beside it were not those of "
-            "model.path: set model.path to the model that its run began from"
-        )
 
 
 def compare(spec: RunSpec, allow_changes: Sequence[str]) -> list[str]:

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from dtrain.run.host import Host
     from dtrain.run.resume import Start
 
-STAGES = ("outputs tokenizer model others adapter code mesh optimizer data evals sizes kernels schedule start").split()
+STAGES = (
+    "outputs tokenizer model others adapter code mesh optimizer first_rows data evals sizes kernels schedule start"
+).split()
 """Names of the stages' modules, in the order in which they resolve."""
 
 
@@ -153,9 +155,10 @@ class RunSpec:
         return out_of_range(self.written)
 
 
-def stages_of(recipe: Recipe) -> dict[str, ModuleType]:
+def stages_of(recipe: Recipe, looks_at_rows: bool = False) -> dict[str, ModuleType]:
     """Return the stages that `recipe` needs, by name."""
-    unneeded = {"adapter": recipe.lora is None, "evals": not recipe.evals}
+    unneeded = {"adapter": recipe.lora is None, "evals": not recipe.evals, "first_rows": not looks_at_rows}
+    unneeded["others"] = not method_of(recipe).other_models()
     return {name: import_module(f"dtrain.run.stages.{name}") for name in STAGES if not unneeded.get(name)}
 
 
@@ -166,10 +169,11 @@ def resolve(recipe: Recipe, world: World, host: "Host", until: str = "start") ->
     A dry run ends with the stage after which nothing can be looked at; its problems are in `host.problems`. Raises
     UserError.
     """
-    spec, stages = RunSpec(recipe, world, host.awaited), stages_of(recipe)
+    spec, stages = RunSpec(recipe, world, host.awaited), stages_of(recipe, host.is_dry and until in STAGES)
     if not host.check(spec, stages.values(), until):
         return spec
     for name, stage in stages.items():
-        if hasattr(stage, "resolve") and not stage.resolve(spec, host) or name == until:
+        is_left_out = host.stages is not None and name not in host.stages
+        if not is_left_out and hasattr(stage, "resolve") and not stage.resolve(spec, host) or name == until:
             break
     return spec

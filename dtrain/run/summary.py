@@ -1,7 +1,7 @@
 """Lines for the terminal on a run before its first step, and when it is done."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,10 @@ from dtrain.recipe.schema import DataSource
 from dtrain.run import eval_sets
 from dtrain.run.metrics import records
 from dtrain.run.metrics.terminal import one_line, plot
+from dtrain.run.spec import RunSpec
 from dtrain.run.stages import schedule as scheduling
 
 if TYPE_CHECKING:
-    from dtrain.run.spec import RunSpec
     from dtrain.run.trainer import Trainer
 
 LABEL = 10  # characters of a label with the blanks behind it
@@ -119,12 +119,13 @@ def _notes(trainer: "Trainer") -> Iterator[str]:
         )
 
 
-def closing(spec: "RunSpec", directory: Path, has_export: bool) -> Iterator[str]:
+def closing(spec: RunSpec, directory: Path, has_export: bool) -> Iterator[str]:
     """Report what a run that is done has learned, by its metrics.jsonl, and what may be done with it."""
     recipe, evals = spec.recipe, eval_sets.sets(spec.recipe.eval)
     rewards = {f"{each.prefix}reward_mean": f"{each.name} reward" for each in evals}
     names = {**method_of(recipe).curves, **rewards}
-    curves = _curves(directory / "metrics.jsonl", names)
+    rows = list(records.rows(directory / "metrics.jsonl"))
+    curves = {name: curve for name in names if (curve := records.points(rows, name))}
     drawn = next((name for name, curve in curves.items() if len(curve) >= PLOTTED), "")
     for number, line in enumerate(plot(curves.get(drawn, []))):
         yield labelled("" if number else names[drawn], line)
@@ -146,18 +147,12 @@ def closing(spec: "RunSpec", directory: Path, has_export: bool) -> Iterator[str]
         yield labelled("", f"dtrain export {directory} OUT    # whole, the adapter merged")
 
 
-def _questions(spec: "RunSpec") -> str:
+def _questions(spec: RunSpec) -> str:
     """A file of prompts that the run knows: its validation's; of GRPO else its own; else the user's."""
     recipe = spec.recipe
     kind, val = method_of(recipe).kind, recipe.data.val
     held = val if isinstance(val, DataSource) else recipe.data.train if kind == "prompts" else None
     return held.path if held and kind != "pairs" and isinstance(held.path, str) else "FILE    # prompts with answers"
-
-
-def _curves(path: Path, names: Iterable[str]) -> dict[str, list[records.Point]]:
-    """Return the curves of the fields that the run measured, over its steps."""
-    rows = list(records.rows(path))
-    return {name: curve for name in names if (curve := records.points(rows, name))}
 
 
 def _answers(directory: Path) -> Iterator[str]:

@@ -39,6 +39,7 @@ from dtrain.policy import Policy
 from dtrain.policy.build import build_model
 from dtrain.recipe.schema import Recipe
 from dtrain.run import metrics, resume
+from dtrain.run.directory import ABOUT, DATA
 from dtrain.run.eval_sets import better
 from dtrain.run.host import Host
 from dtrain.run.preflight import shapes
@@ -173,8 +174,8 @@ class Trainer:
         if self.runtime.is_main:
             replace_text(self.run.began, json.dumps(start.began))
             self.run.write_config(self._recipe_text)
-            self.run.write_data({split: rows.samples.summary for split, rows in self.spec.rows.items()})
-            self.run.write_about(about(self))
+            self.run.write_json(DATA, {split: rows.samples.summary for split, rows in self.spec.rows.items()})
+            self.run.write_json(ABOUT, about(self))
             self.run.keep_model_files(self.recipe.model.directory, self.policy.checkpoint.chat_template)
         self.metrics.resume_at(start.step)
         if self.recipe.train.patience is not None:
@@ -358,7 +359,7 @@ class Trainer:
             return
         self._planned = None
         if self.runtime.is_main:
-            self.run.write_about(about(self, planned.size))
+            self.run.write_json(ABOUT, about(self, planned.size))
         measured = f"{metrics.memory_gib(self.runtime.device):.3f} GiB"
         if self.runtime.device.type == "cuda":
             self.metrics.say(f"memory of a rank: {planned.words}, measured {measured}")

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from dtrain.base.errors import UserError
+from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.policy import state_bytes
 from dtrain.commands.plan.step import plan_step
-from dtrain.models.read_config import read_config
 from dtrain.optim.adam import LowBitAdam
 from dtrain.optim.moments import BLOCK, Int8, kind_of, round_bfloat16
 from dtrain.optim.places import Place
@@ -15,7 +15,7 @@ from dtrain.optim.update import build_optimizer
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.precision import choose_precision
-from dtrain.recipe import schema, sizes
+from dtrain.recipe import schema
 from dtrain.run.preflight import check
 from dtrain.run.trainer import train
 from tests.optimizers.stepping import assert_same_bits, give_gradients, policy_on, recipe_of, step_on
@@ -362,7 +362,7 @@ def test_a_plan_counts_states_scales_and_masters(tmp_path, mesh):
     ranks, options = MESHES[mesh]
     few = FEW["int8, bfloat16 masters"]
     recipe = recipe_of(tmp_path, *few, *options, "train.global_batch=12", "train.micro_batch=1", tied=False)
-    step = plan_step(recipe, read_config(recipe.model.path), sizes(recipe, ranks), device="cpu")
+    step = plan_step(resolve_plan(recipe, ranks, "cpu"))
     assert (step.state, step.parameters) == run_world(held_bytes, ranks, recipe, ranks)[0]
 
 

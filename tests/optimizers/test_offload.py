@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.methods import method_of
 from dtrain.parallel.placement import local_tensor
 from dtrain.run.preflight import check
 from tests.optimizers.stepping import recipe_of
@@ -70,11 +69,12 @@ def test_masters_are_saved_in_float32_and_resume_on_another_mesh(tmp_path, dtype
 def given(recipe, rank, size):
     """What a policy gives out before and after a step, with another's weights in place, and after it left the card."""
     from dtrain.base.batch import collate
-    from dtrain.commands.plan.trace import full_rows
+    from dtrain.commands.plan.step import full_rows
+    from dtrain.methods import method_of
     from tests.optimizers.stepping import give_gradients, policy_on
 
     policy = policy_on(recipe, rank, size, runtime_of(rank, size).device)
-    rows = full_rows(recipe, method_of(recipe), 1)
+    rows = full_rows(method_of(recipe), 1)
     batch, given = collate(rows, list(rows[0])), {}
     given["begun"] = policy.get_logprobs(batch)["logprobs"]
     policy.init_reference_model()

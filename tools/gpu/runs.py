@@ -65,7 +65,7 @@ def peak_rank(rank: int, size: int, recipe: Recipe) -> tuple[int, str]:
     import torch
 
     from dtrain.base.batch import collate
-    from dtrain.commands.plan.trace import full_rows
+    from dtrain.commands.plan.step import full_rows
     from dtrain.methods import method_of
     from dtrain.models.read_config import read_config
     from dtrain.parallel.mesh import build_mesh, init_one_process_group
@@ -82,7 +82,7 @@ def peak_rank(rank: int, size: int, recipe: Recipe) -> tuple[int, str]:
     method = method_of(recipe)
     for _ in range(2):  # the optimizer's state is there from the first update on
         torch.cuda.reset_peak_memory_stats()
-        rows = full_rows(recipe, method, sizes.accumulation)
+        rows = full_rows(method, sizes.accumulation)
         batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
         policy.train(batch, loss, mbs=method.micro_rows)
     kernel = policy.model.model.kernel

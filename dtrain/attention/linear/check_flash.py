@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dtrain.attention.check_varlen import differentiated, documents_of, does_not_run
 from dtrain.attention.linear.chunks import chunked
+from dtrain.attention.linear.context import Pieces
 from dtrain.attention.linear.flash import Borders, FlashDelta
 
 _LENGTHS = ((1, 61, 66, 64), (150, 42))  # documents of two rows of 192, the last of them padding
@@ -95,25 +96,23 @@ def _failures() -> tuple[type[Exception], ...]:
     return RuntimeError, ValueError, TypeError, AttributeError, AssertionError, *of_triton
 
 
-class _Chain:
-    """An `Exchange` whose pieces are all here, one row of pieces after the other: [P · B, ..]."""
+class _Chain(Pieces):
+    """Pieces that are all here, one row of pieces after the other: [P · B, ..]."""
 
     def __init__(self, count: int):
-        self._count = count
+        self.count = count
 
     def forward(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """Override `Exchange.forward`."""
-        size, pieces = maps.shape[-2], maps.unflatten(0, (self._count, -1))
+        size, pieces = maps.shape[-2], maps.unflatten(0, (self.count, -1))
         states = [torch.zeros_like(pieces[0, ..., size:])]
         for piece in pieces[:-1]:
             states.append(piece[..., :size] @ states[-1] + piece[..., size:])
         return torch.cat(states), pieces[..., :size]
 
     def backward(self, grads: Tensor, kept: Tensor) -> Tensor:
-        """Override `Exchange.backward`."""
-        pieces = grads.unflatten(0, (self._count, -1))
+        pieces = grads.unflatten(0, (self.count, -1))
         states = [torch.zeros_like(pieces[0])]
-        for piece in range(self._count - 1, 0, -1):
+        for piece in range(self.count - 1, 0, -1):
             states.append(kept[piece].mT @ states[-1] + pieces[piece])
         return torch.cat(states[::-1])
 

@@ -14,12 +14,14 @@ Shapes: [N, B, Hk, r, C, ..], N chunks, B rows, Hk key heads, r value heads of e
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.linalg import vecdot
+
+from dtrain.attention.linear.context import Pieces
 
 CHUNK = 64
 GROUP = 2**19  # elements of the values that are computed at a time, on a CPU: what a cache holds
@@ -28,20 +30,6 @@ EPS = 1e-6  # of the l2 norm, as in transformers
 
 
 T = TypeVar("T")
-
-
-class Exchange(Protocol):
-    """Exchange that finds the rows' first states, where a row is a piece of a longer one."""
-
-    def forward(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """maps [B, Hv, K, K + V]: a row's last state is M · first + U. The first states [B, Hv, K, V], and what
-        `backward` wants."""
-        ...
-
-    def backward(self, grads: Tensor, kept: Tensor) -> Tensor:
-        """grads [B, Hv, K, V]: of each row's first state, by the row's own outputs. The gradients of the rows' last
-        states, by the outputs of all that follow."""
-        ...
 
 
 def chunked(
@@ -53,14 +41,15 @@ def chunked(
     segments: Tensor | None = None,
     real: Tensor | None = None,
     state: Tensor | None = None,
-    exchange: Exchange | None = None,
+    exchange: Pieces | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over rows, in max(float32, the dtype).
 
     q, k [B, S, Hk, K], neither normalised nor scaled; v [B, S, Hv, V]; g (≤ 0) and beta [B, S, Hv]. segments [B, S]
     counts the documents that began at or before a token, 0 for those that go on from `state` [B, Hv, K, V] (None:
     zeros). real [B, S]: False where nothing is read, written or decayed, and the output is 0. Gives [B, S, Hv, V] in
-    v's dtype and the last state [B, Hv, K, V]; with an `exchange`, `state` is None and collectives are those of its.
+    v's dtype and the last state [B, Hv, K, V]; with an `exchange`, where a row is a piece of a longer one, `state` is
+    None and collectives are those of its.
     """
     return _Chunked.apply(q, k, v, g, beta, segments, real, state, exchange)
 

@@ -14,11 +14,10 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.base_weights import step_around
-from dtrain.commands.eval.options import in_options
+from dtrain.commands.eval.command import in_options
 from dtrain.data.formats.plain_prompts import evaluated_as, refuse_without_template
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.sources.files import resolve
-from dtrain.data.text.template import choose_template
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, load
 from dtrain.inference.request import Completion, Request, SamplingParams
@@ -46,7 +45,8 @@ def evaluate(arguments: Namespace) -> Report:
         raise UserError(f"--out {out}: there is no directory {out.parent}")
     judges, together = open_judges(rewards, arguments.reward_timeout, partial(print, file=sys.stderr))
     with judges:
-        model, tokenizer = load(arguments.directory, choose_dtype(arguments.dtype, device), device)
+        loaded = load(arguments.directory, choose_dtype(arguments.dtype, device), device)
+        model, tokenizer = loaded
         length = model.config.max_position_embeddings
         new = arguments.max_new_tokens or longest_answer(length)
         if new >= length:
@@ -54,9 +54,7 @@ def evaluate(arguments: Namespace) -> Report:
                 f"--max-new-tokens {new} leaves no room for a prompt within the model's {length} positions: set less"
             )
         options = PromptOptions.within(length, new, arguments.system)
-        template = choose_template(
-            tokenizer.directory, tokenizer.special_tokens, arguments.chat_template, arguments.template_kwargs
-        )
+        template = loaded.template(arguments.chat_template, arguments.template_kwargs)
         refuse_without_template(arguments.prompts_as, template, tokenizer.directory)
         chosen, trained_plain = (arguments.prompts_as, 0) if arguments.prompts_as else trained_as(arguments.directory)
         prompts_as = evaluated_as(chosen, trained_plain, template)
@@ -76,10 +74,9 @@ def evaluate(arguments: Namespace) -> Report:
         questions = Questions(
             rows, arguments.samples, sampling, arguments.seed, options.room, arguments.pass_reward, together
         )
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
-        engine = Engine(model, decode=decode, max_rows=arguments.max_rows)
-        write = partial(_write, out, questions)
-        return answer_and_judge(questions, partial(_drawn, engine), decode, judges, write, ranks=Ranks(alone=True))
+        engine = Engine(model, decode=loaded.decode, max_rows=arguments.max_rows)
+        draw, write = partial(_drawn, engine), partial(_write, out, questions)
+        return answer_and_judge(questions, draw, loaded.decode, judges, write, ranks=Ranks(alone=True))
 
 
 def trained_as(directory: Path) -> tuple[str | None, int]:

@@ -16,24 +16,18 @@ METRICS, SAMPLES, EVALS = "metrics.jsonl", "samples.jsonl", "evals.jsonl"
 
 
 class Curve:
-    """The values of a field by step, in the order of the file; not finite ones among them."""
+    """The values of a field by step, in the order of the file; not finite ones among them. known: the points whose
+    value is sound (`records.is_sound`)."""
 
     def __init__(self) -> None:
         self.steps, self.values = array("d"), array("d")
-        self._known: list[records.Point] | None = None
+        self.known: list[records.Point] = []
 
     def add(self, step: float, value: float) -> None:
         self.steps.append(step)
         self.values.append(value)
-        self._known = None
-
-    @property
-    def known(self) -> list[records.Point]:
-        """The points whose value is sound (`records.is_sound`)."""
-        if self._known is None:
-            both = zip(self.steps, self.values, strict=True)
-            self._known = [(step, value) for step, value in both if records.is_sound(value)]
-        return self._known
+        if records.is_sound(value):
+            self.known.append((step, value))
 
 
 class RunFiles:

@@ -188,8 +188,7 @@ class Updates:
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             if name not in self._tensors:
                 raise ApiError(400, f"the model has no tensor {name!r}", "names")
-            target = self._tensors[name]
-            own = list(target.joint.shape([part.shape for part in target.parts]))
+            own = self._tensors[name].shape
             if own != shape:
                 raise ApiError(400, f"{name} is {shape}, the model has {own}", "shapes")
             info[name] = (torch.Size(shape), DTYPES[dtype])
@@ -202,6 +201,10 @@ class _Parts:
 
     parts: list[Tensor]
     joint: FusedWeight
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.joint.shape([part.shape for part in self.parts]))
 
     def fill(self, tensor: Tensor) -> None:
         """Copy a tensor of their shape into them."""

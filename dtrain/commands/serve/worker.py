@@ -74,13 +74,6 @@ class _Row:
         self.job.pieces.put(StreamChunk(self.index, ids, logprobs, finish, self.version, self.scores, routed))
 
 
-@dataclass
-class _Act:
-    do: Callable[[], Any]
-    mode: Mode
-    done: Future
-
-
 class EngineThread(threading.Thread):
     """Thread that owns the engine.
 
@@ -102,7 +95,7 @@ class EngineThread(threading.Thread):
         self._engine, self._most_waiting = engine, most_waiting
         self._changed = threading.Condition()
         self._inbox: deque[_Row] = deque()
-        self._acts: deque[_Act] = deque()
+        self._acts: deque[tuple[Callable[[], Any], Mode, Future]] = deque()
         self._dropped: set[Job] = set()
         self._rows: dict[int, _Row] = {}  # by the engine's ticket
         self._closing: str | None = None  # why no work is taken in
@@ -140,13 +133,13 @@ class EngineThread(threading.Thread):
         Raises ApiError: 503 where the worker ends first, 409 where completions under way are paused and `mode` is to
         wait for them.
         """
-        act = _Act(do, mode, Future())
+        done: Future = Future()
         with self._changed:
             if self._ending or self.failure is not None:
                 raise ApiError(503, self._closing or "the server is ending")
-            self._acts.append(act)
+            self._acts.append((do, mode, done))
             self._changed.notify_all()
-        return act.done.result()
+        return done.result()
 
     def pause(self, mode: Mode) -> None:
         """Decode nothing until `resume`; requests are still taken in."""
@@ -192,9 +185,9 @@ class EngineThread(threading.Thread):
                 error = ApiError(503, self._closing or "the server is ending")
                 for job in {row.job for row in [*self._rows.values(), *self._inbox]}:
                     job.pieces.put(error)
-                for act in self._acts:
-                    if not act.done.done():
-                        act.done.set_exception(error)
+                for _, _, done in self._acts:
+                    if not done.done():
+                        done.set_exception(error)
                 self._changed.notify_all()
 
     def _turn(self) -> bool:
@@ -205,7 +198,7 @@ class EngineThread(threading.Thread):
                 return False
             dropped, self._dropped = self._dropped, set()
         self._cancel(dropped)
-        while self._acts and self._act(self._acts[0]):
+        while self._acts and self._act(*self._acts[0]):
             with self._changed:
                 self._acts.popleft()
         if self._decodes:
@@ -226,21 +219,21 @@ class EngineThread(threading.Thread):
         work = self._decodes and (enters or self._engine.has_work)
         return bool(self._ending or self._acts or self._dropped or work)
 
-    def _act(self, act: _Act) -> bool:
+    def _act(self, do: Callable[[], Any], mode: Mode, done: Future) -> bool:
         """Run an act unless it waits for the completions under way. Return whether it is over."""
-        if act.mode == "wait" and self._rows:
+        if mode == "wait" and self._rows:
             if self._decodes:
                 return False
-            act.done.set_exception(ApiError(409, "completions under way are paused: resume first, or keep or abort"))
+            done.set_exception(ApiError(409, "completions under way are paused: resume first, or keep or abort"))
             return True
-        if act.mode == "abort":
+        if mode == "abort":
             self._cancel({row.job for row in self._rows.values()}, ApiError(503, ABORTED))
         try:
-            act.done.set_result(act.do())
+            done.set_result(do())
         except (UserError, ApiError) as error:
-            act.done.set_exception(error)
+            done.set_exception(error)
         except FAULTS as error:
-            act.done.set_exception(self._fault(error))
+            done.set_exception(self._fault(error))
         return True
 
     def _admit(self) -> None:

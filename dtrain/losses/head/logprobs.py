@@ -174,7 +174,10 @@ class _HiddenLogprobs(torch.autograd.Function):
                 target_logit[some] += pick(logits, column, here, tiles.dtype).squeeze(1)
                 second = logits if head.fields > 2 else None
                 parts.append(part_stats(logits, tiles.memory(some, ids, 1), second, squares=head.squares))
-            packed[:, some] = _merged(parts)
+            whole = parts[0]
+            if len(parts) > 1:
+                whole, _ = merge(Stats(*torch.stack([part.pack() for part in parts], 1).unbind()))
+            packed[:, some] = whole.pack()
         merged = merge_over(Stats(*packed.unbind()), len(weight), head.shard.group, target_logit[None])
         stats, _, (target_logit,), vocabulary = merged
         valid = (targets >= 0) & (targets < vocabulary)
@@ -277,10 +280,3 @@ def _in_tile(local: Tensor, is_mine: Tensor, ids: slice) -> tuple[Tensor, Tensor
     """The shard's columns [t] of targets as columns [t, 1] of a tile, and whether they are there."""
     here = is_mine & (local >= ids.start) & (local < ids.stop)
     return torch.where(here, local - ids.start, 0)[:, None], here[:, None]
-
-
-def _merged(parts: list[Stats]) -> Tensor:
-    """The statistics of tiles side by side as those of all of them, [2..4, t]."""
-    if len(parts) == 1:
-        return parts[0].pack()
-    return merge(Stats(*torch.stack([part.pack() for part in parts], 1).unbind()))[0].pack()

@@ -80,9 +80,7 @@ class AllGatherCPTensor:
         return gather_sequence(tensor, cp_group, seq_dim)
 
 
-def allgather_cp_sharded_tensor(tensor: Tensor, cp_group: Group, seq_dim: int = 1) -> Tensor:
-    """`AllGatherCPTensor.apply`: [..., S/cp, ...] -> [..., S, ...], gradients are summed over cp."""
-    return AllGatherCPTensor.apply(tensor, cp_group, seq_dim)
+allgather_cp_sharded_tensor = AllGatherCPTensor.apply
 
 
 def _get_tokens_on_this_cp_rank(input_ids: Tensor, cp_rank: int, cp_size: int, seq_dim: int = 1) -> Tensor:

@@ -1,8 +1,6 @@
 """Sums over the sequences of a micro-batch: padded rows, packed rows with several documents each, and the parts of both
 that a context-parallel rank holds."""
 
-from typing import Protocol
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,34 +9,22 @@ from dtrain.base.batch import sum_by_document
 from dtrain.parallel.collectives import enter_region, leave_region
 
 
-class Sequences(Protocol):
-    """Sums over the sequences of a micro-batch whose tokens lie at [n, S] on this rank.
+class RowSequences:
+    """Sequences that are the rows of mask [n, S], true at the tokens that count. No collective.
 
     lengths [sequences]: masked-in tokens of each sequence, int64, whole on every rank.
     """
-
-    lengths: Tensor
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Σ of values [..., n, S] over each sequence, [..., sequences], whole on every rank that has a part of it."""
-
-    def spread(self, values: Tensor) -> Tensor:
-        """values [..., sequences] -> [..., n, S]: at each token its sequence's."""
-
-
-class RowSequences:
-    """Sequences that are the rows of mask [n, S], true at the tokens that count. No collective."""
 
     def __init__(self, mask: Tensor):
         self._shape = mask.shape
         self.lengths = mask.long().sum(1)
 
     def sum(self, values: Tensor) -> Tensor:
-        """[..., n, S] -> [..., n]"""
+        """Σ over each sequence, [..., n, S] -> [..., n]"""
         return values.sum(-1)
 
     def spread(self, values: Tensor) -> Tensor:
-        """[..., n] -> [..., n, S]"""
+        """At each token its sequence's value, [..., n] -> [..., n, S]"""
         return values.unsqueeze(-1).expand(*values.shape[:-1], *self._shape)
 
 
@@ -56,7 +42,7 @@ class Documents:
         self.lengths = self.sum(mask.long())
 
     def sum(self, values: Tensor) -> Tensor:
-        """[..., n, S] -> [..., count]"""
+        """Σ over each sequence, [..., n, S] -> [..., count], whole on every rank that has a part of it"""
         sums = sum_by_document(values, self._ids, self._count)
         return sums if self._group is None else enter_region(leave_region(sums, self._group), self._group)
 
@@ -64,3 +50,6 @@ class Documents:
         """[..., count] -> [..., n, S]"""
         padded = torch.cat([values.new_zeros(*values.shape[:-1], 1), values], -1)  # the first: padding
         return padded[..., self._ids + 1]
+
+
+Sequences = RowSequences | Documents

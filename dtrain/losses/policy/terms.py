@@ -61,14 +61,11 @@ class PolicySpec:
         whole = read | dict(self.options)
         object.__setattr__(self, "clip", tuple(float(bound) for bound in self.clip))
         object.__setattr__(self, "options", MappingProxyType(whole))
-        self._check_combinations(whole)
-
-    def _check_combinations(self, options: Mapping[str, Any]) -> None:
-        if options.get("delta") is not None and options.get("dual_clip") is not None:
+        if whole.get("delta") is not None and whole.get("dual_clip") is not None:
             raise ValueError("delta and dual_clip bound the same ratio: give one of them")
-        if self.loss.by_sequence and options["top_entropy_quantile"] < 1:
+        if self.loss.by_sequence and whole["top_entropy_quantile"] < 1:
             raise ValueError(f"top_entropy_quantile: {self.name} is a loss of whole sequences, which keep all tokens")
-        smallest, largest = options["sampling_clip_min"], options["sampling_clip_max"]
+        smallest, largest = whole["sampling_clip_min"], whole["sampling_clip_max"]
         if smallest is not None and largest is not None and smallest >= largest:
             raise ValueError(f"sampling_clip_min={smallest} must be below sampling_clip_max={largest}")
 

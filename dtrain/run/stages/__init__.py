@@ -8,7 +8,8 @@ adapter      the section `lora`
 code         what the recipe names by an import path or a command
 mesh         the mesh, and whether the batch and the models fit it
 optimizer    the optimizer on meta
-data         the rows of the splits; beside it rows, which opens them, and first_rows, the look of a dry run
+first_rows   the rows as a dry run looks at them
+data         the rows of the splits
 evals        the sets of `eval`
 sizes        the method and its section, the batch and the steps
 kernels      the kernels of attention

@@ -210,6 +210,11 @@ def _hint(key: str, entry: Any, layers: Sequence[str]) -> str:
     )
 
 
+def _meant(name: str, names: Sequence[str]) -> str:
+    near = nearest(name, names)
+    return f"did you mean {near}?" if near else f"there are {', '.join(names) or 'none'}"
+
+
 def _ends_of(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
@@ -221,24 +226,19 @@ def _patterns(config: AdapterConfig, layers: Sequence[str]) -> list[str]:
     for key, patterns in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
         for pattern in patterns:
             if not any(endmatch(pattern, name) for name in adapted):
-                names = _ends_of(adapted)
-                near = nearest(pattern, names)
-                hint = f"did you mean {near}?" if near else f"there are {', '.join(names) or 'none'}"
+                hint = _meant(pattern, _ends_of(adapted))
                 errors.append(f"lora.{key}: {pattern} matches the end of no adapted layer's name; {hint}")
     return errors
 
 
 def _saved(config: AdapterConfig, known: Sequence[str]) -> list[str]:
     """Entries of modules_to_save that match no module."""
-    errors = []
-    for entry in config.modules_to_save:
-        named = [name for name in known if name.endswith(entry)]
-        if not named:
-            names = _ends_of(known)
-            near = nearest(entry.rpartition(".")[2], names)
-            hint = f"did you mean {near}?" if near else f"there are {', '.join(names)}"
-            errors.append(f"lora.modules_to_save: {entry} matches no module with weights of its own; {hint}")
-    return errors
+    return [
+        f"lora.modules_to_save: {entry} matches no module with weights of its own; "
+        f"{_meant(entry.rpartition('.')[2], _ends_of(known))}"
+        for entry in config.modules_to_save
+        if not any(name.endswith(entry) for name in known)
+    ]
 
 
 def _ranks(config: AdapterConfig, layers: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -1,10 +1,12 @@
 """Stage data: the rows of the splits, as the run reads them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+from dtrain.data import Rows, open_rows
 from dtrain.data.sources import columns, urls
 from dtrain.data.sources import hub as data_hub
 from dtrain.data.sources.files import entries, formats_of, kind_of
@@ -14,7 +16,8 @@ from dtrain.recipe.schema import DataSource, Source
 from dtrain.run.host import Host, problems_of
 from dtrain.run.preflight import absent_data, paths_of
 from dtrain.run.spec import RunSpec
-from dtrain.run.stages.rows import open_splits
+
+DIGESTS = {"train": "data.fingerprint", "val": "data.val.fingerprint"}  # of the rows of each split
 
 
 def _sections(spec: RunSpec) -> Iterator[tuple[str, DataSource]]:
@@ -113,11 +116,53 @@ def _is_away(spec: RunSpec, path: str, key: str) -> bool:
 
 def resolve(spec: RunSpec, host: Host) -> bool:
     """Open the rows of data.train and data.val; the first process of a run to come tokenises, the others wait for its
-    cache. A dry run reads the first rows, and all where the files are small; with problems that are known it ends
-    here."""
+    cache. A dry run has had its look at them: `first_rows`."""
     if host.is_dry:
-        import_module("dtrain.run.stages.first_rows").look_at_rows(spec, host)
-        return not host.known
-    open_splits(spec, spec.recipe.cache, host)
+        return True
+    open_splits(spec, spec.recipe.cache, host.recorder.say, host.ranks.is_first)
+    for split, rows in spec.rows.items():
+        host.ranks.same(rows.fingerprint, f"data.{split} is not the same on every host")
     spec.is_data_read = True
     return True
+
+
+def splits(spec: RunSpec) -> list[str]:
+    """Return the names of the splits that the recipe has."""
+    return ["train"] if spec.recipe.data.val is None else ["train", "val"]
+
+
+def row_options(spec: RunSpec, cache_dir: Path | None) -> dict[str, Any]:
+    """Return the arguments of `open_rows` and `looks` that follow from a recipe. Raises UserError."""
+    recipe, method = spec.recipe, method_of(spec.recipe)
+    return {
+        "kind": method.kind,
+        "prompts": method.prompts(),
+        "label": method.label(),
+        "seed": recipe.run.seed,
+        "tokenizer": spec.source.tokenizer,
+        "cache_dir": cache_dir,
+    }
+
+
+def open_splits(
+    spec: RunSpec,
+    cache_dir: Path | None,
+    say: Callable[[str], None],
+    progress: bool,
+    names: Sequence[str] | None = None,
+) -> None:
+    """Open the rows of the splits of these names, None for all, tokenised or from the cache; data.val is packed as
+    data.train is. All or none are set. Raises UserError."""
+    recipe, options = spec.recipe, row_options(spec, cache_dir)
+    opened: dict[str, Rows] = {}
+    for split in names or splits(spec):
+        opened[split] = open_rows(
+            recipe.data, split=split, epochs=recipe.train.epochs, say=say, progress=progress, **options
+        )
+        if recipe.data.packing == "auto":  # as the training rows are; completions to prompts are packed
+            is_packed = opened["train"].packing or options["kind"] == "prompts"
+            recipe = replace(recipe, data=replace(recipe.data, packing=is_packed))
+    spec.recipe, spec.rows = recipe, opened
+    spec.columns = {split: rows.samples.column_names() for split, rows in opened.items()}
+    spec.identities |= {DIGESTS[split]: rows.samples.identity for split, rows in opened.items()}
+    spec.plain_prompts = opened["train"].samples.meta["plain_prompts"]

@@ -1,7 +1,7 @@
-"""First look at rows: those of small files whole, of others the first rows, and the shape of as many as time allows.
+"""Stage first_rows, of dry runs: the rows of small files whole, of others the first, and the shape of what time allows.
 
-Beside the stage data, for dry runs. Files of up to SMALL_DATA bytes are tokenised whole, as the run does it; of others
-the first rows of each file are read, and the shape of all rows that LOOK_SECONDS allow. Notes say what was not read.
+Files of up to SMALL_DATA bytes are tokenised whole, as the run does it; of others the first rows of each file are read,
+and the shape of all rows that LOOK_SECONDS allow. Notes say what was not read.
 """
 
 import time
@@ -15,15 +15,20 @@ from dtrain.data.sources.sources import Look, looks
 from dtrain.run.host import DryHost
 from dtrain.run.preflight import has_urls, to_copy
 from dtrain.run.spec import RunSpec
-from dtrain.run.stages.rows import open_splits, row_options, splits
+from dtrain.run.stages.data import open_splits, row_options, splits
 
 SMALL_DATA = 4 << 20
 LOOK_SECONDS = 5.0
 
 
-def look_at_rows(spec: RunSpec, host: DryHost) -> None:
+def resolve(spec: RunSpec, host: DryHost) -> bool:
     """Read the first rows of every file, and the rows where the files are small. Each file's first mistake is one of
-    the problems."""
+    the problems; with problems that the checks have found the dry run ends here."""
+    _look_at_rows(spec, host)
+    return not host.known
+
+
+def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
     recipe, before = spec.recipe, len(host.problems)
     copies = recipe.cache if has_urls(recipe) else None  # of URLs; rows are kept nowhere
     of_rows = ("data.", "data=", "grpo.tools")
@@ -47,7 +52,7 @@ def look_at_rows(spec: RunSpec, host: DryHost) -> None:
     encoders = {key: look.encoder for key, look in files}
     is_small = sum(_size(look.file) for _, look in files) <= SMALL_DATA
     if is_small and not host.known:
-        host.ask(open_splits, spec, copies, host)
+        host.ask(open_splits, spec, copies, host.say, False)
     plain |= {split: rows.samples.meta["plain_prompts"] for split, rows in spec.rows.items()}
     spec.plain_prompts = plain["train"]
     for split, count in plain.items():

@@ -3,19 +3,24 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
+from dtrain import recipe as config
+from dtrain.base.errors import UserError
+from dtrain.base.identity import digest
 from dtrain.base.model_directory import CONFIG
 from dtrain.base.ranges import nearest
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.checkpoint.peft.config import is_adapter_directory
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, is_adapter_directory, read_adapter_config
+from dtrain.checkpoint.peft.files import ADAPTER
 from dtrain.data import Cursor
 from dtrain.methods import model_keys, recipe_keys
+from dtrain.models.common.adapter_config import adaptable
 from dtrain.policy.checkpoint import weights_of
 from dtrain.run import resume
 from dtrain.run.host import Host
 from dtrain.run.spec import ModelDirectory, RunSpec
-from dtrain.run.stages.others import differing_tokens, reference_problems
 
 
 def check_keys(spec: RunSpec) -> list[str]:
@@ -94,8 +99,9 @@ def _differences(spec: RunSpec, path: Path) -> list[str]:
     theirs, key = ModelDirectory(kept, spec.source.labels), "checkpoint.init_from"
     if spec.source.any_config is None or theirs.any_config is None:
         return []
-    differences = reference_problems(spec.model_config, theirs.config, key, str(path))
-    differences += [f"{key}={path}: {problem}" for problem in differing_tokens(theirs, spec.source)]
+    others = import_module("dtrain.run.stages.others")
+    differences = others.reference_problems(spec.model_config, theirs.config, key, str(path))
+    differences += [f"{key}={path}: {problem}" for problem in others.differing_tokens(theirs, spec.source)]
     return [f"{problem}, or name the change: checkpoint.allow_changes=[model.config]" for problem in differences]
 
 
@@ -105,29 +111,56 @@ def resolve(spec: RunSpec, host: Host) -> bool:
     if host.ranks.is_first and spec.model is None:  # in a dry run that has a problem with it
         return False
     spec.store = CheckpointStore(spec.run.checkpoints, host.ranks)
-    found = host.ask(resume.find_start, spec, host)
-    if found is None:
+    start = host.ask(resume.find_start, spec, host)
+    if start is None:
         return False
-    spec.start = found
+    spec.start = start
     if needs_start is not None and "model.config" in spec.identities:
-        spec.identities[f"{recipe.method}.reference"] = resume.start_identity(spec)
-    if found.weights is not None:
+        spec.identities[f"{recipe.method}.reference"] = _identity(spec, needs_start)
+    if start.weights is not None:
         host.first(partial(_check_weights, spec))
-    if found.state is not None:
+    if start.state is not None:
         spec.changes = host.ask(_compare, spec, host) or []
     if recipe.train.steps or "train" in spec.rows:
         spec.total_steps = recipe.train.steps or _last_step_of_epochs(spec)
     return True
 
 
+def _identity(spec: RunSpec, named: str) -> str:
+    """Return the digest of the weights that the run trains from, or with named="base" of these without an adapter."""
+    recipe, digest_of, began = spec.recipe, spec.identities, spec.start.began
+    own = digest_of.get("model.weights") or digest(recipe.run.seed, digest_of["model.config"])
+    if recipe.checkpoint.init_from is not None and resume.INIT in began:
+        own = began[resume.INIT]["identity"]
+    if recipe.lora is None:
+        return own
+    return digest(own, None if named == "base" else digest_of.get("lora.path"), recipe.lora.quantize, named)
+
+
 def _check_weights(spec: RunSpec) -> None:
-    """Check that the weights of `checkpoint.init_from` are of this model. No file is read whole. Raises UserError."""
+    """Check that the weights of `checkpoint.init_from` are of this model. No file is read whole. Raises UserError: also
+    for those of an adapter that mean another model here, by other scales or the base in other bits; and where they were
+    trained beside other weights."""
     assert spec.start.weights is not None and spec.model is not None
-    store, step = spec.start.weights
-    resume.refuse_other_adapter(spec)
+    (store, step), adapters = spec.start.weights, spec.model.adapters
+    state, folder = store.read_state(step), store.path(step) / ADAPTER
+    if adapters is not None and (folder / ADAPTER_CONFIG).is_file():
+        layers = adaptable(spec.model_config)
+        differing = [key for key, _, _ in config.diff(state["recipe"], spec.recipe) if key == "lora.quantize"]
+        if read_adapter_config(folder).adapted(layers) != adapters.config.adapted(layers):
+            differing.append("its layers, ranks or scales (lora.target, rank, alpha, rslora and the patterns)")
+        if differing:
+            raise UserError(
+                f"{resume.INIT}: {folder} is an adapter that was trained with other settings: {', '.join(differing)}. "
+                "Set them as its run has them"
+            )
     weights = weights_of(spec.model, store, step)
-    if not weights.is_whole and "model.config" in spec.identities:
-        resume.refuse_other_base(spec)
+    saved, ours = state.get("identities", {}).get("model.weights"), spec.identities.get("model.weights")
+    if not weights.is_whole and "model.config" in spec.identities and saved != ours:
+        raise UserError(
+            f"{resume.INIT}: {store.path(step)} holds what was trained alone, and the weights beside it were not those "
+            "of model.path: set model.path to the model that its run began from"
+        )
     store.refuse_misfit(step, weights.wanted, weights.cast)
 
 
