@@ -66,11 +66,9 @@ def hold_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
 def init_weights(model: CausalLM, seed: int, only: str = "*") -> None:
     """Fill every parameter by `model.initial`, with transformers' distributions: normal(0, initializer_range) for
     matrices (zero in the padding token's embedding), ones or zeros for norms, zeros for biases, the logarithm of
-    uniform(0.01, 16) for the decay of linear attention.
-
-    Parameters may be plain or DTensors; a rank draws what it holds. Normals are drawn in float64, then rounded to the
-    parameter's dtype. only: a pattern of the parameters that are filled. No collective.
-    """
+    uniform(0.01, 16) for the decay of linear attention. Parameters may be plain or DTensors; a rank draws what it
+    holds. Normals are drawn in float64, then rounded. only: a pattern of the parameters that are filled. No
+    collective."""
     config = model.config
     for name, parameter in model.named_parameters():
         if not fnmatchcase(name, only):

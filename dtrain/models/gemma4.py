@@ -111,7 +111,6 @@ class Gemma4Router(Router):
         self.eps = config.rms_norm_eps
 
     def logits(self, x: Tensor) -> Tensor:
-        """Override `Router.logits`: x [T, D] -> [T, E]"""
         return cast(Tensor, self.proj(x))
 
     def routed(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,11 +130,9 @@ class Gemma4Experts(SparseMLP):
         self.pre_feedforward_layernorm_2 = OlmoRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def route(self, x: Tensor, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
-        """Override `SparseMLP.route`: x [T, D] -> [T, k], [T, k], [T, E]"""
         return cast(tuple[Tensor, Tensor, Tensor], self.router(x, choose))
 
     def seen(self, x: Tensor) -> Tensor:
-        """Override `SparseMLP.seen`, [T, D]"""
         return cast(Tensor, self.pre_feedforward_layernorm_2(x))
 
 
@@ -350,9 +347,8 @@ def _read_heads(fields: ModelFields, types: tuple[str, ...], common: Mapping[str
     written = fields.get("per_layer_config")
     if written is None:
         written = {str(index): own for index, kind in enumerate(types) if kind == FULL}
-    problem = (
-        f"per_layer_config {shown(written)}: must give head_dim and num_key_value_heads, alike in layers of a type"
-    )
+    words = "must give head_dim and num_key_value_heads, alike in layers of a type"
+    problem = f"per_layer_config {shown(written)}: {words}"
     heads: dict[str, KeyHeads] = {}
     for index, kind in enumerate(types):
         values = written.get(str(index), {}) if isinstance(written, dict) else None
@@ -367,9 +363,9 @@ def _read_heads(fields: ModelFields, types: tuple[str, ...], common: Mapping[str
         )
         if heads.setdefault(kind, key_heads) != key_heads:
             fields.problem(problem)
+    queries = common["num_attention_heads"]
     for kind, key_heads in heads.items():
-        if common["num_attention_heads"] % key_heads.count:
-            queries = common["num_attention_heads"]
+        if queries % key_heads.count:
             fields.problem(
                 f"num_attention_heads {queries} is not a multiple of the {key_heads.count} KV heads of {kind}"
             )

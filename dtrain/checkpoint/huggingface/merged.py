@@ -77,8 +77,8 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
 
 
 def in_files(model: nn.Module | ModelConfig, weights: Mapping[str, WholeWeight]) -> dict[str, WholeWeight]:
-    """The weights of `model`, or of one of this ModelConfig, by the names of files: joined where files join them, and
-    of a stack the matrices where files have these."""
+    """The weights of `model`, or of one of this ModelConfig, by files' names: joined where these join them, and of a
+    stack the matrices where files have these."""
     stacks: dict[str, _ExpertStack] = {}
     whole: dict[str, WholeWeight] = {}
     for fused in joints(model, weights):

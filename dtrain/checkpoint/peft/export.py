@@ -28,10 +28,8 @@ from dtrain.models.common.decoder import CausalLM
 
 class StoredAdapter:
     """The adapter in `directory`. model: of its base, on meta. Raises UserError for one that does not fit that.
-
     adapted: the layers that have one. whole: the linear layers that are trained whole, by their names in files.
-    parameters: the shapes of the model's own, by name.
-    """
+    parameters: the shapes of the model's own, by name."""
 
     def __init__(self, directory: Path, model: CausalLM):
         self.directory, self.model, self.config = directory, model, read_adapter_config(directory)

@@ -1,8 +1,7 @@
-"""The command `dtrain eval`: its arguments, its entry point and its messages. No torch until it runs."""
+"""The command `dtrain eval`: its arguments and its entry point. No torch until it runs."""
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -51,31 +50,10 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from dtrain.commands.eval.evaluate import as_json, as_table, evaluate
+    from dtrain.commands.eval.evaluate import as_json, as_table, evaluate, in_options
 
     try:
         report = evaluate(arguments)
     except UserError as error:
         raise UserError(in_options(str(error))) from error
     print(as_json(report) if arguments.json else as_table(report))
-
-
-# A recipe's key as the shared code writes it -> the command's option.
-_OPTIONS = {
-    r"grpo\.rewards=\[\{fn: (\w+), kwargs: \{(\w+): \.\.\}\}\]": r"""--reward '\1={"\2": ".."}'""",
-    r"grpo\.rewards\[\d+\]\.fn": "--reward",
-    r"grpo\.reward_timeout": "--reward-timeout",
-    r"grpo\.sampling\.max_new_tokens": "--max-new-tokens",
-    r"grpo\.sampling\.(\w+)": r"--\1",
-    r"data\.chat_template": "--chat-template",
-    r"data\.prompts_as": "--prompts-as",
-    r"data\.train\.path": "DATA",
-    r"model\.path": "DIR",
-}
-
-
-def in_options(text: str) -> str:
-    """Return a message about keys of a recipe with the options of this command in their place."""
-    for key, option in _OPTIONS.items():
-        text = re.sub(key, option, text)
-    return text

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.base_weights import step_around
-from dtrain.commands.eval.command import in_options
 from dtrain.data.formats.plain_prompts import evaluated_as, refuse_without_template
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.sources.files import resolve
@@ -178,3 +178,24 @@ def _shown(value: float, error: float = math.nan) -> str:
     if math.isnan(value):
         return "not known"
     return f"{value:.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
+
+
+# A recipe's key as the shared code writes it -> the command's option.
+_OPTIONS = {
+    r"grpo\.rewards=\[\{fn: (\w+), kwargs: \{(\w+): \.\.\}\}\]": r"""--reward '\1={"\2": ".."}'""",
+    r"grpo\.rewards\[\d+\]\.fn": "--reward",
+    r"grpo\.reward_timeout": "--reward-timeout",
+    r"grpo\.sampling\.max_new_tokens": "--max-new-tokens",
+    r"grpo\.sampling\.(\w+)": r"--\1",
+    r"data\.chat_template": "--chat-template",
+    r"data\.prompts_as": "--prompts-as",
+    r"data\.train\.path": "DATA",
+    r"model\.path": "DIR",
+}
+
+
+def in_options(text: str) -> str:
+    """Return a message about keys of a recipe with the options of this command in their place."""
+    for key, option in _OPTIONS.items():
+        text = re.sub(key, option, text)
+    return text

@@ -133,9 +133,8 @@ Adapted = Linear | ExpertLinear | Router
 
 def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> AdapterState:
     """Give `model`, on meta and before it lies on a mesh, the parameters of `config`: beside the weight [out, in] of
-    each adapted layer lora_A [r, in], lora_B [out, r] and with DoRA lora_magnitude [out]; beside experts' [E, out, in]
-    lora_A [E, r, in] and lora_B [E, out, r]. Layers that the files join share A, as the adapter of the joined layer has
-    it. seed: of dropout."""
+    each adapted layer, or experts' [E, out, in], those of `shapes_of`. Layers that the files join share A, as the
+    adapter of the joined layer has it. seed: of dropout."""
     state = AdapterState(config, dropout=config.dropout, seed=seed)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
     numbers = {name: number for number, name in enumerate(path for path in layers if isinstance(layers[path], Linear))}
@@ -156,9 +155,8 @@ def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> Adapt
 
 def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
     """The layers of `model` with an adapter, by name."""
-    return {
-        name: layer for name, layer in model.named_modules() if isinstance(layer, Adapted) and layer.adapter is not None
-    }
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
+    return {name: layer for name, layer in layers.items() if layer.adapter is not None}
 
 
 def remove_adapters(model: nn.Module) -> None:

@@ -139,8 +139,7 @@ class Fields:
             self.problem(f"{key} {shown(self._values[key])}: {reason}")
 
     def refuse_the_rest(self) -> None:
-        """Add a problem for every field not asked for, unless it is harmless, private to transformers or switched
-        off."""
+        """Add a problem for every field not asked for, unless it is harmless or switched off."""
         for key, value in self._values.items():
             if key not in self._used and key not in HARMLESS and value:
                 name = shown(key)[1:-1]

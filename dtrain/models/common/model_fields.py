@@ -85,9 +85,8 @@ class ModelFields(Fields):
     def with_one_rope(
         self, share: float | None = None, scales_queries: bool = False, kinds: tuple[str, ...] = KINDS, **values: Any
     ) -> ModelConfig:
-        """Return the config of `values` and the rope that all layers share, once no field is left over; share,
-        scales_queries, kinds: as `read_rope` takes them. Without `layer_types` all layers see the window, or all
-        tokens."""
+        """Return the config of `values` and the rope that all layers share (share, scales_queries, kinds: as of
+        `read_rope`), once no field is left over. Without `layer_types` all layers see the window, or all tokens."""
         if "layer_types" not in values:
             window, count = values.setdefault("sliding_window", None), values["num_hidden_layers"]
             values["layer_types"] = self.layer_types(count, [FULL if window is None else SLIDING] * count, fixed=True)

@@ -204,7 +204,7 @@ class _Grouped(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
         if _is_fused(x, weight):
-            return F.grouped_mm(x, weight.transpose(1, 2), offs=_ends(counts))
+            return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
         out = x.new_empty(len(x), weight.shape[1])
         for index, (rows, result) in _runs(counts, x, out):
             torch.mm(rows, weight[index].t(), out=result)
@@ -216,10 +216,9 @@ class _Grouped(torch.autograd.Function):
         grad = grads[0].contiguous()
         of_x = of_weight = None
         if _is_fused(x, weight):
-            if ctx.needs_input_grad[0]:
-                of_x = F.grouped_mm(grad, weight, offs=_ends(counts))
-            if ctx.needs_input_grad[1]:
-                of_weight = F.grouped_mm(grad.t(), x, offs=_ends(counts))
+            ends = counts.cumsum(0, dtype=torch.int32)
+            of_x = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
+            of_weight = F.grouped_mm(grad.t(), x, offs=ends) if ctx.needs_input_grad[1] else None
             return of_x, of_weight, None
         if ctx.needs_input_grad[0]:
             of_x = torch.empty_like(x)
@@ -243,10 +242,6 @@ def _is_fused(x: Tensor, weight: Tensor) -> bool:
     # Its rows begin at multiples of 16 bytes, which those of an adapter's rank may not.
     is_aligned = not any(size * x.element_size() % 16 for size in weight.shape[1:])
     return x.is_cuda and is_aligned and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-
-
-def _ends(counts: Tensor) -> Tensor:
-    return counts.cumsum(0, dtype=torch.int32)
 
 
 def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[int, tuple[Tensor, ...]]]:
