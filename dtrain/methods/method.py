@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dtrain.data.formats.labels import Label
     from dtrain.data.formats.prompts import PromptOptions
     from dtrain.models.common.config import ModelConfig
+    from dtrain.policy.teacher import Teacher
 
 
 @dataclass(eq=False)
@@ -106,6 +107,7 @@ class Method:
     best: tuple[str, ...] = ("val_loss", "loss")
     more_steps: str | None = None
     adapter_rates = (5e-5, "2e-4")
+    teacher: "Teacher"  # where `teacher_path` names one
     models: tuple[str, ...] = ()
     references = "start, base"
 

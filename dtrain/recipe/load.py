@@ -108,7 +108,7 @@ def read(
         if value and value.startswith("~"):
             setattr(getattr(made, section), key, str(Path(value).expanduser()))
     loaded = with_origins(made, _tree(config), values, lambda raw: _resolve(OmegaConf.create(raw), "", []))
-    loaded.unread += _of_other_methods(values, written, overrides, sections)
+    loaded.unread += _of_other_methods(values, written, overrides, sections, isinstance(recipe, Recipe))
     for place, value in secrets.leaves(values):
         if isinstance(value, str) and secrets.HIDDEN in value:
             problems.append(f"{secrets.dotted(place)} was hidden when this was saved: give it as ${{oc.env:NAME}}")
@@ -253,15 +253,15 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) ->
 
 
 def _of_other_methods(
-    values: Mapping, tree: Mapping, overrides: Sequence[str], sections: Mapping[str, type]
+    values: Mapping, tree: Mapping, overrides: Sequence[str], sections: Mapping[str, type], is_made: bool
 ) -> list[str]:
     """Return the given keys of sections that another method alone reads. A saved recipe holds all keys of its method's
-    section, and an older version saved the sections of all methods: of these, the keys that are not at their
-    defaults."""
+    section, and an older version saved the sections of all methods: of these, and of a recipe that `is_made` already,
+    the keys that are not at their defaults."""
     method, others = values.get("method"), [name for name in sections if name != values.get("method")]
     if method not in [*sections]:  # which is said elsewhere
         return []
-    are_whole = {*others} <= tree.keys()
+    are_whole = is_made or {*others} <= tree.keys()
     keys = []
     for name in others:
         if name not in tree:

@@ -59,6 +59,34 @@ def test_defaults_are_those_of_the_recipe_page():
     assert contains(of_all_methods | {"run": asdict(load_recipe({}).run)}, yaml.safe_load(DEFAULTS))
 
 
+def test_a_recipe_saved_with_the_sections_of_all_methods_is_no_other_one():
+    """As earlier versions saved one: it resumes without differences, and its other sections are not read."""
+    recipe = load_recipe({"method": "dpo", "dpo": {"beta": 0.2}, "model": {"path": "m"}})
+    others = {name: asdict(section()) for name, section in SECTIONS.items()}
+    saved = yaml.safe_load(config.to_yaml(recipe))
+    assert saved.keys() & others.keys() == {"dpo"}
+    old = yaml.safe_dump({**others, **saved})
+    assert config.diff(old, recipe) == []
+    loaded = load_recipe(yaml.safe_load(old))
+    assert loaded == recipe and loaded.unread == [] and config.to_yaml(loaded) == config.to_yaml(recipe)
+    changed = load_recipe(yaml.safe_load(old), ["method=kto"])
+    assert changed.unread == ["dpo.beta"] and changed.kto.beta == 0.1
+    assert config.diff(old, changed) == [("method", "dpo", "kto")]
+    others["grpo"]["beta"] = 0.5
+    assert load_recipe({**others, **saved}).unread == ["grpo.beta"]
+    assert config.diff(yaml.safe_dump({**others, **saved}), recipe) == [("grpo.beta", 0.5, 0.0)]
+
+
+def test_keys_of_another_method_stay_with_a_recipe():
+    written = load_recipe({"grpo": {"sampling": {"temperature": 0.5}}}, ["dpo={beta: 1.0}"])
+    assert written.unread == ["grpo.sampling.temperature", "dpo"]
+    assert set(load_recipe(written).unread) == {"grpo.sampling.temperature", "dpo.beta"}
+    with pytest.raises(
+        RecipeError, match="grpo.sampling.temprature is no key of a recipe; did you mean grpo.sampling.te"
+    ):
+        load_recipe({"grpo": {"sampling": {"temprature": 0.5}}})
+
+
 def test_every_key_is_documented_where_it_is_defined():
     sections = [
         cls for cls in [*vars(schema).values(), *vars(rollouts).values(), *SECTIONS.values()] if is_dataclass(cls)

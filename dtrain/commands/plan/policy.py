@@ -16,7 +16,6 @@ from dtrain.commands.plan.memory import LEFT_OUT, Phase
 from dtrain.commands.plan.planned_device import MetaKernels, PlannedSdpa
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.methods import Method
-from dtrain.methods.distill import DistillMethod
 from dtrain.methods.method import MethodWithReference
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
@@ -73,7 +72,7 @@ class PlannedPolicy(Policy):
                 method.keep_reference(self)
             self.see_all(self.reference.tensors.values() if self.reference else (), "reference")
         path = method.teacher_path()
-        if isinstance(method, DistillMethod) and path is not None:
+        if path is not None:
             method.teacher = Teacher(self, path, self.build)
             self.see_all(method.teacher.model.parameters(), "teacher")
         path = method.reward_model()
