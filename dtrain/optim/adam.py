@@ -163,6 +163,5 @@ class _Part:
 
 
 def _rows(tensor: Tensor, place: Place) -> Tensor:
-    """Return a tensor of the state, [..], as [held_rows, ..]: scales are so, all else has the parameter's elements."""
-    is_matrix = tensor.dim() == 2 and len(tensor) == place.held_rows
-    return tensor if is_matrix else tensor.view(place.held_rows, place.held_columns)
+    """Return a tensor of the state, [..], as [held_rows, ..]: a scale for each block of a row, or the elements."""
+    return tensor.view(place.held_rows, tensor.shape[-1] if tensor.dim() > 1 else 1)

@@ -96,13 +96,14 @@ class Int8(Plain):
         self.after = self.blocks * BLOCK - self.before - place.held_columns
 
     @property
-    def scales_at(self) -> tuple[tuple[int, int], tuple[int, int]]:
+    def scales_at(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Size of the whole tensor of scales, and the indices where this rank's part of it begins."""
-        return (self.place.rows, -(-self.place.columns // BLOCK)), (self.place.first_row, self.first_block)
+        size, begin, _ = self.place.stack
+        return (*size, -(-self.place.columns // BLOCK)), (*begin, self.first_block)
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
-        """Override `Plain.allocate`: codes [..], and scales [held_rows, blocks]."""
-        scales = torch.zeros(self.place.held_rows, self.blocks, device=like.device)
+        """Override `Plain.allocate`: codes [..], and scales [held_rows, blocks], of a stack [matrices, rows, blocks]."""
+        scales = torch.zeros(*self.place.stack[2], self.blocks, device=like.device)
         codes = torch.zeros_like(like, dtype=torch.int8 if self.signed else torch.uint8)
         return {self.key: codes, self.scales: scales}
 

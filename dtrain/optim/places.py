@@ -18,7 +18,8 @@ from dtrain.parallel.placement import cut_by, local_bounds, local_tensor
 @dataclass(frozen=True)
 class Place:
     """Parameter [rows, columns] and the part of it that this rank holds: [held_rows, held_columns] at first_row and
-    first_column. groups: of the ranks that share the columns; widest: columns of the rank that has most."""
+    first_column. Rows are those of a stack of matrices, of `of_matrix` rows each, of which this rank holds a run of
+    `held_of_matrix`. groups: of the ranks that share the columns; widest: columns of the rank that has most."""
 
     rows: int
     columns: int
@@ -26,32 +27,43 @@ class Place:
     first_column: int
     held_rows: int
     held_columns: int
+    of_matrix: int = 1
+    held_of_matrix: int = 1
     groups: tuple[dist.ProcessGroup, ...] = ()
     widest: int = 0
 
     @classmethod
     def of(cls, parameter: Tensor) -> "Place":
-        """Return the place of `parameter` [..], plain or a DTensor cut in its first dimension, its last, or both. No
-        collective."""
+        """Return the place of `parameter`, plain or a DTensor: a vector, a matrix, or a stack of them. No collective."""
         shape, bounds = tuple(parameter.shape), local_bounds(parameter)
         if len(shape) < 2:
             shape, bounds = (*shape, 1), (*bounds, (0, 1))
         middle = math.prod(shape[1:-1])
-        if any(end - start != size for (start, end), size in zip(bounds[1:-1], shape[1:-1], strict=True)):
-            raise ValueError(f"a parameter of {shape} is cut in a dimension that is neither its first nor its last")
+        (top, bottom) = bounds[1] if len(shape) == 3 else (0, middle)
         (first, last), (left, right) = bounds[0], bounds[-1]
         cuts = cut_by(parameter, parameter.dim() - 1) if parameter.dim() > 1 else []
         parts = math.prod(mesh.size(dim) for mesh, dim in cuts)
         return cls(
             rows=shape[0] * middle,
             columns=shape[-1],
-            first_row=first * middle,
+            first_row=first * middle + top,
             first_column=left,
-            held_rows=(last - first) * middle,
+            held_rows=(last - first) * (bottom - top),
             held_columns=right - left,
+            of_matrix=middle,
+            held_of_matrix=bottom - top,
             groups=tuple(mesh.get_group(dim) for mesh, dim in cuts),
             widest=-(-shape[-1] // parts),
         )
+
+    @property
+    def stack(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Rows of the whole parameter, of where the held part begins, and of that part: (rows,) each, of a stack of
+        matrices (matrices, rows)."""
+        if self.of_matrix == 1:
+            return (self.rows,), (self.first_row,), (self.held_rows,)
+        held = (self.held_rows // max(self.held_of_matrix, 1), self.held_of_matrix)
+        return (self.rows // self.of_matrix, self.of_matrix), divmod(self.first_row, self.of_matrix), held
 
     @property
     def slices(self) -> tuple[slice, slice]:
@@ -71,18 +83,22 @@ class Place:
         for start in range(0, self.held_rows, size):
             yield slice(start, min(start + size, self.held_rows))
 
+    def _indices(self, rows: slice, device: torch.device) -> Tensor:
+        """Return the index in the whole parameter of each of some of the held rows, int64 [rows, 1]."""
+        held = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        run = max(self.held_of_matrix, 1)
+        return self.first_row + held // run * self.of_matrix + held % run
+
     def bits(self, rows: slice, name: int, device: torch.device) -> Tensor:
         """Return 64 random bits for each element of some of the held rows: int64 [rows, held_columns]. name: of the
         sequence (`stream`); an element's number in it is its index in the whole parameter."""
-        row = torch.arange(self.first_row + rows.start, self.first_row + rows.stop, device=device)
         column = torch.arange(self.first_column, self.first_column + self.held_columns, device=device)
-        return bits(row[:, None] * self.columns + column, name)
+        return bits(self._indices(rows, device) * self.columns + column, name)
 
     def few_bits(self, rows: slice, name: int, device: torch.device) -> Tensor:
         """Return 16 random bits for each element, as `bits`, at a quarter of its cost: int32 [rows, held_columns]."""
         first, end = self.first_column // 4, -(-(self.first_column + self.held_columns) // 4)
-        row = torch.arange(self.first_row + rows.start, self.first_row + rows.stop, device=device)
-        fours = row[:, None] * -(-self.columns // 4) + torch.arange(first, end, device=device)
+        fours = self._indices(rows, device) * -(-self.columns // 4) + torch.arange(first, end, device=device)
         before = self.first_column - 4 * first
         return bits(fours, name).view(torch.int16)[:, before : before + self.held_columns].int()
 

@@ -28,10 +28,10 @@ CPU = torch.device("cpu")
 LENGTH = 1e-3  # of gradients, about
 
 
-def recipe_of(root: Path, *overrides: str, family: str = "qwen3", tied: bool = True):
+def recipe_of(root: Path, *overrides: str, family: str = "qwen3", tied: bool = True, **changes):
     model = root / f"{family}-{tied}"
     if not model.exists():
-        write_model(model, family, tied=tied, **ODD)
+        write_model(model, family, tied=tied, **ODD | changes)
     return tiny_recipe(
         root,
         f"model.path={model}",

@@ -74,6 +74,30 @@ def test_every_mesh_has_the_bits_of_one_process_and_goes_on_from_another(tmp_pat
     assert all(tensor.dtype == torch.float32 for name, tensor in kept.items() if "embed" in name or "norm" in name)
 
 
+STACKS = {  # tensor parallel cuts the rows of each expert's first matrices, and the columns of its last
+    "tp2": (2, ["parallel.tp=2"]),
+    "dp3 tp2": (6, ["parallel.tp=2"]),
+    "dp2 tp2, experts shared": (4, ["parallel.tp=2", "parallel.ep=2"]),
+}
+
+
+@pytest.mark.parametrize("case", ["int8, bfloat16 masters", "muon"])
+@pytest.mark.parametrize("mesh", STACKS)
+def test_stacks_of_experts_have_the_bits_of_one_process(tmp_path, mesh, case):
+    section = ["optimizer.name=muon", "optimizer.lr=1e-2"] if case == "muon" else FEW[case]
+    recipe = recipe_of(tmp_path, *section, family="qwen3-moe", moe_intermediate_size=301)
+    expected = step_on(recipe, 1, tmp_path / "one")
+    ranks, options = STACKS[mesh]
+    shared = ["train.global_batch=12", "train.micro_batch=1"]
+    recipe = recipe_of(tmp_path, *section, *options, *shared, family="qwen3-moe", moe_intermediate_size=301)
+    assert_same_bits(step_on(recipe, ranks, tmp_path / "many"), expected)
+    assert_same_bits(
+        step_on(recipe, ranks, tmp_path / "more", 3, 4, tmp_path / "one"),
+        step_on(recipe, ranks, tmp_path / "again", 3, 4, tmp_path / "many"),
+    )
+    assert any(".experts." in name and tensor.dim() == 3 for name, tensor in expected.items())
+
+
 def sample(dtype=torch.float64):
     torch.manual_seed(0)
     return {"w": nn.Parameter(0.1 * torch.randn(40, 600, dtype=dtype)), "b": nn.Parameter(torch.randn(7, dtype=dtype))}
@@ -397,7 +421,10 @@ def test_reduced_after_each_micro_batch_a_run_is_as_one_that_is_reduced_once(tmp
 def test_a_part_of_a_parameter_has_the_bits_of_the_whole():
     device = torch.device("cpu")
     whole, part = Place(10, 37, 0, 0, 10, 37), Place(10, 37, 3, 13, 4, 20)
+    stack = Place(10, 37, 1, 13, 4, 20, of_matrix=5, held_of_matrix=2)  # rows 1, 2, 6 and 7
     for name in ("bits", "few_bits"):
         found = getattr(part, name)(slice(1, 4), 5, device)
         drawn = getattr(whole, name)(slice(0, 10), 5, device)
         assert torch.equal(drawn[4:7, 13:33], found) and drawn.unique().numel() > 360
+        held = getattr(stack, name)(slice(1, 4), 5, device)
+        assert torch.equal(drawn[[2, 6, 7], 13:33], held)
