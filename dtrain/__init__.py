@@ -68,10 +68,12 @@ def run_recipe(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> R
     `dtrain.base.errors.UserError` for what its user can mend, `Stopped` when a signal ended the run in order, and
     `WorkerFailed`, with the traceback as text, when a process died of anything else.
     """
-    from dtrain.commands.run import run as run_to_its_end
+    from dtrain.commands.run import plan_beside
+    from dtrain.launch import launch
+    from dtrain.run import preflight
     from dtrain.run.metrics import records
 
-    directory = run_to_its_end(recipe, overrides).run.directory
+    directory = launch(lambda: preflight.load(recipe, overrides), plan=plan_beside).run.directory
     measured: dict[str, int | float] = {}
     for row in records.rows(directory / "metrics.jsonl"):
         measured |= row

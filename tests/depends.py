@@ -13,12 +13,12 @@ STARTING_MODULES = {
     "dtrain.launch.hosts",
     "dtrain.launch",
     "dtrain.commands.plan",
-    "dtrain.rl.environments.timeout_pool",
-    "dtrain.rl.environments.stepping",
+    "dtrain.rl.environments.calls.TimeoutPool",
+    "dtrain.rl.environments.stepping.Environments",
     "dtrain.rl.rewards.Rewards",
     "dtrain.rl.rewards.code_sandbox",
     "dtrain.rl.rewards.python_tests.PythonTests",
-    "dtrain.rl.rewards.scoring",
+    "dtrain.rl.rewards.scoring.Rewards",
     "dtrain.run.trainer",
     "multiprocessing",
     "subprocess",
@@ -42,8 +42,8 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
             yield from (word.value for word in node.args if isinstance(word, ast.Constant))
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"dtrain(\.\w+)+", str(node.value)):
-            yield node.value
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"dtrain(\.\w+)+(:\w+)?", str(node.value)):
+            yield node.value.partition(":")[0]
 
 
 def changed_since(root: Path, rev: str) -> set[Path]:

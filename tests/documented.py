@@ -19,9 +19,9 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from dtrain import recipe as config
 from dtrain.base.hub import is_id
 from dtrain.commands.cli import _parser, main
+from dtrain.methods import load_recipe
 from tests.pages import ROOT, Command
 from tests.serve.serving import make_model, wait_until
 from tests.world import fork
@@ -132,7 +132,7 @@ class Directory:
         if any(_SERVED in word for word in words) and self._server is None:
             self._serve(["serve", MODELS[0]])
         words = [word.replace(_SERVED, self.address) for word in words]
-        recipe = config.load(self._found(words[1]), words[2:])
+        recipe = load_recipe(self._found(words[1]), words[2:])
         name, begins = recipe.run.name, recipe.checkpoint.init_from
         begins = [f"checkpoint.init_from={self._own_step(begins)}"] if begins else []
         many = MANY_ROWS if any(word.startswith("launch.nproc=") for word in words) else ()

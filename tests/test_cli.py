@@ -8,6 +8,7 @@ import pytest
 import dtrain
 from dtrain import recipe as config
 from dtrain.commands.cli import main
+from dtrain.methods import load_recipe
 from tests.tiny import tiny_recipe
 
 
@@ -19,7 +20,7 @@ def dtrain_(*arguments, **options):
 
 def write(tmp_path, *overrides):
     path = tmp_path / "mine.yaml"
-    path.write_text(config.to_yaml(config.load(tiny_recipe(tmp_path), overrides)))
+    path.write_text(config.to_yaml(load_recipe(tiny_recipe(tmp_path), overrides)))
     return str(path)
 
 

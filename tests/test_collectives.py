@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain import recipe as config
 from dtrain.losses.head.weighted_sum import head_tile_rows
-from dtrain.methods import METHODS
+from dtrain.methods import method_of
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
@@ -64,7 +64,7 @@ def a_step(rank, recipe, world_size, eval_mode):
     documents = (torch.arange(LENGTH) // 8).expand(rows, -1)
     positions = (torch.arange(LENGTH) % 8).expand(rows, -1)
     batch = {"input_ids": ids, "labels": ids, "position_ids": positions, "seq_ids": documents}
-    loss = METHODS["sft"](recipe).loss
+    loss = method_of(recipe).loss
     for _ in range(2):
         counted = Counted()
         with counted:

@@ -13,15 +13,16 @@ import yaml
 from dtrain import recipe as config
 from dtrain.commands.cli import _parser
 from dtrain.data.formats import formats
-from dtrain.data.formats.labelled import read_label
-from dtrain.data.formats.preferences import normalise_pair
+from dtrain.data.formats.labels import read_label
+from dtrain.data.formats.pairs import normalise_pair
 from dtrain.data.formats.prompts import normalise_prompt
 from dtrain.losses.policy import options as policy_options
 from dtrain.losses.preference import options as preference_options
 from dtrain.losses.token import options as token_options
+from dtrain.methods import load_recipe, recipe_keys
 from dtrain.recipe import key_aliases, other_tools
 from dtrain.rl.rewards import options as rewards
-from dtrain.run.check import DIGESTS
+from dtrain.run.resume import DIGESTS
 from tests.documented import MODELS, TINY, TINY_GRPO, Directory, tiny_model
 from tests.pages import ROOT, Command, Page, all_pages
 from tools import coming_from, metrics_reference, plan_recipes, recipe_reference
@@ -37,7 +38,7 @@ PROMISED = (
     "docs/recipe.md",
     *(f"dtrain/{room}/README.md" for room in ("data", "parallel", "losses", "checkpoint", "rl", "methods")),
 )
-SECTIONS = sorted({key.split(".")[0] for key in config.keys() if "." in key})
+SECTIONS = sorted({key.split(".")[0] for key in recipe_keys() if "." in key})
 KEY = re.compile(rf"((?:{'|'.join(SECTIONS)})(?:\.\w+)+)(?:\[\d+\]\.(\w+))?(?:\s?[=:].*)?")
 NOT_KEYS = {"model.plan"}  # an attribute of the model
 OWN_NAMES = set(DIGESTS)  # of what a resume compares
@@ -97,7 +98,7 @@ def test_links_lead_somewhere(path):
 
 @pytest.mark.parametrize("path", PAGES)
 def test_named_keys_commands_and_tools_exist(path):
-    found, known = page(path), set(config.keys())
+    found, known = page(path), set(recipe_keys())
     theirs = {cell for table in found.tables if table[0][0] == "dtrain" for row in table[1:] for cell in row[1:]}
     others = {code for cell in theirs for code in re.findall(r"`([^`]+)`", cell)}
     commands = _parser().format_help()
@@ -114,7 +115,7 @@ def test_named_keys_commands_and_tools_exist(path):
 
 def test_a_key_of_another_tool_is_answered_with_the_one_of_its_row():
     (table,) = [table for table in page("dtrain/methods/README.md").tables if table[0][0] == "dtrain"]
-    own = {key.rsplit(".", 1)[-1] for key in config.keys()}
+    own = {key.rsplit(".", 1)[-1] for key in recipe_keys()}
     for ours, *theirs in table[1:]:
         for key in re.findall(r"`([^`]+)`", " ".join(theirs)):
             answer = key_aliases.answer(key) or ""
@@ -140,7 +141,7 @@ def test_the_key_reference_is_the_schema_s():
     told = {row[0].strip("`") for row in rows}
     assert all(row[-1] for row in rows)
     as_before = ("data.val.", "distill.sampling.")  # sections of a kind that stands there already
-    assert {key for key in config.keys() if not key.startswith(as_before)} - told == set()
+    assert {key for key in recipe_keys() if not key.startswith(as_before)} - told == set()
 
 
 def test_the_recipes_of_other_tools_files_are_what_dtrain_makes_of_them():
@@ -154,7 +155,7 @@ def test_code_that_is_shown_is_sound(path):
         if block.language == "python":
             ast.parse(block.text)
         if block.language == "yaml":
-            config.load(yaml.safe_load(block.text))
+            load_recipe(yaml.safe_load(block.text))
     for code in page(path).inline:
         if code.startswith('{"'):
             json.loads(code.replace(": ...", ': ""'))
@@ -226,11 +227,11 @@ def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
     (shown,) = [
         one for one in names.values() if isinstance(one, type) and issubclass(one, Method) and one is not Method
     ]
-    monkeypatch.setitem(METHODS, "sft", shown)
+    monkeypatch.setitem(METHODS, "unlike", shown)
     directory = Directory(tmp_path).fill(model, makes_recipe=False)
     directory.expect(
-        ["run", "my.yaml", "data.val.path=more.jsonl", "train.global_batch=4", "train.validate_every=1",
-         "train.micro_batch=2", "metrics.tensorboard=false", "launch.device=cpu"]
+        ["run", "my.yaml", "method=unlike", "data.val.path=more.jsonl", "train.global_batch=4",
+         "train.validate_every=1", "train.micro_batch=2", "metrics.tensorboard=false", "launch.device=cpu"]
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "runs" / "my" / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] < 0 for row in rows if "loss" in row] == [True, True]
@@ -259,7 +260,8 @@ def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
 )
 def test_the_losses_that_are_shown_train(name, table, words, model, tmp_path, monkeypatch):
 
-    home = importlib.import_module(table.__name__.replace("options", "formulas"))
+    formulas = table.__name__.replace("token.options", "head.weighted_sum").replace("options", "formulas")
+    home = importlib.import_module(formulas)
     shown = page("dtrain/methods/README.md")
     (block,) = [block for block in shown.blocks if block.text.startswith(f"def {name}(")]
     (cells,) = [row for rows in shown.tables for row in rows if f'"{name}"' in row[-1]]

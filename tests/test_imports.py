@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import dtrain
+from dtrain.methods import METHODS
 from tests.depends import tree_of
 from tests.tiny import write_model, write_rows
 from tools.package_map import README, package_table
@@ -20,18 +21,18 @@ PACKAGE = Path(dtrain.__file__).parent
 # dtrain.models hands out from_pretrained, which reads files.
 EXCEPTIONS = {("models/__init__.py", "checkpoint")}
 MOST_LINES_OF_SFT = 26_500
-MOST_FILES_THAT_KNOW_THE_RECIPE = 48  # beside the package recipe
+MOST_FILES_THAT_KNOW_THE_RECIPE = 12  # beside the package recipe
 NOT_FOR_SFT = ("rl", "inference", "commands/chat", "commands/eval", "commands/plan", "commands/push", "commands/report")
 FOREIGN = {"numpy", "transformers", "ray"}
 EXTRAS = {"plotly", "pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """
-    dtrain dtrain.base.errors dtrain.recipe dtrain.run.check dtrain.methods.spec dtrain.commands.cli dtrain.launch
+    dtrain dtrain.base.errors dtrain.recipe dtrain.run.spec dtrain.methods dtrain.commands.cli dtrain.launch
     dtrain.commands.run dtrain.run.preflight dtrain.models.common.config dtrain.models.read_config
     dtrain.losses.policy.options dtrain.losses.preference.options dtrain.losses.token.options
     dtrain.data dtrain.data.sources.files dtrain.data.formats.formats dtrain.data.text.tokenizer
-    dtrain.data.text.template dtrain.data.formats.sample dtrain.data.formats.preferences dtrain.data.formats.pairs
+    dtrain.data.text.template dtrain.data.formats.encoder dtrain.data.formats.pairs
     dtrain.data.formats.prompts dtrain.checkpoint dtrain.base.files dtrain.run.directory dtrain.inference
-    dtrain.rl.rewards dtrain.rl.rewards.calls dtrain.rl.remote.http dtrain.rl.remote.prefetch
+    dtrain.rl.rewards dtrain.rl.rewards.scoring dtrain.rl.remote.http
     dtrain.rl.remote.shared_directory dtrain.commands.serve.answers dtrain.rl.environments.calls dtrain.run.metrics
     dtrain.commands.push.command dtrain.commands.report.compare dtrain.commands.report.live
 """.split()
@@ -136,6 +137,8 @@ def test_what_a_run_of_sft_loads(tmp_path):
     files = [Path(file) for file in json.loads(done.stdout.splitlines()[-1]) if file]
     names = [str(file.relative_to(PACKAGE)) for file in files]
     assert not [name for name in names if name.startswith(NOT_FOR_SFT)]
+    of_methods = {name.removeprefix("methods/") for name in names if name.startswith("methods/")}
+    assert of_methods == {"__init__.py", "registry.py", "method.py", "sft.py"}
     lines = sum(len(file.read_text().splitlines()) for file in files)
     assert lines <= MOST_LINES_OF_SFT, sorted(names)
 
@@ -172,6 +175,20 @@ def test_nobody_but_the_methods_asks_for_a_method_s_name():
         )
     ]
     assert not [one for one in asking if not one.startswith("methods/")]
+
+
+def test_a_method_s_name_stands_in_the_methods_alone():
+    """As a word of its own, or as an attribute of a recipe; a loss may have a method's name."""
+    names = {*METHODS} - {"reward"}  # also a word of rewards
+    naming = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path, tree in trees().items()
+        if package_of(path) not in ("methods", "losses")
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Constant) and node.value in names)
+        or (isinstance(node, ast.Attribute) and node.attr in names)
+    ]
+    assert not naming
 
 
 def test_no_foreign_package_and_extras_only_where_they_are_needed():

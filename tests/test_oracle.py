@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from dtrain import data
-from dtrain import recipe as config
+from dtrain.methods import load_recipe
 from tests.test_trainer import run, trajectory
 from tests.tiny import write_model, write_rows
 
@@ -116,7 +116,7 @@ def prepared(tmp_path, family, packing, train=None, **sections):
     source = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(directory))
     source.save_pretrained(directory)
     path = write_rows(tmp_path / "rows.jsonl", count=STEPS * ROWS, longest=20)
-    recipe = config.load(
+    recipe = load_recipe(
         {
             "run": {"name": "run", "dir": str(tmp_path / "runs")},
             "model": {"path": str(directory)},

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from dtrain.base.name_patterns import endmatch, fullmatch, pattern_error, python_error
-from dtrain.data.sources.hub_files import _fits
+from dtrain.data.sources.hub import _fits
 from dtrain.models.common.quantization_config import skips, unquantized
 
 NAMES = [

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from dtrain import recipe as config
 from dtrain.base.errors import RecipeError
+from dtrain.methods import load_recipe
 from dtrain.parallel.runtime import Runtime
 from dtrain.run.preflight import not_here, preflight, shapes
 from dtrain.run.trainer import train
@@ -13,7 +13,7 @@ from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs
 
 
 def problems(tmp_path, *overrides):
-    return "\n".join(preflight(config.load(tiny_recipe(tmp_path), overrides), 1))
+    return "\n".join(preflight(load_recipe(tiny_recipe(tmp_path), overrides), 1))
 
 
 def test_a_sound_recipe_has_no_problem(tmp_path):
@@ -49,12 +49,12 @@ def test_each_mistake_is_named(tmp_path, overrides, answer):
     ],
 )
 def test_what_is_on_the_hub_is_awaited_and_no_mistake(tmp_path, overrides, answer):
-    recipe = config.load(tiny_recipe(tmp_path), overrides)
+    recipe = load_recipe(tiny_recipe(tmp_path), overrides)
     assert answer in "\n".join(not_here(recipe)) and "fetches" not in "\n".join(preflight(recipe, 1))
 
 
 def test_mistakes_of_several_kinds_come_together(tmp_path):
-    recipe = config.load(tiny_recipe(tmp_path), ["model.path=gone", "data.train.path=gone.jsonl", "train.steps=0"])
+    recipe = load_recipe(tiny_recipe(tmp_path), ["model.path=gone", "data.train.path=gone.jsonl", "train.steps=0"])
     assert len(preflight(recipe, 1)) == 3
 
 
@@ -81,7 +81,7 @@ def test_each_model_that_is_none_is_named_once_by_its_own_key(tmp_path, override
     places["file"].touch()
     drawn = [] if not any("grpo" in one for one in overrides) else ["grpo.sampling.max_new_tokens=8"]
     overrides = ["method=dpo", *drawn, *(one.format_map(places) for one in overrides)]
-    found = shapes(config.load(tiny_recipe(tmp_path), overrides), 1)
+    found = shapes(load_recipe(tiny_recipe(tmp_path), overrides), 1)
     assert len(found) == len(answers), found
     for problem, answer in zip(found, answers, strict=True):
         assert problem.startswith(answer.format_map(places)), problem
@@ -192,12 +192,12 @@ def test_a_reference_of_another_tokenizer_is_refused_and_one_without_is_not(tmp_
     other = save_weights(write_model(tmp_path / "other"))
     write_pairs(tmp_path / "pairs.jsonl")
     dpo = [f"data.train.path={tmp_path / 'pairs.jsonl'}", "method=dpo", f"dpo.reference={other}"]
-    assert preflight(config.load(recipe, dpo), 1) == []
+    assert preflight(load_recipe(recipe, dpo), 1) == []
     renumbered(other)
-    (problem,) = preflight(config.load(recipe, dpo), 1)
+    (problem,) = preflight(load_recipe(recipe, dpo), 1)
     assert problem.startswith(f"dpo.reference={other}: it numbers")
     (other / "tokenizer.json").unlink()
-    assert preflight(config.load(recipe, dpo), 1) == []
+    assert preflight(load_recipe(recipe, dpo), 1) == []
 
 
 @pytest.mark.parametrize("how", ["is", "leads to"])
@@ -209,7 +209,7 @@ def test_an_export_does_not_take_the_place_of_the_model(tmp_path, how):
     recipe = tiny_recipe(tmp_path, f"model.path={model}", "checkpoint.export=final")
     (problem,) = preflight(recipe, 1)
     assert problem.startswith(f"model.path={model} lies where this run puts its export")
-    assert preflight(config.load(recipe, ["run.name=another"]), 1) == []
+    assert preflight(load_recipe(recipe, ["run.name=another"]), 1) == []
 
 
 def test_kernels_of_linear_attention_are_refused_where_there_is_none(tmp_path):

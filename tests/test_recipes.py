@@ -8,6 +8,7 @@ from shutil import copytree
 import pytest
 
 from dtrain import recipe as config
+from dtrain.methods import load_recipe, recipe_keys
 from dtrain.run.preflight import preflight
 from tests.models import published
 from tests.tiny import VOCAB, write_model
@@ -114,8 +115,8 @@ def problems(name, files, world_size=None, shape=None, *overrides):
     directory, rows = files
     if shape is not None:
         (directory / "config.json").write_text(json.dumps(shape))
-    path = rows / f"{config.load(name).method}.jsonl"
-    recipe = config.load(name, [f"model.path={directory}", f"data.train.path={path}", *overrides])
+    path = rows / f"{load_recipe(name).method}.jsonl"
+    recipe = load_recipe(name, [f"model.path={directory}", f"data.train.path={path}", *overrides])
     return preflight(recipe, recipe.launch.nproc if world_size is None else world_size)
 
 
@@ -129,7 +130,7 @@ def test_the_recipes_that_are_promised_ship():
 def test_a_models_recipe_fits_its_shape_on_its_own_mesh_and_on_others(name, files):
     shape = MODELS[name][0] if name in MODELS else OTHERS[name]
     for world_size in (None, 8) if name in ADAPTED else (None, 1, 2, 4, 8):
-        shared = ["parallel.ep=1"] if config.load(name).parallel.ep > (world_size or 8) else []
+        shared = ["parallel.ep=1"] if load_recipe(name).parallel.ep > (world_size or 8) else []
         assert problems(name, files, world_size, shape, *shared) == []
 
 
@@ -154,7 +155,7 @@ def test_a_shape_that_does_not_belong_is_seen(name, files):
 
 
 def test_the_generic_recipe_asks_for_what_it_cannot_know(files):
-    recipe = config.load("sft")
+    recipe = load_recipe("sft")
     found = "\n".join(preflight(recipe, 1))
     assert "model.path is missing" in found and "data.train.path is missing" in found
     assert problems("sft", files) == []
@@ -163,7 +164,7 @@ def test_the_generic_recipe_asks_for_what_it_cannot_know(files):
 
 
 def test_the_distillation_recipe_asks_for_its_teacher(files):
-    found = "\n".join(preflight(config.load("distill"), 1))
+    found = "\n".join(preflight(load_recipe("distill"), 1))
     assert "model.path is missing" in found and "distill.teacher is missing" in found
     for world_size in (1, 8):
         assert problems("distill", files, world_size, None, f"distill.teacher={files[0]}") == []
@@ -174,7 +175,7 @@ def test_the_quickstart_recipe_fits_what_its_tool_writes(tmp_path, monkeypatch):
 
     run_tool("make_arithmetic.py", tmp_path / "build" / "arithmetic")
     monkeypatch.chdir(tmp_path)
-    recipe = config.load("quickstart")
+    recipe = load_recipe("quickstart")
     assert preflight(recipe, recipe.launch.nproc) == []
     (tmp_path / "build" / "arithmetic" / "pairs.jsonl").write_text(PAIR)
     (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-300").mkdir(parents=True)
@@ -182,7 +183,7 @@ def test_the_quickstart_recipe_fits_what_its_tool_writes(tmp_path, monkeypatch):
     teacher = copytree(tmp_path / "build" / "arithmetic" / "model", tmp_path / "runs" / "quickstart" / "export")
     (teacher / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     for name in ("quickstart-dpo", "quickstart-grpo", "quickstart-distill"):
-        following = config.load(name)
+        following = load_recipe(name)
         assert preflight(following, following.launch.nproc) == []
 
 
@@ -195,7 +196,7 @@ def test_headers_say_what_how_and_what_to_override(name):
         assert part in text
     commands = re.findall(rf"dtrain run {re.escape(name)}\b", text)
     assert commands, "the header shows the command with the recipe's own name"
-    known = set(config.keys())
+    known = set(recipe_keys())
     sections = "model|data|train|lora|optimizer|launch|run|scheduler|checkpoint|dpo|grpo|distill|reward"
     for key in re.findall(rf"\b((?:{sections})(?:\.\w+)+)", text):
         if not key.endswith((".jsonl", ".py")):
@@ -210,6 +211,6 @@ def test_headers_say_what_how_and_what_to_override(name):
     ],
 )
 def test_a_recipe_written_out_and_loaded_again_is_the_same(tmp_path, name):
-    recipe = config.load(name)
+    recipe = load_recipe(name)
     (tmp_path / f"{name}.yaml").write_text(config.to_yaml(recipe))
-    assert config.diff(config.to_yaml(recipe), config.load(tmp_path / f"{name}.yaml")) == []
+    assert config.diff(config.to_yaml(recipe), load_recipe(tmp_path / f"{name}.yaml")) == []

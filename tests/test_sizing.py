@@ -5,7 +5,7 @@ import pytest
 from dtrain.base.errors import UserError
 from dtrain.recipe.schema import Scheduler, Stage
 from dtrain.recipe.world import automatic_batch
-from dtrain.run import check
+from dtrain.run.preflight import check
 from tests.test_trainer import assert_same, metrics, run, trajectory
 from tests.tiny import tiny_grpo, tiny_recipe, write_rows
 
@@ -40,10 +40,10 @@ def test_the_recipe_tells_a_share_from_a_count(tmp_path):
         warmup = tiny_recipe(tmp_path, f"scheduler.warmup={text}").scheduler.warmup
         assert warmup == value and type(warmup) is type(value)
     for text in ("1.0", "1.5", "-0.1", "-1"):
-        problems = check.check(tiny_recipe(tmp_path, f"scheduler.warmup={text}"), 1)
+        problems = check(tiny_recipe(tmp_path, f"scheduler.warmup={text}"), 1)
         assert ["scheduler.warmup=" in problem and "share" in problem for problem in problems] == [True]
     for text in ("0", "-4", "many"):
-        problems = check.check(tiny_recipe(tmp_path, f"train.global_batch={text}"), 1)
+        problems = check(tiny_recipe(tmp_path, f"train.global_batch={text}"), 1)
         assert any(f"train.global_batch={text} must be a whole number" in problem for problem in problems)
 
 

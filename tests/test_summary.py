@@ -3,6 +3,7 @@
 import json
 
 from dtrain.commands.cli import main
+from dtrain.run.spec import RunSpec, World
 from dtrain.run.summary import closing
 from tests.test_trainer import run
 from tests.tiny import tiny_grpo, tiny_recipe
@@ -37,10 +38,10 @@ def test_the_end_of_grpo_tells_rewards_and_not_the_loss(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": n, "loss": 9.0, "reward_mean": n / 10}) + "\n" for n in range(3))
     )
-    told = list(closing(tiny_grpo(tmp_path), tmp_path, True))
+    told = list(closing(RunSpec(tiny_grpo(tmp_path), World(1)), tmp_path, True))
     assert told[0] == "result    reward 0 → 0.2 (the first and the last of 3)"
     assert f"dtrain eval {tmp_path} {tmp_path / 'prompts.jsonl'}" in told[3]
-    assert list(closing(tiny_recipe(tmp_path), tmp_path, False)) == [
+    assert list(closing(RunSpec(tiny_recipe(tmp_path), World(1)), tmp_path, False)) == [
         "result    loss 9 → 9 (the first and the last of 3)",
         f"next      dtrain report {tmp_path}",
     ]
@@ -51,7 +52,7 @@ def test_the_first_and_the_last_answer_to_one_prompt_are_shown(tmp_path):
     asked = [{"set": "s", "index": index, "sample": 0, "prompt": f"q{index}"} for index in (0, 1)]
     rows = [{"step": step, **one, "text": f"a{step}\n\x1b", "reward": 0.5} for step in (0, 5, 9) for one in asked]
     (tmp_path / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = list(closing(tiny_recipe(tmp_path), tmp_path, False))
+    told = list(closing(RunSpec(tiny_recipe(tmp_path), World(1)), tmp_path, False))
     assert told[0] == "answers   step 0 (reward 0.5): q0 → a0 \\x1b"
     assert told[1] == "          step 9 (reward 0.5): q0 → a9 \\x1b"
 
@@ -64,5 +65,5 @@ def test_groups_that_are_all_alike_are_warned_of(tmp_path, capfd):
 def test_validation_is_told_by_its_first_and_last(tmp_path):
     rows = [{"step": n, "loss": 1.0, "val_loss": value} for n, value in enumerate((4.0, 3.0, 0.5, 1.0))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = list(closing(tiny_recipe(tmp_path), tmp_path, False))
+    told = list(closing(RunSpec(tiny_recipe(tmp_path), World(1)), tmp_path, False))
     assert told[1] == "result    validation loss 4 → 1 (the first and the last of 4; the lowest 0.5)"

@@ -13,7 +13,8 @@ from dtrain.base.errors import Stopped, UserError
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.commands.plan.beside import Peak
 from dtrain.parallel.runtime import Runtime, StopFlag
-from dtrain.run.spec import Host, World, resolve
+from dtrain.run.host import Host
+from dtrain.run.spec import World, resolve
 from dtrain.run.trainer import train, train_checked
 from tests.tiny import tiny_recipe, write_rows
 from tests.world import run_world

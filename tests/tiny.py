@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from dtrain import recipe as config
+from dtrain.methods import load_recipe
 from dtrain.recipe.schema import Recipe
 
 VOCAB = 67
@@ -257,7 +257,7 @@ def tiny_recipe(root: Path, *overrides: str, family: str = "qwen3", tied: bool =
         "checkpoint": {"every": None, "export": "none"},
         "metrics": {"tensorboard": False},
     }
-    return config.load(recipe, overrides)
+    return load_recipe(recipe, overrides)
 
 
 def write_prompts(path: Path, count: int = 24, longest: int = 6, seed: int = 0) -> Path:

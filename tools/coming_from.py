@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dtrain import recipe as config
+from dtrain.methods import translate_recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 HEAD = """# Coming from another tool
@@ -187,7 +187,7 @@ def page() -> str:
 
 def recipe(file: str) -> str:
     """The recipe that a file of another tool becomes, with its comments."""
-    made = config.translate(arguments(file))
+    made = translate_recipe(arguments(file))
     assert made is not None, file
     return made.text()
 

@@ -7,13 +7,13 @@
 import sys
 from pathlib import Path
 
-from dtrain.commands.push import curve
+from dtrain.commands.push.card import svg
 from dtrain.run.metrics import records
 
 
 def main(run: str, out: str) -> None:
     rows = list(records.rows(Path(run) / "metrics.jsonl"))
-    picture = curve.svg(records.points(rows, "loss"), records.points(rows, "val_loss"))
+    picture = svg(records.points(rows, "loss"), records.points(rows, "val_loss"))
     Path(out).write_text(picture, encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ import torch
 from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.inference.generate import encode_prompt, generate, load
+from dtrain.inference.generate import Loaded, encode_prompt, generate, load
 
 
 def read_problems(path: Path) -> list[tuple[str, str]]:
@@ -44,12 +44,15 @@ def main() -> int:
 
     try:
         if args.scratch is None:
-            model, tokenizer = load(args.model, torch.float32, torch.device("cpu"))
+            loaded = load(args.model, torch.float32, torch.device("cpu"))
         else:
-            model, tokenizer = models.build(models.read_config(args.model)), Tokenizer.from_directory(args.model)
+            model = models.build(models.read_config(args.model))
+            loaded = Loaded(model, Tokenizer.from_directory(args.model))
             models.init_weights(model, args.scratch)
+        model, tokenizer = loaded
+        template = loaded.template()
         problems = read_problems(args.problems)
-        prompts = [encode_prompt(tokenizer, prompt, raw=False) for prompt, _ in problems]
+        prompts = [encode_prompt(tokenizer, prompt, template) for prompt, _ in problems]
         completions = generate(model, prompts, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids)
     except (UserError, OSError) as error:
         print(f"exact_match: {error}", file=sys.stderr)

@@ -3,7 +3,8 @@
 
     .venv/bin/python tools/metrics_reference.py
 
-All of it comes from dtrain/run/metrics/fields.py. tests/test_docs.py holds the page to it.
+All of it comes from dtrain/run/metrics/fields.py, and from `measures` of each method. tests/test_docs.py holds the page
+to it.
 """
 
 import re
@@ -13,12 +14,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dtrain.run.metrics.fields import EVALUATION, FIELDS, METHODS, MetricField
+from dtrain.methods import METHODS, method_class
+from dtrain.run.metrics.fields import EVALUATION, FIELDS, MetricField
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = """# Every field of metrics.jsonl
 
-`tools/metrics_reference.py` writes this page from [dtrain/run/metrics/fields.py](../dtrain/run/metrics/fields.py).
+`tools/metrics_reference.py` writes this page from [dtrain/run/metrics/fields.toml](../dtrain/run/metrics/fields.toml).
 
 A run writes `runs/<name>/metrics.jsonl`, one JSON object a line: a training row for each optimizer step, a row for each
 validation, and one for each evaluation of a set of `eval`. Numbers are of all ranks and micro-batches together, unless
@@ -51,7 +53,7 @@ def _table(fields: Iterable[MetricField], methods: str | None) -> list[str]:
     head = ["field", "unit", "meaning", *([methods] if methods else []), "written with"]
     rows = ["| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * len(head)) + " |"]
     for one in fields:
-        named = "all" if one.methods == METHODS else ", ".join(one.methods)
+        named = ", ".join(name for name in METHODS if one.name in method_class(name).measures) or "all"
         cells = [f"`{one.name}`", one.unit, one.meaning, *([named] if methods else []), one.where]
         cells[-1] = re.sub(r"[a-z]+\.[a-z_.]+(=\w+)?", r"`\g<0>`", cells[-1])
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

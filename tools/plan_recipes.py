@@ -16,10 +16,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dtrain import recipe as config
 from dtrain.commands.plan.hardware import GPUS, USABLE
 from dtrain.commands.plan.plan import Plan, make_plan
 from dtrain.commands.plan.report import gib
+from dtrain.methods import load_recipe
 from tests import test_recipes
 
 SIZES = (24, 48, 80, 141)  # GB, as GPUs are sold
@@ -104,14 +104,14 @@ def row(table: str, name: str) -> list[str]:
 def _plan(name: str, overrides: list[str], ranks: int | None = None) -> Plan:
     """On so many H100s of a node, or as many as the recipe says. A batch that so many ranks cannot share is as large as
     they need, and experts are shared among no more."""
-    recipe = config.load(name, overrides)
+    recipe = load_recipe(name, overrides)
     ranks = ranks or recipe.launch.nproc
     least = recipe.train.micro_batch * ranks
     if recipe.parallel.ep > ranks:
         overrides = [*overrides, f"parallel.ep={ranks}"]
-        recipe = config.load(name, overrides)
+        recipe = load_recipe(name, overrides)
     if recipe.train.global_batch != "auto" and recipe.train.batch % least:
-        recipe = config.load(name, [*overrides, f"train.global_batch={least}"])
+        recipe = load_recipe(name, [*overrides, f"train.global_batch={least}"])
     return make_plan(recipe, ranks, GPUS["h100"])
 
 
@@ -123,7 +123,7 @@ def _on_gpus(plan: Plan) -> tuple[str, str, str]:
 
 def _parts(plan: Plan) -> list[str]:
     """Ranks, sizes, and GiB of the parts at the peak."""
-    sizes, parts, peak = plan.sizes, [plan.step.parts.get(part, 0) for part in PARTS], plan.step.peak
+    sizes, parts, peak = plan.spec.sizes, [plan.step.parts.get(part, 0) for part in PARTS], plan.step.peak
     shown = [f"{size / 2**30:.1f}" if size else "–" for size in (*parts, peak - sum(parts), peak)]
     return [str(sizes.world_size), f"{sizes.micro_batch} · {sizes.accumulation}", *shown]
 

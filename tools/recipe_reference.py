@@ -3,7 +3,8 @@
 
     .venv/bin/python tools/recipe_reference.py
 
-All of it comes from dtrain/recipe/schema.py: the sections' docstrings, their fields, and the text under each field.
+All of it comes from dtrain/recipe/schema.py and rollouts.py and the methods' files in dtrain/methods/: the sections'
+docstrings, their fields, and the text under each field.
 tests/test_docs.py holds the page to it.
 """
 
@@ -18,13 +19,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dtrain.recipe import schema
+from dtrain.methods import SECTIONS
+from dtrain.recipe.schema import recipe_type
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipe.md"
 HEAD = """# Every key of a recipe
 
-`tools/recipe_reference.py` writes this page from [dtrain/recipe/schema.py](../dtrain/recipe/schema.py). A key that a
-recipe leaves out has its default. [recipes/README.md](../recipes/README.md) shows how to write recipes and overrides.
+`tools/recipe_reference.py` writes this page from [dtrain/recipe/schema.py](../dtrain/recipe/schema.py) and the sections
+of [dtrain/methods](../dtrain/methods). A key that a recipe leaves out has its default.
+[recipes/README.md](../recipes/README.md) shows how to write recipes and overrides.
 """
 WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text", type(None): "null", Any: "any value"}
 
@@ -32,7 +35,7 @@ WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text",
 def reference() -> str:
     """The page's text."""
     places: dict[type, str] = {}
-    _find(schema.Recipe, "", places)
+    _find(recipe_type(SECTIONS, SECTIONS), "", places)
     return "\n".join([HEAD, *(_section(section, places) for section in places)])
 
 
@@ -80,6 +83,9 @@ def _texts(section: type, places: dict[type, str]) -> dict[str, str]:
     """Field -> the text under it, of the class and of those above it that are no sections of their own."""
     found: dict[str, str] = {}
     for one in reversed(section.__mro__):
+        if one.__module__ == "types":  # of `recipe_type`, whose sections speak for themselves
+            found |= {field.name: "" for field in fields(one) if field.name not in found}
+            continue
         if not is_dataclass(one) or one in places and one is not section:
             continue
         name = ""

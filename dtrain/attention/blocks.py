@@ -11,14 +11,15 @@ multiple of kv, bias is [B or 1, 1, Q, K], 0 or -inf. The softmax is computed in
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
-    from dtrain.attention.visibility import Visibility
+    from dtrain.attention.kernels import Hidden
+    from dtrain.attention.varlen import VarlenBlocks
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -27,13 +28,19 @@ _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 Partial = tuple[Tensor, Tensor]  # the output of the keys seen so far, and its log-sum-exp; max(float32, the dtype)
 
 
-class Blocks(Protocol):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+class Products:
+    """Plain matrix products, on every device; holds the scores [B, H, Q, K] of a block."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Partial:
         """Softmax average [B, H, Q, hd] and its log-sum-exp [B, H, Q], both in max(float32, the dtype).
 
         Rows that see no key of the block get 0 and -inf.
         """
-        ...
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = _scores(q, k, bias, scale, wide)
+        lse = torch.logsumexp(scores, -1)
+        weights = (scores - lse.masked_fill(_unseen(bias), 0.0)[..., None]).exp()
+        return torch.matmul(weights, _for_heads(v, q).to(wide)), lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor, scale: float
@@ -42,11 +49,19 @@ class Blocks(Protocol):
 
         grad [B, H, Q, hd], out and lse are those of the whole: of the softmax over the keys of all blocks.
         """
-        ...
+        wide = lse.dtype
+        grad, out = grad.to(wide), out.to(wide)
+        weights = (_scores(q, k, bias, scale, wide) - lse[..., None]).exp()  # [B, H, Q, K]
+        weight_grad = torch.matmul(grad, _for_heads(v, q).to(wide).transpose(-1, -2))
+        score_grad = weights * (weight_grad - (grad * out).sum(-1, keepdim=True)) * scale
+        q_grad = torch.matmul(score_grad, _for_heads(k, q).to(wide))
+        k_grad = torch.matmul(score_grad.transpose(-1, -2), q.to(wide))
+        v_grad = torch.matmul(weights.transpose(-1, -2), grad)
+        return q_grad.to(q.dtype), _to_key_heads(k_grad, k), _to_key_heads(v_grad, v)
 
 
 class CpuFlash:
-    """torch's CPU kernel, which never holds all scores."""
+    """torch's CPU kernel, which never holds all scores; methods as those of `Products`."""
 
     def forward(self, q, k, v, bias, scale):
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -58,26 +73,7 @@ class CpuFlash:
         return _cpu_backward(grad, q, k, v, out, lse, 0.0, False, attn_mask=bias.to(q.dtype), scale=scale)
 
 
-class Products:
-    """Plain matrix products, on every device; holds the scores [B, H, Q, K] of a block."""
-
-    def forward(self, q, k, v, bias, scale):
-        wide = torch.promote_types(q.dtype, torch.float32)
-        scores = _scores(q, k, bias, scale, wide)
-        lse = torch.logsumexp(scores, -1)
-        weights = (scores - lse.masked_fill(_unseen(bias), 0.0)[..., None]).exp()
-        return torch.matmul(weights, _for_heads(v, q).to(wide)), lse
-
-    def backward(self, grad, q, k, v, out, lse, bias, scale):
-        wide = lse.dtype
-        grad, out = grad.to(wide), out.to(wide)
-        weights = (_scores(q, k, bias, scale, wide) - lse[..., None]).exp()  # [B, H, Q, K]
-        weight_grad = torch.matmul(grad, _for_heads(v, q).to(wide).transpose(-1, -2))
-        score_grad = weights * (weight_grad - (grad * out).sum(-1, keepdim=True)) * scale
-        q_grad = torch.matmul(score_grad, _for_heads(k, q).to(wide))
-        k_grad = torch.matmul(score_grad.transpose(-1, -2), q.to(wide))
-        v_grad = torch.matmul(weights.transpose(-1, -2), grad)
-        return q_grad.to(q.dtype), _to_key_heads(k_grad, k), _to_key_heads(v_grad, v)
+Blocks = Products | CpuFlash
 
 
 def blocks_for(device: torch.device) -> Blocks:
@@ -94,25 +90,7 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
     return out * shares[0] + block_out * shares[1], total
 
 
-class BlockAttention(Protocol):
-    """Attention to a block of keys; each subclass says the shapes of q, kv and the rest."""
-
-    def forward(self, q: Tensor, kv: Tensor, step: Any, so_far: Partial | None) -> Partial:
-        """`so_far` with the keys of one block merged in; its tensors may be written over."""
-        ...
-
-    def backward(
-        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, step: Any, q_grad: Tensor, kv_grad: Tensor
-    ) -> None:
-        """Adds one block's part to `q_grad` and `kv_grad`. whole: the output in q's dtype, and the log-sum-exp."""
-        ...
-
-    def by_head(self, out: Tensor) -> Tensor:
-        """A view of the output, or its gradient, as [.., H, Q, hd], where the log-sum-exp is [.., H, Q]."""
-        ...
-
-
-def with_sinks(attention: BlockAttention, whole: Partial, sinks: Tensor | None) -> Partial:
+def with_sinks(attention: "MaskedBlocks | VarlenBlocks", whole: Partial, sinks: Tensor | None) -> Partial:
     """`whole` merged with the sinks [H] of its heads; they may be None."""
     if sinks is None:
         return whole
@@ -121,7 +99,9 @@ def with_sinks(attention: BlockAttention, whole: Partial, sinks: Tensor | None) 
     return attention.by_head(attention.by_head(out) * (lse - total).exp()[..., None]), total
 
 
-def sinks_grad(attention: BlockAttention, grad: Tensor, whole: Partial, sinks: Tensor | None) -> Tensor | None:
+def sinks_grad(
+    attention: "MaskedBlocks | VarlenBlocks", grad: Tensor, whole: Partial, sinks: Tensor | None
+) -> Tensor | None:
     """The gradient of sinks [H], in their dtype; `whole` has them merged in."""
     if sinks is None:
         return None
@@ -140,8 +120,8 @@ class MaskedBlocks:
     scale: float
     most: int = 2**28
 
-    def forward(self, q: Tensor, kv: Tensor, hidden: "Tensor | Visibility", so_far: Partial | None) -> Partial:
-        """`so_far` merged with the output over this block."""
+    def forward(self, q: Tensor, kv: Tensor, hidden: "Hidden", so_far: Partial | None) -> Partial:
+        """`so_far`, whose tensors may be written over, merged with the output over this block."""
         partials = [
             self.blocks.forward(q[:, :, run], kv[0, :, :, keys], kv[1, :, :, keys], bias, self.scale)
             for run, keys, bias in self._parts(q, kv, hidden)
@@ -150,16 +130,10 @@ class MaskedBlocks:
         return (out, lse) if so_far is None else merge(*so_far, out, lse)
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        kv: Tensor,
-        whole: Partial,
-        hidden: "Tensor | Visibility",
-        q_grad: Tensor,
-        kv_grad: Tensor,
+        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, hidden: "Hidden", q_grad: Tensor, kv_grad: Tensor
     ) -> None:
-        """Adds this block's part to `q_grad` and `kv_grad`; whole: the output and log-sum-exp over all blocks."""
+        """Adds this block's part to `q_grad` and `kv_grad`; whole: over all blocks, the output in q's dtype and the
+        log-sum-exp."""
         for run, keys, bias in self._parts(q, kv, hidden):
             some_grad, some_q, out, lse = (part[:, :, run] for part in (grad, q, *whole))
             k, v = kv[0, :, :, keys], kv[1, :, :, keys]
@@ -167,7 +141,7 @@ class MaskedBlocks:
             q_grad[:, :, run] += block_q
             kv_grad[:, :, :, keys] += torch.stack(block_kv)
 
-    def _parts(self, q: Tensor, kv: Tensor, hidden: "Tensor | Visibility") -> Iterator[tuple[slice, slice, Tensor]]:
+    def _parts(self, q: Tensor, kv: Tensor, hidden: "Hidden") -> Iterator[tuple[slice, slice, Tensor]]:
         """Runs of queries, the keys that they may see, and the bias of the two."""
         wide = torch.promote_types(q.dtype, torch.float32)
         row_bytes = q.shape[0] * q.shape[1] * kv.shape[3] * wide.itemsize
@@ -181,19 +155,26 @@ class MaskedBlocks:
             yield run, keys, hidden.bias(run, q.dtype, q.device)[..., keys]
 
     def by_head(self, out: Tensor) -> Tensor:
-        """Override `BlockAttention.by_head`: [B, H, Q, hd] as it is."""
+        """The output, or its gradient, as [.., H, Q, hd], where the log-sum-exp is [.., H, Q]: as it is."""
         return out
 
 
-class OneBlock(torch.autograd.Function):
-    """Attention over one block, the only one, and sinks [H] or None: `apply(q, kv, step, attention, sinks)`, q, kv and
-    step as `attention` has them, in q's dtype. Nothing is held of size queries × keys."""
+class BlockByBlock(torch.autograd.Function):
+    """Attention over blocks of keys, one after the other: `apply(q, kv, steps, ring, attention, sinks)` in q's dtype.
+
+    q and kv as `attention` has them; sinks [H] or None; steps: what of each block is seen, None or empty:
+    nothing. ring: what brings the blocks of other ranks, this one's first; None: there is one block. Nothing is held of
+    size queries × keys."""
 
     @staticmethod
-    def forward(ctx, q, kv, step, attention, sinks):
-        out, lse = with_sinks(attention, attention.forward(q, kv, step, None), sinks)
+    def forward(ctx, q, kv, steps, ring, attention, sinks):
+        whole: Any = None
+        for held, step in zip([kv] if ring is None else ring.around(kv), steps, strict=True):
+            if step is not None:
+                whole = attention.forward(q, held, step, whole)
+        out, lse = with_sinks(attention, whole, sinks)
         ctx.save_for_backward(q, kv, out.to(q.dtype), lse, sinks)
-        ctx.step, ctx.attention = step, attention
+        ctx.steps, ctx.ring, ctx.attention = steps, ring, attention
         return out.to(q.dtype)
 
     @staticmethod
@@ -201,9 +182,14 @@ class OneBlock(torch.autograd.Function):
     def backward(ctx, grad):
         q, kv, out, lse, sinks = ctx.saved_tensors
         grad = grad.contiguous()
-        q_grad, kv_grad = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, kv))
-        ctx.attention.backward(grad, q, kv, (out, lse), ctx.step, q_grad, kv_grad)
-        return q_grad.to(q.dtype), kv_grad.to(kv.dtype), None, None, sinks_grad(ctx.attention, grad, (out, lse), sinks)
+        q_grad, held_grad = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, kv))
+        for held, step in zip([kv] if ctx.ring is None else ctx.ring.around(kv), ctx.steps, strict=True):
+            if step is not None:
+                ctx.attention.backward(grad, q, held, (out, lse), step, q_grad, held_grad)
+            if ctx.ring is not None:  # the gradient follows its keys, and the last exchange brings it home
+                held_grad = ctx.ring.pass_on(held_grad).wait()
+        of_sinks = sinks_grad(ctx.attention, grad, (out, lse), sinks)
+        return q_grad.to(q.dtype), held_grad.to(kv.dtype), None, None, None, of_sinks
 
 
 def _unseen(bias: Tensor) -> Tensor:

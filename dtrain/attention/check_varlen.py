@@ -4,7 +4,7 @@ and backward, against `SdpaKernel`'s numbers.
 The ranks of an exchange are played one after the other in this process.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -12,11 +12,10 @@ from torch import Tensor
 
 from dtrain.attention.blocks import Partial, sinks_grad, with_sinks
 from dtrain.attention.context import over_keys
-from dtrain.attention.kernels import Kernel, SdpaKernel
+from dtrain.attention.kernels import Kernel, SdpaKernel, Visibility
 from dtrain.attention.packing import Packing
 from dtrain.attention.varlen import Flash, VarlenBlocks, VarlenKernel, put
-from dtrain.attention.visibility import Visibility
-from dtrain.parallel.context.layout import join_sequence, shard_sequence
+from dtrain.parallel.context.batch import join_sequence, shard_sequence
 
 _LENGTHS = ((1, 61, 66, 128), (62, 138, 56))  # documents of two rows of 256, the last of them padding
 _WIDEST = 100  # a window that hides something of these
@@ -34,6 +33,11 @@ class Case(NamedTuple):
     packing: Packing
     scale: float
     sinks: Tensor | None = None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Return q, k, v, and the sinks where there are some."""
+        return [*self[:3], *([] if self.sinks is None else [self.sinks])]
 
 
 def prove(
@@ -65,7 +69,7 @@ def prove(
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # what a torch or a device does not have
-        return f"varlen does not run here: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        return does_not_run("varlen", error)
     for name, results in zip(("varlen", f"varlen for {exchange}"), computed, strict=False):
         for result, other, truth in zip(results, plain, exact, strict=True):
             off, usual = (float((values.float() - truth).abs().max()) for values in (result, other))
@@ -77,8 +81,7 @@ def prove(
 def _case(
     heads: int, key_heads: int, head_dim: int, window: int | None, sinks: bool, dtype: torch.dtype, device: torch.device
 ) -> Case:
-    documents = torch.tensor([[n for n, size in enumerate(row) for _ in range(size)] for row in _LENGTHS])
-    documents[-1, -_LENGTHS[-1][-1] :] = -1  # padding
+    documents = documents_of(_LENGTHS)
     positions = torch.tensor([[at for size in row for at in range(size)] for row in _LENGTHS])
     rows, count = documents.shape
     packing = Packing.of(positions, documents)
@@ -97,13 +100,17 @@ def _case(
 def _whole(kernel: Kernel, case: Case) -> list[Tensor]:
     """The output and the gradients of q, k, v and sinks."""
     prepared = kernel.prepare(case.seen, case.q.dtype, case.q.device)
-    return _differentiated(case, lambda q, k, v, sinks: kernel(q, k, v, prepared, case.scale, sinks))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return kernel(q, k, v, prepared, case.scale, sinks)
+
+    return differentiated(attend, case.parts, case.grad)
 
 
 def gathered(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
     """Attend as `_whole` does, the queries of each of `size` ranks over gathered keys."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         outputs = []
         for rank in range(size):
             calls = put(case.packing.over_gathered(case.seen.window, rank, size), q.device)
@@ -111,7 +118,7 @@ def gathered(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
             outputs.append(over_keys(flash, mine, k.flatten(0, 1), v.flatten(0, 1), calls, case.scale, sinks))
         return join_sequence(outputs, 1)
 
-    return _differentiated(case, attend)
+    return differentiated(attend, case.parts, case.grad)
 
 
 @torch.no_grad()
@@ -143,7 +150,19 @@ def in_ring(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
     return joined if case.sinks is None else [*joined, torch.stack(cast(list[Tensor], of_sinks)).sum(0)]
 
 
-def _differentiated(case: Case, attend: Callable[..., Tensor]) -> list[Tensor]:
-    leaves = [part.clone().requires_grad_() for part in (*case[:3], case.sinks) if part is not None]
-    out = attend(*leaves, *([] if case.sinks is not None else [None]))
-    return [out.detach(), *torch.autograd.grad(out, leaves, case.grad)]
+def documents_of(lengths: Sequence[Sequence[int]]) -> Tensor:
+    """Return the documents [B, S] of rows, from the lengths in each; the last one of the last row is padding."""
+    documents = torch.tensor([[n for n, size in enumerate(row) for _ in range(size)] for row in lengths])
+    documents[-1, -lengths[-1][-1] :] = -1
+    return documents
+
+
+def differentiated(function: Callable[..., Tensor], parts: Iterable[Tensor], grad: Tensor) -> list[Tensor]:
+    """Return the output [..] of `function` and its gradients by all parts, those of the output being `grad` [..]."""
+    leaves = [part.clone().requires_grad_() for part in parts]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def does_not_run(name: str, error: Exception) -> str:
+    return f"{name} does not run here: {(str(error).splitlines() or [type(error).__name__])[0]}"

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.attention.kernels import Kernel
+from dtrain.attention.kernels import Kernel, Visibility
 from dtrain.attention.packing import Call, Packing
-from dtrain.attention.varlen import Flash, PackedKernel, Segments, VarlenKernel, pick
-from dtrain.attention.visibility import Visibility
-from dtrain.parallel.context.layout import gather_sequence
+from dtrain.attention.varlen import Flash, PackedKernel, Segments, Steps, VarlenKernel, pick
+from dtrain.parallel.context.batch import gather_sequence
 
 
 class ContextKernel(Kernel):
@@ -48,11 +47,6 @@ class GatherKernel(ContextKernel):
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
         return self.inner.prepare(visibility, dtype, device)
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None
-    ) -> Tensor:
-        return self.over(q, *self.gathered(k, v, prepared), prepared, scale, sinks)
-
     def gathered(self, k: Tensor, v: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
         """[B, S/cp, kv, hd] each -> [B, S, kv, hd]"""
         k, v = gather_sequence(torch.stack([k, v]), self.group, dim=2).unbind(0)
@@ -84,21 +78,12 @@ class VarlenGatherKernel(PackedContextKernel):
     def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
         return [packing.over_gathered(window, self.rank, self.ranks)]
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
-    ) -> Tensor:
-        k, v = self.gather(k, v)
-        return self.attend_over(q, k, v, steps, scale, sinks)
-
     def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S/cp, kv, hd] each -> [B · S, kv, hd]"""
         k, v = gather_sequence(torch.stack([k, v]), self.group, dim=2).flatten(1, 2).unbind(0)
         return k, v
 
-    def attend_over(
-        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
-    ) -> Tensor:
-        """Attend as `attend` does, from what `gather` gave."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
         return over_keys(self.flash, q, k, v, steps[0], scale, sinks)
 
 

@@ -1,4 +1,12 @@
-"""Kernels of attention, the abilities of each, and the choice made when a model is built.
+"""Visibility of keys to queries, the kernels that compute with it, their abilities, and the choice of one.
+
+Visibility is the one meaning of the causal mask of documents. A query at position p of document d sees the key at
+position j of document e when
+
+    e == d  and  0 <= p - j < window          (no window: 0 <= p - j)
+
+Positions restart with each document and padding is a document of its own (-1). A query always sees itself, so no row is
+without a key and padding never gives NaN. Letters: B rows, Q queries, K keys.
 
 A kernel turns a `Visibility` into its own form once per forward (`prepare`), and is then called by every layer of that
 kind with q [B, Q, H, hd], k and v [B, K, kv, hd], and sinks [H] where the heads have some (`blocks`); H is a multiple
@@ -16,13 +24,84 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from dtrain.attention.blocks import MaskedBlocks, OneBlock, blocks_for
-from dtrain.attention.visibility import Visibility, additive
+from dtrain.attention.blocks import BlockByBlock, MaskedBlocks, blocks_for
 from dtrain.base.errors import UserError
 
 if TYPE_CHECKING:
     from dtrain.attention.packing import Packing
 
+MASK_BYTES = 2**26  # of a mask that is held at once, on a GPU
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """The keys that the layers of one kind see in one forward.
+
+    Without positions, query i and key i are the same token (Q == K) and every row is one document.
+    query_positions [B, Q], key_positions [B or 1, K], query_documents [B, Q], key_documents [B, K]: int64 or None;
+    positions come in pairs, documents too and only with positions. window: keys seen, the query's own included. rows:
+    B. packing: where the documents of the whole rows lie, if the host knows; a kernel that takes it needs no tensor.
+    """
+
+    queries: int
+    keys: int
+    window: int | None = None
+    query_positions: Tensor | None = None
+    key_positions: Tensor | None = None
+    query_documents: Tensor | None = None
+    key_documents: Tensor | None = None
+    rows: int = 1
+    packing: "Packing | None" = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Causal by index, the same in every row; a window may still apply."""
+        return self.query_positions is None
+
+    @property
+    def is_causal(self) -> bool:
+        """Nothing but causal: no position, no document, and no window that would hide a key."""
+        return self.is_plain and (self.window is None or self.window >= self.keys)
+
+    def visible(self, queries: slice, device: torch.device) -> Tensor:
+        """[B or 1, q, K] bool: which keys the queries of a slice see."""
+        if self.query_positions is None or self.key_positions is None:
+            q_pos, k_pos = (torch.arange(n, device=device, dtype=torch.int32)[None] for n in (self.queries, self.keys))
+        else:
+            q_pos, k_pos = self.query_positions.int(), self.key_positions.int()  # half the bytes of every distance
+        distance = q_pos[:, queries, None] - k_pos[:, None, :]
+        seen = distance >= 0
+        if self.window is not None:
+            seen &= distance < self.window
+        if self.query_documents is not None and self.key_documents is not None:
+            seen &= self.query_documents.int()[:, queries, None] == self.key_documents.int()[:, None, :]
+        return seen
+
+    def bias(self, queries: slice, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[B or 1, 1, q, K]: 0 where the queries of a slice see a key, -inf where not."""
+        return additive(self.visible(queries, device), dtype)[:, None]
+
+    def reach(self, queries: slice) -> slice:
+        """The keys that a run of queries may see, as far as their places tell."""
+        if not self.is_plain:
+            return slice(0, self.keys)
+        return slice(0 if self.window is None else max(0, queries.start - self.window + 1), queries.stop)
+
+    def runs(self, row_bytes: int | None = None, most: int = MASK_BYTES) -> list[slice]:
+        """The queries in runs, of which each takes at most `most` bytes; row_bytes: of one query of every row, by
+        default what the distances to its keys take."""
+        rows = 1 if self.is_plain else self.rows
+        size = max(1, most // (row_bytes or 4 * rows * self.keys))
+        return [slice(start, min(start + size, self.queries)) for start in range(0, self.queries, size)]
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """[...]: 0 where a key is `visible` [...], -inf where not: made once per forward, where a bool mask is converted by
+    every layer."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+
+
+Hidden = Tensor | Visibility  # a bias [B or 1, 1, q, k], or, where that is large, what it is made of
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -60,7 +139,8 @@ class Kernel:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        raise NotImplementedError
+        """The attention [B, Q, H, hd] of q over k and v."""
+        return self.over(q, *self.gathered(k, v, prepared), prepared, scale, sinks)
 
     def gathered(self, k: Tensor, v: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
         """Keys and values as `over` takes them, for several layers that read the same ones; as they are where nothing
@@ -68,8 +148,8 @@ class Kernel:
         return k, v
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
-        """The kernel's result from what `gathered` gave of k and v."""
-        return self(q, k, v, prepared, scale, sinks)
+        """The attention [B, Q, H, hd] of q over what `gathered` gave of k and v."""
+        raise NotImplementedError
 
 
 class Span(NamedTuple):
@@ -90,12 +170,6 @@ class Span(NamedTuple):
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The span's part of each, [B, heads, length, hd]"""
         return q[:, :, self.queries], k[:, :, self.keys], v[:, :, self.keys]
-
-    @property
-    def bias_or_causal(self) -> Tensor | Visibility:
-        """Return what is hidden, of a span without `hidden`."""
-        length = self.queries.stop  # of one that is causal by index, which has all queries
-        return Visibility(length, length) if self.bias is None else self.bias
 
 
 class SdpaKernel(Kernel):
@@ -154,14 +228,18 @@ class SdpaKernel(Kernel):
         seen = visible.any(0).any(0).nonzero()
         return slice(int(seen[0]), int(seen[-1]) + 1)
 
-    def __call__(
+    def over(
         self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, length, hd]
         if (hidden := prepared[0].hidden) is not None and (q.dtype == torch.float64 or sinks is not None):
             return self._block(q, k, v, hidden, scale, sinks)
         if sinks is not None:
-            parts = [self._block(*span.of(q, k, v), span.bias_or_causal, scale, sinks) for span in prepared]
+            causal = Visibility(q.shape[2], q.shape[2])  # by index: a span of all queries
+            parts = [
+                self._block(*span.of(q, k, v), causal if span.bias is None else span.bias, scale, sinks)
+                for span in prepared
+            ]
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if q.shape[1] != k.shape[1] and not prepared[0].groups:
             k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
@@ -173,7 +251,7 @@ class SdpaKernel(Kernel):
     ) -> Tensor:
         """[B, heads, length, hd] -> [B, Q, H, hd]"""
         attention = MaskedBlocks(blocks_for(q.device), scale)
-        return OneBlock.apply(q, torch.stack([k, v]), hidden, attention, sinks).transpose(1, 2)
+        return BlockByBlock.apply(q, torch.stack([k, v]), [hidden], None, attention, sinks).transpose(1, 2)
 
     def _outputs(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float) -> Iterator[Tensor]:
         gqa = q.shape[1] != k.shape[1]

@@ -4,7 +4,7 @@ Such a kernel takes segments of queries and segments of keys, behind one another
 Queries are counted from a segment's end: the last query stands at the last key. A window (left, right) says how many
 keys before and after its own place a query sees, -1: all of them.
 
-Under context parallel a rank holds two chunks of each row (`parallel.context.layout`), so a document is cut at the
+Under context parallel a rank holds two chunks of each row (`parallel.context.batch`), so a document is cut at the
 borders of chunks. No segment is empty, and no query of one is without a key: what a kernel writes for those differs
 from kernel to kernel. Letters: B rows, S tokens of a whole row, c of a chunk. No tensor is on a device here.
 """
@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dtrain.parallel.context.layout import chunks_of
+from dtrain.parallel.context.batch import chunks_of
 
 
 @dataclass

@@ -12,16 +12,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.attention.blocks import Blocks, MaskedBlocks, blocks_for, sinks_grad, with_sinks
+from dtrain.attention.blocks import BlockByBlock, Blocks, MaskedBlocks, blocks_for
 from dtrain.attention.context import ContextKernel, PackedContextKernel
-from dtrain.attention.kernels import Kernel
+from dtrain.attention.kernels import Hidden, Kernel, Visibility, additive
 from dtrain.attention.packing import Call, Packing
-from dtrain.attention.varlen import Segments, VarlenBlocks, VarlenKernel
-from dtrain.attention.visibility import Visibility, additive
-from dtrain.parallel.context.layout import shard_sequence
+from dtrain.attention.varlen import Steps, VarlenBlocks, VarlenKernel
+from dtrain.parallel.context.batch import shard_sequence
 
 
 class RingKernel(ContextKernel):
@@ -37,36 +35,24 @@ class RingKernel(ContextKernel):
         super().__init__(inner, mesh)
         self.blocks = blocks
 
-    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> "list[Hidden | None]":
+    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Hidden | None]:
         """Return what this rank's queries see of the keys that each rank of the ring holds, its own first. None:
         nothing, which is read on the host."""
         size, rank = self.group.size(), self.group.rank()
-
-        def held(stream: Tensor | None, source: int) -> Tensor | None:
-            return None if stream is None else shard_sequence(stream, source, size)
-
-        steps: list[Hidden | None] = []
+        steps = []
         for distance in range(size):
-            source = (rank - distance) % size
             positions, documents = (
-                held(stream, source) for stream in (visibility.key_positions, visibility.key_documents)
+                None if stream is None else shard_sequence(stream, (rank - distance) % size, size)
+                for stream in (visibility.key_positions, visibility.key_documents)
             )
             part = replace(visibility, keys=visibility.keys // size, key_positions=positions, key_documents=documents)
             steps.append(_hidden(part, dtype, device))
         return steps
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prepared: "list[Hidden | None]",
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
         attention = MaskedBlocks(self.blocks or blocks_for(q.device), scale)
-        kv = torch.stack([k.transpose(1, 2), v.transpose(1, 2)])  # [2, B, kv, S/cp, hd]
-        return _Ring.apply(q.transpose(1, 2).contiguous(), kv, prepared, self.group, attention, sinks).transpose(1, 2)
+        q, kv = q.transpose(1, 2).contiguous(), torch.stack([k.transpose(1, 2), v.transpose(1, 2)])
+        return BlockByBlock.apply(q, kv, prepared, _Ring(self.group), attention, sinks).transpose(1, 2)
 
 
 class VarlenRingKernel(PackedContextKernel):
@@ -81,17 +67,12 @@ class VarlenRingKernel(PackedContextKernel):
     def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
         return packing.in_ring(window, self.rank, self.ranks)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
         shape = q.shape[:2]
         q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S/cp, heads, hd]
         attention = VarlenBlocks(self.flash, scale)
-        out = _Ring.apply(q.contiguous(), torch.stack([k, v]), steps, self.group, attention, sinks)
+        out = BlockByBlock.apply(q.contiguous(), torch.stack([k, v]), steps, _Ring(self.group), attention, sinks)
         return out.unflatten(0, shape)
-
-
-Hidden = Tensor | Visibility  # a bias [B or 1, 1, q, k], or, where that is large, what it is made of
 
 
 def _hidden(part: Visibility, dtype: torch.dtype, device: torch.device) -> Hidden | None:
@@ -100,45 +81,6 @@ def _hidden(part: Visibility, dtype: torch.dtype, device: torch.device) -> Hidde
         return part if any(bool(part.visible(run, device).any()) for run in runs) else None
     visible = part.visible(runs[0], device)
     return additive(visible, dtype)[:, None] if bool(visible.any()) else None
-
-
-class _Ring(torch.autograd.Function):
-    """Attention of this rank's queries in the ring. q and kv as `attention` has them, contiguous; steps: of the keys of
-    each rank, this one's first; None or empty: nothing is seen. sinks [H] or None. Gives the output in q's dtype."""
-
-    @staticmethod
-    def forward(ctx, q, kv, steps, group, attention, sinks):
-        whole: Any = None
-        for held, step in zip(_around(kv, group), steps, strict=True):
-            if step is not None:
-                whole = attention.forward(q, held, step, whole)
-        out, lse = with_sinks(attention, whole, sinks)
-        ctx.save_for_backward(q, kv, out.to(q.dtype), lse, sinks)
-        ctx.steps, ctx.group, ctx.attention = steps, group, attention
-        return out.to(q.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        q, kv, out, lse, sinks = ctx.saved_tensors
-        grad = grad.contiguous()
-        q_grad, held_grad = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, kv))
-        for held, step in zip(_around(kv, ctx.group), ctx.steps, strict=True):
-            if step is not None:
-                ctx.attention.backward(grad, q, held, (out, lse), step, q_grad, held_grad)
-            # The gradient follows its keys, and the last exchange brings it home.
-            held_grad = _pass_on(held_grad, ctx.group).wait()
-        of_sinks = sinks_grad(ctx.attention, grad, (out, lse), sinks)
-        return q_grad.to(q.dtype), held_grad.to(kv.dtype), None, None, None, of_sinks
-
-
-def _around(tensor: Tensor, group: Any) -> Iterator[Tensor]:
-    """This rank's tensor, then those of the ranks before it: while one is used, the next one travels."""
-    for left in reversed(range(group.size())):
-        incoming = _pass_on(tensor, group) if left else None
-        yield tensor
-        if incoming is not None:
-            tensor = incoming.wait()
 
 
 class _Incoming(NamedTuple):
@@ -151,12 +93,23 @@ class _Incoming(NamedTuple):
         return self.tensor
 
 
-def _pass_on(tensor: Tensor, group: Any) -> _Incoming:
-    """Send to the next rank of the ring, receive from the one before."""
-    size, rank = group.size(), group.rank()
-    received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    operations = [
-        dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=(rank + 1) % size),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
-    ]
-    return _Incoming(received, dist.batch_isend_irecv(operations))
+class _Ring(NamedTuple):
+    group: Any
+
+    def around(self, tensor: Tensor) -> Iterator[Tensor]:
+        """This rank's tensor, then those of the ranks before it: while one is used, the next one travels."""
+        for left in reversed(range(self.group.size())):
+            incoming = self.pass_on(tensor) if left else None
+            yield tensor
+            if incoming is not None:
+                tensor = incoming.wait()
+
+    def pass_on(self, tensor: Tensor) -> _Incoming:
+        """Send to the next rank of the ring, receive from the one before."""
+        group, size, rank = self.group, self.group.size(), self.group.rank()
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        operations = [
+            dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
+        ]
+        return _Incoming(received, dist.batch_isend_irecv(operations))

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from dtrain.attention.blocks import OneBlock, Partial
-from dtrain.attention.kernels import Abilities, Kernel, SdpaKernel
+from dtrain.attention.blocks import BlockByBlock, Partial
+from dtrain.attention.kernels import Abilities, Kernel, SdpaKernel, Visibility
 from dtrain.attention.packing import Call, Packing
-from dtrain.attention.visibility import Visibility
 
 
 class Segments(NamedTuple):
@@ -34,12 +33,15 @@ class Segments(NamedTuple):
     window: tuple[int, int]
 
 
-class Segmented:
+Steps = list[list[Segments]]  # calls, exchange by exchange
+
+
+class Segmented(NamedTuple):
     """The calls of a forward, exchange by exchange. tokens: of a row of this rank; beyond them is padding of
     sequence parallel, which sees nothing and gets zeros."""
 
-    def __init__(self, tokens: int, steps: list[list[Segments]]):
-        self.tokens, self.steps = tokens, steps
+    tokens: int
+    steps: Steps
 
 
 class Flash:
@@ -53,7 +55,7 @@ class Flash:
         if sinks is None:
             return self._forward(q, k, v, segments, scale, None)
         whole = segments._replace(queries=(slice(0, len(q)),), keys=(slice(0, len(k)),))
-        return OneBlock.apply(q, torch.stack([k, v]), [whole], VarlenBlocks(self, scale), sinks)
+        return BlockByBlock.apply(q, torch.stack([k, v]), [[whole]], None, VarlenBlocks(self, scale), sinks)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """[T, H, hd], and the log-sum-exp; not differentiable."""
@@ -64,37 +66,17 @@ class Flash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The segments' part of the gradients of q, k and v. grad, out [T, H, hd] and lse are those of the whole: of
         the softmax over all keys, these and others."""
+        ends, window = (segments.query_ends, segments.key_ends), segments.window
+        longest, is_causal = (segments.longest_query, segments.longest_key), window == (-1, 0)
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return torch.ops.torch_attn._varlen_attn_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            segments.query_ends,
-            segments.key_ends,
-            segments.longest_query,
-            segments.longest_key,
-            segments.window == (-1, 0),
-            torch.zeros(2, dtype=torch.uint64, device=q.device),  # of dropout, of which there is none
-            scale,
-            list(segments.window),
+            grad, q, k, v, out, lse.contiguous(), *ends, *longest, is_causal, no_dropout, scale, list(window)
         )
 
     def _forward(self, q, k, v, segments, scale, aux):
-        return varlen_attn(
-            q,
-            k,
-            v,
-            segments.query_ends,
-            segments.key_ends,
-            segments.longest_query,
-            segments.longest_key,
-            return_aux=aux,
-            scale=scale,
-            window_size=segments.window,
-            enable_gqa=True,
-        )
+        ends, longest = (segments.query_ends, segments.key_ends), (segments.longest_query, segments.longest_key)
+        options = {"return_aux": aux, "scale": scale, "window_size": segments.window, "enable_gqa": True}
+        return varlen_attn(q, k, v, *ends, *longest, **options)
 
 
 @dataclass(frozen=True)
@@ -138,7 +120,7 @@ class VarlenBlocks:
                     into[at] += value
 
     def by_head(self, out: Tensor) -> Tensor:
-        """Override `BlockAttention.by_head`: [T, H, hd] -> [H, T, hd], and back."""
+        """`MaskedBlocks.by_head`: [T, H, hd] -> [H, T, hd], and back."""
         return out.transpose(0, 1)
 
 
@@ -161,21 +143,13 @@ class PackedKernel(Kernel):
         """Return what is to be computed, of the keys of each exchange."""
         raise NotImplementedError
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
-    ) -> Tensor:
-        """Attend as a kernel does; q, k and v are of the tokens that the packing has."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
+        """Attend as a kernel does; q is of the tokens that the packing has, k and v as `gather` gave them."""
         raise NotImplementedError
 
     def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Gather as `gathered` does, of the tokens that the packing has."""
         return k, v
-
-    def attend_over(
-        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
-    ) -> Tensor:
-        """`attend` from what `gather` gave of k and v."""
-        return self.attend(q, k, v, steps, scale, sinks)
 
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
@@ -191,15 +165,6 @@ class PackedKernel(Kernel):
         placed = iter(put((call for step in steps for call in step), device))
         return Segmented(packing.length // self.ranks, [[next(placed) for _ in step] for step in steps])
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None
-    ) -> Tensor:
-        if not isinstance(prepared, Segmented):
-            return self.masked(q, k, v, prepared, scale, sinks)
-        tokens = prepared.tokens
-        out = self.attend(q[:, :tokens], k[:, :tokens], v[:, :tokens], prepared.steps, scale, sinks)
-        return _padded(out, q.shape[1])
-
     def gathered(self, k: Tensor, v: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
         """Override `Kernel.gathered`; of a packing [B or B · S, .., kv, hd], of its tokens alone"""
         if not isinstance(prepared, Segmented):
@@ -210,11 +175,9 @@ class PackedKernel(Kernel):
         """Override `Kernel.over`; q [B, S, H, hd]"""
         if not isinstance(prepared, Segmented):
             return self.masked.over(q, k, v, prepared, scale, sinks)
-        return _padded(self.attend_over(q[:, : prepared.tokens], k, v, prepared.steps, scale, sinks), q.shape[1])
-
-
-def _padded(out: Tensor, length: int) -> Tensor:
-    return out if out.shape[1] == length else F.pad(out, (0, 0, 0, 0, 0, length - out.shape[1]))
+        out = self.attend(q[:, : prepared.tokens], k, v, prepared.steps, scale, sinks)
+        missing = q.shape[1] - out.shape[1]
+        return F.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out
 
 
 class VarlenKernel(PackedKernel):
@@ -231,9 +194,7 @@ class VarlenKernel(PackedKernel):
     def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
         return [packing.of_rows(window)]
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
         ((segments,),) = steps
         shape = q.shape[:2]
         q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S, heads, hd]

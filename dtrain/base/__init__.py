@@ -4,12 +4,12 @@ errors                          errors that a user can mend
 json_files, ranges              JSON that others may have written; ranges of settings, near misses, plurals
 batch                           the batch contract
 randomness, top_p               random numbers by logical position; the tokens that top-p keeps, without a sort
-ranks                           agreement of ranks: one acts for all, an error on any is raised on every one
+ranks                           agreement of ranks: on errors, on values, on the content of files
 run_context                     the part of a run that methods and engines use
-files, identity                 files that are whole or absent; content as digests
+files                           files that are whole or absent
 hub, model_directory            the hub's cache of models; names of a model directory's files
-patterns, name_patterns         patterns of parameter names; regular expressions for names, in bounded time
+name_patterns                   patterns of parameter names; regular expressions for names, in bounded time
 import_paths                    the search path of users' code
 addresses, orphans              addresses to listen at; children that end with their parent
-gpus, hardware                  the table of GPUs; model FLOPs utilisation, peak memory
+gpus                            the table of GPUs; free memory
 """

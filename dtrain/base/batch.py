@@ -165,7 +165,6 @@ def complete(batch: Mapping[str, Tensor]) -> Batch:
 
 
 def _check_shapes(batch: Mapping[str, Any]) -> None:
-    """Check shape and dtype of the tensors that `complete` knows by name. Raises ValueError."""
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or (len(ids) and not ids.shape[1]):
         raise ValueError("input_ids must be a tensor [n, S]")

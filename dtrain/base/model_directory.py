@@ -14,21 +14,10 @@ CHAT_TEMPLATE = "chat_template.jinja"
 HELD = "dtrain.json"
 
 # What transformers and its like read beside config.json and the weights.
-COMPANIONS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    CHAT_TEMPLATE,
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "image_processor_config.json",
-)
+_COMPANIONS = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
+    tokenizer.model vocab.json merges.txt chat_template.jinja chat_template.json preprocessor_config.json
+    processor_config.json image_processor_config.json"""
+COMPANIONS = tuple(_COMPANIONS.split())
 
 
 def has_weights(directory: Path) -> bool:

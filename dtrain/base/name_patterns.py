@@ -6,7 +6,8 @@ what it means in `re`; what needs one way to be remembered, such as a backrefere
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from re import _constants, _parser  # type: ignore[attr-defined] # public until 3.11, as sre_constants and sre_parse
 from typing import Any
@@ -207,7 +208,6 @@ class _Match:
         return reached
 
     def is_word(self, at: int) -> bool:
-        """Return whether a character of a word stands at `at`."""
         return 0 <= at < len(self.text) and _CATEGORIES[_constants.CATEGORY_WORD](self.text[at])
 
 
@@ -233,3 +233,19 @@ def _place(code: Any) -> Callable[[_Match, int], bool]:
         return lambda match, at: at == len(match.text)
     is_boundary = code is _constants.AT_BOUNDARY
     return lambda match, at: (match.is_word(at - 1) != match.is_word(at)) == is_boundary
+
+
+def matched(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    """Return whether any of a parameter's `names` matches any of `patterns`."""
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def unmatched(patterns_by_key: Mapping[str, Iterable[str]], names: Collection[str]) -> list[str]:
+    """Return a line for each pattern that matches none of the parameter `names`, with the recipe's key it stands in."""
+    return [
+        f"{key}: {pattern} matches no parameter of the model; they have names such as {next(iter(names))}, and * "
+        "stands for any part"
+        for key, patterns in patterns_by_key.items()
+        for pattern in patterns
+        if not matched(names, [pattern])
+    ]

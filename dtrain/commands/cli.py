@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(arguments, "overrides"):  # argparse takes those before the first option only
         arguments.overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
-    _check_options(parser, typed, rest)
+    _check_options(parser.commands[typed[0]], typed[1:], rest)
     try:
         arguments.command(arguments)
         sys.stdout.flush()
@@ -72,10 +72,11 @@ def command() -> None:
 class _Command(argparse.ArgumentParser):
     """The parser of a command.
 
-    module_name: of the module that adds its arguments; None once it has.
+    module_name: of the module that adds its arguments; None once it has. commands: the parsers below this one.
     """
 
     module_name: str | None = None
+    commands: Mapping[str, argparse.ArgumentParser]
 
     def parse_known_args(self, args=None, namespace=None):
         if self.module_name is not None:
@@ -85,8 +86,8 @@ class _Command(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dtrain", description="Fine-tune open-weight language models, on any mesh.")
+def _parser() -> _Command:
+    parser = _Command(prog="dtrain", description="Fine-tune open-weight language models, on any mesh.")
     parser.add_argument("--version", action="version", version=f"dtrain {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
 
@@ -141,47 +142,41 @@ def _parser() -> argparse.ArgumentParser:
     add_device(generate)
     for name, (module_name, text) in COMMANDS.items():
         add(name, None, text).module_name = module_name
+    parser.commands = commands.choices
     return parser
 
 
-def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of the commands, by name."""
-    return next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-
-
-def _check_command(parser: argparse.ArgumentParser, typed: list[str]) -> None:
+def _check_command(parser: _Command, typed: list[str]) -> None:
     """Exit with status 2 for no command, or one that dtrain does not have."""
     if not typed:
         parser.print_help(sys.stderr)
         sys.exit(2)
     if typed[0].startswith("-") and typed[0] not in ("-h", "--help", "--version"):
         parser.error(f"{typed[0]}: a command comes first, such as `dtrain run RECIPE key=value`; --help lists them")
-    if not typed[0].startswith("-") and typed[0] not in _commands(parser):
+    if not typed[0].startswith("-") and typed[0] not in parser.commands:
         from dtrain.commands.suggestions import no_command
 
-        parser.error(no_command(typed, list(_commands(parser))))
+        parser.error(no_command(typed, parser.commands))
 
 
-def _check_options(parser: argparse.ArgumentParser, typed: list[str], rest: list[str]) -> None:
+def _check_options(command: argparse.ArgumentParser, typed: list[str], rest: list[str]) -> None:
     """Exit with status 2 for an unknown option, or for `key=value` after a command that takes options only."""
-    command, problems = _commands(parser)[typed[0]], []
     takes_keys = any(action.dest == "overrides" for action in command._actions)
     if rest or (not takes_keys and any("=" in word for word in typed)):
-        from dtrain.commands import suggestions
+        from dtrain.commands.suggestions import unknown_words
 
-        problems = [] if takes_keys else suggestions.keys_of_a_recipe(command, typed[1:])
-        problems += suggestions.no_option(command, typed[1:], [word for word in rest if word.startswith("-")])
-        problems += suggestions.too_many(command, [problem.partition(": ")[0] for problem in problems], rest)
-    if problems:
-        command.error("\n  ".join(problems))
+        if problems := unknown_words(command, takes_keys, typed, rest):
+            command.error("\n  ".join(problems))
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from dtrain.commands.run import run
+    from dtrain.commands.run import plan_beside
+    from dtrain.launch import launch
     from dtrain.launch.agent import WorkerFailed
+    from dtrain.run import preflight
 
     try:
-        run(arguments.recipe, arguments.overrides)
+        launch(lambda: preflight.load(arguments.recipe, arguments.overrides), plan=plan_beside)
     except WorkerFailed as error:
         raise UserError(str(error)) from error
 
@@ -203,11 +198,12 @@ def _preview(arguments: argparse.Namespace) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> None:
-    from dtrain import recipe as config
+    from dtrain.methods import METHODS
+    from dtrain.recipe import shipped
 
-    shipped = config.shipped()
-    width = max((len(name) for name, _ in shipped), default=0)
-    for name, text in shipped:
+    recipes = shipped([*METHODS])
+    width = max((len(name) for name, _ in recipes), default=0)
+    for name, text in recipes:
         print(f"{name:<{width}}  {text}")
 
 
@@ -247,7 +243,8 @@ def _download(arguments: argparse.Namespace) -> None:
         meant = f": write {address[1]}" if address else ", or a directory has that name"
         raise UserError(f"{name} is no {kind}'s id on the hub (owner/name){meant}")
     if arguments.data:
-        from dtrain.data.sources.hub import Pick, download
+        from dtrain.data.sources.files import Pick
+        from dtrain.data.sources.hub import download
 
         files = download(name, Pick(arguments.split, arguments.subset, arguments.revision))
         print("\n".join(map(str, files)))
@@ -266,17 +263,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     is_piped = arguments.prompt is None
     if is_piped and sys.stdin.isatty():
         raise UserError('no prompt: give --prompt "...", or pipe prompts in, one a line')
-    texts = generate_text(
-        arguments.directory,
-        sys.stdin.read().splitlines() if is_piped else arguments.prompt,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-        raw=arguments.raw,
-        dtype=arguments.dtype,
-        device=arguments.device,
-    )
-    for text in texts:
+    prompts = sys.stdin.read().splitlines() if is_piped else arguments.prompt
+    options = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "raw", "dtype", "device")
+    for text in generate_text(arguments.directory, prompts, **{name: getattr(arguments, name) for name in options}):
         print(text.replace("\n", "\\n") if is_piped else text, flush=True)

@@ -11,18 +11,34 @@ from torch import Tensor
 
 from dtrain.base.batch import IGNORE
 from dtrain.base.errors import UserError
-from dtrain.data.formats.labelled import is_wanted
+from dtrain.base.ranks import Ranks
+from dtrain.data.formats.labels import is_wanted
 from dtrain.data.rows.cache import Samples
 from dtrain.data.rows.rows import Row, Rows
-from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.methods.spec import spec_of
+from dtrain.methods import method_of
 from dtrain.recipe import Recipe
+from dtrain.run.host import Host
+from dtrain.run.spec import World, resolve
+from dtrain.run.stages.data import open_splits
 
 SIDES = ("chosen", "rejected")
 TRAINED, PLAIN = "\033[32m", "\033[0m"
 BUCKETS, BAR = 12, 40
 BLOCK = 1 << 16  # samples read at once
+
+
+class PreviewHost(Host):
+    """Host of a preview: this process alone, which resolves no more than the tokenizer."""
+
+    stages = ("tokenizer",)
+
+    def __init__(self, say: Callable[[str], None]):
+        self.ranks, self._say = Ranks(alone=True), say
+
+    def say(self, line: str) -> None:
+        """Tell what is read."""
+        self._say(line)
 
 
 def preview(
@@ -47,18 +63,10 @@ def preview(
 
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
-    tokenizer, kind = Tokenizer.from_directory(recipe.model.directory), spec_of(recipe).kind
-    label = spec_of(recipe).label(recipe)
-    rows = open_rows(
-        recipe.data,
-        kind=kind,
-        prompts=spec_of(recipe).prompts(recipe),
-        label=label,
-        tokenizer=tokenizer,
-        seed=recipe.run.seed,
-        cache_dir=recipe.cache,
-        say=say,
-    )
+    host, method = PreviewHost(say), method_of(recipe)
+    spec = resolve(recipe, World(recipe.launch.nproc), host)
+    open_splits(spec, recipe.cache, say, True, ["train"])
+    rows, tokenizer, label = spec.rows["train"], spec.source.tokenizer, method.label()
     noun = rows.samples.noun
     unit = "row" if rows.packing or noun == "samples" else noun.removesuffix("s")
     mark = "" if noun == "prompts" else f", trained tokens {'green' if color else 'in [[ ]]'}"
@@ -74,7 +82,7 @@ def preview(
                 say(f"- {label.column} {value:g}:")
             if noun == "pairs":
                 say(f"- {SIDES[document % 2]}:")
-            if kind == "labelled":
+            if method.kind == "labelled":
                 say("- wanted:" if is_wanted(rows.samples, placement.samples[document]) else "- not wanted:")
             say(text)
         if noun == "prompts":

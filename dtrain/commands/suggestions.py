@@ -3,15 +3,16 @@
 Loaded only for an error, so that it costs no start-up time.
 """
 
-import argparse
 import re
 import tomllib
+from argparse import ArgumentParser
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
-from dtrain.recipe import find, key_aliases, keys
+from dtrain.methods import recipe_keys
+from dtrain.recipe import find, key_aliases
 from dtrain.recipe.key_aliases import by_word
 
 TOOLS = "tune llamafactory-cli lmf axolotl trl unsloth accelerate deepspeed torchrun python dtrain -m launch".split()
@@ -42,30 +43,38 @@ def no_command(typed: Sequence[str], known: Collection[str]) -> str:
     return f"there is no command {first}: {answer.replace('{word}', word)}"
 
 
-def _options(parser: argparse.ArgumentParser) -> list[str]:
-    return [option for option in parser._option_string_actions if option.startswith("--")]
+def unknown_words(parser: ArgumentParser, takes_keys: bool, typed: Sequence[str], rest: Sequence[str]) -> list[str]:
+    """Return an error message for each word among those `typed` after the command of `parser` that it does not take.
 
-
-def no_option(parser: argparse.ArgumentParser, typed: Sequence[str], unknown: Sequence[str]) -> list[str]:
-    """Return an error message for each `unknown` word among those `typed` after the command of `parser`."""
-    takes_keys = any(action.dest == "overrides" for action in parser._actions)
-    options = _options(parser)
-    answers = []
-    for word in unknown:
+    takes_keys: whether it takes keys of a recipe; where it does not, each `key=value` has a message. rest: words that
+    argparse left over.
+    """
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    answers: dict[str, str] = {}
+    for before, word in zip(["", *typed], typed, strict=False):
+        is_key = re.fullmatch(r"[A-Za-z_][\w.]*=.*", word) and not before.startswith("-") and not Path(word).exists()
+        if is_key and not takes_keys:
+            key, _, value = word.partition("=")
+            answers[word] = _of_command(key, value, options)
+    for word in rest:
         name, _, value = word.partition("=")
         if not value and word in typed:
             after = typed[typed.index(word) + 1 : typed.index(word) + 2]
             value = after[0] if after and "=" not in after[0] and not after[0].startswith("-") else ""
-        key = name.lstrip("-")
-        answers.append(f"{word}: {_of_recipe(key, value, options) if takes_keys else _of_command(key, value, options)}")
-    return answers
+        if word.startswith("-"):
+            answers[word] = (_of_recipe if takes_keys else _of_command)(name.lstrip("-"), value, options)
+    speaks = "; what the user says stands after --prompt" if "--prompt" in options else ""
+    pairs = zip(["", *rest], rest, strict=False)
+    left = [word for before, word in pairs if word not in answers and before not in answers]  # nor an option's value
+    too_many = [f"{word}: one word too many{speaks}" for word in left]
+    return [f"{word}: {answer}" for word, answer in answers.items()] + too_many
 
 
 def _of_command(key: str, value: str, options: Sequence[str]) -> str:
     meant = _option(key, options)
     if meant:
         return f"write {meant}{' ' + value if value else ''}"
-    if key in keys() or key_aliases.answer(key):
+    if key in recipe_keys() or key_aliases.answer(key):
         return "keys of a recipe are for `dtrain run` and `dtrain validate`; this command has options (--help)"
     return f"there is no such option; there are {', '.join(options)}" if options else "this command takes no options"
 
@@ -76,7 +85,7 @@ def _of_recipe(key: str, value: str, options: Sequence[str]) -> str:
     if key in ("dry-run", "dry_run", "check"):
         return "`dtrain validate RECIPE` starts nothing"
     plain = key.replace("-", "_")
-    leaves = [name for name in keys() if name == plain or name.rpartition(".")[2] == plain]
+    leaves = [name for name in recipe_keys() if name == plain or name.rpartition(".")[2] == plain]
     is_ours = plain in leaves or f"--{key.replace('_', '-')}" in options
     answer = None if is_ours else key_aliases.answer(key)
     if answer is None and (meant := _option(key, options)):
@@ -84,7 +93,7 @@ def _of_recipe(key: str, value: str, options: Sequence[str]) -> str:
     if answer is None and leaves:
         full = [plain] if plain in leaves else leaves
         answer = " or ".join(f"{name}={value or '...'}" for name in full)
-    near = None if answer else nearest(plain, keys())
+    near = None if answer else nearest(plain, recipe_keys())
     hint = answer or (f"did you mean {near}={value or '...'}?" if near else "such as optimizer.lr=1e-5")
     return f"keys of a recipe are written key=value, without dashes: {hint}"
 
@@ -94,22 +103,6 @@ def _option(key: str, options: Sequence[str]) -> str | None:
     meant = OPTIONS.get(key.replace("_", "-"))
     near = nearest(key, [option.removeprefix("--") for option in options])
     return meant if meant and meant.split()[0] in options else f"--{near}" if near else None
-
-
-def keys_of_a_recipe(parser: argparse.ArgumentParser, typed: Sequence[str]) -> list[str]:
-    """Return an error message for each `key=value` among those `typed` after a command that takes options only."""
-    options = _options(parser)
-    pairs = [word for before, word in zip(["", *typed], typed, strict=False) if not before.startswith("-")]
-    pairs = [word for word in pairs if re.fullmatch(r"[A-Za-z_][\w.]*=.*", word) and not Path(word).exists()]
-    return [f"{word}: {_of_command(word.partition('=')[0], word.partition('=')[2], options)}" for word in pairs]
-
-
-def too_many(parser: argparse.ArgumentParser, answered: Sequence[str], rest: Sequence[str]) -> list[str]:
-    """Return an error message for each word of `rest` that is neither `answered` nor the value of an option that is."""
-    speaks = "; what the user says stands after --prompt" if "--prompt" in parser._option_string_actions else ""
-    pairs = zip(["", *rest], rest, strict=False)
-    left = [word for before, word in pairs if word not in answered and before not in answered]
-    return [f"{word}: one word too many{speaks}" for word in left]
 
 
 def _is_recipe(word: str) -> bool:

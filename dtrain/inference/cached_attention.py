@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from dtrain.attention.blocks import CpuFlash
-from dtrain.attention.kernels import KERNELS
+from dtrain.attention.kernels import KERNELS, Visibility, additive
 from dtrain.attention.linear.layer import LinearMask
-from dtrain.attention.visibility import Visibility, additive
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two, rounded, slot_size
 
 

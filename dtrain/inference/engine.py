@@ -6,32 +6,97 @@ leave. What a completion is does not depend on what else is in the batch, but fo
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from dtrain.base.errors import Interrupted, UserError
-from dtrain.inference.budget import choose_budget
 from dtrain.inference.cached_attention import Decode, Prefill
-from dtrain.inference.kv_cache import SMALLEST_SLOT, KeyValues, slot_size
-from dtrain.inference.request import Completion, Request, check_request
-from dtrain.inference.sampling import Sampler
-from dtrain.inference.scores import at_rest
-from dtrain.inference.sequence import CachedPrompt, DecodingRows, DrawnTokens, RunningSequence, Ticket
+from dtrain.inference.kv_cache import SMALLEST_SLOT, CachedPrompt, KeyValues, choose_budget, slot_size
+from dtrain.inference.request import Completion, Request, StopTexts
+from dtrain.inference.sampling import Sampler, check_request, random_key
 from dtrain.models.common.config import SLIDING
 from dtrain.models.common.decoder import CausalLM
 
 if TYPE_CHECKING:
-    from dtrain.inference.graphs import GraphMaker
+    from dtrain.inference.graphs import CudaGraphs, Step
 
+Ticket = int
 
 # How many tokens are decoded between looks at which rows have ended: on CUDA each look waits for the device.
 _LOOK_EVERY = {"cpu": 1}
 _LOOK_EVERY_ELSEWHERE = 16
+
+
+class RunningSequence:
+    """State of one request from the queue to its completion."""
+
+    def __init__(self, ticket: Ticket, request: Request, decode: Callable[[list[int]], str] | None):
+        self.ticket, self.request = ticket, request
+        self.prompt = tuple(request.prompt)
+        self.key = random_key(request)
+        self.ids: list[int] = []  # seen by the host
+        self.logprobs: list[float] = []
+        self.drawn = 0  # tokens drawn, seen or not
+        self.prompt_routed: Tensor | None = None  # [P, layers, k]
+        self.routed: list[Tensor] = []  # of the tokens seen by the host, but the last one, [1, layers, k] each
+        self.is_done = False
+        self._stop_ids = frozenset(request.sampling.stop_ids)
+        self._texts = StopTexts(request.sampling.stop, decode) if request.sampling.stop and decode else None
+
+    @property
+    def capacity(self) -> int:
+        """Number of positions that its own tokens may come to fill."""
+        return slot_size(self.request.sampling.max_new_tokens)
+
+    @property
+    def has_all(self) -> bool:
+        return self.drawn == self.request.sampling.max_new_tokens
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether it needs no row any more; what was drawn may not have been looked at."""
+        return self.is_done or self.has_all
+
+    def push(self, token: int, logprob: float) -> Literal["stop", "length"] | None:
+        """Take a token. Return how the completion ends with it, None where it goes on."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if token in self._stop_ids or (self._texts is not None and self._texts.complete(self.ids)):
+            return "stop"
+        return "length" if len(self.ids) == self.request.sampling.max_new_tokens else None
+
+    def all_routed(self) -> Tensor | None:
+        """Return `Completion.routed`."""
+        if not self.request.routed or self.prompt_routed is None:
+            return None
+        prompt = self.prompt_routed.cpu()
+        return torch.cat([prompt, *self.routed, prompt.new_full((1, *prompt.shape[1:]), -1)])
+
+
+@dataclass
+class DecodingRows:
+    """Rows that are being decoded. step: the captured one, None without graphs."""
+
+    decode: Decode
+    sampler: Sampler
+    step: "Step | None" = None
+
+
+@contextmanager
+def at_rest(model: CausalLM) -> Iterator[None]:
+    """Context in which the model is in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 class NotFinite(UserError):
@@ -64,7 +129,7 @@ class Engine:
     """Engine of one rank, on a model that is whole on its device, gathered, or split over tp ranks that run in step.
 
     decode: token ids → text; needed for stop texts only. max_rows: sequences decoded together. max_tokens: positions
-    of keys and values held at a time, in slots of powers of two. Both are chosen by default, see `budget`.
+    of keys and values held at a time, in slots of powers of two. Both are chosen by default, see `choose_budget`.
     A request is let in only when its whole length fits, so that none is ever thrown out.
     graphs: makes what captures decoding steps (`graphs.CudaGraphs`), for a model that is whole on its device and whose
     weights are gathered; rows then have slots for all their tokens from the beginning. notes_experts: keeps where the
@@ -80,7 +145,7 @@ class Engine:
         max_tokens: int | None = None,
         device: torch.device | None = None,
         peers: Peers | None = None,
-        graphs: "Callable[[torch.device], GraphMaker] | None" = None,
+        graphs: "Callable[[torch.device], CudaGraphs] | None" = None,
         notes_experts: bool = False,
     ):
         if notes_experts and (model.routing is None or graphs is not None):
@@ -110,7 +175,9 @@ class Engine:
         self._prompts: dict[tuple[int, ...], CachedPrompt] = {}  # in the cache
         self._held = 0  # positions that prompts and rows may come to fill
         self._rows: list[RunningSequence] = []  # decoding, in the cache's order
-        self._fresh: list[DrawnTokens] = []  # since the last look
+        # Drawn since the last look: rows, their tokens [R] int64 and logprobs [R]; and the experts that the tokens read
+        # for them went to, [R, 1, layers, k], where these were noted.
+        self._fresh: list[tuple[list[RunningSequence], Tensor, Tensor, Tensor | None]] = []
         self._tokens = self._index([])  # the last ones drawn, [R]
         self._decoding: DecodingRows | None = None  # None: rows came, went or grew
         self._steps = None
@@ -256,8 +323,9 @@ class Engine:
         for row in entering:
             self._prompts[row.prompt].users += 1
             row.prompt_routed = self._prompts[row.prompt].routed
+        sampler = self._sampler(entering)
         logits = torch.stack([self._prompts[row.prompt].logits for row in entering])
-        tokens = self._draw(entering, logits, self._sampler(entering), self._index([0] * len(entering)))
+        tokens = self._keep(entering, *self._peers.agree(*sampler.draw(logits, self._index([0] * len(entering)))))
         if self._look_every == 1:
             self._look()  # a first token may be the last
         self._give_back([row for row in entering if row.has_ended])
@@ -324,7 +392,8 @@ class Engine:
             decode.begin()
             notes = any(row.request.routed for row in self._rows)
             logits, routed = self._forward(self._tokens[:, None], decode, notes)  # [R, V], [R, 1, layers, k]
-            self._tokens = self._draw(self._rows, logits, decoding.sampler, decode.drawn, routed)
+            drawn = self._peers.agree(*decoding.sampler.draw(logits, decode.drawn))
+            self._tokens = self._keep(self._rows, *drawn, routed)
             decode.end()
         else:
             step()
@@ -337,25 +406,22 @@ class Engine:
     def _index(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
 
-    def _draw(
-        self, rows: list[RunningSequence], logits: Tensor, sampler: Sampler, drawn: Tensor, routed: Tensor | None = None
-    ) -> Tensor:
-        return self._keep(rows, *self._peers.agree(*sampler.draw(logits, drawn)), routed)
-
     def _keep(
         self, rows: list[RunningSequence], tokens: Tensor, logprobs: Tensor, routed: Tensor | None = None
     ) -> Tensor:
-        self._fresh.append(DrawnTokens(rows, tokens, logprobs, routed))
+        self._fresh.append((rows, tokens, logprobs, routed))
         for row in rows:
             row.drawn += 1
         return tokens
 
     def _look(self) -> None:
         """Read what was drawn since the last look, and find the completions that have ended."""
-        tokens = torch.cat([drawn.tokens for drawn in self._fresh]).tolist()
-        logprobs = torch.cat([drawn.logprobs for drawn in self._fresh]).tolist()
-        rows = [row for drawn in self._fresh for row in drawn.rows]
-        routed = [experts for drawn in self._fresh for experts in drawn.routed_of_rows()]
+        groups, drawn, measured, noted = zip(*self._fresh, strict=True)
+        tokens, logprobs = torch.cat(drawn).tolist(), torch.cat(measured).tolist()
+        rows = [row for group in groups for row in group]
+        routed: list[Tensor | None] = []
+        for group, experts in zip(groups, noted, strict=True):
+            routed += [None] * len(group) if experts is None else experts.cpu().unbind(0)
         self._fresh = []
         for row, token, logprob, experts in zip(rows, tokens, logprobs, routed, strict=True):
             if row.is_done:

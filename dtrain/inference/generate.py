@@ -1,7 +1,8 @@
 """Completions in one call: of token ids by a model at hand, and of text by a directory's model."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +20,14 @@ from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, base_of, is_adapter_directory, read_adapter_config
 from dtrain.checkpoint.peft.files import ADAPTER
 from dtrain.checkpoint.peft.tensors import peft_names
-from dtrain.data.text.template import choose_template
+from dtrain.data.text.template import ChatTemplate, choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.models.common.adapter_config import linears
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.nf4 import quantize_linears
+from dtrain.policy.precision import DTYPES, choose_precision
 
 
 def generate(
@@ -71,23 +73,37 @@ def generate_text(
     `train.dtype` and `launch.device` of a recipe. Raises UserError.
     """
     torch_device = choose_device(device)
-    model, tokenizer = load(Path(directory), choose_dtype(dtype, torch_device), torch_device)
+    loaded = load(Path(directory), choose_dtype(dtype, torch_device), torch_device)
+    tokenizer, template = loaded.tokenizer, None if raw else loaded.template()
     sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, stop_ids=tuple(tokenizer.eos_ids))
-    engine = Engine(model)
+    engine = Engine(loaded.model)
     tickets = [
-        engine.add(Request(encode_prompt(tokenizer, prompt, raw), sampling, seed, index))
+        engine.add(Request(encode_prompt(tokenizer, prompt, template), sampling, seed, index))
         for index, prompt in enumerate(prompts)
     ]
     done: dict[int, list[int]] = {}
     for ticket in tickets:
         while ticket not in done:
             done.update((ended, completion.ids) for ended, completion in engine.step())
-        yield tokenizer.decode(done.pop(ticket), skip_special_tokens=True)
+        yield loaded.decode(done.pop(ticket))
 
 
-def load(
-    directory: Path, dtype: torch.dtype, device: torch.device, classifiers: bool = False
-) -> tuple[CausalLM, Tokenizer]:
+class Loaded(NamedTuple):
+    """Model and tokenizer of a directory."""
+
+    model: CausalLM
+    tokenizer: Tokenizer
+
+    def template(self, file: str | None = None, variables: Mapping[str, Any] | None = None) -> ChatTemplate | None:
+        """Return the chat template of the tokenizer's directory, or of `file`; as `choose_template`."""
+        return choose_template(self.tokenizer.directory, self.tokenizer.special_tokens, file, variables)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, without special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def load(directory: Path, dtype: torch.dtype, device: torch.device, classifiers: bool = False) -> Loaded:
     """Return model and tokenizer of a Hugging Face directory, or of a hub's id that is in the cache; an adapter's in
     PEFT's layout (with its base; the tokenizer is its own, else the base's), a run's directory or a checkpoint's.
     Raises UserError, for a classifier too unless `classifiers`."""
@@ -96,7 +112,7 @@ def load(
     for candidate in (directory, directory / "export"):
         holds_model = (candidate / CONFIG).is_file() or is_adapter_directory(candidate)
         if holds_model and (candidate == directory or _is_newest(candidate)):
-            return _model_in(candidate, dtype, device, 0 if classifiers else None), _tokenizer(candidate)
+            return Loaded(_model_in(candidate, dtype, device, 0 if classifiers else None), _tokenizer(candidate))
     is_run = (directory / "checkpoints").is_dir()
     if not is_run and step_of(directory.absolute()) is None:
         raise UserError(
@@ -105,7 +121,7 @@ def load(
         )
     store, step = locate(directory, Ranks(alone=True))
     source = store.directory.parent / "model"
-    return _model_of(store, step, source, dtype, device), Tokenizer.from_directory(source)
+    return Loaded(_model_of(store, step, source, dtype, device), Tokenizer.from_directory(source))
 
 
 def _model_in(directory: Path, dtype: torch.dtype, device: torch.device, labels: int | None) -> CausalLM:
@@ -171,9 +187,8 @@ def _is_newest(export: Path) -> bool:
     return held.get("save") == save and (save is not None or held.get("step") == step)
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str, raw: bool) -> list[int]:
-    """Return token ids of a user's message, ready for the answer; of the bare text if `raw` or without a template."""
-    template = None if raw else choose_template(tokenizer.directory, tokenizer.special_tokens)
+def encode_prompt(tokenizer: Tokenizer, prompt: str, template: ChatTemplate | None) -> list[int]:
+    """Return token ids of a user's message, ready for the answer; of the bare text without a template."""
     if template is None:
         return tokenizer.encode(prompt, add_special_tokens=True)
     text = template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
@@ -192,10 +207,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of a name, or of auto: bfloat16 on CUDA, else float32. Raises UserError."""
-    names = ("bfloat16", "float16", "float32", "float64")
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in names:
-        raise UserError(f"dtype={name} is unknown; choose auto, {', '.join(names)}")
-    return getattr(torch, name)
+    """Return the dtype that a run with `train.dtype=name` computes in there. Raises UserError."""
+    if name not in ("auto", *DTYPES):
+        raise UserError(f"dtype={name} is unknown; choose auto, {', '.join(DTYPES)}")
+    return choose_precision(name, device.type).compute

@@ -7,7 +7,6 @@ values, lie elsewhere than they did. Nothing of it is collective.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,16 +21,9 @@ MOST = 32
 Replay = Callable[[], None]
 
 
-class GraphMaker(Protocol):
-    """Maker of graphs; one for each run of work, since its graphs share memory until the last one goes."""
-
-    def capture(self, step: Callable[[], None]) -> Replay:
-        """Record a step's kernels without running them. Return the function that runs them."""
-        ...
-
-
 class CudaGraphs:
-    """Maker of CUDA graphs, all of them in one pool of memory: no two run at a time, and none leaves anything there."""
+    """Maker of CUDA graphs, all of them in one pool of memory: no two run at a time, and none leaves anything there.
+    One for each run of work, since its graphs share memory until the last one goes."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -39,6 +31,7 @@ class CudaGraphs:
         self._first: torch.cuda.CUDAGraph | None = None
 
     def capture(self, step: Callable[[], None]) -> Replay:
+        """Record a step's kernels without running them. Return the function that runs them."""
         graph = torch.cuda.CUDAGraph()
         pool = None if self._first is None else self._first.pool()
         # On torch's own stream for captures: cuBLAS keeps a workspace for every stream that it has seen. Other threads
@@ -52,7 +45,7 @@ class CudaGraphs:
 class Steps:
     """Steps of one engine for as long as it has work, by their shapes."""
 
-    def __init__(self, model: CausalLM, maker: GraphMaker):
+    def __init__(self, model: CausalLM, maker: CudaGraphs):
         self._model, self._maker = model, maker
         self._held: dict[tuple[object, ...], Step] = {}  # the one last asked for stands last
 
@@ -77,7 +70,7 @@ class Step:
 
     logprobs: Tensor
 
-    def __init__(self, model: CausalLM, maker: GraphMaker, decode: Decode, sampler: Sampler, tokens: Tensor):
+    def __init__(self, model: CausalLM, maker: CudaGraphs, decode: Decode, sampler: Sampler, tokens: Tensor):
         self._model, self._maker = model, maker
         self._weights = [(held, name) for module in model.modules() for held in [module._parameters] for name in held]
         self._decode, self._sampler = decode, sampler

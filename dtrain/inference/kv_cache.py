@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.base.gpus import free_memory
+from dtrain.models.common.config import LINEAR, ModelConfig
+from dtrain.models.common.decoder import CausalLM
+
 SMALLEST_SLOT = 32
 
 
@@ -188,3 +192,56 @@ class KeyValues:
 
 def _pool(pools: dict[int, KVSlotPool], capacity: int, kept: Sequence[int | None]) -> KVSlotPool:
     return pools.setdefault(capacity, KVSlotPool(capacity, kept))
+
+
+@dataclass
+class CachedPrompt:
+    """Prompt in the cache: its slot, the logits [V] after it, the experts that its tokens went to, [P, layers, k], if
+    these are noted, and the number of rows that use it."""
+
+    slot: KVSlot
+    logits: Tensor
+    routed: Tensor | None
+    users: int = 0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits of one engine. rows: decoded together; tokens: positions of keys and values held; prefill: prompt tokens
+    read in one forward, enough for full-sized products, little beside the activations of training."""
+
+    rows: int
+    tokens: int
+    prefill: int
+
+
+def choose_budget(model: CausalLM, device: torch.device, ranks: int = 1, tp: int = 1) -> Budget:
+    """Return the budget of one of at most `ranks` engines that share a host, with its part of the heads under `tp`.
+
+    Rows: decoding reads every weight once per step, whatever the rows, until the products are bound by arithmetic. A
+    CPU is there at a few dozen rows, and more of them only push keys and values out of its caches; a GPU at some
+    hundreds. Memory: that of `free_memory`; what layers of linear attention keep of rows and their prompts takes half
+    of it at most.
+    """
+    config = model.config
+    dtype, free = next(model.parameters()).dtype, free_memory(device, ranks)
+    per_position = position_bytes(config, dtype, tp)
+    rows, prefill = (128, 2048) if device.type == "cpu" else (512, 16384)
+    if config.linear is not None:
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        window = (config.linear.width - 1) * (2 * config.linear.keys + config.linear.values) * dtype.itemsize
+        state = config.layer_types.count(LINEAR) * (config.linear.state * wide + window) // tp
+        rows = max(1, min(rows, free // 2 // (2 * state)))
+        free -= rows * 2 * state
+    return Budget(rows, max(1, free // max(per_position, 1)), prefill)
+
+
+def position_bytes(config: ModelConfig, dtype: torch.dtype, tp: int = 1) -> int:
+    """Return the bytes of a position of keys and values: in every layer that keeps keys, though those with a window
+    keep fewer positions, and in the parameters' dtype."""
+    widths = [
+        max(1, (heads := config.heads_of(kind)).count // tp) * heads.size
+        for index, kind in enumerate(config.layer_types)
+        if kind != LINEAR and config.key_sources[index] == index
+    ]
+    return 2 * sum(widths) * dtype.itemsize

@@ -16,29 +16,31 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dtrain.base.errors import Interrupted, UserError
-from dtrain.base.hardware import free_memory
+from dtrain.base.gpus import free_memory
 from dtrain.base.ranks import Ranks
-from dtrain.inference.budget import choose_budget, share_out
+from dtrain.data.rows.rows import deal
 from dtrain.inference.cached_attention import Prefill
 from dtrain.inference.engine import Engine, Peers
-from dtrain.inference.kv_cache import KeyValues
-from dtrain.inference.request import AskStop, Completion, Request
+from dtrain.inference.kv_cache import KeyValues, choose_budget
+from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
 from dtrain.models.common.decoder import CausalLM
-from dtrain.parallel.fsdp import reshard_model, unsharded
+from dtrain.parallel.fsdp import unsharded
 from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.placement import reshard_model
 from dtrain.parallel.tensor import whole_sequences
+from dtrain.policy.offloader import PolicyOffloader
 
 if TYPE_CHECKING:
-    from dtrain.inference.graphs import GraphMaker
+    from dtrain.inference.graphs import CudaGraphs
 
 
-class NativeEngine:
+class NativeEngine(RolloutEngine):
     """Engine of a model that lies on `mesh`, with its weights as they are at each call: they may change in between.
 
     decode: token ids → text; needed for stop texts only. unshard: whether FSDP's weights are gathered once for a whole
     rollout; "auto" where they take at most half of the memory that is free. max_tokens: of each rank, as `Engine` has
     it. graphs: as `Engine` has it; not under tp, and where weights are not gathered once a rollout ends
-    with UserError before it begins.
+    with UserError before it begins. offloader: moves the optimizer's state to host memory meanwhile.
     """
 
     def __init__(
@@ -50,11 +52,12 @@ class NativeEngine:
         decode: Callable[[list[int]], str] | None = None,
         unshard: bool | str = "auto",
         max_tokens: int | None = None,
-        graphs: "Callable[[torch.device], GraphMaker] | None" = None,
+        graphs: "Callable[[torch.device], CudaGraphs] | None" = None,
+        offloader: PolicyOffloader | None = None,
     ):
         if graphs is not None and mesh.tp.size() > 1:
             raise ValueError("graphs hold no collective: none under tensor parallel")
-        self._graphs = graphs
+        self._graphs, self._offloader = graphs, offloader
         self.model, self.mesh, self.device = model, mesh, device
         self._decode = decode
         self._unshard = unshard
@@ -62,7 +65,9 @@ class NativeEngine:
         self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], ask_stop: AskStop | None = None, *, version: int = 0
+    ) -> list[Completion]:
         """Return the completions of `requests`, in order. Collective: every rank passes all requests, gets all results.
 
         ask_stop: called on each rank between two tokens; once it returns True that rank gives up, and Interrupted is
@@ -78,13 +83,16 @@ class NativeEngine:
             return []
         ranks = self.mesh.dp_cp.size()
         shares = share_out(requests, ranks)
-        gathers_once = self._gathers_once()
-        if self._graphs is not None and self._is_sharded and not gathers_once:
-            raise UserError(
-                "grpo.cuda_graphs=true needs the whole weights on every rank, and they take more than half of the free "
-                "memory: leave it out, or set grpo.unshard=true"
-            )
         with ExitStack() as stack:
+            if self._offloader is not None:
+                self._offloader.offload_before_refit()
+                stack.callback(self._offloader.prepare_for_training)
+            gathers_once = self._gathers_once()
+            if self._graphs is not None and self._is_sharded and not gathers_once:
+                raise UserError(
+                    "grpo.cuda_graphs=true needs the whole weights on every rank, and they take more than half of the "
+                    "free memory: leave it out, or set grpo.unshard=true"
+                )
             stack.enter_context(whole_sequences(self.model))
             if gathers_once:
                 stack.enter_context(unsharded(self.model))
@@ -97,8 +105,10 @@ class NativeEngine:
             completions: list[Completion] | None = None
             with suppress(Interrupted):
                 completions = engine.generate(mine)
-            while peers.others_go_on():
-                self._take_part()
+            while peers.others_go_on():  # a forward on nothing, for the weights or the experts that the others need
+                store = KeyValues([None] * self.model.config.num_hidden_layers)
+                token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+                self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device))
         everywhere = Ranks(self.mesh.dp_cp.get_group()).every(lambda: completions) if ranks > 1 else [completions]
         by_index: dict[int, Completion] = {}
         for share, drawn in zip(shares, everywhere, strict=True):
@@ -106,6 +116,9 @@ class NativeEngine:
                 raise Interrupted
             by_index.update(zip(share, drawn, strict=True))
         return [by_index[index] for index in range(len(requests))]
+
+    def expect(self, requests: Sequence[Request], version: int) -> None:
+        """Do nothing: this engine cannot draw ahead, since the weights are training meanwhile."""
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise UserError, on every rank, for requests that are bad, or do not fit into memory. Collective."""
@@ -143,12 +156,6 @@ class NativeEngine:
             if mesh.size() > 1:
                 dist.all_reduce(host, dist.ReduceOp.MIN, group=mesh.get_group())
         return int(host)
-
-    def _take_part(self) -> None:
-        """Run a forward on nothing, for the weights that the others gather in theirs, or the experts that they need."""
-        store = KeyValues([None] * self.model.config.num_hidden_layers)
-        token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-        self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device))
 
 
 class _MeshPeers(Peers):
@@ -191,3 +198,42 @@ class _MeshPeers(Peers):
         count = torch.tensor([mine])
         dist.all_reduce(count, group=self._dp_cp.get_group())
         return int(count)
+
+
+# What reading a token of a prompt costs beside drawing one: it is read among many in one product, and once per group.
+_READING = 0.25
+# How far above the mean the largest share may be before groups are cut for the sake of evenness.
+_SLACK = 1.1
+
+
+def share_out(requests: Sequence[Request], ranks: int) -> list[list[int]]:
+    """Return the indices of `requests` for each of `ranks` ranks, ascending; the same on every rank that asks.
+
+    The work of a request is taken from its max_new_tokens, for nobody knows where it will stop. What is dealt are whole
+    groups of equal prompts, or their halves, quarters and so on until the shares are even.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, request in enumerate(requests):
+        groups.setdefault(tuple(request.prompt), []).append(index)
+    largest = max(map(len, groups.values()), default=1)
+    best: tuple[float, list[list[int]]] | None = None
+    parts = 1
+    while True:
+        pieces = []
+        for members in groups.values():
+            size = -(-len(members) // parts)
+            pieces += [members[start : start + size] for start in range(0, len(members), size)]
+        costs = [_work(requests, piece) for piece in pieces]
+        dealt = deal(costs, ranks)
+        load = max(sum(costs[piece] for piece in share) for share in dealt)
+        if best is None or load < best[0]:
+            best = load, [sorted(index for piece in share for index in pieces[piece]) for share in dealt]
+        mean = sum(_work(requests, piece) for piece in groups.values()) / ranks
+        if best[0] <= _SLACK * mean or parts >= largest:
+            return best[1]
+        parts *= 2
+
+
+def _work(requests: Sequence[Request], piece: list[int]) -> float:
+    drawing = sum(requests[index].sampling.max_new_tokens for index in piece)
+    return drawing + _READING * len(requests[piece[0]].prompt)

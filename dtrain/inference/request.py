@@ -1,11 +1,9 @@
-"""Requests to an engine and its completions: token ids in, token ids and log-probabilities out. No torch."""
+"""Requests to an engine and its completions: token ids in, token ids and log-probabilities out; their ends by stop
+texts. No torch."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
-
-from dtrain.base.errors import UserError
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,32 +63,43 @@ class Completion:
     version: int | None = None
     routed: "Tensor | None" = field(default=None, compare=False)
 
-    @property
-    def longest(self) -> float:
-        """Number of its tokens; infinite where it was cut, for nobody knows how long it would have been."""
-        return math.inf if self.finish == "length" else len(self.ids)
+
+class RolloutEngine(Protocol):
+    """Engine that draws completions with the present weights, of which `version` is the number of optimizer steps."""
+
+    def generate(
+        self, requests: Sequence[Request], ask_stop: AskStop | None = None, *, version: int = 0
+    ) -> list[Completion]:
+        """Return the completions of `requests`, in order. Collective: every rank passes all requests and gets all
+        completions, or Interrupted where a rank's `ask_stop` says yes meanwhile."""
+        ...
+
+    def expect(self, requests: Sequence[Request], version: int) -> None:
+        """Take the requests that come next, for an engine that can draw ahead of time; others do nothing."""
 
 
-def check_request(request: Request, vocabulary: int, name: str, *, has_decode: bool) -> None:
-    """Raise UserError for a request that no model with this vocabulary can answer; `name` says which request it is."""
-    prompt, sampling = request.prompt, request.sampling
-    if not prompt:
-        raise UserError(f"the prompt of {name} is empty: a completion needs at least one token to follow")
-    if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-        raise UserError(f"the prompt of {name} has a token id outside the model's vocabulary of {vocabulary}")
-    problems = {
-        "max_new_tokens": sampling.max_new_tokens < 0 and "must not be negative",
-        "temperature": not 0.0 <= sampling.temperature < float("inf")
-        and "must be a number of at least 0; 0 takes the likeliest token",
-        "top_k": sampling.top_k is not None
-        and not -1 <= sampling.top_k < 2**63
-        and "must be a positive number below 2**63, or null for all tokens",
-        "top_p": not 0.0 < sampling.top_p <= 1.0 and "must be above 0 and at most 1",
-        "min_p": not 0.0 <= sampling.min_p <= 1.0 and "must be from 0 to 1",
-        "stop": any(not text for text in sampling.stop) and "has an empty text",
-    }
-    for key, problem in problems.items():
-        if problem:
-            raise UserError(f"{key}={getattr(sampling, key)} {problem}")
-    if sampling.stop and not has_decode:
-        raise UserError(f"stop={list(sampling.stop)}: stop texts need a tokenizer, and the engine was given no decode")
+class StopTexts:
+    """Search for stop texts in the text of a completion's tokens, token by token. Nothing is encoded.
+
+    A character may be spread over several tokens: what a token adds is read as the difference between two decodings of
+    the last few tokens, and while its end is no whole character (U+FFFD) the next token is read together with it.
+    """
+
+    def __init__(self, texts: Sequence[str], decode: Callable[[list[int]], str]):
+        self._texts = tuple(texts)
+        self._decode = decode
+        self._longest = max(map(len, self._texts))
+        self._tail = ""  # the end of the text before `decoded`, which may begin a stop text
+        self._context, self._decoded = 0, 0  # tokens [context, decoded) are decoded again, only to be left out
+
+    def complete(self, ids: list[int]) -> bool:
+        """Return whether the last of a completion's tokens `ids` completes a stop text; called after each token."""
+        before = self._decode(ids[self._context : self._decoded])
+        text = self._decode(ids[self._context :])
+        seen = self._tail + text[len(before) :]
+        if any(stop in seen for stop in self._texts):
+            return True
+        if len(text) > len(before) and not text.endswith("\ufffd"):
+            self._context, self._decoded = self._decoded, len(ids)
+            self._tail = seen[max(0, len(seen) - self._longest + 1) :]
+        return False

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.base.errors import UserError
 from dtrain.base.randomness import key, uniform
 from dtrain.base.top_p import last_kept
 from dtrain.inference.request import Request, SamplingParams
@@ -30,6 +31,31 @@ _LIKELIEST = 1024
 def random_key(request: Request) -> int:
     """Return the key of a request's draws: 64 bits of seed, prompt and sample."""
     return key(request.seed, request.prompt_index, request.sample_index)
+
+
+def check_request(request: Request, vocabulary: int, name: str, *, has_decode: bool) -> None:
+    """Raise UserError for a request that no model with this vocabulary can answer; `name` says which request it is."""
+    prompt, sampling = request.prompt, request.sampling
+    if not prompt:
+        raise UserError(f"the prompt of {name} is empty: a completion needs at least one token to follow")
+    if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+        raise UserError(f"the prompt of {name} has a token id outside the model's vocabulary of {vocabulary}")
+    problems = {
+        "max_new_tokens": sampling.max_new_tokens < 0 and "must not be negative",
+        "temperature": not 0.0 <= sampling.temperature < float("inf")
+        and "must be a number of at least 0; 0 takes the likeliest token",
+        "top_k": sampling.top_k is not None
+        and not -1 <= sampling.top_k < 2**63
+        and "must be a positive number below 2**63, or null for all tokens",
+        "top_p": not 0.0 < sampling.top_p <= 1.0 and "must be above 0 and at most 1",
+        "min_p": not 0.0 <= sampling.min_p <= 1.0 and "must be from 0 to 1",
+        "stop": any(not text for text in sampling.stop) and "has an empty text",
+    }
+    for setting, problem in problems.items():
+        if problem:
+            raise UserError(f"{setting}={getattr(sampling, setting)} {problem}")
+    if sampling.stop and not has_decode:
+        raise UserError(f"stop={list(sampling.stop)}: stop texts need a tokenizer, and the engine was given no decode")
 
 
 class Sampler:

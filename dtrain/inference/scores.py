@@ -2,12 +2,12 @@
 forward, nothing drawn."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dtrain.inference.engine import at_rest
 from dtrain.models.common.decoder import CausalLM
 
 LOGITS_AT_ONCE = 1 << 26  # elements, in float32
@@ -50,17 +50,6 @@ def rate(model: CausalLM, rows: Sequence[Sequence[int]], together: int) -> Tenso
             states = model.model(ids)[torch.arange(len(batch), device=ids.device), torch.tensor(ends)]  # [B, D]
             outputs[batch] = model.logits(states).to(outputs)
     return outputs
-
-
-@contextmanager
-def at_rest(model: CausalLM) -> Iterator[None]:
-    """Context in which the model is in evaluation mode."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def _batches(rows: Sequence[Sequence[int]], together: int, device: torch.device) -> Iterator[tuple[list[int], Tensor]]:

@@ -1,13 +1,12 @@
 """The start of a run: from a recipe to ranks that have met, on one machine or many. Imports no torch.
 
-start            in place, in processes of its own, or as a rank of torchrun's or srun's; alone reads the environment
+start            in place, in processes of its own, as a rank of torchrun's or srun's, or dry; reads the environment
 agent            several ranks on this machine: the launcher, and the worker that it starts
 watch            the watch over ranks, on one host and on many; the processes of one machine
 job              the private directory that launcher and workers share
 rank             one rank: its process group, its log, what running out of memory means
 signals          the answer of a run to signals
 last_checkpoint  the newest checkpoint, told where a rank is lost
-dry_run          all that the processes of a run would refuse before its first step
 devices          the device of a rank, and what is wrong with it or with those of all ranks together
 place            the place of a rank among those of its run, by what torchrun and SLURM say
 hosts            several hosts: their ranks meet and watch over one another

@@ -26,20 +26,11 @@ from dtrain.base.orphans import end_with
 from dtrain.launch.devices import choose_device
 from dtrain.launch.job import job_directory
 from dtrain.launch.last_checkpoint import lost_text, newest_checkpoint
-from dtrain.launch.rank import (
-    STOPPING,
-    OutOfMemory,
-    PlanBeside,
-    RankPlace,
-    Train,
-    log_file,
-    resumed,
-    run_rank,
-    write_to_log,
-)
+from dtrain.launch.rank import STOPPING, OutOfMemory, RankPlace, RunJob, log_file, run_rank, write_to_log
 from dtrain.launch.signals import on_signals
 from dtrain.launch.watch import LOOK_SECONDS, SETTLE_SECONDS, RankProcess, heartbeat
-from dtrain.recipe import Recipe, load, origins, redact, to_yaml, with_origins_of
+from dtrain.methods import load_recipe
+from dtrain.recipe import origins, redact, to_yaml, with_origins_of
 
 if TYPE_CHECKING:
     from dtrain.parallel.runtime import StopFlag
@@ -70,24 +61,17 @@ class ExitReport:
     signum: int = 0  # that it was stopped by
 
 
-def run_workers(
-    recipe: Recipe,
-    threads: int | None,
-    environ: Mapping[str, str],
-    train: Train | None = None,
-    plan: PlanBeside | None = None,
-) -> None:
-    """Run `recipe` in `launch.nproc` processes. Ends when all of them have; raises as `launch.launch`."""
-    nproc = recipe.launch.nproc
+def run_workers(job: RunJob, environ: Mapping[str, str]) -> None:
+    """Run `job` in `launch.nproc` processes. Ends when all of them have; raises as `launch.launch`."""
+    recipe, nproc = job.recipe, job.recipe.launch.nproc
     # Of no rank's number: rank 0 tells itself what is only noted.
     choose_device(recipe.launch.device, RankPlace(-1, -1, nproc, nproc, environ=dict(environ)))
-    with job_directory() as job:
-        target = [train.__module__, train.__qualname__] if train else ["dtrain.run.trainer", "train_checked"]
-        setup = {"launcher": os.getpid(), "target": target, "threads": threads, "path": sys.path}
-        setup["origins"] = origins(recipe)
-        setup["plan"] = None if plan is None else [plan.__module__, plan.__qualname__]
-        (job / "recipe.yaml").write_text(to_yaml(recipe, plain=True), encoding="utf-8")  # for this user alone
-        (job / "job.json").write_text(json.dumps(setup), encoding="utf-8")
+    with job_directory() as directory:
+        setup = {"launcher": os.getpid(), "threads": job.threads, "path": sys.path, "origins": origins(recipe)}
+        for name, act in (("train", job.train), ("plan", job.plan)):
+            setup[name] = act and [act.__module__, act.__qualname__]
+        (directory / "recipe.yaml").write_text(to_yaml(recipe, plain=True), encoding="utf-8")  # for this user alone
+        (directory / "job.json").write_text(json.dumps(setup), encoding="utf-8")
         signums: list[int] = []
 
         def ask(signum: int) -> None:
@@ -96,7 +80,7 @@ def run_workers(
 
         with on_signals(ask):
             for attempt in range(recipe.launch.max_restarts + 1):
-                failure, reports, is_asked = _attempt(recipe, job, attempt, environ, signums)
+                failure, reports, is_asked = _attempt(job, directory, attempt, environ, signums)
                 is_hopeless = is_asked or any(report.kind in ("user", "stopped") for report in reports)
                 if failure is None or is_hopeless or attempt == recipe.launch.max_restarts:
                     break
@@ -111,27 +95,27 @@ def run_workers(
 
 
 def _attempt(
-    recipe: Recipe, job: Path, attempt: int, environ: Mapping[str, str], signums: list[int]
+    job: RunJob, directory: Path, attempt: int, environ: Mapping[str, str], signums: list[int]
 ) -> tuple[Exception | None, list[ExitReport], bool]:
     """Start all ranks and see to their end: what went wrong, what they said, and whether the run was asked to stop, by
     whomever."""
-    nproc = recipe.launch.nproc
-    command = [sys.executable, "-P", "-c", START, str(job)]
+    launch = job.recipe.launch
+    command = [sys.executable, "-P", "-c", START, str(directory)]
     with ExitStack() as stack:
         workers = []
-        for rank in range(nproc):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+        for rank in range(launch.nproc):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": launch.nproc, "LOCAL_WORLD_SIZE": launch.nproc}
             place["TORCHELASTIC_RESTART_COUNT"] = attempt
             environment = {**environ, **{name: str(value) for name, value in place.items()}}
-            workers.append(RankProcess(rank, command, environment, recipe.launch.lost_after))
+            workers.append(RankProcess(rank, command, environment, launch.lost_after))
             stack.callback(workers[-1].end)
-        if lost := _watch(recipe, workers, signums):
-            return WorkerFailed(lost), _reports(job, attempt), _is_asked(workers, signums)
+        if lost := _watch(job, workers, signums):
+            return WorkerFailed(lost), _reports(directory, attempt), _is_asked(workers, signums)
         exits = {worker.rank: worker.status for worker in workers if worker.status is not None}
         stood = "".join(f"; {worker.stood}" for worker in workers if worker.stood)
-    reports = _reports(job, attempt)
+    reports = _reports(directory, attempt)
     is_well = not any(exits.values()) or (signums and any(report.kind == "stopped" for report in reports))
-    return None if is_well else _reason(recipe, reports, exits, stood), reports, bool(signums)
+    return None if is_well else _reason(job, reports, exits, stood), reports, bool(signums)
 
 
 def _is_asked(workers: list[RankProcess], signums: list[int]) -> bool:
@@ -139,7 +123,7 @@ def _is_asked(workers: list[RankProcess], signums: list[int]) -> bool:
     return bool(signums) or any(worker.stalled.last.signum for worker in workers)
 
 
-def _watch(recipe: Recipe, workers: list[RankProcess], signums: list[int]) -> str | None:
+def _watch(job: RunJob, workers: list[RankProcess], signums: list[int]) -> str | None:
     """Until all have ended, or one did not end well; or what is wrong with those that have not."""
     is_asked = False
     while any(worker.status is None for worker in workers) and not any(worker.status for worker in workers):
@@ -150,7 +134,7 @@ def _watch(recipe: Recipe, workers: list[RankProcess], signums: list[int]) -> st
                 worker.ask(signums[0])
         if any(worker.lost() for worker in workers):
             lost = [how for worker in workers if (how := worker.lost(ALIKE_LOOKS))]
-            return lost_text(recipe.run.directory, "; ".join(lost))
+            return lost_text(job.recipe.run.directory, "; ".join(lost))
         if not is_asked and _is_asked(workers, signums):
             is_asked = True
             for worker in workers:
@@ -159,14 +143,14 @@ def _watch(recipe: Recipe, workers: list[RankProcess], signums: list[int]) -> st
         if is_asked and living and all(worker.stalled.is_over for worker in living):
             stood = "; ".join(how for worker in living if (how := worker.stood))
             text = f"the run was asked to stop, and no rank gets on (launch.lost_after): {stood}; it was ended at once"
-            return f"{text}. {newest_checkpoint(recipe.run.directory)}"
+            return f"{text}. {newest_checkpoint(job.recipe.run.directory)}"
     until = time.monotonic() + SETTLE_SECONDS
     while any(worker.status is None for worker in workers) and time.monotonic() < until:
         time.sleep(LOOK_SECONDS / 5)
     return None
 
 
-def _reason(recipe: Recipe, reports: list[ExitReport], exits: Mapping[int, int], stood: str = "") -> Exception:
+def _reason(job: RunJob, reports: list[ExitReport], exits: Mapping[int, int], stood: str = "") -> Exception:
     """Return the first cause among the workers' reports and exit statuses. stood: whose main thread had hung before."""
     mistakes = list(dict.fromkeys(report.text for report in reports if report.kind == "user"))
     if mistakes:
@@ -179,27 +163,27 @@ def _reason(recipe: Recipe, reports: list[ExitReport], exits: Mapping[int, int],
         rank = min(killed)
         name = signal.Signals(-exits[rank]).name
         why = ", as the system does when memory runs out (see dmesg)" if name == "SIGKILL" else ""
-        return WorkerFailed(f"rank {rank} was killed by {name}{why}{_see_log(recipe, rank)}")
+        return WorkerFailed(f"rank {rank} was killed by {name}{why}{_see_log(job, rank)}")
     crashes = [report for report in reports if report.kind == "crash"]
     if crashes:
         first = crashes[0]
         last_line = first.text.strip().splitlines()[-1]
-        return WorkerFailed(f"{first.text}\nrank {first.rank} failed: {last_line}{_see_log(recipe, first.rank)}{stood}")
+        return WorkerFailed(f"{first.text}\nrank {first.rank} failed: {last_line}{_see_log(job, first.rank)}{stood}")
     rank = min((rank for rank, status in exits.items() if status != ENDED), default=min(exits))
-    return WorkerFailed(f"rank {rank} ended with status {exits[rank]} without a word{_see_log(recipe, rank)}")
+    return WorkerFailed(f"rank {rank} ended with status {exits[rank]} without a word{_see_log(job, rank)}")
 
 
-def _see_log(recipe: Recipe, rank: int) -> str:
-    return f"; what it printed is in {log_file(recipe, rank)}" if rank > 0 else ""
+def _see_log(job: RunJob, rank: int) -> str:
+    return f"; what it printed is in {log_file(job.recipe, rank)}" if rank > 0 else ""
 
 
-def _reports(job: Path, attempt: int) -> list[ExitReport]:
+def _reports(directory: Path, attempt: int) -> list[ExitReport]:
     """Return the reports of an attempt in the order of time."""
-    reports = [ExitReport(**json.loads(path.read_text())) for path in job.glob(f"report-{attempt}-*.json")]
+    reports = [ExitReport(**json.loads(path.read_text())) for path in directory.glob(f"report-{attempt}-*.json")]
     return sorted(reports, key=lambda report: report.time)
 
 
-def work(job: Path, fd: int, place: RankPlace) -> None:
+def work(directory: Path, fd: int, place: RankPlace) -> None:
     """A worker from its first line to its last. Never returns. fd: of its socket.
 
     Its launcher asks for an orderly end by that socket; SIGINT is the launcher's own to answer. SIGTERM (a batch system
@@ -207,11 +191,11 @@ def work(job: Path, fd: int, place: RankPlace) -> None:
     """
     link = socket.socket(fileno=fd)
     link.set_inheritable(False)
-    setup = json.loads((job / "job.json").read_text(encoding="utf-8"))
+    setup = json.loads((directory / "job.json").read_text(encoding="utf-8"))
     end_with(setup["launcher"], ENDED)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signums: list[int] = []
-    place = replace(place, started_by=None, file=job / f"store-{place.attempt}")
+    place = replace(place, started_by=None, file=directory / f"store-{place.attempt}")
     status, recipe = 0, None
     with on_signals(signums.append, (signal.SIGTERM, signal.SIGUSR1)):
         try:
@@ -219,21 +203,22 @@ def work(job: Path, fd: int, place: RankPlace) -> None:
 
             stop = StopFlag()
             threading.Thread(target=_listen, args=(link, signums, stop, threading.get_ident()), daemon=True).start()
-            recipe = with_origins_of(load(job / "recipe.yaml"), setup["origins"])
+            recipe = with_origins_of(load_recipe(directory / "recipe.yaml"), setup["origins"])
             if place.rank > 0:
                 write_to_log(recipe, place.rank)
-            train, plan = _imported(setup["target"]), _imported(setup["plan"])
+            job = RunJob(recipe, setup["threads"], _imported(setup["train"]), _imported(setup["plan"]))
+            device = choose_device(recipe.launch.device, place)
             if signums:
                 status = 1  # for the others, which may wait for this one
                 raise Stopped(signums[0], "stopped before training began; there was nothing to save")
-            run_rank(resumed(recipe) if place.attempt else recipe, place, stop, setup["threads"], train, plan=plan)
+            run_rank(job, place, device, stop)
         except BaseException as error:  # told by the launcher, in whose hands it is not lost
             kind = next(kind for kind, of in KINDS.items() if isinstance(error, of))
             status = status if kind == "stopped" else 1
             text = traceback.format_exc() if kind == "crash" else str(error)
             text = redact(text, recipe) if recipe else text
             report = ExitReport(place.rank, place.attempt, kind, text, time.time(), getattr(error, "signum", 0))
-            replace_text(job / f"report-{place.attempt}-{place.rank}.json", json.dumps(asdict(report)))
+            replace_text(directory / f"report-{place.attempt}-{place.rank}.json", json.dumps(asdict(report)))
             if place.rank > 0:
                 print(text, file=sys.stderr)
         sys.stdout.flush()

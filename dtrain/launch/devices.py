@@ -8,8 +8,8 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,9 +117,28 @@ def start_device(device: "torch.device", place: RankPlace) -> DeviceFacts:
     return DeviceFacts(place.rank, socket.gethostname(), properties.name, properties.total_memory, capability, uuid)
 
 
-def problems(devices: Sequence[DeviceFacts], dtype: str, kernels: Sequence[str]) -> list[str]:
+def device_of_all(wanted: str, dtype: str, count: int, environ: MutableMapping[str, str]) -> str:
+    """Return the type of the devices that `count` processes of this machine would have, once each has been started
+    here. wanted: `launch.device`. Raises UserError."""
+    place = RankPlace(world_size=count, local_world_size=count, environ=environ)
+    device = choose_device(wanted, place)
+    if device.type == "cuda":
+        import torch
+
+        places = [replace(place, rank=rank, local_rank=rank) for rank in range(count)]
+        refusals = problems([start_device(torch.device("cuda", each.rank), each) for each in places], dtype)
+        if refusals:
+            raise UserError("\n".join(refusals))
+    return device.type
+
+
+def problems(devices: Sequence[DeviceFacts], dtype: str, kernels: Sequence[str] | None = None) -> list[str]:
     """Return the reasons why a run in `train.dtype` cannot run on the `devices` of its ranks, one line each. kernels:
-    `torch.cuda.get_arch_list()`."""
+    those of this torch, `torch.cuda.get_arch_list()`."""
+    if kernels is None:
+        import torch
+
+        kernels = torch.cuda.get_arch_list() if torch.version.cuda else ()
     return [*_unfit(devices, dtype, kernels), *_unlike(devices)]
 
 

@@ -6,11 +6,11 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dtrain.base.addresses import loopback
 from dtrain.base.errors import UserError
@@ -20,7 +20,7 @@ from dtrain.launch.last_checkpoint import newest_checkpoint
 from dtrain.launch.place import GLOO, NCCL, RankPlace
 from dtrain.launch.signals import on_signals
 from dtrain.launch.watch import StallTimer, heartbeat
-from dtrain.methods.spec import spec_of
+from dtrain.methods import method_of
 from dtrain.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -33,24 +33,26 @@ class OutOfMemory(UserError):
     """An allocation failed; every rank that got so far may have one of its own."""
 
 
-T = TypeVar("T")
 Train = Callable[[Recipe, "Runtime"], None]
 
 
-class PlannedPeak(Protocol):
-    """The plan of a run, worked out beside it (`commands.plan.beside.PlannedPeak`)."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *problem: object) -> None: ...
-
-    def peak(self, wait: float = 0.0) -> Any: ...
-
-    def too_much(self, memory: int, wait: float) -> Any: ...
+PlanBeside = Callable[[Recipe, int, str], AbstractContextManager[Any]]
+"""(recipe, world size, device type) -> its plan, worked out beside the run: `commands.plan.beside.PlannedPeak`."""
 
 
-PlanBeside = Callable[[Recipe, int, str], PlannedPeak]
-"""(recipe, world size, device type) -> its plan, to be worked out beside the run."""
+@dataclass(frozen=True)
+class RunJob:
+    """A run as its launcher hands it to its ranks.
+
+    threads: CPU threads of each, None: torch's choice. train: in place of `run.trainer.train_checked`. plan: works out
+    the run's plan beside it.
+    """
+
+    recipe: Recipe
+    threads: int | None = None
+    train: Train | None = None
+    plan: PlanBeside | None = None
+
 
 PLAN_SECONDS = 120.0  # that a run on GPUs waits for its plan, before it reads weights
 
@@ -58,19 +60,13 @@ STOPPING = b"\nsaving and stopping; press Ctrl-C again to end at once, losing wh
 
 
 def run_rank(
-    recipe: Recipe,
-    place: RankPlace,
-    stop: "StopFlag",
-    threads: int | None,
-    train: Train | None = None,
-    terminal: int | None = None,
-    plan: PlanBeside | None = None,
+    job: RunJob, place: RankPlace, device: "torch.device", stop: "StopFlag", terminal: int | None = None
 ) -> None:
-    """Set this rank up with `threads` CPU threads (None: torch's choice), train, and take its process group down again.
+    """Set this rank up on `device`, train, and take its process group down again. A rank of processes that were started
+    again goes on from the newest checkpoint.
 
-    `train` defaults to `run.trainer.train_checked`. `terminal` is a file that a lost rank is told on, beside this
-    process's stderr. Raises what `train` raises, a UserError where memory ran out, and Unavailable where another rank
-    was lost.
+    `terminal` is a file that a lost rank is told on, beside this process's stderr. Raises what `job.train` raises, a
+    UserError where memory ran out, and Unavailable where another rank was lost.
     """
     import torch
     import torch.distributed as dist
@@ -78,15 +74,15 @@ def run_rank(
     from dtrain.parallel.mesh import init_process_group
     from dtrain.parallel.runtime import Runtime
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    device = choose_device(recipe.launch.device, place)
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    recipe = resumed(job.recipe) if place.attempt else job.recipe
     with ExitStack() as stack:
         planned = None
         wants_plan = device.type == "cuda" if recipe.metrics.plan == "auto" else recipe.metrics.plan
         has_cuda = torch.cuda.is_initialized()  # of an earlier run in this process: it survives no fork
-        if plan is not None and place.rank == 0 and wants_plan and not has_cuda:
-            planned = stack.enter_context(plan(recipe, place.world_size, device.type))
+        if job.plan is not None and place.rank == 0 and wants_plan and not has_cuda:
+            planned = stack.enter_context(job.plan(recipe, place.world_size, device.type))
         met = None
         if place.watches:
             watch = importlib.import_module("dtrain.launch.hosts.rendezvous").watch
@@ -95,7 +91,7 @@ def run_rank(
         stack.enter_context(memory_errors(recipe, place, device))
         if place.is_inside:
             # NCCL's variable counts for the process, which may need a group that reaches beyond this host.
-            reaches_out = train is not None or spec_of(recipe).sends_weights(recipe)
+            reaches_out = job.train is not None or method_of(recipe).sends_weights()
             stack.enter_context(loopback_only(place, nccl=device.type == "cuda" and not reaches_out))
         size, store = place.world_size, None
         if size > 1:
@@ -110,16 +106,14 @@ def run_rank(
             importlib.import_module("dtrain.launch.hosts.consistency").same_on_all(recipe)
         peak = planned.peak if planned else None
         runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, peak, wait)
-        (train or importlib.import_module("dtrain.run.trainer").train_checked)(recipe, runtime)
+        (job.train or importlib.import_module("dtrain.run.trainer").train_checked)(recipe, runtime)
     if place.world_size > 1:
         dist.destroy_process_group()
 
 
-def _unfit_devices(recipe: Recipe, planned: PlannedPeak | None, devices: Sequence[DeviceFacts]) -> Sequence[str]:
+def _unfit_devices(recipe: Recipe, planned: Any, devices: Sequence[DeviceFacts]) -> Sequence[str]:
     """Why the run cannot go on with the GPUs of its ranks, their memory included; what is only told, on stderr."""
-    import torch
-
-    reasons = problems(devices, recipe.train.dtype, torch.cuda.get_arch_list() if torch.version.cuda else ())
+    reasons = problems(devices, recipe.train.dtype)
     remarks = notes(devices)
     if planned is not None:
         too_much = planned.too_much(min(device.memory for device in devices), PLAN_SECONDS)
@@ -145,24 +139,16 @@ def loopback_only(place: RankPlace, *, nccl: bool) -> Iterator[None]:
             place.environ.pop(key, None)
 
 
-def run_in_place(
-    recipe: Recipe,
-    place: RankPlace,
-    threads: int | None,
-    train: Train | None = None,
-    plan: PlanBeside | None = None,
-) -> None:
+def run_in_place(job: RunJob, place: RankPlace) -> None:
     """`run_rank` in a process that nobody of ours watches over: it answers signals itself."""
     from dtrain.parallel.runtime import StopFlag
 
-    terminal = None
+    recipe, terminal = job.recipe, None
     with tell_all_ranks(place):
-        choose_device(recipe.launch.device, place)
+        device = choose_device(recipe.launch.device, place)
         if place.rank > 0:
             terminal = os.dup(2) if place.local_rank == 0 else None  # one rank of each host tells there
             write_to_log(recipe, place.rank)
-    if place.attempt:
-        recipe = resumed(recipe)
     stop = StopFlag()
 
     def ask(signum: int) -> None:
@@ -174,7 +160,7 @@ def run_in_place(
     if place.world_size == 1:  # whether one rank of several hangs, or waits for another, it cannot know
         look = partial(_end_if_hung, recipe, stop, threading.get_ident(), StallTimer(recipe.launch.lost_after))
     with on_signals(ask, look=look):
-        run_rank(recipe, place, stop, threads, train, terminal, plan)
+        run_rank(job, place, device, stop, terminal)
 
 
 def _end_if_hung(recipe: Recipe, stop: "StopFlag", main: int, stalled: StallTimer) -> None:

@@ -9,18 +9,23 @@ Three ways to run, told apart by what the environment says:
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.import_paths import search_path
+from dtrain.launch.devices import device_of_all
 from dtrain.launch.place import RankPlace, find_place, number
-from dtrain.launch.rank import PlanBeside, Train, run_in_place, tell_all_ranks
-from dtrain.recipe import Recipe, read, redact, redacted_errors, sizes
-from dtrain.run.check import notes
-from dtrain.run.preflight import named_code, not_here, preflight, together, with_local_model, with_small_files
-from dtrain.run.preflight_data import to_copy
+from dtrain.launch.rank import PlanBeside, RunJob, Train, run_in_place, tell_all_ranks
+from dtrain.methods import recipe_and_problems
+from dtrain.recipe import Recipe, redact, redacted_errors, sizes
+from dtrain.run.preflight import not_here, notes, preflight, to_copy, with_local_model, with_small_files
+from dtrain.run.spec import RunSpec, World, resolve
+from dtrain.run.stages.code import named_code
+
+if TYPE_CHECKING:
+    from dtrain.run.host import DryHost
 
 
 def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, plan: PlanBeside | None = None) -> Recipe:
@@ -50,21 +55,42 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     world_size: of a world that may be elsewhere, so that this machine's devices play no part; None: `launch.nproc`
     processes here. Raises UserError as `read` does, RecipeError with every problem that is found.
     """
-    parsed, problems = read(recipe, overrides)
+    parsed, problems = recipe_and_problems(recipe, overrides)
     here = world_size is None
     loaded, awaited, refused = with_small_files(with_local_model(parsed))
     size = loaded.launch.nproc if world_size is None else world_size
-    problems = together([*problems, *refused], preflight(loaded, size, awaited))
-    dry_run = import_module("dtrain.launch.dry_run").dry_run  # with torch
-    spec, host = dry_run(loaded, max(size, 1), os.environ, here=here, known=problems, awaited=awaited)
-    problems = list(dict.fromkeys([*problems, *(redact(problem, loaded) for problem in host.problems)]))
-    if problems:
-        raise RecipeError(problems)
+    spec, host = dry_run(loaded, size, os.environ, here=here, awaited=awaited, refused=[*problems, *refused])
+    if host.problems:
+        raise RecipeError(dict.fromkeys(redact(problem, loaded) for problem in host.problems))
     steps = f", {spec.steps} step{'s' if spec.steps != 1 else ''}" if spec.steps is not None else ""
     verdict = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' if size != 1 else ''}{steps}"
-    lines = [verdict, str(sizes(spec.recipe, size)), *notes(loaded), *host.notes]
+    lines = [verdict, str(sizes(spec.recipe, size)), *notes(loaded), *spec.notes]
     lines += [*awaited.values(), *to_copy(loaded)]
     return [redact(line, loaded) for line in lines]
+
+
+def dry_run(
+    recipe: Recipe,
+    world_size: int,
+    environ: MutableMapping[str, str],
+    *,
+    here: bool,
+    awaited: Collection[str] = (),
+    refused: Sequence[str] = (),
+) -> tuple[RunSpec, "DryHost"]:
+    """Return the spec of a run of `recipe` in a world of `world_size` processes, as far as it can be resolved, and the
+    host with its problems: all that the processes would refuse before their first step. Nothing is trained, no code of
+    a stranger is imported, and no file stays behind. What only the run itself can tell is left to it: ports, servers,
+    memory, files that are damaged within, what is still to come from the hub, and what code does that the recipe names.
+
+    here: whether the run is to be on this machine, whose devices are then asked. awaited, refused: as of `DryHost`.
+    """
+    from dtrain.run.host import DryHost  # with torch
+
+    host, device = DryHost(awaited, refused), None
+    if here:
+        device = host.ask(device_of_all, recipe.launch.device, recipe.train.dtype, max(world_size, 1), environ)
+    return resolve(recipe, World(world_size, device or "cpu", here), host), host
 
 
 def _start(recipe: Recipe, place: RankPlace | None, train: Train | None, plan: PlanBeside | None) -> None:
@@ -74,7 +100,7 @@ def _start(recipe: Recipe, place: RankPlace | None, train: Train | None, plan: P
     if place is None and recipe.launch.nproc > 1:
         from dtrain.launch import agent  # of several processes alone
 
-        agent.run_workers(recipe, _threads(recipe.launch.nproc), os.environ, train, plan)
+        agent.run_workers(RunJob(recipe, _threads(recipe.launch.nproc), train, plan), os.environ)
     else:
         place, run = place or RankPlace(environ=os.environ), run_in_place
         if place.started_by == "torchrun":  # it tells of the first error, whichever rank had it, where it finds that
@@ -82,7 +108,7 @@ def _start(recipe: Recipe, place: RankPlace | None, train: Train | None, plan: P
 
             run = record(run)
         per_task = number(os.environ, "SLURM_CPUS_PER_TASK", 0) if place.started_by == "slurm" else None
-        run(recipe, place, _threads(place.local_world_size, per_task), train, plan)
+        run(RunJob(recipe, _threads(place.local_world_size, per_task), train, plan), place)
 
 
 def _checked(recipe: Recipe, world_size: int) -> Recipe:
@@ -99,7 +125,7 @@ def _checked(recipe: Recipe, world_size: int) -> Recipe:
 
 def _admit_code(recipe: Recipe, tells: bool) -> None:
     """A recipe may come from anyone: what it makes a run import is said before that happens."""
-    lines = named_code(recipe)
+    lines = named_code(RunSpec(recipe, World(1)))
     if lines:
         sys.path[:] = search_path()
         lines = ["the recipe names code, which this run imports:", *(f"  {line}" for line in lines)]

@@ -58,7 +58,7 @@ class Heartbeat:
 
 
 def heartbeat(stop: "StopFlag", main: int) -> Heartbeat:
-    """Return the heartbeat of this process, whose thread `main` ticks `stop`. A save's progress is what is
+    """Return the heartbeat of this process, whose thread `main` counts in `stop`. A save's progress is what is
     written to files: what is sent through a socket, as heartbeats are, does not count."""
     frame, progress = sys._current_frames().get(main), stop.progress
     if stop.is_saving:

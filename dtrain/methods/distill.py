@@ -1,15 +1,21 @@
-"""Distillation: the student learns the teacher's distribution at every trained token, not its label."""
+"""Distillation: the student learns the teacher's distribution at every trained token, not its label; those of the
+data, or of completions that it draws itself."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
+from importlib import import_module
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch
+from dtrain.base.ranges import at_least, shown
 from dtrain.base.run_context import RunContext
-from dtrain.data import Rows
+from dtrain.data import Cursor, Rows
+from dtrain.data.formats.prompts import PromptOptions
 from dtrain.losses import (
     KlSums,
     jsd_sum_from_hidden_states,
@@ -21,7 +27,46 @@ from dtrain.methods.method import Method
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource
 from dtrain.policy.teacher import Teacher
-from dtrain.recipe.schema import Recipe
+from dtrain.recipe.ranges import DIVISOR, SHARE, UP_TO_1
+from dtrain.recipe.rollouts import Sampling
+
+if TYPE_CHECKING:
+    from dtrain.methods.rollouts import Rollouts
+
+
+@dataclass
+class Distill:
+    """`distill`: read by method distill."""
+
+    teacher: str | None = None
+    """Required. The directory or hub id of a model with the student's vocabulary, of any size. It is frozen and lies
+    on the same mesh."""
+    top_k: Annotated[
+        int | None, (lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for the whole vocabulary")
+    ] = None
+    """How many of the teacher's likeliest tokens count. null: all, exactly."""
+    kl: Literal["forward", "reverse", "mixed", "jsd"] = "forward"
+    """forward: KL(teacher || student), reverse: KL(student || teacher), mixed: both, jsd: the generalized
+    Jensen-Shannon divergence (arXiv:2306.13649)."""
+    temperature: Annotated[float, DIVISOR] = 1.0
+    """Divides the logits of both; the loss is multiplied by its square."""
+    mixed_kl_weight: Annotated[float, SHARE] = 0.5
+    """The forward KL's share where `kl` is mixed; the reverse KL has the rest."""
+    jsd_beta: Annotated[float, SHARE] = 0.5
+    """The teacher's share of the mixture where `kl` is jsd. 0: the forward KL; 1: the reverse KL."""
+    zero_outside_topk: bool = True
+    """With `top_k`. true: the teacher is zero outside its top k, and what the student gives to other tokens counts
+    against it. false: the student too is normalised over the teacher's top k, and free elsewhere."""
+    samples: Literal["data", "student"] = "data"
+    """Whose completions are trained on. student: the data's rows are prompts, as under method grpo, and the student's
+    own answers are what it learns from, drawn as training goes on."""
+    student_share: Annotated[float, (UP_TO_1[0], "more than 0, up to 1; distill.samples=data has none")] = 1.0
+    """The share of a step's samples that the student draws. The rest are the data's."""
+    prompts_per_step: Annotated[int | None, at_least(1, ", or null for those of a step")] = None
+    """Prompts of a rollout, a multiple of train.global_batch. null: as many, so that each step's samples are drawn by
+    the weights of that step."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How the student draws."""
 
 
 class DistillMethod(Method):
@@ -35,34 +80,82 @@ class DistillMethod(Method):
     The teacher's forward runs inside the student's, micro-batch by micro-batch, with the same rows and the same mesh.
     """
 
-    def __init__(self, recipe: Recipe):
-        super().__init__(recipe)
-        section = recipe.distill
-        beta = section.jsd_beta if section.kl == "jsd" else None
-        # A mixture that is one of the two: the KL to the other, as TRL has it.
-        ends = 1.0 - beta if beta is not None else 0.0
-        shares = {"forward": 1.0, "reverse": 0.0, "mixed": section.mixed_kl_weight, "jsd": ends}
-        self._beta = beta if beta is not None and 0 < beta < 1 else None
-        share = {"forward_share": shares[section.kl]} if self._beta is None else {}
-        self._options: dict[str, Any] = {**share, "temperature": section.temperature}
-        self._factor = section.temperature**2
+    Section = Distill
+    section: Distill
+    about = "distillation"
+    models = ("teacher",)
+    measures = ("forward_kl", "reverse_kl", "topk_mass", "completion_len", "truncated_frac", "rollout_time")
+
+    def form(self) -> Method:
+        return OnPolicyDistillMethod(self.recipe) if self.section.samples == "student" else self
+
+    def missing(self) -> list[str]:
+        if self.section.teacher:
+            return []
+        return ["distill.teacher is missing: set it to the directory of a model with the student's vocabulary"]
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with keys that are read where the student draws."""
+        section, default = self.section, Distill()
+        named = [key for key in ("student_share", "prompts_per_step") if getattr(section, key) != getattr(default, key)]
+        drawn = (f"sampling.{key.name}" for key in fields(Sampling))
+        named += [key for key in drawn if attrgetter(key)(section) != attrgetter(key)(default)]
+        return [
+            f"distill.{key} says how the student draws, and distill.samples=data trains on the data's own completions: "
+            "leave it out, or set distill.samples=student"
+            for key in named
+        ] + self._unread_problems()
+
+    def _unread_problems(self) -> list[str]:
+        """Return what is wrong with keys of the divergence that the recipe's divergence does not read."""
+        section = self.section
+        readers = {
+            "jsd_beta": (section.kl == "jsd", "distill.kl=jsd"),
+            "mixed_kl_weight": (section.kl == "mixed", "distill.kl=mixed"),
+            "zero_outside_topk": (section.top_k is not None, "distill.top_k"),
+        }
+        return [
+            f"distill.{key}={shown(getattr(section, key))} is read with {reader} alone: leave it out, or set that"
+            for key, (is_read, reader) in readers.items()
+            if not is_read and getattr(section, key) != getattr(Distill(), key)
+        ]
+
+    def other_models(self) -> list[tuple[str, str]]:
+        return [("distill.teacher", self.section.teacher)] if self.section.teacher else []
+
+    def teacher_path(self) -> str | None:
+        return self.section.teacher
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
-        if self.recipe.distill.teacher is not None:  # without one the recipe is refused
-            self.teacher = Teacher(policy, self.recipe.distill.teacher)
+        if self.section.teacher is not None:  # without one the recipe is refused
+            self.teacher = Teacher(policy, self.section.teacher)
+
+    @property
+    def _beta(self) -> float | None:
+        """The teacher's share of the mixture; None without one."""
+        section = self.section
+        return section.jsd_beta if section.kl == "jsd" and 0 < section.jsd_beta < 1 else None
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        section = self.section
+        ends = 1.0 - section.jsd_beta  # a mixture that is one of the two: the KL to the other, as TRL has it
+        shares = {"forward": 1.0, "reverse": 0.0, "mixed": section.mixed_kl_weight, "jsd": ends}
+        share = {"forward_share": shares[section.kl]} if self._beta is None else {}
+        return {**share, "temperature": section.temperature}
 
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Scalars: the share of the loss, and the sums of the KL and of the trained tokens."""
         index = batch["label_index"]
-        if self.recipe.distill.top_k is None:
+        if self.section.top_k is None:
             total, measured = self._whole(source, index)
         else:
-            total, measured = self._topk(source, index, self.recipe.distill.top_k)
+            total, measured = self._topk(source, index, self.section.top_k)
         measured["kl"] = total.detach()
         measured["trained"] = torch.full((), len(index), device=total.device)
-        return total * self._factor / global_tokens, measured
+        return total * self.section.temperature**2 / global_tokens, measured
 
     def _whole(self, source: LogprobSource, index: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         student, options = source.head_input, self._options
@@ -84,7 +177,7 @@ class DistillMethod(Method):
             ids,
             index,
             jsd_beta=self._beta,
-            zero_outside=self.recipe.distill.zero_outside_topk,
+            zero_outside=self.section.zero_outside_topk,
             shard=source.shard,
             **self._options,
         )
@@ -103,8 +196,83 @@ class DistillMethod(Method):
         }
 
     def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
-        val_loss = self._factor * sums["kl"] / max(sums["trained"], 1)
+        val_loss = self.section.temperature**2 * sums["kl"] / max(sums["trained"], 1)
         return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.divergences(sums).items()}}
 
 
-build = DistillMethod
+class OnPolicyDistillMethod(DistillMethod):
+    """Distillation where `distill.samples` is student: the student answers the data's prompts itself, and learns the
+    teacher's distribution at the tokens that it drew (Agarwal et al., arXiv:2306.13649). The loss is `DistillMethod`'s.
+
+    Steps take a rollout's samples in the data's order, so that student_share of each step's are the student's. A
+    validation set is answered by the student too, by its likeliest tokens.
+    """
+
+    kind = "prompts"
+
+    def problems(self) -> list[str]:
+        section, errors = self.section, self._unread_problems()
+        rollout, batch = section.prompts_per_step, self.recipe.train.global_batch
+        if rollout is not None and isinstance(batch, int) and rollout >= 1 and batch >= 1 and rollout % batch:
+            errors.append(
+                f"train.global_batch={batch} does not divide a rollout of distill.prompts_per_step={rollout} prompts: "
+                f"set distill.prompts_per_step={-(-rollout // batch) * batch}, or leave it out"
+            )
+        errors += self.room_problems()
+        if section.student_share == 1 and self.recipe.data.loss_on != "assistant":
+            errors.append(
+                f"data.loss_on={self.recipe.data.loss_on} plays no part where the student draws every sample: what it "
+                "draws is trained; leave it out, or lower distill.student_share"
+            )
+        return errors
+
+    def refuses(self, format: str) -> str | None:
+        if format in ("preference", "text"):
+            return (
+                "distill.samples=student draws its own answers to prompts; give it messages, question or "
+                "prompt_completion, or set distill.samples=data"
+            )
+        if format == "question" and self.section.student_share < 1:
+            return "a question has no answer for the data's part of the samples: set distill.student_share=1"
+        return None
+
+    def prompts(self) -> PromptOptions:
+        section = self.section
+        loss_on = self.recipe.data.loss_on if section.student_share < 1 else None
+        return PromptOptions.within(self.recipe.data.max_length, section.sampling.max_new_tokens, None, loss_on=loss_on)
+
+    def automatic_batch(self, rows: int) -> int:
+        return self.section.prompts_per_step or super().automatic_batch(rows)
+
+    @cached_property
+    def source(self) -> "Rollouts":
+        settings = {"train.global_batch": self.recipe.train.global_batch}
+        return import_module("dtrain.methods.rollouts").Rollouts(self, settings, self.section.prompts_per_step)
+
+    @property
+    def choices(self) -> list[str]:
+        drawn, share = self.source.size, self.section.student_share
+        steps = self.source.steps(drawn)
+        theirs = "all" if share == 1 else f"{share:g} of them"
+        plural = "s" if steps > 1 else ""
+        line = f"a rollout: {drawn} prompts, {theirs} answered by the student, for {steps} optimizer step{plural}"
+        return [line, *super().choices]
+
+    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
+        """Opens the teacher and the engine."""
+        super().begin(policy, splits, run)
+        self._run = run
+        self.collector = import_module("dtrain.methods.student").open_student(self, policy, splits["train"], run)
+
+    def before_step(self, cursor: Cursor) -> None:
+        """Draws a rollout where the updates of the last one are done."""
+        if rollout := self.source.draw(self.collector.collect, cursor):
+            self._run.metrics.samples(self.source.position.step + 1, rollout.rows)
+
+    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """The divergences, and the rollout's lengths; `rollout_time` in the first step of a rollout alone."""
+        return self.source.fields | self.divergences(sums)
+
+    def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
+        for buffer in self.collector.answers(rows, self.recipe.train.batch, self.source.position.step):
+            yield buffer.batch(self.source.shares(policy, buffer, range(len(buffer)))[policy.mesh.dp_rank])

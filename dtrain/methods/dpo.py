@@ -5,14 +5,17 @@ is over the pairs of the global batch, whatever the micro-batches and the mesh. 
 neighbours, the chosen one first: two rows, or two documents of a packed row.
 """
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtrain.base.batch import IGNORE, Batch, document_ids, documents, rows_in, sum_by_document
+from dtrain.base.ranges import NUMBER, at_least, is_number, nearest, shown, sizes_for
 from dtrain.base.run_context import RunContext
 from dtrain.data import GlobalBatch, Rows
 from dtrain.losses.preference.losses import (
@@ -21,15 +24,51 @@ from dtrain.losses.preference.losses import (
     preference_rewards,
     preference_weights,
 )
-from dtrain.losses.preference.options import SFT, over_the_batch
+from dtrain.losses.preference.options import DIVERGENCES, KWARGS, LOSSES, OFF, RANGES, SFT, over_the_batch
 from dtrain.methods.method import MethodWithReference
 from dtrain.methods.precompute import at_first_labels, reference_table, table_name
 from dtrain.policy import Policy
 from dtrain.policy.batching import all_reduced, gather_rows
 from dtrain.policy.score import LogprobSource, Loss
-from dtrain.recipe.schema import Dpo, Recipe
+from dtrain.recipe import key_aliases
+from dtrain.recipe.ranges import SHARE, UP_TO_1, WEIGHT
 
 FIELDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "accuracy", "pair_weight")
+
+
+@dataclass
+class Dpo:
+    """`dpo`: read by method dpo."""
+
+    loss: str | list[str] = "sigmoid"
+    """A loss's name (dtrain/losses/preference/options.py lists them), or a list with `loss_weights`."""
+    beta: float = 0.1
+    """Strength of the pull towards the reference."""
+    label_smoothing: float = 0.0
+    """The share of preferences that are assumed to be wrong."""
+    reference: str | None = "start"
+    """start: the weights that training starts from; none (also null); base: the model without its adapter (`lora`),
+    even where that was trained before; or the path of a model of the same shapes."""
+    sft_weight: Annotated[float, WEIGHT] = 0.0
+    """Weight of the chosen completions' own negative log-likelihood per token in the loss."""
+    loss_weights: list[float] | None = None
+    """One weight per name in `loss`. null: 1 each."""
+    f_divergence: str = "reverse_kl"
+    """The divergence from the reference: reverse_kl | forward_kl | js_divergence | alpha_divergence."""
+    ld_alpha: Annotated[float | None, (SHARE[0], "from 0 to 1, or null for no weights")] = None
+    """LD-DPO's weight of the tokens beyond the shorter completion. null: off."""
+    use_weighting: bool = False
+    """WPO: a pair's loss is weighted by how likely the policy finds its completions (arXiv:2406.11827)."""
+    precompute: bool = False
+    """The reference scores all data once, before the first step, into the data's cache. After that it takes no memory
+    and no time. This pays where the run sees each pair more than once. These scores come from other batches, so they
+    are rounded otherwise: `accuracy` is a toss-up in the first step, where policy and reference are the same."""
+    sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
+    """The reference moves towards the policy every so many steps. null: it stands still."""
+    sync_mix: Annotated[float, UP_TO_1] = 0.6
+    """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More options of the losses, such as `{simpo_gamma: 0.5}` for simpo."""
 
 
 class PairSums(NamedTuple):
@@ -135,25 +174,84 @@ class DpoMethod(MethodWithReference):
     count, each over the global batch.
     """
 
-    def __init__(self, recipe: Recipe):
-        super().__init__(recipe, recipe.dpo)
-        self.objective = Objective(recipe.dpo)
-        self._tables: Mapping[str, Tensor] = {}
+    Section = Dpo
+    section: Dpo
+    about = "direct preference optimization"
+    kind = "pairs"
+    references = "start, base, none"
+    measures = FIELDS
+    curves = MappingProxyType({**MethodWithReference.curves, "accuracy": "accuracy"})
+    adapter_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 1e-6
+
+    _tables: Mapping[str, Tensor] = MappingProxyType({})
+
+    @cached_property
+    def objective(self) -> Objective:
+        return Objective(self.section)
+
+    def problems(self) -> list[str]:
+        section = self.section
+        has_reference = section.reference not in (None, "none")
+        errors = loss_problems(
+            section.loss,
+            section.loss_weights,
+            has_reference=has_reference,
+            beta=section.beta,
+            label_smoothing=section.label_smoothing,
+            f_divergence=section.f_divergence,
+            options=section.kwargs,
+        )
+        names = [section.loss] if isinstance(section.loss, str) else list(section.loss)
+        if section.use_weighting and (across := over_the_batch(names, section.kwargs)):
+            errors.append(
+                f"dpo.use_weighting=true weighs each pair, and dpo.loss={across[0]} compares pairs with one another: "
+                "set dpo.use_weighting=false, or another loss"
+            )
+        if section.use_weighting and set(names) == {SFT}:
+            errors.append(
+                "dpo.use_weighting=true weighs losses that compare two completions, and dpo.loss=sft does not"
+            )
+        if section.sync_every is not None and section.precompute:
+            errors.append(
+                "dpo.sync_every moves the reference, so dpo.precompute cannot score with it once: set "
+                "dpo.sync_every=null or dpo.precompute=false"
+            )
+        errors += self.base_problems() + self.loss_on_problems()
+        for key, value in (("sync_every", section.sync_every), ("precompute", section.precompute or None)):
+            if value is not None and not has_reference:
+                errors.append(f"dpo.{key}={shown(value)} needs a reference, and dpo.reference is none: set it to start")
+        return errors
+
+    def refuses(self, format: str) -> str | None:
+        if format == "question":
+            return super().refuses(format)
+        if format not in ("auto", "preference", "tokenized"):
+            return "method=dpo trains on pairs; set it to preference, or method=sft"
+        return None
+
+    def needs_reference(self) -> bool:
+        """Return False also where every loss of the list goes without."""
+        names = [self.section.loss] if isinstance(self.section.loss, str) else self.section.loss
+        reads = any(LOSSES[name].needs_reference for name in names if name in LOSSES)
+        return reads and self.section.reference not in (None, "none")
+
+    def holds_reference(self) -> bool:
+        return self.needs_reference() and not self.section.precompute
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Keeps the reference; with `dpo.precompute` only what it says of the data."""
-        if not self.spec.needs_reference(self.recipe):
+        if not self.needs_reference():
             return
-        if not self.recipe.dpo.precompute:
+        if not self.section.precompute:
             self.keep_reference(policy)
             return
-        name = table_name(run.identities, policy.precision.compute, self.recipe.dpo.ld_alpha)
+        name = table_name(run.identities, policy.precision.compute, self.section.ld_alpha)
         self._tables = {
             split: reference_table(
                 policy,
                 rows,
                 rows.samples.directory / name,
-                ld_alpha=self.recipe.dpo.ld_alpha,
+                ld_alpha=self.section.ld_alpha,
                 micro_rows=self.micro_rows,
                 reference=partial(self.keep_reference, policy),
             )
@@ -173,9 +271,9 @@ class DpoMethod(MethodWithReference):
         global batch, also one of the policy, so that each pair's part in the gradient is known before the backward.
         """
         batch = dict(batch)
-        if self.recipe.dpo.ld_alpha is not None:
+        if self.section.ld_alpha is not None:
             ids = document_ids(batch)
-            batch["token_weights"] = length_desensitised_weights(ids, batch["labels"], self.recipe.dpo.ld_alpha)
+            batch["token_weights"] = length_desensitised_weights(ids, batch["labels"], self.section.ld_alpha)
         if policy.reference is not None:
             with policy.use_reference_model():
                 batch["reference_logprobs"] = policy.label_logprobs(batch, self.micro_rows)
@@ -196,7 +294,7 @@ class DpoMethod(MethodWithReference):
         chosen_tokens: Tensor | int = 1,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Scalars: the share of the loss, and the sums of `Objective.measure`."""
-        scores = source.logprobs(log_p2=self.recipe.dpo.use_weighting)  # [B, S/cp]
+        scores = source.logprobs(log_p2=self.section.use_weighting)  # [B, S/cp]
         sums = PairSums.of(source.by_document(PairSums.streams(batch, scores.logprobs, scores.log_p2)))
         losses = self.objective.losses(sums)  # [pairs]
         total = losses.sum() * 2 / global_seqs
@@ -247,4 +345,53 @@ def _labels_of_chosen(batch: Batch) -> Tensor:
     return (batch["labels"] != IGNORE) & (document_ids(batch) % 2 == 0) if rows_in(batch) else batch["labels"] != IGNORE
 
 
-build = DpoMethod
+def loss_problems(
+    names: str | Sequence[str],
+    loss_weights: Sequence[float] | None,
+    *,
+    has_reference: bool,
+    beta: float,
+    label_smoothing: float = 0.0,
+    f_divergence: str = "reverse_kl",
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> list[str]:
+    """Return what is wrong with the section's losses, one line each, by the recipe's keys. `options`: its kwargs.
+
+    An option has to be read by one loss of the list at least; another divergence than reverse_kl by all of them.
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    if not names:
+        return ["dpo.loss: no loss is named"]
+    known = (*LOSSES, SFT)
+    unknown = [name for name in names if name not in known]
+    errors = [f"dpo.loss={name} is no preference loss{key_aliases.hint('dpo.loss', name, known)}" for name in unknown]
+    if loss_weights is not None:
+        if len(loss_weights) != len(names):
+            errors.append(
+                f"dpo.loss_weights has {len(loss_weights)} numbers for {len(names)} losses; it needs one each"
+            )
+        errors.extend(f"dpo.loss_weights: {w} is not a finite number" for w in loss_weights if not is_number(w))
+    losses = {name: LOSSES[name] for name in names if name in LOSSES}
+    values = {"beta": beta, "label_smoothing": label_smoothing, "f_divergence": f_divergence, **options}
+    read = frozenset({"beta"}).union(*(loss.options for loss in losses.values()))
+    for key, value in values.items():
+        within = "kwargs." if key in options else ""
+        is_off = key in OFF and value == OFF[key]
+        good, sentence = RANGES.get(key, NUMBER)
+        if (key in RANGES or key in read) and not good(value):
+            errors.append(f"dpo.{within}{key}={value} must be {sentence}{sizes_for(value)}")
+        elif key not in read and not is_off and losses:
+            near = nearest(key, read)
+            suggestion = f"; did you mean dpo.{'kwargs.' if near in KWARGS else ''}{near}?" if near else ""
+            errors.append(f"dpo.{within}{key} is not read by {' + '.join(losses)}{suggestion}")
+    if f_divergence in DIVERGENCES and f_divergence != "reverse_kl":
+        without = [name for name, loss in losses.items() if not loss.f_divergence]
+        if without and "f_divergence" in read:
+            errors.append(f"dpo.f_divergence={f_divergence} has no meaning for {without[0]}")
+        if not has_reference:
+            errors.append(f"dpo.f_divergence={f_divergence} needs a reference to diverge from; dpo.reference is none")
+    if "f_alpha_divergence_coef" in options and f_divergence != "alpha_divergence":
+        errors.append("dpo.kwargs.f_alpha_divergence_coef is read only with dpo.f_divergence=alpha_divergence")
+    if "exo_pair" in names and label_smoothing == 0:
+        errors.append("dpo.label_smoothing=0: exo_pair needs more than 0 and less than 0.5; its paper uses 1e-3")
+    return errors

@@ -1,30 +1,50 @@
 """Group-relative policy optimisation: the model's own completions are rewarded, and it moves towards the better."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
-from importlib import import_module
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from dtrain.base.batch import IGNORE, Batch
 from dtrain.base.errors import UserError
+from dtrain.base.ranges import NUMBER, at_least, hint, is_number, sizes_for
 from dtrain.base.run_context import RunContext
 from dtrain.data import Cursor, GlobalBatch, Rows, Tokenizer
+from dtrain.data.formats.prompts import PromptOptions
 from dtrain.losses import TrainingSamplingParams
+from dtrain.losses.policy.options import LOSSES, RANGES, SHARED, is_clip
 from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.methods.method import MethodWithReference
 from dtrain.methods.rollouts import Rollouts
+from dtrain.models.common.config import ModelConfig
 from dtrain.policy import DynamicShapes, Packed, Policy
 from dtrain.policy.batching import gather_rows
 from dtrain.policy.reward_model import RewardModel
 from dtrain.policy.score import LogprobSource, Loss
-from dtrain.recipe.schema import Recipe
-from dtrain.rl.collect import Collector, CompletionSampler, SampleTable, lengths_of, prompts_of
-from dtrain.rl.engines import open_engine, open_episodes, open_rewards, refuse_graphs
+from dtrain.recipe import key_aliases
+from dtrain.recipe.ranges import UP_TO_1
+from dtrain.recipe.rollouts import RolloutSection
+from dtrain.rl.checks import adapter_problems, answer_problems
+from dtrain.rl.collect import (
+    Collector,
+    CompletionSampler,
+    SampleTable,
+    lengths_of,
+    open_engine,
+    open_rewards,
+    prompts_of,
+    refuse_graphs,
+)
+from dtrain.rl.environments.episodes import open_episodes
+from dtrain.rl.remote.http_client import read_key
 from dtrain.rl.rewards.columns import lacking_columns
+from dtrain.rl.tools import tool_schemas
 
 FIELDS = (
     *("kl", "entropy", "mismatch_kl", "approx_kl", "ratio"),
@@ -32,37 +52,238 @@ FIELDS = (
 )
 
 
+@dataclass
+class Grpo(RolloutSection):
+    """`grpo`: read by method grpo. A rollout is prompts_per_step × group_size completions; a minibatch is
+    train.global_batch of them, and each pass over a rollout takes every completion once."""
+
+    updates_per_rollout: Annotated[int, at_least(1)] = 1
+    """Passes over a rollout."""
+    loss: str = "dapo"
+    """The policy loss's name (dtrain/losses/policy/options.py lists them)."""
+    beta: float = 0.0
+    """Weight of the divergence from the reference. 0: no reference is kept."""
+    clip: list[float] = field(default_factory=lambda: [0.2, 0.2])
+    """How far below and above 1 the ratio may go."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More options of the loss, such as `{delta: 2.0}`."""
+    reference: str = "start"
+    """What `beta` pulls towards. start: the weights that training starts from; base: the model without its adapter
+    (`lora`), even where that was trained before; or the path of a model of the same shapes."""
+    sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
+    """The reference moves towards the policy every so many steps. null: it stands still."""
+    sync_mix: Annotated[float, UP_TO_1] = 0.6
+    """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
+    dynamic_batch: bool = False
+    """As `train.dynamic_batch`: a micro-batch holds completions of similar length, as many as fit, with their padding,
+    into micro_batch × max_length tokens. false: it holds micro_batch completions."""
+    max_mismatch: Annotated[float | None, (lambda v: v > 0, "more than 0, or null for no check")] = 0.1
+    """The run ends at its first rollout if trainer and engine differ by more than this in the log-probabilities of the
+    sampled tokens (mean absolute difference). null: never."""
+
+
 class GrpoMethod(MethodWithReference):
     """GRPO (Shao et al., arXiv:2402.03300, section 4.1) and its relatives, by `grpo.loss`. A `collector` draws and
-    judges the completions, `rollouts` holds them."""
+    judges the completions, `source` holds them."""
 
-    def __init__(self, recipe: Recipe):
-        super().__init__(recipe, recipe.grpo)
-        section, drawn = recipe.grpo, recipe.grpo.sampling
-        self.loss_spec = PolicySpec(section.loss, section.clip, section.beta, section.kwargs)
-        self.sampling = TrainingSamplingParams(drawn.top_k, drawn.top_p, drawn.temperature)
+    Section = Grpo
+    section: Grpo
+    about = "GRPO, by rewards"
+    kind = "prompts"
+    models = ("reference", "reward_model.path")
+    measures = (
+        *FIELDS,
+        *("reward_mean", "reward_std", "reward/NAME", "frac_zero_std", "completion_len", "truncated_frac", "lost_frac"),
+        *("environment/NAME", "tool_calls", "tool_failures", "rollout_time", "train_time", "router_replay_differs"),
+    )
+    curves = MappingProxyType({"reward_mean": "reward", "val_reward_mean": "validation reward"})
+    best = ("loss", "val_reward_mean")
+    more_steps = "a smaller grpo.prompts_per_step"
+    adapter_rates = (5e-6, "1e-5")  # full tuning takes 1e-6
+    _began = 0.0
+
+    def problems(self) -> list[str]:
+        section = self.section
+        errors = loss_problems(section.loss, section.clip, section.beta, section.kwargs)
+        errors += self._size_problems()
+        errors += answer_problems(section)
+        errors += self._engine_problems()
+        if section.sync_every is not None and not section.beta:
+            errors.append("grpo.sync_every moves the reference, and grpo.beta=0 keeps none: set grpo.beta above 0")
+        if section.beta:
+            errors += self.base_problems()
+        if section.dynamic_sampling == "refill" and self.recipe.train.epochs is not None:
+            errors.append(
+                "grpo.dynamic_sampling=refill takes as many prompts as it needs, so that train.epochs cannot be "
+                "counted in steps: set train.steps"
+            )
+        if section.dynamic_batch and self.recipe.data.packing:
+            errors.append("grpo.dynamic_batch=true is for padded rows: set data.packing=false, or leave it out")
+        return errors + self.loss_on_problems("what the model draws")
+
+    def _size_problems(self) -> list[str]:
+        section, errors = self.section, []
+        rollout = section.prompts_per_step * section.group_size
+        batch = rollout if self.recipe.train.global_batch == "auto" else self.recipe.train.batch
+        if min(section.prompts_per_step, section.group_size, batch) >= 1 and rollout % batch:
+            fits = sorted({math.gcd(rollout, batch), rollout})
+            errors.append(
+                f"train.global_batch={batch} does not divide a rollout of grpo.prompts_per_step "
+                f"{section.prompts_per_step} × grpo.group_size {section.group_size} = {rollout} completions; set "
+                f"train.global_batch={' or '.join(map(str, fits))}"
+            )
+        if section.group_size == 1 and (section.advantage in ("group", "leave_one_out") or section.scale == "group"):
+            errors.append(
+                f"grpo.group_size=1 with grpo.advantage={section.advantage} and grpo.scale={section.scale} compares a "
+                "completion with itself: set grpo.group_size to 2 or more, or grpo.advantage=batch and grpo.scale=batch"
+            )
+        elif section.scale == "leave_one_out" and section.group_size < 3:
+            errors.append(
+                "grpo.scale=leave_one_out is the spread of a completion's others, and "
+                f"grpo.group_size={section.group_size} leaves fewer than two of them: set grpo.group_size to 3 or "
+                "more, or grpo.scale=none"
+            )
+        errors += self.room_problems()
+        cache = section.overlong_cache
+        if cache is not None and cache > section.sampling.max_new_tokens:
+            errors.append(
+                f"grpo.overlong_cache={cache} is a part of "
+                f"grpo.sampling.max_new_tokens={section.sampling.max_new_tokens}, so it cannot be more"
+            )
+        return errors
+
+    def _engine_problems(self) -> list[str]:
+        section, errors = self.section, []
+        if section.engine == "http" and not section.server.urls:
+            errors.append("grpo.engine=http needs grpo.server.urls: where the servers listen, [http://localhost:8000]")
+        for url in section.server.urls if section.engine == "http" else ():
+            if not url.startswith(("http://", "https://")):
+                errors.append(f"grpo.server.urls: {url} must begin with http:// or https://")
+        if section.engine == "native" and section.server.urls:
+            errors.append("grpo.server.urls is not read by grpo.engine=native: set grpo.engine=http, or leave it out")
+        if section.cuda_graphs:
+            errors += self._graph_problems()
+        if section.engine == "native" and section.router_replay:
+            errors.append(
+                "grpo.router_replay=true is for grpo.engine=http: with grpo.engine=native one router draws and trains, "
+                "so that there is nothing to replay; leave it out"
+            )
+        if section.engine == "native" and section.max_off_policy_steps:
+            errors.append(
+                f"grpo.max_off_policy_steps={section.max_off_policy_steps} draws completions while training goes on, "
+                "which needs grpo.engine=http: with grpo.engine=native set it to 0"
+            )
+        if section.engine == "http" and section.server.weights == "adapter":
+            errors += adapter_problems(section.server.kind, self.recipe.lora, self.recipe.model)
+        size = section.prompts_per_step * section.group_size
+        batch = size if self.recipe.train.global_batch == "auto" else self.recipe.train.batch
+        steps = -(-size // batch) * section.updates_per_rollout if batch >= 1 else 0
+        if section.engine == "http" and 0 < section.max_off_policy_steps < steps:
+            errors.append(
+                f"grpo.max_off_policy_steps={section.max_off_policy_steps} is less than the {steps} optimizer steps of "
+                f"a rollout, so that all that is drawn ahead would be too old and drawn again: set it to {steps} or "
+                "more, or to 0"
+            )
+        return errors
+
+    def _graph_problems(self) -> list[str]:
+        """Graphs hold no collective, and read weights where they lie at their capture."""
+        unfit = {
+            "grpo.engine=http": (self.section.engine == "http", "does not decode here"),
+            "launch.device=cpu": (self.recipe.launch.device == "cpu", "has none"),
+            f"parallel.tp={self.recipe.parallel.tp}": (self.recipe.parallel.tp > 1, "sends within every layer"),
+            f"parallel.ep={self.recipe.parallel.ep}": (
+                self.recipe.parallel.ep > 1,
+                "sends tokens to experts within every layer",
+            ),
+            "grpo.unshard=false": (self.section.unshard is False, "gathers weights within every forward"),
+        }
+        return [
+            f"grpo.cuda_graphs=true captures whole steps of decoding, and {key} {why}: leave grpo.cuda_graphs out, or "
+            "that"
+            for key, (is_so, why) in unfit.items()
+            if is_so
+        ]
+
+    def refuses(self, format: str) -> str | None:
+        if format in ("preference", "text"):
+            return "method=grpo draws its own answers to prompts; give it messages, question or prompt_completion"
+        return None
+
+    def other_models(self) -> list[tuple[str, str]]:
+        is_another = self.needs_reference() and self.section.reference not in ("start", "base")
+        rates = self.reward_model()
+        named = [("grpo.reference", self.section.reference)] if is_another else []
+        return named + ([("grpo.reward_model.path", rates)] if rates else [])
+
+    def model_problems(self, model: ModelConfig) -> list[str]:
+        if model.experts is not None or not self.section.router_replay:
+            return []
+        return ["grpo.router_replay=true: this model has no experts; leave it out"]
+
+    def reward_model(self) -> str | None:
+        return self.section.reward_model.path
+
+    def code(self) -> list[tuple[str, str | None, str]]:
+        named = [(f"grpo.rewards[{i}].fn", reward.fn, "reward") for i, reward in enumerate(self.section.rewards)]
+        for i, tool in enumerate(self.section.tools):
+            named += [(f"grpo.tools[{i}].fn", tool.fn, "tool"), (f"grpo.tools[{i}].mcp", tool.mcp, "server of tools")]
+        named.append(("grpo.verifiers.name", self.section.verifiers.name, "environment of verifiers"))
+        return [*named, ("grpo.environment", self.section.environment, "environment")]
+
+    def prompts(self) -> PromptOptions:
+        section = self.section
+        lengths = self.recipe.data.max_length, section.sampling.max_new_tokens
+        tools = [schema for _, schema in tool_schemas(section.tools)] if section.tools else []
+        return PromptOptions.within(
+            *lengths, section.system_prompt, tools=tools, answers=section.verifiers.name is not None
+        )
+
+    def is_dynamic(self) -> bool:
+        return self.recipe.train.dynamic_batch or self.section.dynamic_batch
+
+    def automatic_batch(self, rows: int) -> int:
+        return self.section.prompts_per_step * self.section.group_size
+
+    def needs_reference(self) -> bool:
+        return bool(self.section.beta)
+
+    def sends_weights(self) -> bool:
+        return self.section.server.weights == "broadcast"
+
+    @cached_property
+    def loss_spec(self) -> PolicySpec:
+        return PolicySpec(self.section.loss, self.section.clip, self.section.beta, self.section.kwargs)
+
+    @cached_property
+    def sampling(self) -> TrainingSamplingParams:
+        drawn = self.section.sampling
+        return TrainingSamplingParams(drawn.top_k, drawn.top_p, drawn.temperature)
+
+    @cached_property
+    def source(self) -> Rollouts:
+        section, drawn = self.section, self.section.sampling
         settings = {  # by the last three the log-probabilities are measured
-            "train.global_batch": recipe.train.global_batch,
+            "train.global_batch": self.recipe.train.global_batch,
             "grpo.updates_per_rollout": section.updates_per_rollout,
             "grpo.sampling.temperature": drawn.temperature,
             "grpo.sampling.top_k": drawn.top_k,
             "grpo.sampling.top_p": drawn.top_p,
         }
         sizes = section.prompts_per_step, section.group_size, section.updates_per_rollout
-        self.source = self.rollouts = Rollouts(recipe, self.spec, settings, *sizes, shuffles=True)
-        self._began = 0.0
+        return Rollouts(self, settings, *sizes, shuffles=True)
 
     @property
     def _longest(self) -> int:
         """Tokens that the model may draw for a prompt, in all turns."""
-        section = self.recipe.grpo
+        section = self.section
         turns = section.max_turns if section.has_episodes else 1
         return min(turns * section.sampling.max_new_tokens, self.recipe.data.max_length)
 
     @property
     def choices(self) -> list[str]:
-        section, rows = self.recipe.grpo, self.micro_rows
-        drawn, steps = self.rollouts.size, self.rollouts.steps(self.rollouts.size)
+        section, rows = self.section, self.micro_rows
+        drawn, steps = self.source.size, self.source.steps(self.source.size)
         words = {Packed: "packed rows of up to {} tokens", DynamicShapes: "completions of like length, up to {} tokens"}
         how = ""
         if isinstance(rows, Packed | DynamicShapes):
@@ -74,22 +295,22 @@ class GrpoMethod(MethodWithReference):
 
     def examine(self, columns: Mapping[str, Sequence[str]], samples: Mapping[str, int]) -> None:
         """The columns that the rewards take, and the file of the servers' key."""
-        section = self.recipe.grpo
+        section = self.section
         sets = list(dict.fromkeys(tuple(names) for names in columns.values()))
         needs = [(str(reward.fn), reward.options, names) for reward in section.rewards for names in sets]
         problems = [problem for need in needs if (problem := lacking_columns(*need))]
         if problems:
             raise UserError("\n".join(dict.fromkeys(problems)))
         if section.engine == "http":
-            import_module("dtrain.rl.remote.http").read_key(section.server.api_key_file)
+            read_key(section.server.api_key_file)
 
     def refuse_device(self, device: torch.device) -> None:
-        refuse_graphs(self.recipe.grpo, device)
+        refuse_graphs(self.section, device)
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""
-        section = self.recipe.grpo
-        if self.spec.needs_reference(self.recipe):
+        section = self.section
+        if self.needs_reference():
             self.keep_reference(policy)
         tokenizer = Tokenizer.from_directory(self.recipe.model.directory)
         self.policy, self._run = policy, run
@@ -105,12 +326,12 @@ class GrpoMethod(MethodWithReference):
     def before_step(self, cursor: Cursor) -> None:
         """Draws a rollout where the updates of the last one are done; measures what its updates need of the weights as
         they are, and writes it down."""
-        rollout = self.rollouts.draw(self.collector.collect, cursor)
+        rollout = self.source.draw(self.collector.collect, cursor)
         if rollout is None:
             return
-        position, buffer = self.rollouts.position, self.rollouts.buffer
-        is_single_step = self.rollouts.steps(len(buffer)) == 1
-        most = None if position.checked else self.recipe.grpo.max_mismatch
+        position, buffer = self.source.position, self.source.buffer
+        is_single_step = self.source.steps(len(buffer)) == 1
+        most = None if position.checked else self.section.max_mismatch
         if most is not None or not is_single_step:
             self._score("old_logprobs")
         if most is not None:
@@ -170,13 +391,13 @@ class GrpoMethod(MethodWithReference):
         averages = means(sums)
         averages["clip_frac"] = averages["clip_low"] + averages["clip_high"]
         named = {name: averages[name] for name in FIELDS if name in averages}
-        return self.rollouts.fields | named | {"train_time": time.perf_counter() - self._began}
+        return self.source.fields | named | {"train_time": time.perf_counter() - self._began}
 
     def validate(self, policy: Policy, rows: Rows) -> dict[str, float]:
         """The mean reward over all of `rows`, of one completion each, by the likeliest tokens."""
         samples, total, known = [], 0.0, 0
-        for prompts in prompts_of(rows, self.rollouts.size):
-            drawn, rewards = self.collector.judge_greedily(prompts, self.rollouts.position.step)
+        for prompts in prompts_of(rows, self.source.size):
+            drawn, rewards = self.collector.judge_greedily(prompts, self.source.position.step)
             samples += drawn
             total += torch.where(rewards.isnan(), 0, rewards).sum().item()
             known += int((~rewards.isnan()).sum())
@@ -188,7 +409,7 @@ class GrpoMethod(MethodWithReference):
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Raises UserError where the recipe has changed whether the reference moves, too."""
-        step, section = state["step"], self.recipe.grpo
+        step, section = state["step"], self.section
         if state["has_reference"] != bool(self._moving):
             holds = "holds the reference that it had moved to" if state["has_reference"] else "holds no reference"
             raise UserError(
@@ -203,12 +424,12 @@ class GrpoMethod(MethodWithReference):
                 changed.append(f"grpo.beta: 0.0 -> {section.beta}")
             if replays != did:
                 changed.append(f"grpo.router_replay: {did} -> {replays}".lower())
-        self.rollouts.load(state, changed)
+        self.source.load(state, changed)
 
     def _score(self, name: str) -> None:
         """log p of every trained token by the model as it is, each rank its share, for all ranks."""
-        buffer = self.rollouts.buffer
-        shares = self.rollouts.shares(self.policy, buffer, range(len(buffer)))
+        buffer = self.source.buffer
+        shares = self.source.shares(self.policy, buffer, range(len(buffer)))
         mine = shares[self.policy.mesh.dp_rank]
         values = self.policy.label_logprobs(buffer.batch(mine), self.micro_rows, self.sampling)
         gathered, _ = gather_rows(buffer.flat(values, mine), self.policy.mesh.dp)
@@ -216,7 +437,7 @@ class GrpoMethod(MethodWithReference):
 
     def _check_mismatch(self, most: float) -> None:
         """Raises UserError, on every rank alike, where engine and trainer disagree on the sampled tokens."""
-        per_token, trained = self.rollouts.buffer.per_token, self.rollouts.buffer.trained
+        per_token, trained = self.source.buffer.per_token, self.source.buffer.trained
         gap = (per_token["old_logprobs"] - per_token["sampling_logprobs"])[trained].abs()
         gap = gap[gap.isfinite()]
         mean = gap.mean().item() if len(gap) else 0.0
@@ -224,7 +445,7 @@ class GrpoMethod(MethodWithReference):
             fix = (
                 "see that the servers serve this very model, in a like dtype, and give the log-probabilities that they "
                 "sample by (vLLM: --logprobs-mode processed_logprobs)"
-                if self.recipe.grpo.engine == "http"
+                if self.section.engine == "http"
                 else "that is an error in dtrain unless the model computes in float16: please report it"
             )
             raise UserError(
@@ -234,4 +455,37 @@ class GrpoMethod(MethodWithReference):
             )
 
 
-build = GrpoMethod
+def loss_problems(loss: str, clip: Sequence[float], beta: float, options: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with a `grpo` section's loss, one line each, by the recipe's keys; options: its kwargs."""
+    if loss not in LOSSES:
+        return [f"grpo.loss={loss} is no policy loss{key_aliases.hint('grpo.loss', loss, LOSSES)}"]
+    errors = []
+    if not is_clip(clip):
+        errors.append(f"grpo.clip={clip} must be two numbers of at least 0: how far below and above 1 the ratio may go"
+                      + next((sizes for bound in clip if (sizes := sizes_for(bound))), ""))  # fmt: skip
+    elif loss == "cispo" and clip[1] < 1:
+        errors.append(f"grpo.clip={clip}: cispo's second number caps the ratio itself, so below 1 it cuts every "
+                      "token's weight; its papers take 5")  # fmt: skip
+    if not (is_number(beta) and beta >= 0):
+        errors.append(f"grpo.beta={beta} must be a finite number, at least 0{sizes_for(beta)}")
+    read = {**SHARED, **LOSSES[loss].options}
+    for key, value in options.items():
+        if key not in read:
+            errors.append(f"grpo.kwargs.{key} is not read by {loss}{hint(key, read, 'grpo.kwargs.')}")
+        elif not (allowed := RANGES.get(key, NUMBER))[0](value):
+            errors.append(f"grpo.kwargs.{key}={value} must be {allowed[1]}{sizes_for(value)}")
+        elif key in ("kl_estimator", "kl_gradient") and not beta:
+            errors.append(f"grpo.kwargs.{key} says how the divergence is measured, and grpo.beta=0 leaves it out")
+    return errors or _combinations(loss, read | dict(options))
+
+
+def _combinations(loss: str, options: Mapping[str, Any]) -> list[str]:
+    errors = []
+    if options.get("delta") is not None and options.get("dual_clip") is not None:
+        errors.append("grpo.kwargs: delta and dual_clip bound the same ratio; give one of them")
+    if LOSSES[loss].by_sequence and options["top_entropy_quantile"] < 1:
+        errors.append(f"grpo.kwargs.top_entropy_quantile: {loss} is a loss of whole sequences, which keep all tokens")
+    smallest, largest = options["sampling_clip_min"], options["sampling_clip_max"]
+    if smallest is not None and largest is not None and smallest >= largest:
+        errors.append(f"grpo.kwargs.sampling_clip_min={smallest} must be below sampling_clip_max={largest}")
+    return errors

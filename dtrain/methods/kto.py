@@ -9,7 +9,10 @@ In a batch such rows stand behind those that are trained; their stream `desirabl
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -17,19 +20,39 @@ from torch import Tensor
 from dtrain.base.batch import IGNORE, Batch, collate, document_ids, documents, trim
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
+from dtrain.base.ranges import at_least
 from dtrain.base.run_context import RunContext
 from dtrain.data import GlobalBatch, Rows
-from dtrain.data.formats.labelled import is_wanted
-from dtrain.data.rows.order import pack
-from dtrain.data.rows.rows import row_of
-from dtrain.losses.preference import unpaired
+from dtrain.data.formats.labels import is_wanted
+from dtrain.data.rows.rows import pack, row_of
+from dtrain.losses.preference import formulas
 from dtrain.methods.method import MethodWithReference
 from dtrain.policy import Policy
 from dtrain.policy.batching import all_reduced
 from dtrain.policy.score import LogprobSource, Loss
-from dtrain.recipe.schema import Recipe
+from dtrain.recipe.ranges import DIVISOR, UP_TO_1, WEIGHT
 
 LOOKED_AT = 256  # replies, for whether there are both kinds
+
+
+@dataclass
+class Kto:
+    """`kto`: read by method kto."""
+
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """kto: a reply's reward is compared with the divergence from the reference. apo_zero_unpaired: with zero."""
+    beta: Annotated[float, DIVISOR] = 0.1
+    """Strength of the pull towards the reference."""
+    desirable_weight: Annotated[float, WEIGHT] = 1.0
+    """Weight of the replies that are wanted. Where a file has few of them, more than 1 makes up for it."""
+    undesirable_weight: Annotated[float, WEIGHT] = 1.0
+    """Weight of the others."""
+    reference: str = "start"
+    """As `dpo.reference`: start, base, or the path of a model of the same shapes."""
+    sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
+    """The reference moves towards the policy every so many steps. null: it stands still."""
+    sync_mix: Annotated[float, UP_TO_1] = 0.6
+    """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
 
 
 class KtoMethod(MethodWithReference):
@@ -38,11 +61,36 @@ class KtoMethod(MethodWithReference):
     loss = Σ over replies of weight · loss ÷ replies, over the global batch.
     """
 
-    def __init__(self, recipe: Recipe):
-        super().__init__(recipe, recipe.kto)
-        self._losses = {"kto": unpaired.kto, "apo_zero_unpaired": unpaired.apo_zero_unpaired}[recipe.kto.loss]
-        self._estimates = recipe.kto.loss == "kto"
-        self._splits: Mapping[str, Rows] = {}
+    Section = Kto
+    section: Kto
+    about = "KTO, by replies that are wanted or not"
+    kind = "labelled"
+    measures = ("rewards_chosen", "rewards_rejected", "rewards_margin", "logps_chosen", "logps_rejected", "kl")
+    curves = MappingProxyType({**MethodWithReference.curves, "rewards_margin": "margin of rewards"})
+    adapter_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 5e-6
+
+    _splits: Mapping[str, Rows] = MappingProxyType({})
+
+    @property
+    def _estimates(self) -> bool:
+        """Return whether the loss compares with an estimate of the divergence."""
+        return self.section.loss == "kto"
+
+    def problems(self) -> list[str]:
+        section, errors = self.section, self.base_problems()
+        if section.reference in (None, "none"):
+            errors.append("kto.reference=none: a reply's reward is measured against a reference; set it to start")
+        if section.desirable_weight == section.undesirable_weight == 0:
+            errors.append("kto.desirable_weight and kto.undesirable_weight are both 0: nothing would be learned")
+        return errors + self.loss_on_problems()
+
+    def refuses(self, format: str) -> str | None:
+        if format in ("text", "question"):
+            return "method=kto trains on replies with a label; give it prompt, completion and label"
+        return None
+
+    def needs_reference(self) -> bool:
+        return True
 
     def examine(self, columns: Mapping[str, Sequence[str]], samples: Mapping[str, int]) -> None:
         """Raises UserError where a split has one row alone: it has no reply of another."""
@@ -128,14 +176,14 @@ class KtoMethod(MethodWithReference):
         divergence: Tensor | float = 0.0,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Scalars: the share of the loss, and sums over the replies that are wanted and those that are not."""
-        section = self.recipe.kto
+        section = self.section
         logprobs = source.logprobs().logprobs  # [B, S/cp]
         streams = [logprobs, batch["reference_logprobs"].to(logprobs), batch["desirable"].to(logprobs)]
         policy, reference, marks = source.by_document(torch.stack(streams))  # [replies] each
         rewards = section.beta * (policy - reference)
         divergence = torch.as_tensor(divergence).to(rewards)
         wanted, unwanted = (marks > 0).to(rewards), (marks < 0).to(rewards)  # padding is neither
-        if_wanted, if_unwanted = self._losses(rewards, section.beta * divergence)
+        if_wanted, if_unwanted = getattr(formulas, section.loss)(rewards, section.beta * divergence)
         losses = section.desirable_weight * wanted * if_wanted + section.undesirable_weight * unwanted * if_unwanted
         measured = {
             "chosen": wanted.sum(),
@@ -192,6 +240,3 @@ def _split(batch: Batch) -> tuple[Batch, Batch]:
     is_own = (batch["desirable"] != 0).any(1)
     own, others = ({name: stream[rows] for name, stream in batch.items()} for rows in (is_own, ~is_own))
     return trim(own), trim(others)
-
-
-build = KtoMethod

@@ -1,8 +1,10 @@
-"""The base classes of the methods; a method's own file says how it differs."""
+"""The base of the methods; a method's own file holds its section and how it differs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,18 +12,27 @@ from torch import Tensor
 from dtrain.base.batch import Batch, collate
 from dtrain.base.run_context import RunContext
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows
-from dtrain.methods.spec import MethodSpec, spec_of
 from dtrain.policy import Batching, DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
-from dtrain.recipe.schema import Dpo, Grpo, Kto, Recipe
+from dtrain.recipe.schema import Recipe
+from dtrain.recipe.world import automatic_batch
+
+if TYPE_CHECKING:
+    from dtrain.data.formats.labels import Label
+    from dtrain.data.formats.prompts import PromptOptions
+    from dtrain.models.common.config import ModelConfig
+    from dtrain.policy.teacher import Teacher
 
 
 @dataclass(eq=False)
 class BatchSource:
     """Source of a method's batches: the data's rows, in their order. state, tensors, load: as a method's."""
 
-    recipe: Recipe
-    spec: MethodSpec
+    method: "Method"
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.method.recipe
 
     def steps_left(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
         """Optimizer steps from `cursor` to the end of `train.epochs`: whole batches and a last one that may be short.
@@ -35,7 +46,7 @@ class BatchSource:
 
     def deal(self, policy: Policy, rows: Rows, **more: Any) -> Batches:
         """This dp rank's part of `rows`. more: of `Batches`."""
-        size, mesh, by_length = self.recipe.train.batch, policy.mesh, self.spec.is_dynamic(self.recipe)
+        size, mesh, by_length = self.recipe.train.batch, policy.mesh, self.method.is_dynamic()
         return Batches(rows, global_batch=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, by_length=by_length, **more)
 
     def batch(self, rows: GlobalBatch) -> Batch:
@@ -56,8 +67,24 @@ class BatchSource:
         pass
 
 
+@dataclass
+class NoKeys:
+    """The section of a method without keys."""
+
+
 class Method:
-    """The base of the methods: from rows to a batch, from a batch to a loss, from a loss's sums to what is logged.
+    """The base of the methods. Beforehand it answers what the recipe's check, the preview, a plan and the start of a
+    run must know; in a run it goes from rows to a batch, from a batch to a loss, from its sums to what is logged.
+
+    It is also made of recipes that are not checked yet, so its constructor neither fails nor costs. Section: the
+    dataclass of its keys, which a recipe has under the method's name. section: their values.
+
+    about: the method in words, for a reader. kind: what a sample of the data is: examples, pairs, labelled (replies
+    that are wanted or not) or prompts. measures: its fields of metrics.jsonl (run/metrics/fields.py), beside those of
+    all. curves: those that tell what was learned, and their names for a reader. best: what of `recipe.schema.BEST` it
+    measures. more_steps: what of its section makes a pass more steps. adapter_rates: the learning rate below which a
+    fresh adapter hardly learns, and a usual one. models: the keys of the section that may name models, whose ends
+    say of which kind (`registry.TEACHER`, `REWARD_MODEL`). references: what else a reference may be.
 
     A step goes before_step → source.batches → batch → prepare → Policy.train with the loss that prepare gives → fields.
 
@@ -66,33 +93,144 @@ class Method:
 
     state()      its numbers and words as JSON, the same on every rank
     tensors()    its tensors by name: plain ones (the same on every rank), DTensors, or a `checkpoint.dcp.pieces.Piece`
-    of
-                 what the ranks hold together; all ranks give the same names
+                 of what the ranks hold together; all ranks give the same names
     load(state)  for a resume, before the first step: takes `state()` of the save back and makes room, so that
                  `tensors()` gives tensors of the saved sizes, which are then filled in place. On another world size
                  the ranks may ask for other pieces of them than were saved.
     """
 
-    # "start" where `begin` wants the weights that training starts from, on a resume too; "base": without an adapter.
-    needs_start: str | None = None
+    Section: type = NoKeys
+    about = ""
+    kind = "examples"
+    measures: tuple[str, ...] = ()
+    curves: Mapping[str, str] = MappingProxyType({"loss": "loss", "val_loss": "validation loss"})
+    best: tuple[str, ...] = ("val_loss", "loss")
+    more_steps: str | None = None
+    adapter_rates = (5e-5, "2e-4")
+    teacher: "Teacher"  # where `teacher_path` names one
+    models: tuple[str, ...] = ()
+    references = "start, base"
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
-        self.spec = spec_of(recipe)  # known before anything is built
-        self.source = BatchSource(recipe, self.spec)
-        self.kind = self.spec.kind  # what a sample of the data is: examples, pairs, labelled or prompts
-        self._rows_of_a_sample = self.spec.rows_of_a_sample(recipe)
+        self.section = recipe.section
+
+    def form(self) -> "Method":
+        """Return the method in the form that its section asks for; itself where it has one form."""
+        return self
+
+    def missing(self) -> list[str]:
+        """Return what the section must say and does not, one line each."""
+        return []
+
+    def problems(self) -> list[str]:
+        """Return what is wrong in the section and around it, beside its ranges, one line each."""
+        return []
+
+    def room_problems(self) -> list[str]:
+        """Return what is wrong where completions of the section's `sampling` leave no room for their prompts."""
+        new, longest = self.section.sampling.max_new_tokens, self.recipe.data.max_length
+        if longest < 2 or new < longest:
+            return []
+        return [
+            f"{self.recipe.method}.sampling.max_new_tokens={new} leaves no room for a prompt within data.max_length="
+            f"{longest}, which bounds both together: lower the first or raise the second"
+        ]
+
+    def model_problems(self, model: "ModelConfig") -> list[str]:
+        """Return what of the section does not fit the model that is trained, one line each."""
+        return []
+
+    def refuses(self, format: str) -> str | None:
+        """Return why rows of a format (`data.*.format`) are not for this method; None: they are."""
+        if format == "question":
+            return "a question has no answer to train on; method=grpo draws its own"
+        if format == "preference":
+            return f"method={self.recipe.method} does not train on pairs; set method=dpo"
+        return None
+
+    def other_models(self) -> list[tuple[str, str]]:
+        """Key and path of the models that are needed beside the one that is trained."""
+        return []
+
+    def code(self) -> list[tuple[str, str | None, str]]:
+        """(key, name or import path, what it is) of the code that the section may name."""
+        return []
+
+    def prompts(self) -> "PromptOptions | None":
+        """Return how the data's prompts are made, where it is prompts. Raises UserError for tools whose source does
+        not tell."""
+        return None
+
+    def labels(self) -> int | None:
+        """Outputs of the head that the model has in place of the vocabulary's; None: it has that one."""
+        return None
+
+    def label(self) -> "Label | None":
+        """The number of each of the data's rows that the loss reads."""
+        return None
+
+    def rows_of_a_sample(self) -> int:
+        """Rows of a batch that one of `train.global_batch` is: a pair that is not packed is two."""
+        return 2 if self.kind == "pairs" and not self.recipe.data.packing else 1
+
+    def is_dynamic(self) -> bool:
+        """Return whether a number of tokens bounds a micro-batch, not one of rows."""
+        return self.recipe.train.dynamic_batch
+
+    def automatic_batch(self, rows: int) -> int:
+        """Return what `train.global_batch=auto` is, where the first pass over the data has so many rows."""
+        return automatic_batch(rows)
+
+    def row_length(self) -> int:
+        """Tokens of a full row: a packed row of pairs holds two sequences' worth."""
+        return self.recipe.data.max_length * (2 if self.kind == "pairs" and self.recipe.data.packing else 1)
+
+    def longest_row(self) -> int:
+        """Tokens of the longest row that a forward may be given. Packed completions of a micro-batch are one row."""
+        is_packed = self.kind == "prompts" and self.recipe.data.packing
+        return self.row_length() * (self.recipe.train.micro_batch if is_packed else 1)
+
+    def needs_reference(self) -> bool:
+        """Return whether the loss compares with a reference."""
+        return False
+
+    def holds_reference(self) -> bool:
+        """Return whether the reference's weights stay on the devices beside the policy's."""
+        return self.needs_reference()
+
+    def teacher_path(self) -> str | None:
+        """The path of a teacher that stays on the devices beside the policy."""
+        return None
+
+    def reward_model(self) -> str | None:
+        """The path of a reward model that stays on the devices beside the policy."""
+        return None
+
+    def sends_weights(self) -> bool:
+        """Return whether updated weights leave the run over a process group that reaches beyond this host."""
+        return False
+
+    @property
+    def needs_start(self) -> str | None:
+        """Return "start" where `begin` wants the weights that training starts from, on a resume too; "base": without an
+        adapter."""
+        return None
+
+    @cached_property
+    def source(self) -> BatchSource:
+        """Source of the batches."""
+        return BatchSource(self)
 
     @property
     def micro_rows(self) -> int | Batching:
         """Rows of a batch that make one micro-batch, or how else they are made. Completions are packed as they come: a
         micro-batch is one row of micro_batch · max_length tokens."""
         if self.kind == "prompts" and self.recipe.data.packing:
-            return Packed(self.spec.longest_row(self.recipe))
-        of_a_sample = self._rows_of_a_sample
+            return Packed(self.longest_row())
+        of_a_sample = self.rows_of_a_sample()
         rows = self.recipe.train.micro_batch * of_a_sample
-        is_dynamic = self.spec.is_dynamic(self.recipe)
-        return DynamicShapes(rows * self.recipe.data.max_length, of_a_sample) if is_dynamic else rows
+        return DynamicShapes(rows * self.recipe.data.max_length, of_a_sample) if self.is_dynamic() else rows
 
     @property
     def choices(self) -> list[str]:
@@ -174,18 +312,39 @@ class Method:
 
 class MethodWithReference(Method):
     """A method whose loss may compare with a reference: weights that stand still and are read again where they came
-    from, or, with the section's `sync_every`, follow the policy's and come with the checkpoint."""
+    from, or, with the section's `sync_every`, follow the policy's and come with the checkpoint. Its section has
+    `reference`, `sync_every` and `sync_mix`."""
 
-    def __init__(self, recipe: Recipe, section: Dpo | Kto | Grpo):
-        super().__init__(recipe)
-        self._section = section
-        if self.spec.needs_reference(recipe) and section.sync_every is None and section.reference in ("start", "base"):
-            self.needs_start = section.reference
-        self._moving: Mapping[str, Tensor] = {}
+    models: tuple[str, ...] = ("reference",)
+    _moving: Mapping[str, Tensor] = MappingProxyType({})
+
+    @property
+    def needs_start(self) -> str | None:
+        stands = self.needs_reference() and self.section.sync_every is None
+        return self.section.reference if stands and self.section.reference in ("start", "base") else None
+
+    def other_models(self) -> list[tuple[str, str]]:
+        path = self.section.reference
+        return [] if path in (None, "none", "start", "base") else [(f"{self.recipe.method}.reference", str(path))]
+
+    def base_problems(self) -> list[str]:
+        """Return what is wrong with `reference: base`, the model without its adapter."""
+        if self.section.reference != "base" or self.recipe.lora is not None:
+            return []
+        key = f"{self.recipe.method}.reference"
+        return [f"{key}=base is the model without its adapter, and there is none: set {key}=start, or lora={{}}"]
+
+    def loss_on_problems(self, trained: str = "what follows the prompt") -> list[str]:
+        """Return what is wrong with a `data.loss_on` that plays no part."""
+        loss_on = self.recipe.data.loss_on
+        if loss_on == "assistant":
+            return []
+        method = self.recipe.method
+        return [f"data.loss_on={loss_on} plays no part under method={method}: {trained} is trained; leave it out"]
 
     def keep_reference(self, policy: Policy) -> None:
         """The weights as they are, those without adapters, or those of another model of the same shapes. Collective."""
-        named, moves = self._section.reference, self._section.sync_every is not None
+        named, moves = self.section.reference, self.section.sync_every is not None
         path = None if named in ("start", "base") else named
         policy.init_reference_model(path, base=named == "base")
         if moves and policy.reference is not None:
@@ -193,9 +352,9 @@ class MethodWithReference(Method):
 
     def after_step(self, policy: Policy, step: int) -> None:
         super().after_step(policy, step)
-        every = self._section.sync_every
+        every = self.section.sync_every
         if every is not None and policy.reference is not None and step % every == 0:
-            policy.reference.follow(self._section.sync_mix)
+            policy.reference.follow(self.section.sync_mix)
 
     def tensors(self) -> dict[str, Tensor]:
         """The reference's [...] by name, where it moves."""

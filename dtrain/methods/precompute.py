@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import IGNORE, Batch, collate, document_ids, documents, sum_by_document
-from dtrain.base.identity import digest
+from dtrain.base.json_files import digest
 from dtrain.base.ranks import Ranks
 from dtrain.data import Rows
-from dtrain.data.rows.order import pack
+from dtrain.data.rows.rows import pack
 from dtrain.losses.preference.losses import length_desensitised_weights
 from dtrain.policy import Batching, Policy
 from dtrain.policy.batching import all_reduced

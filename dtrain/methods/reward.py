@@ -6,6 +6,9 @@ pad_token_id. The batch's labels stand at that token alone, so that a row's one 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +18,28 @@ from dtrain.base.batch import Batch, documents
 from dtrain.base.run_context import RunContext
 from dtrain.checkpoint.huggingface.model_files import padding_token
 from dtrain.data import GlobalBatch, Rows
+from dtrain.data.formats.labels import Label
 from dtrain.methods.method import Method
 from dtrain.policy import Policy
 from dtrain.policy.reward_model import at_the_ends
 from dtrain.policy.score import LogprobSource, Loss
-from dtrain.recipe.schema import Recipe
+from dtrain.recipe.ranges import WEIGHT
+
+HEAD = "score"
+"""The module of a classifier that gives its outputs."""
+
+
+@dataclass
+class RewardKeys:
+    """`reward`: read by method reward."""
+
+    task: Literal["pairs", "classes", "numbers"] = "pairs"
+    """What the rows are. pairs: chosen and rejected answers, with a `margin` where they have one; classes, numbers:
+    texts or messages with a `label`, a whole number from 0 or any number."""
+    num_labels: Annotated[int | None, (lambda v: 1 <= v <= 2**20, "at least 1, up to 2**20, or null")] = None
+    """How many classes there are. null: one output, a reward."""
+    center_rewards_coefficient: Annotated[float | None, (WEIGHT[0], f"{WEIGHT[1]}, or null for none")] = None
+    """The weight of (r_chosen + r_rejected)², which keeps rewards near zero (arXiv:2312.09244). null: none."""
 
 
 class RewardMethod(Method):
@@ -30,11 +50,60 @@ class RewardMethod(Method):
     entropy of the label; numbers: the squared error.
     """
 
-    def __init__(self, recipe: Recipe):
-        super().__init__(recipe)
-        self._rows: dict[str, Rows] = {}
-        self._pad: int | None = None
-        self._task = recipe.reward.task
+    Section = RewardKeys
+    section: RewardKeys
+    about = "a reward model or classifier"
+    measures = ("rewards_chosen", "rewards_rejected", "rewards_margin", "accuracy", "reward_mean")
+    curves = MappingProxyType({**Method.curves, "accuracy": "accuracy"})
+
+    _rows: Mapping[str, Rows] = MappingProxyType({})
+    _pad: int | None = None
+    _documents = 1  # of a loss
+
+    def form(self) -> Method:
+        return RewardPairsMethod(self.recipe) if self.section.task == "pairs" else self
+
+    def missing(self) -> list[str]:
+        if self.section.task != "classes" or self.section.num_labels is not None:
+            return []
+        return ["reward.num_labels is missing: set it to the number of classes, which are 0, 1, .. in the rows' label"]
+
+    def problems(self) -> list[str]:
+        section, errors = self.section, []
+        if section.task == "classes" and section.num_labels == 1:
+            errors.append("reward.num_labels=1: there is nothing to tell from one class; set it to 2 or more")
+        if section.task != "classes" and section.num_labels not in (None, 1):
+            errors.append(
+                f"reward.num_labels={section.num_labels}: reward.task={section.task} has one output; leave it out, or "
+                "set reward.task=classes"
+            )
+        if section.task != "pairs" and section.center_rewards_coefficient is not None:
+            errors.append("reward.center_rewards_coefficient is read with reward.task=pairs alone: leave it out")
+        lora = self.recipe.lora
+        if lora is not None and lora.path is None and HEAD not in lora.modules_to_save:
+            named = ", ".join([*lora.modules_to_save, HEAD])
+            errors.append(
+                f"lora: the head of rewards is trained whole beside the adapter: set lora.modules_to_save=[{named}]"
+            )
+        if self.recipe.eval is not None:
+            errors.append("eval draws answers, and a model with a head of rewards gives none: leave it out")
+        if self.recipe.data.loss_on != "assistant":
+            errors.append(
+                f"data.loss_on={self.recipe.data.loss_on} plays no part under method=reward, which reads a text at its "
+                "last token: leave it out"
+            )
+        return errors
+
+    def refuses(self, format: str) -> str | None:
+        if format in ("preference", "question"):
+            return f"reward.task={self.section.task} reads texts with a label; set reward.task=pairs for preferences"
+        return None
+
+    def labels(self) -> int | None:
+        return self.section.num_labels or 1
+
+    def label(self) -> Label:
+        return Label("label", self.section.num_labels if self.section.task == "classes" else None)
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         config = policy.model.config
@@ -50,11 +119,13 @@ class RewardMethod(Method):
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
         """Return the batch with `targets`: each row's number at the label of its document, a pair's at that of the
         chosen one."""
-        samples, column = self._rows[split].samples, self._label_column
-        values = [samples.row(index)["columns"][column] for index in rows.samples]
-        if self._task == "pairs":
-            values = [target for value in values for target in (value, 0.0)]
+        samples, column = self._rows[split].samples, self.label().column
+        values = [value for index in rows.samples for value in self._targets(samples.row(index)["columns"][column])]
         return at_the_ends(super().batch(rows), torch.tensor(values, dtype=torch.float64), self._pad)
+
+    def _targets(self, value: float) -> tuple[float, ...]:
+        """Return the target of each document of a sample."""
+        return (value,)
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
         if "targets" not in batch:  # a plan's
@@ -66,50 +137,18 @@ class RewardMethod(Method):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Scalars: the share of the loss, and sums over the pairs or documents."""
         scores, targets = source.scores(), source.by_document(batch["targets"])  # [documents, labels], [documents]
-        if self._task == "pairs":
-            total, count, measured = self._pairs(scores.squeeze(1), targets.to(scores))
-            total = total * 2 / global_seqs
-        else:
-            losses = self._losses(scores, targets)  # [documents]
-            total, count = losses.sum() / global_seqs, len(losses)
-            measured = {"loss": losses.sum()}
-            if self._task == "classes":
-                measured["accuracy"] = (scores.argmax(1) == targets).sum()
-            else:
-                measured["reward_mean"] = scores.sum()
-        measured["count"] = torch.full((), count, device=scores.device)
+        losses, sums = self._losses(scores, targets)
+        total = losses.sum() * self._documents / global_seqs
+        count = torch.full((), len(losses), device=scores.device)
+        measured = {"loss": losses.sum(), **sums, "count": count}
         return source.shared(total), {name: source.shared(value.detach().to(total)) for name, value in measured.items()}
 
-    def _pairs(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
-        """scores [documents] -> the sum of the losses, the pairs, and sums over these."""
-        chosen, rejected = scores.unflatten(0, (-1, 2)).unbind(1)  # [pairs] each
-        losses = -F.logsigmoid(chosen - rejected - targets[::2])
-        if coefficient := self.recipe.reward.center_rewards_coefficient:
-            losses = losses + coefficient * (chosen + rejected).square()
-        return (
-            losses.sum(),
-            len(losses),
-            {
-                "loss": losses.sum(),
-                "rewards_chosen": chosen.sum(),
-                "rewards_rejected": rejected.sum(),
-                "rewards_margin": (chosen - rejected).sum(),
-                "reward_mean": scores.sum() / 2,
-                "accuracy": (chosen > rejected).sum(),
-            },
-        )
-
-    def _losses(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """scores [documents, labels], targets [documents] -> [documents]"""
-        if self._task == "classes":
-            return F.cross_entropy(scores, targets.long(), reduction="none")
-        return (scores.squeeze(1) - targets.to(scores)).square()
-
-    @property
-    def _label_column(self) -> str:
-        label = self.spec.label(self.recipe)
-        assert label is not None
-        return label.column
+    def _losses(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """scores [documents, labels], targets [documents] -> losses [documents], and sums over them."""
+        if self.section.task == "classes":
+            accuracy = (scores.argmax(1) == targets).sum()
+            return F.cross_entropy(scores, targets.long(), reduction="none"), {"accuracy": accuracy}
+        return (scores.squeeze(1) - targets.to(scores)).square(), {"reward_mean": scores.sum()}
 
     def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         count = max(sums["count"], 1)
@@ -120,4 +159,33 @@ class RewardMethod(Method):
         return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.fields(sums).items()}}
 
 
-build = RewardMethod
+class RewardPairsMethod(RewardMethod):
+    """A head that rates a better and a worse answer: `reward.task` is pairs."""
+
+    kind = "pairs"
+    _documents = 2
+
+    def refuses(self, format: str) -> str | None:
+        if format not in ("auto", "preference", "tokenized"):
+            return "reward.task=pairs reads preferences; set it to preference, or reward.task=classes or numbers"
+        return None
+
+    def label(self) -> Label:
+        return Label("margin")
+
+    def _targets(self, value: float) -> tuple[float, ...]:
+        return value, 0.0
+
+    def _losses(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """scores [documents, 1], targets [documents] -> losses [pairs], and sums over them."""
+        chosen, rejected = scores.squeeze(1).unflatten(0, (-1, 2)).unbind(1)  # [pairs] each
+        losses = -F.logsigmoid(chosen - rejected - targets.to(scores)[::2])
+        if coefficient := self.section.center_rewards_coefficient:
+            losses = losses + coefficient * (chosen + rejected).square()
+        return losses, {
+            "rewards_chosen": chosen.sum(),
+            "rewards_rejected": rejected.sum(),
+            "rewards_margin": (chosen - rejected).sum(),
+            "reward_mean": scores.sum() / 2,
+            "accuracy": (chosen > rejected).sum(),
+        }

@@ -1,35 +1,77 @@
 """Supervised fine-tuning: the mean over the trained tokens of the global batch of a loss of their log-probability."""
 
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch
-from dtrain.losses.token import formulas as token_losses
-from dtrain.losses.token.options import LOSSES
+from dtrain.base.ranges import NUMBER, is_number, shown
+from dtrain.losses.head import weighted_sum
+from dtrain.losses.token.options import LOSSES, RANGES
 from dtrain.methods.method import Method
 from dtrain.policy.score import LogprobSource
-from dtrain.recipe.schema import Recipe
+from dtrain.recipe import key_aliases
+
+
+@dataclass
+class Sft:
+    """`sft`: read by method sft."""
+
+    loss: str = "nll"
+    """nll: −log p of each trained token. dft: that times p, as a constant (arXiv:2508.05629). The table is
+    dtrain/losses/token/options.py."""
+    label_smoothing: Annotated[float, (lambda v: is_number(v) and 0 <= v < 1, "from 0 to below 1")] = 0.0
+    """With nll: this share of a token's loss is the mean of −log p over the whole vocabulary, as in transformers. The
+    validation loss has it too."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More options of the loss."""
 
 
 class SftMethod(Method):
     """loss = Σ `sft.loss`(log p(label)) ÷ trained tokens, both over the whole global batch."""
 
-    def __init__(self, recipe: Recipe):
-        super().__init__(recipe)
-        section = recipe.sft
-        named = LOSSES[section.loss]
-        self._token_loss = partial(getattr(token_losses, named.function), **{**named.options, **section.kwargs})
-        self._smoothing = section.label_smoothing
+    Section = Sft
+    section: Sft
+    about = "supervised fine-tuning"
+    measures = ("token_accuracy",)
+    curves = MappingProxyType({**Method.curves, "token_accuracy": "token accuracy"})
+
+    def problems(self) -> list[str]:
+        """Check `sft.loss`, its options and label smoothing."""
+        section = self.section
+        if section.loss not in LOSSES:
+            return [f"sft.loss={section.loss} is no loss of tokens{key_aliases.hint('sft.loss', section.loss, LOSSES)}"]
+        named, errors = LOSSES[section.loss], []
+        for key, value in section.kwargs.items():
+            allowed, sentence = RANGES.get(key, NUMBER)
+            if key not in named.options:
+                errors.append(f"sft.kwargs.{key} is not read by {section.loss}; leave it out")
+            elif not allowed(value):
+                errors.append(f"sft.kwargs.{key}={shown(value)} must be {sentence}")
+        if section.label_smoothing and not named.smooths:
+            smoothing = [name for name, loss in LOSSES.items() if loss.smooths]
+            errors.append(
+                f"sft.label_smoothing={section.label_smoothing} has no meaning for sft.loss={section.loss}: leave it "
+                f"out, or set sft.loss={' or '.join(smoothing)}"
+            )
+        return errors
+
+    @cached_property
+    def _token_loss(self) -> partial[Tensor]:
+        named = LOSSES[self.section.loss]
+        return partial(getattr(weighted_sum, named.function), **{**named.options, **self.section.kwargs})
 
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Scalars: the share of the loss, and the sums of what the tokens lose, of trained tokens, and of those that
         are the likeliest."""
-        total, correct = source.token_loss_sums(self._token_loss, label_smoothing=self._smoothing)
+        total, correct = source.token_loss_sums(self._token_loss, label_smoothing=self.section.label_smoothing)
         trained = torch.full((), batch["label_index"].shape[0], device=total.device)
         return total / global_tokens, {"lost": total.detach(), "trained": trained, "correct": correct}
 
@@ -41,6 +83,3 @@ class SftMethod(Method):
         """Means over every trained token of the set: summed over all batches and ranks, and divided once."""
         count = max(sums["trained"], 1)
         return {"val_loss": sums["lost"] / count, "val_token_accuracy": sums["correct"] / count}
-
-
-build = SftMethod

@@ -4,12 +4,13 @@ Imports no torch: names that need it are imported on first use, and the file of 
 
 read_config                  config.json to a `ModelConfig`
 registry                     the families by architecture
-building                     from a `ModelConfig` to a model
+building                     from a `ModelConfig` to a model, and its starting values
 llama, qwen, qwen3_5, gemma3, gemma4, phi, olmo, smollm, granite, mistral, qwen_vl, gpt_oss
                              the families: class, tensor-parallel plan and reader of config.json of each
 common                       parts that the families share
 """
 
+from importlib import import_module
 from typing import Any
 
 from dtrain.models.common.config import ModelConfig, Rope
@@ -18,17 +19,14 @@ from dtrain.models.read_config import parse_config, read_config
 __all__ = ["ModelConfig", "Rope", "build", "from_pretrained", "init_weights", "parse_config", "read_config"]
 
 
+_HOMES = {
+    "build": "dtrain.models.building",
+    "init_weights": "dtrain.models.building",
+    "from_pretrained": "dtrain.checkpoint.huggingface.pretrained",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "build":
-        from dtrain.models.building import build
-
-        return build
-    if name == "from_pretrained":
-        from dtrain.checkpoint.huggingface.pretrained import from_pretrained
-
-        return from_pretrained
-    if name == "init_weights":
-        from dtrain.models.common.init import init_weights
-
-        return init_weights
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,15 +1,28 @@
-"""Models from their ModelConfig, on meta or a device."""
+"""Models from their ModelConfig, on meta or a device, and their starting values.
+
+These depend on the seed, the parameter's name and the logical position, never on the layout. Every element's number is
+that of its flat index in the whole parameter, in the sequence that seed and name key (`randomness`): any slice, on any
+rank, has the bits that one process would have.
+"""
+
+import math
+from fnmatch import fnmatchcase
 
 import torch
+from torch import Tensor
 
 from dtrain.attention.kernels import choose_kernel
+from dtrain.base.randomness import key, uniform
 from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.models.common.adapters import add_adapters
 from dtrain.models.common.config import SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.moe import share_routing
 from dtrain.models.registry import class_of
-from dtrain.parallel.placement import exact_modules
+from dtrain.parallel.placement import local_slices, local_tensor
+from dtrain.parallel.tensor import exact_modules
+
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.embed_tokens_per_layer.weight")
 
 
 def build(
@@ -25,7 +38,6 @@ def build(
     kernel: of attention, by name; UserError if it cannot do what this model needs. adapter: whose parameters it gets
     beside its own, for `checkpoint.adapter_files.read_adapter` to fill. No collective, no randomness.
     """
-
     device = torch.device(device)
     chosen = choose_kernel(
         kernel, device=device.type, window=SLIDING in config.layer_types, documents=True, cache=True, backward=True
@@ -49,3 +61,52 @@ def hold_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
     model.to(dtype)
     for module in exact_modules(model).values():
         module.to(torch.promote_types(dtype, torch.float32))
+
+
+@torch.no_grad()
+def init_weights(model: CausalLM, seed: int, only: str = "*") -> None:
+    """Fill every parameter by `model.initial`, with transformers' distributions: normal(0, initializer_range) for
+    matrices (zero in the padding token's embedding), ones or zeros for norms, zeros for biases, the logarithm of
+    uniform(0.01, 16) for the decay of linear attention. Parameters may be plain or DTensors; a rank draws what it
+    holds. Normals are drawn in float64, then rounded. only: a pattern of the parameters that are filled. No
+    collective."""
+    config = model.config
+    for name, parameter in model.named_parameters():
+        if not fnmatchcase(name, only):
+            continue
+        local = local_tensor(parameter)
+        kind = next(kind for pattern, kind in model.initial.items() if fnmatchcase(name, pattern))
+        if kind == "normal":
+            _fill_normal(local, parameter.shape, local_slices(parameter), key(seed, name), config.initializer_range)
+        elif kind == "decay":
+            (held,) = local_slices(parameter)
+            places = torch.arange(held.start, held.stop, device=local.device)
+            local.copy_(uniform(places, key(seed, name)).mul_(16 - 0.01).add_(0.01).log_())
+        else:
+            local.fill_(1.0 if kind == "ones" else 0.0)
+        if name in _EMBEDDINGS and config.pad_token_id is not None:
+            held = local_slices(parameter)[0]
+            row = config.pad_token_id % parameter.shape[0]
+            if held.start <= row < held.stop:
+                local[row - held.start] = 0.0
+    for buffer in model.buffers() if only == "*" else ():  # factors, which are not trained
+        buffer.fill_(1.0)
+
+
+def _fill_normal(local: Tensor, shape: torch.Size, held: tuple[slice, ...], key: int, std: float) -> None:
+    """`local` is the slice `held` of a parameter of `shape`. In chunks: on a CPU the arithmetic stays in its cache."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    inner = torch.zeros((), dtype=torch.int64, device=local.device)
+    for bounds, stride in zip(held[1:], strides[1:], strict=True):
+        inner = inner[..., None] + torch.arange(bounds.start, bounds.stop, device=local.device) * stride
+    rows = max(1, (2**15 if local.device.type == "cpu" else 2**22) // max(inner.numel(), 1))
+    for start in range(held[0].start, held[0].stop, rows):
+        end = min(start + rows, held[0].stop)
+        outer = torch.arange(start, end, device=local.device) * strides[0]
+        flat = outer.view(-1, *[1] * inner.dim()) + inner
+        local[start - held[0].start : end - held[0].start] = _normal(flat, key).mul_(std)
+
+
+def _normal(index: Tensor, key: int) -> Tensor:
+    """Standard normals [...] float64 of flat indices [...] int64: the inverse distribution function of a uniform."""
+    return torch.erfinv(uniform(index, key).mul_(2).sub_(1)).mul_(math.sqrt(2))

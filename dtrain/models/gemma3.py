@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
-from dtrain.models.common.decoder import DECODER_PLAN, Attention, Decoder, GatedMLP, Layer
+from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Decoder, GatedMLP, Layer
 from dtrain.models.common.functions import RMSNorm, rms_norm
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base, read_ropes_by_kind
@@ -39,20 +39,24 @@ class Gemma3RMSNorm(RMSNorm):
         return rms_norm(x.to(wide), 1.0 + self.local("weight").to(wide), self.eps).to(x.dtype)
 
 
+class Gemma3Attention(Attention):
+    qk_norm = Gemma3RMSNorm
+
+
 class Gemma3Layer(Layer):
     """Decoder layer with each residual branch between two norms."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config, index, qk_norm=Gemma3RMSNorm)
+        self.self_attn = Gemma3Attention(config, index)
         self.mlp = GatedMLP(config)
         self.input_layernorm = Gemma3RMSNorm(size, eps)
         self.post_attention_layernorm = Gemma3RMSNorm(size, eps)
         self.pre_feedforward_layernorm = Gemma3RMSNorm(size, eps)
         self.post_feedforward_layernorm = Gemma3RMSNorm(size, eps)
 
-    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    def after(self, hidden: Tensor, attended: Tensor, *real: Tensor) -> Tensor:
         """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
         del attended  # the MLP needs its memory
@@ -65,11 +69,11 @@ class Gemma3ForCausalLM(TextTower):
     carried = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
     plan = {
         **DECODER_PLAN,
-        "model.layers.*.self_attn.q_norm": "head_norm",
-        "model.layers.*.self_attn.k_norm": "head_norm",
+        **QK_NORMS,
         "model.layers.*.pre_feedforward_layernorm": "sequence",
         "model.layers.*.post_feedforward_layernorm": "sequence",
     }
+    is_tied = True
     initial = {"*norm.weight": "zeros", "*.bias": "zeros", "*": "normal"}
 
     def __init__(self, config: ModelConfig):
@@ -83,9 +87,8 @@ class Gemma3ForCausalLM(TextTower):
         fields.must_be_off("attn_logit_softcapping", "capping attention logits is not implemented")
         if fields.get("hidden_act") is not None:
             fields.problem("hidden_act: Gemma3 reads hidden_activation")
-        common = fields.common(cls.__name__, activation=("hidden_activation", None), pad=0, tie=True)
+        common = fields.common(cls.__name__, activation=("hidden_activation", None), pad=0, tie=True, bias=False)
         common["attention_scale"] = fields.number("query_pre_attn_scalar", 256) ** -0.5
-        common |= fields.biases()
         count = common["num_hidden_layers"]
         spellings = ("sliding_window_pattern", "_sliding_window_pattern")
         pattern = next(filter(None, [fields.optional_integer(key) for key in spellings]), 6)
@@ -104,9 +107,3 @@ class Gemma3ForCausalLM(TextTower):
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
     """The text tower: `text_config` describes it, the rest of the file images and tokens."""
-
-    @classmethod
-    def read(cls, fields: ModelFields) -> ModelConfig:
-        fields.known("vision_config", "mm_tokens_per_image", "initializer_range", "audio_config")
-        fields.known("boi_token_index", "eoi_token_index", "image_token_index")
-        return fields.text_tower(cls.__name__, super().read, tie=True)

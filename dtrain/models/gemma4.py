@@ -18,22 +18,21 @@ from dtrain.models.common.config import FULL, SLIDING, Experts, KeyHeads, ModelC
 from dtrain.models.common.config_fields import Fields, shown
 from dtrain.models.common.decoder import (
     DECODER_PLAN,
+    QK_NORMS,
     Attention,
     Decoder,
     GatedMLP,
     Handed,
     Layer,
     Linear,
-    RMSNorm,
     Rotary,
-    plan_of,
-    rounded,
 )
-from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm, rotate
+from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm, rotate, rounded
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import Choose, Router, SparseMLP
 from dtrain.models.common.rope_config import KINDS, rope_of
 from dtrain.models.common.tower import TextTower
+from dtrain.models.olmo import OlmoRMSNorm
 from dtrain.parallel.tensor import VocabEmbedding
 
 Keys = tuple[Tensor, Tensor]  # of one layer, as the kernel gathers them
@@ -53,21 +52,14 @@ _DEFAULTS = {
 }
 
 
-class Gemma4RMSNorm(RMSNorm):
-    """weight · norm(x), all in max(float32, x's dtype), rounded once at the end."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size], in x's dtype."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return rms_norm(x.to(wide), self.local("weight").to(wide), self.eps).to(x.dtype)
-
-
 class Gemma4Attention(Attention):
     """Attention of a layer with keys and values of its own, or over those of layer `source`. hands_on: whether later
     layers read this one's."""
 
+    qk_norm = OlmoRMSNorm
+
     def __init__(self, config: ModelConfig, index: int):
-        super().__init__(config, index, qk_norm=Gemma4RMSNorm)
+        super().__init__(config, index)
         self.source, self.eps = config.key_sources[index], config.rms_norm_eps
         self.hands_on = self.source == index and index in config.key_sources[index + 1 :]
         self.tied = config.heads_of(config.layer_types[index]).tied
@@ -119,7 +111,6 @@ class Gemma4Router(Router):
         self.eps = config.rms_norm_eps
 
     def logits(self, x: Tensor) -> Tensor:
-        """Override `Router.logits`: x [T, D] -> [T, E]"""
         return cast(Tensor, self.proj(x))
 
     def routed(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,14 +127,12 @@ class Gemma4Experts(SparseMLP):
         super().__init__(config, sizes)
         del self.gate
         self.router = Gemma4Router(config, sizes)
-        self.pre_feedforward_layernorm_2 = Gemma4RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_feedforward_layernorm_2 = OlmoRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def route(self, x: Tensor, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
-        """Override `SparseMLP.route`: x [T, D] -> [T, k], [T, k], [T, E]"""
         return cast(tuple[Tensor, Tensor, Tensor], self.router(x, choose))
 
     def seen(self, x: Tensor) -> Tensor:
-        """Override `SparseMLP.seen`, [T, D]"""
         return cast(Tensor, self.pre_feedforward_layernorm_2(x))
 
 
@@ -160,23 +149,25 @@ class Gemma4Layer(Layer):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = Gemma4Attention(config, index)
         self.mlp = GatedMLP(config, config.inner_size(index))
-        self.input_layernorm = Gemma4RMSNorm(size, eps)
-        self.post_attention_layernorm = Gemma4RMSNorm(size, eps)
-        self.pre_feedforward_layernorm = Gemma4RMSNorm(size, eps)
-        self.post_feedforward_layernorm = Gemma4RMSNorm(size, eps)
+        self.input_layernorm = OlmoRMSNorm(size, eps)
+        self.post_attention_layernorm = OlmoRMSNorm(size, eps)
+        self.pre_feedforward_layernorm = OlmoRMSNorm(size, eps)
+        self.post_feedforward_layernorm = OlmoRMSNorm(size, eps)
         self.register_buffer("layer_scalar", torch.empty(1))
         self.is_sparse = config.is_sparse(index)
         if self.is_sparse and config.experts is not None:
             self.sparse = Gemma4Experts(config, config.experts)
-            self.post_feedforward_layernorm_1 = Gemma4RMSNorm(size, eps)
-            self.post_feedforward_layernorm_2 = Gemma4RMSNorm(size, eps)
+            self.post_feedforward_layernorm_1 = OlmoRMSNorm(size, eps)
+            self.post_feedforward_layernorm_2 = OlmoRMSNorm(size, eps)
         if config.per_layer is not None:
             self.activation = ACTIVATIONS[config.hidden_act]
             self.per_layer_input_gate = Linear(size, config.per_layer.size, bias=False)
             self.per_layer_projection = Linear(config.per_layer.size, size, bias=False)
-            self.post_per_layer_input_norm = Gemma4RMSNorm(size, eps)
+            self.post_per_layer_input_norm = OlmoRMSNorm(size, eps)
 
-    def after(self, hidden: Tensor, attended: Tensor, own: Tensor | None = None, real: Tensor | None = None) -> Tensor:
+    def after(  # type: ignore[override]  # it takes its own embeddings before what sparse layers take
+        self, hidden: Tensor, attended: Tensor, own: Tensor | None = None, real: Tensor | None = None
+    ) -> Tensor:
         """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]; own: the layer's embeddings
         [B, S, P]; real: as `SparseMLP` takes it"""
         hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
@@ -221,12 +212,12 @@ class Gemma4Decoder(Decoder):
     """A decoder whose layers hand on keys and values, and have embeddings of their own."""
 
     def __init__(self, config: ModelConfig):
-        super().__init__(config, Gemma4Layer, Gemma4RMSNorm, embed_scale=config.hidden_size**0.5)
+        super().__init__(config, Gemma4Layer, OlmoRMSNorm, embed_scale=config.hidden_size**0.5)
         if config.per_layer is not None:
             width = config.num_hidden_layers * config.per_layer.size
             self.embed_tokens_per_layer = PerLayerEmbedding(config.per_layer.vocab, width, config.pad_token_id)
             self.per_layer_model_projection = Linear(config.hidden_size, width, bias=False)
-            self.per_layer_projection_norm = Gemma4RMSNorm(config.per_layer.size, config.rms_norm_eps)
+            self.per_layer_projection_norm = OlmoRMSNorm(config.per_layer.size, config.rms_norm_eps)
 
     def through(self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool) -> Tensor:
         """Override `Decoder.through`: [B, S, D] -> [B, S, D]"""
@@ -255,34 +246,34 @@ class Gemma4Decoder(Decoder):
 
 class Gemma4ForCausalLM(TextTower):
     tower_names = ("model.language_model.",)
+    is_tied = True
     initial = {"*norm_[12].weight": "ones", "*scale": "ones", **TextTower.initial}
     carried = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
 
+    plan = {
+        **DECODER_PLAN,
+        "model.embed_tokens_per_layer": "vocab_embedding",
+        "model.per_layer_model_projection": "sequence",
+        "model.per_layer_projection_norm": "sequence",
+        **QK_NORMS,
+        "model.layers.*.pre_feedforward_layernorm": "sequence",
+        "model.layers.*.post_feedforward_layernorm": "sequence",
+        "model.layers.*.post_feedforward_layernorm_1": "sequence",
+        "model.layers.*.post_feedforward_layernorm_2": "sequence",
+        "model.layers.*.sparse": "block",
+        "model.layers.*.sparse.router": "router",
+        "model.layers.*.sparse.router.proj": "router",
+        "model.layers.*.sparse.pre_feedforward_layernorm_2": "router",
+        "model.layers.*.sparse.experts.gate_proj": "expert_colwise",
+        "model.layers.*.sparse.experts.up_proj": "expert_colwise",
+        "model.layers.*.sparse.experts.down_proj": "expert_rowwise",
+        "model.layers.*.per_layer_input_gate": "sequence",
+        "model.layers.*.per_layer_projection": "sequence",
+        "model.layers.*.post_per_layer_input_norm": "sequence",
+    }
+
     def __init__(self, config: ModelConfig):
         super().__init__(config, Gemma4Decoder(config))
-        plan = {
-            **DECODER_PLAN,
-            "model.embed_tokens_per_layer": "vocab_embedding",
-            "model.per_layer_model_projection": "sequence",
-            "model.per_layer_projection_norm": "sequence",
-            "model.layers.*.self_attn.q_norm": "head_norm",
-            "model.layers.*.self_attn.k_norm": "head_norm",
-            "model.layers.*.pre_feedforward_layernorm": "sequence",
-            "model.layers.*.post_feedforward_layernorm": "sequence",
-            "model.layers.*.post_feedforward_layernorm_1": "sequence",
-            "model.layers.*.post_feedforward_layernorm_2": "sequence",
-            "model.layers.*.sparse": "block",
-            "model.layers.*.sparse.router": "router",
-            "model.layers.*.sparse.router.proj": "router",
-            "model.layers.*.sparse.pre_feedforward_layernorm_2": "router",
-            "model.layers.*.sparse.experts.gate_proj": "expert_colwise",
-            "model.layers.*.sparse.experts.up_proj": "expert_colwise",
-            "model.layers.*.sparse.experts.down_proj": "expert_rowwise",
-            "model.layers.*.per_layer_input_gate": "sequence",
-            "model.layers.*.per_layer_projection": "sequence",
-            "model.layers.*.post_per_layer_input_norm": "sequence",
-        }
-        self.plan = plan_of(self, plan)
 
     def text_name(self, name: str) -> str:
         return name.replace(".sparse.", ".")
@@ -301,9 +292,9 @@ class Gemma4ForCausalLM(TextTower):
         fields.known("num_experts", "top_k_experts", "moe_intermediate_size")  # of experts, which may be off
         if fields.get("use_bidirectional_attention") == "vision":  # among an image's tokens; text is causal
             fields = fields.without("use_bidirectional_attention")
-        common = fields.common(cls.__name__, activation=("hidden_activation", None), head_dim=256, pad=0, tie=True)
+        own: dict[str, Any] = {"activation": ("hidden_activation", None), "head_dim": 256, "bias": False}
+        common = fields.common(cls.__name__, pad=0, tie=True, **own)
         common["attention_scale"] = 1.0  # q and k are normed, and their weights trained to it
-        common |= fields.biases()
         count = common["num_hidden_layers"]
         types = fields.layer_types(count, [SLIDING if (index + 1) % 6 else FULL for index in range(count)])
         types = (*types[:-1], FULL)  # as transformers has it, whatever is written
@@ -342,12 +333,7 @@ class Gemma4ForCausalLM(TextTower):
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    @classmethod
-    def read(cls, fields: ModelFields) -> ModelConfig:
-        fields.known("vision_config", "audio_config", "initializer_range", "vision_soft_tokens_per_image")
-        fields.known("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")
-        fields.known("image_token_id", "video_token_id", "audio_token_id")
-        return fields.text_tower(cls.__name__, super().read, tie=True)
+    """The text tower, described by `text_config`."""
 
 
 def _read_heads(fields: ModelFields, types: tuple[str, ...], common: Mapping[str, Any]) -> dict[str, KeyHeads]:
@@ -361,9 +347,8 @@ def _read_heads(fields: ModelFields, types: tuple[str, ...], common: Mapping[str
     written = fields.get("per_layer_config")
     if written is None:
         written = {str(index): own for index, kind in enumerate(types) if kind == FULL}
-    problem = (
-        f"per_layer_config {shown(written)}: must give head_dim and num_key_value_heads, alike in layers of a type"
-    )
+    words = "must give head_dim and num_key_value_heads, alike in layers of a type"
+    problem = f"per_layer_config {shown(written)}: {words}"
     heads: dict[str, KeyHeads] = {}
     for index, kind in enumerate(types):
         values = written.get(str(index), {}) if isinstance(written, dict) else None
@@ -378,9 +363,9 @@ def _read_heads(fields: ModelFields, types: tuple[str, ...], common: Mapping[str
         )
         if heads.setdefault(kind, key_heads) != key_heads:
             fields.problem(problem)
+    queries = common["num_attention_heads"]
     for kind, key_heads in heads.items():
-        if common["num_attention_heads"] % key_heads.count:
-            queries = common["num_attention_heads"]
+        if queries % key_heads.count:
             fields.problem(
                 f"num_attention_heads {queries} is not a multiple of the {key_heads.count} KV heads of {kind}"
             )

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
 from dtrain.models.common.config_fields import shown
-from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, plan_of
+from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.olmo import OlmoRMSNorm
-from dtrain.parallel.placement import LocalParameters
+from dtrain.parallel.tensor import LocalParameters
 
 _DEFAULTS = {
     "vocab_size": 201_088,
@@ -59,20 +59,16 @@ class GptOssAttention(Attention):
 class GptOssLayer(SparseLayer):
     """A sparse layer whose attention has sinks, and whose norms are rounded once."""
 
-    def __init__(self, config: ModelConfig, index: int):
-        super().__init__(config, index, norm=OlmoRMSNorm)
-
-    def add_mixer(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None) -> None:
-        """Give the layer its attention."""
-        self.self_attn = GptOssAttention(config, index)
+    attention = GptOssAttention
+    norm = OlmoRMSNorm
 
 
 class GptOssForCausalLM(CausalLM):
     initial = {"*.mlp.gate.bias": "normal", **CausalLM.initial}
+    plan = DECODER_PLAN | SPARSE_PLAN | {"model.layers.*.self_attn.scores": "heads"}
 
     def __init__(self, config: ModelConfig):
         super().__init__(config, Decoder(config, GptOssLayer, OlmoRMSNorm))
-        self.plan = plan_of(self, {**DECODER_PLAN, **SPARSE_PLAN, "model.layers.*.self_attn.scores": "heads"})
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
@@ -81,10 +77,9 @@ class GptOssForCausalLM(CausalLM):
         fields = fields.over(_DEFAULTS)
         if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
             fields = fields.over({"rope_parameters": _ROPE})
-        common = fields.common(cls.__name__, kv_heads=8, head_dim=64)
+        common = fields.common(cls.__name__, kv_heads=8, head_dim=64, bias=True)
         if common["hidden_act"] != "silu":
             fields.problem(f"hidden_act {shown(fields.get('hidden_act'))}: only 'silu' is implemented")
-        common |= fields.biases(True)
         count = common["num_hidden_layers"]
         types = fields.layer_types(count, [FULL if index % 2 else SLIDING for index in range(count)])
         window = fields.optional_integer("sliding_window", None if "sliding_window" in fields else 128)
@@ -96,14 +91,8 @@ class GptOssForCausalLM(CausalLM):
         experts = fields.experts(128, 4, inner, True, layers, stacked=True, biased=True, turned=True, clamp=gate)
         if experts is None:
             fields.problem("num_local_experts 0: in this architecture every MLP is a mixture")
-        return fields.with_one_rope(
-            **common,
-            layer_types=types,
-            sliding_window=fields.used_window(types, window),
-            has_sinks=True,
-            experts=experts,
-            unnamed=("scores",),
-        )
+        common |= {"layer_types": types, "sliding_window": fields.used_window(types, window), "experts": experts}
+        return fields.with_one_rope(**common, has_sinks=True, unnamed=("scores",))
 
     def checkpoint_names(self, name: str) -> list[str]:
         return [name.replace(".mlp.gate.", ".mlp.router.")]

@@ -22,11 +22,15 @@ class GraniteLayer(PreNormLayer):
         super().__init__(config, index)
         self.multiplier = config.residual_multiplier
 
-    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    def after(self, hidden: Tensor, attended: Tensor, *real: Tensor) -> Tensor:
         """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.self_attn.o_proj(attended) * self.multiplier
         del attended  # the MLP needs its memory
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)) * self.multiplier
+        return hidden + self.mixed(self.post_attention_layernorm(hidden)) * self.multiplier
+
+    def mixed(self, normed: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]"""
+        return self.mlp(normed)
 
 
 class GraniteDecoder(Decoder):
@@ -50,11 +54,10 @@ class GraniteForCausalLM(CausalLM):
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
         fields = fields.over({"bos_token_id": 1, "eos_token_id": 2})
-        common = fields.common(cls.__name__)
+        common = fields.common(cls.__name__, bias=False)
         if "attention_multiplier" in fields and fields.get("attention_multiplier") is None:
             fields.problem("attention_multiplier null: must be a number; a file without it has 1.0")
         common["attention_scale"] = fields.number("attention_multiplier", 1.0)
-        common |= fields.biases() | fields.layers_alike(common["num_hidden_layers"])
         return fields.with_one_rope(
             **common,
             mlp_bias=fields.flag("mlp_bias", False),
@@ -86,11 +89,9 @@ class GraniteMoeHybridLayer(GraniteLayer):
         del self.mlp
         self.shared_mlp = SharedMLP(config)
 
-    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
-        hidden = hidden + self.self_attn.o_proj(attended) * self.multiplier
-        del attended  # the MLP needs its memory
-        return hidden + self.shared_mlp(self.post_attention_layernorm(hidden)) * self.multiplier
+    def mixed(self, normed: Tensor) -> Tensor:
+        """Override `GraniteLayer.mixed`: [B, S, D] -> [B, S, D]"""
+        return self.shared_mlp(normed)
 
 
 _DENSE = "only Granite 4's dense models are read, such as ibm-granite/granite-4.0-micro"

@@ -6,16 +6,12 @@ is `DECODER_PLAN` of common/decoder.py.
 """
 
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import CausalLM, Decoder, PreNormLayer
+from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.model_fields import ModelFields
 
 
 class LlamaForCausalLM(CausalLM):
-    def __init__(self, config: ModelConfig):
-        super().__init__(config, Decoder(config, PreNormLayer))
-
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        common = fields.common(cls.__name__)
-        common |= fields.biases() | fields.layers_alike(common["num_hidden_layers"])
+        common = fields.common(cls.__name__, bias=False)
         return fields.with_one_rope(**common, mlp_bias=fields.flag("mlp_bias", False))

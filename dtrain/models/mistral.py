@@ -7,10 +7,10 @@ is a mixture of experts.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtrain.models.common.config import ModelConfig, Rope
-from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, PreNormLayer, Rotary, plan_of
+from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, PreNormLayer, Rotary
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.common.tower import TextTower
@@ -20,9 +20,7 @@ from dtrain.models.llama import LlamaForCausalLM
 class MistralForCausalLM(LlamaForCausalLM):
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        common = fields.common(cls.__name__, kv_heads=8)
-        window = fields.window()
-        return fields.with_one_rope(**common, **fields.layers_alike(common["num_hidden_layers"], window))
+        return fields.with_one_rope(**fields.common(cls.__name__, kv_heads=8), sliding_window=fields.window())
 
 
 class ScaledAttention(Attention):
@@ -36,13 +34,7 @@ class ScaledAttention(Attention):
 
 
 class ScaledLayer(PreNormLayer):
-    def add_mixer(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None) -> None:
-        """Give the layer its attention."""
-        self.self_attn = ScaledAttention(config, index)
-
-    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-        """Override `Layer.before`; more: the queries' scale [B or 1, S, 1, 1]"""
-        return self.mixer.project(self.input_layernorm(hidden), (cos, sin, *more))
+    attention = ScaledAttention
 
 
 class ScaledDecoder(Decoder):
@@ -89,16 +81,14 @@ class Ministral3ForCausalLM(TextTower):
 
     def __init__(self, config: ModelConfig):
         is_scaled = any(rope.query_beta for rope in config.ropes.values())
-        decoder = ScaledDecoder(config, ScaledLayer) if is_scaled else Decoder(config, PreNormLayer)
-        super().__init__(config, decoder)
+        super().__init__(config, ScaledDecoder(config, ScaledLayer) if is_scaled else None)
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
         fields = fields.over(_MINISTRAL3_DEFAULTS)
         common = fields.common(cls.__name__, kv_heads=8, head_dim=128, pad=11)
         window = fields.optional_integer("sliding_window")
-        common |= fields.layers_alike(common["num_hidden_layers"], window)
-        return fields.with_one_rope(scales_queries=True, **common)
+        return fields.with_one_rope(scales_queries=True, **common, sliding_window=window)
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
@@ -107,11 +97,8 @@ class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        fields.known("vision_config", "image_token_index", "projector_hidden_act", "vision_feature_layer")
-        fields.known("multimodal_projector_bias", "spatial_merge_size")
-        text = fields.get("text_config")
-        is_scaled = isinstance(text, dict) and text.get("model_type") == "ministral3"
-        return fields.text_tower(cls.__name__, super().read if is_scaled else MistralForCausalLM.read)
+        is_scaled = fields.get("model_type") == "ministral3"
+        return super().read(fields) if is_scaled else MistralForCausalLM.read(fields)
 
 
 # What Mixtral's files call an expert's matrices.
@@ -119,20 +106,18 @@ _MIXTRAL = {"gate_proj.weight": "w1.weight", "down_proj.weight": "w2.weight", "u
 
 
 class MixtralForCausalLM(CausalLM):
-    def __init__(self, config: ModelConfig):
-        super().__init__(config, Decoder(config, SparseLayer))
-        self.plan = plan_of(self, {**DECODER_PLAN, **SPARSE_PLAN})
+    plan = DECODER_PLAN | SPARSE_PLAN
+    layer = SparseLayer
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
         defaults = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 1_000_000.0}
         fields = fields.over(defaults)
         common = fields.common(cls.__name__, kv_heads=8)
-        window, count = fields.optional_integer("sliding_window"), common["num_hidden_layers"]
-        common |= fields.layers_alike(count, window)
+        window, layers = fields.optional_integer("sliding_window"), tuple(range(common["num_hidden_layers"]))
         fields.must_be_off("router_jitter_noise", "noise on what is routed is not implemented; set it to 0.0")
-        experts = fields.experts(8, 2, common["intermediate_size"], True, tuple(range(count)))
-        return fields.with_one_rope(**common, experts=experts)
+        experts = fields.experts(8, 2, common["intermediate_size"], True, layers)
+        return fields.with_one_rope(**common, sliding_window=window, experts=experts)
 
     def checkpoint_names(self, name: str) -> list[str]:
         before, of_mlp, after = name.partition(".mlp.")

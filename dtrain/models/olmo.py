@@ -70,11 +70,11 @@ class OlmoLayer(Layer):
         self.post_attention_layernorm = OlmoRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = OlmoRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def before(self, hidden: Tensor, *rotary: Tensor) -> tuple[Tensor, ...]:
         """Override `Layer.before`, without a norm: hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
-        return self.self_attn.project(hidden, (cos, sin))
+        return self.self_attn.project(hidden, rotary)
 
-    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    def after(self, hidden: Tensor, attended: Tensor, *real: Tensor) -> Tensor:
         """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
         del attended  # the MLP needs its memory
@@ -96,9 +96,7 @@ class Olmo2ForCausalLM(CausalLM):
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
         fields = fields.over(_DEFAULTS)
-        common = fields.common(cls.__name__, pad=1)
-        common |= fields.biases()
-        return fields.with_one_rope(**common, **fields.layers_alike(common["num_hidden_layers"]))
+        return fields.with_one_rope(**fields.common(cls.__name__, pad=1, bias=False))
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
@@ -106,8 +104,7 @@ class Olmo3ForCausalLM(Olmo2ForCausalLM):
     def read(cls, fields: ModelFields) -> ModelConfig:
         """Override `CausalLM.read`: rotary scaling belongs to the full layers, and both kinds have one base."""
         fields = fields.over(_DEFAULTS)
-        common = fields.common(cls.__name__, pad=1)
-        common |= fields.biases()
+        common = fields.common(cls.__name__, pad=1, bias=False)
         count = common["num_hidden_layers"]
         types = fields.layer_types(count, [SLIDING if (index + 1) % 4 else FULL for index in range(count)])
         theta = read_base(fields, "rope_theta", 500_000.0)

@@ -6,7 +6,7 @@ The files join q, k and v, and gate and up, which the model holds apart (`ModelC
 from dataclasses import replace
 
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
-from dtrain.models.common.decoder import CausalLM, Decoder, PreNormLayer
+from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.model_fields import ModelFields
 
 _DEFAULTS = {
@@ -18,20 +18,18 @@ _DEFAULTS = {
 
 
 class Phi3ForCausalLM(CausalLM):
-    def __init__(self, config: ModelConfig):
-        super().__init__(config, Decoder(config, PreNormLayer))
-
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
         fields = fields.over(_DEFAULTS)
         common = fields.common(cls.__name__, pad=32_000)
-        window, count = fields.optional_integer("sliding_window"), common["num_hidden_layers"]
-        common |= fields.layers_alike(count, window)
+        window = fields.optional_integer("sliding_window")
         fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
         for key in ("full_attn_mod", "interpolate_factor"):  # of the code beside the first files; 1 is off
             if fields.integer(key, 1) != 1:
                 fields.problem(f"{key} {fields.get(key)}: only 1 is implemented")
-        config = fields.with_one_rope(1.0, kinds=("default", "longrope"), **common, fused=fused)
+        kinds = ("default", "longrope")
+        config = fields.with_one_rope(1.0, kinds=kinds, **common, sliding_window=window, fused=fused)
         if window is None or config.most_positions is None or window < config.most_positions:
             return config
-        return replace(config, layer_types=(FULL,) * count, sliding_window=None, ropes={FULL: config.ropes[SLIDING]})
+        types = (FULL,) * config.num_hidden_layers
+        return replace(config, layer_types=types, sliding_window=None, ropes={FULL: config.ropes[SLIDING]})

@@ -3,21 +3,17 @@
 Llama's layer; Qwen2 with biases on q, k and v, Qwen3 without them and with an RMSNorm over each head of q and k.
 """
 
-from functools import partial
 from typing import Any
 
 from dtrain.models.common.config import FULL, SLIDING, Experts, ModelConfig
 from dtrain.models.common.config_fields import shown
-from dtrain.models.common.decoder import DECODER_PLAN, CausalLM, Decoder, PreNormLayer, plan_of
+from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, CausalLM, PreNormLayer
 from dtrain.models.common.functions import RMSNorm
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 
 
 class Qwen2ForCausalLM(CausalLM):
-    def __init__(self, config: ModelConfig):
-        super().__init__(config, Decoder(config, PreNormLayer))
-
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
         if fields.get("attention_bias") is False:
@@ -27,35 +23,35 @@ class Qwen2ForCausalLM(CausalLM):
         return fields.with_one_rope(**common, **layers, qkv_bias=True)
 
 
-class Qwen3ForCausalLM(CausalLM):
-    plan = {
-        **DECODER_PLAN,
-        "model.layers.*.self_attn.q_norm": "head_norm",
-        "model.layers.*.self_attn.k_norm": "head_norm",
-    }
+class Qwen3Attention(Attention):
+    qk_norm = RMSNorm
 
-    def __init__(self, config: ModelConfig):
-        super().__init__(config, Decoder(config, partial(PreNormLayer, qk_norm=RMSNorm)))
+
+class Qwen3Layer(PreNormLayer):
+    attention = Qwen3Attention
+
+
+class Qwen3SparseLayer(SparseLayer):
+    attention = Qwen3Attention
+
+
+class Qwen3ForCausalLM(CausalLM):
+    plan = DECODER_PLAN | QK_NORMS
+    layer = Qwen3Layer
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        common = fields.common(cls.__name__, kv_heads=32, head_dim=128)
-        common |= fields.biases()
+        common = fields.common(cls.__name__, kv_heads=32, head_dim=128, bias=False)
         return fields.with_one_rope(**common, **_read_layers(fields, common["num_hidden_layers"]))
 
 
 class Qwen3MoeForCausalLM(CausalLM):
-    def __init__(self, config: ModelConfig):
-        def layer(config: ModelConfig, index: int) -> PreNormLayer:
-            return (SparseLayer if config.is_sparse(index) else PreNormLayer)(config, index, qk_norm=RMSNorm)
-
-        super().__init__(config, Decoder(config, layer))
-        self.plan = plan_of(self, {**Qwen3ForCausalLM.plan, **SPARSE_PLAN})
+    plan = DECODER_PLAN | QK_NORMS | SPARSE_PLAN
+    layer = Qwen3SparseLayer
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        common = fields.common(cls.__name__, kv_heads=4)
-        common |= fields.biases()
+        common = fields.common(cls.__name__, kv_heads=4, bias=False)
         count = common["num_hidden_layers"]
         layers = _read_layers(fields, count, moe=True)
         return fields.with_one_rope(**common, **layers, experts=_read_experts(fields, count))

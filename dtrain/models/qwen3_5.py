@@ -6,7 +6,6 @@ norms multiply by 1 + weight, and a part of each head is rotated. What the files
 model holds apart (`ModelConfig.fused`). `attention.linear` has the arithmetic of linear attention.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,24 +20,22 @@ from dtrain.models.common.config import FULL, LINEAR, LinearAttention, ModelConf
 from dtrain.models.common.config_fields import shown
 from dtrain.models.common.decoder import (
     DECODER_PLAN,
+    QK_NORMS,
     Attention,
     Decoder,
     Handed,
     Linear,
     Mixer,
     PreNormLayer,
-    RMSNorm,
     Rotary,
-    plan_of,
 )
-from dtrain.models.common.functions import rms_norm
+from dtrain.models.common.functions import RMSNorm, rms_norm
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.common.rope_config import read_rope
 from dtrain.models.common.tower import TextTower
 from dtrain.models.gemma3 import Gemma3RMSNorm
-from dtrain.models.qwen_vl import IMAGES
-from dtrain.parallel.placement import LocalParameters
+from dtrain.parallel.tensor import LocalParameters
 
 # What published checkpoints may leave out.
 _DEFAULTS = {
@@ -57,8 +54,10 @@ _MOE_DEFAULTS |= {"shared_expert_intermediate_size": 512}
 class GatedAttention(Attention):
     """Attention whose output is multiplied by the sigmoid of a gate; q_proj gives, head by head, queries and gate."""
 
+    qk_norm = Gemma3RMSNorm
+
     def __init__(self, config: ModelConfig, index: int):
-        super().__init__(config, index, qk_norm=Gemma3RMSNorm)
+        super().__init__(config, index)
         query = config.num_attention_heads * config.head_dim
         self.q_proj = Linear(config.hidden_size, 2 * query, bias=config.qkv_bias)
 
@@ -190,13 +189,10 @@ class Qwen3_5Layer(PreNormLayer):
     """`linear_attn` or `self_attn`, as the layer's type says."""
 
     linear_attn: GatedDeltaNet
+    norm = Gemma3RMSNorm
 
-    def __init__(self, config: ModelConfig, index: int):
+    def add_mixer(self, config: ModelConfig, index: int) -> None:
         self.is_linear = config.layer_types[index] == LINEAR
-        super().__init__(config, index, norm=Gemma3RMSNorm)
-
-    def add_mixer(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None) -> None:
-        """Give the layer its mixer."""
         if self.is_linear:
             self.linear_attn = GatedDeltaNet(config, index)
         else:
@@ -247,22 +243,21 @@ class Qwen3_5ForCausalLM(TextTower):
         "*": "normal",
     }
 
+    plan = {
+        **DECODER_PLAN,
+        **SPARSE_PLAN,
+        "model.layers.*.linear_attn": "block",
+        "model.layers.*.linear_attn.in_proj_*": "colwise",
+        "model.layers.*.linear_attn.conv1d_*": "heads",
+        "model.layers.*.linear_attn.decay": "heads",
+        "model.layers.*.linear_attn.norm": "head_norm",
+        "model.layers.*.linear_attn.out_proj": "rowwise",
+        **QK_NORMS,
+    }
+
     def __init__(self, config: ModelConfig):
         layer = Qwen3_5Layer if config.experts is None else Qwen3_5MoeLayer
         super().__init__(config, Qwen3_5Decoder(config, layer, Gemma3RMSNorm))
-        plan = {
-            **DECODER_PLAN,
-            **SPARSE_PLAN,
-            "model.layers.*.linear_attn": "block",
-            "model.layers.*.linear_attn.in_proj_*": "colwise",
-            "model.layers.*.linear_attn.conv1d_*": "heads",
-            "model.layers.*.linear_attn.decay": "heads",
-            "model.layers.*.linear_attn.norm": "head_norm",
-            "model.layers.*.linear_attn.out_proj": "rowwise",
-            "model.layers.*.self_attn.q_norm": "head_norm",
-            "model.layers.*.self_attn.k_norm": "head_norm",
-        }
-        self.plan = plan_of(self, plan)
 
     @property
     def carried_checkpoint_names(self) -> tuple[str, ...]:
@@ -276,10 +271,9 @@ class Qwen3_5ForCausalLM(TextTower):
         for key, value in (("attn_output_gate", True), ("mamba_ssm_dtype", "float32"), ("output_gate_type", "swish")):
             if fields.get(key) not in (None, value):
                 fields.problem(f"{key} {shown(fields.get(key))}: only {shown(value)} is implemented")
-        common = fields.common(cls.__name__, kv_heads=cls.default_kv_heads, head_dim=256)
+        common = fields.common(cls.__name__, kv_heads=cls.default_kv_heads, head_dim=256, bias=False)
         if common["hidden_act"] != "silu":  # it would be the convolution's too
             fields.problem(f"hidden_act {shown(fields.get('hidden_act'))}: only 'silu' is implemented")
-        common |= fields.biases()
         count, interval = common["num_hidden_layers"], fields.integer("full_attention_interval", 4)
         default = [LINEAR if (index + 1) % interval else FULL for index in range(count)]
         types = fields.layer_types(count, default, kinds=(FULL, LINEAR))
@@ -328,17 +322,8 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    @classmethod
-    def read(cls, fields: ModelFields) -> ModelConfig:
-        return _read_multimodal(cls.__name__, fields, super().read)
+    """The text tower, described by `text_config`."""
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
-    @classmethod
-    def read(cls, fields: ModelFields) -> ModelConfig:
-        return _read_multimodal(cls.__name__, fields, super().read)
-
-
-def _read_multimodal(architecture: str, fields: ModelFields, read: Callable[[ModelFields], ModelConfig]) -> ModelConfig:
-    fields.known(*IMAGES, "language_model_only")
-    return fields.text_tower(architecture, read)
+    """The text tower, described by `text_config`."""

@@ -77,7 +77,9 @@ def parse_config(values: dict[str, Any], where: str = "config.json", labels: int
     problems: list[str] = []
     quantization = values.get("quantization_config")
     values = {key: value for key, value in values.items() if key != "quantization_config"}
-    config: ModelConfig = class_of(architecture).read(ModelFields(values, problems))
+    model, fields = class_of(architecture), ModelFields(values, problems)
+    is_multimodal = FAMILIES[architecture].text_tower is not None
+    config: ModelConfig = fields.text_tower(architecture, model) if is_multimodal else model.read(fields)
     if quantization:
         config = replace(config, unquantized=unquantized(quantization, problems))
     if not problems and config.parameters > MOST_PARAMETERS:

@@ -1,11 +1,11 @@
 """SmolLM3 (https://huggingface.co/HuggingFaceTB/SmolLM3-3B): Llama's layer, in one of four without rotary positions
 (arXiv:2501.18795)."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
 from dtrain.models.common.config_fields import shown
-from dtrain.models.common.decoder import Attention, CausalLM, Decoder, PreNormLayer, Rotary
+from dtrain.models.common.decoder import Attention, CausalLM, PreNormLayer, Rotary
 from dtrain.models.common.model_fields import ModelFields
 
 _DEFAULTS = {
@@ -26,21 +26,17 @@ class NoRopeAttention(Attention):
 
 
 class SmolLM3Layer(PreNormLayer):
-    def add_mixer(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None) -> None:
-        """Give the layer its attention, with or without rotary positions."""
-        kind = NoRopeAttention if index in config.no_rope_layers else Attention
-        self.self_attn = kind(config, index)
+    def add_mixer(self, config: ModelConfig, index: int) -> None:
+        self.self_attn = (NoRopeAttention if index in config.no_rope_layers else Attention)(config, index)
 
 
 class SmolLM3ForCausalLM(CausalLM):
-    def __init__(self, config: ModelConfig):
-        super().__init__(config, Decoder(config, SmolLM3Layer))
+    layer = SmolLM3Layer
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
         fields = fields.over(_DEFAULTS)
-        common = fields.common(cls.__name__, kv_heads=4, pad=128_004, tie=True)
-        common |= fields.biases()
+        common = fields.common(cls.__name__, kv_heads=4, pad=128_004, tie=True, bias=False)
         count = common["num_hidden_layers"]
         fields.known("max_window_layers")  # of Qwen2, whose config was the model's first
         interval = fields.integer("no_rope_layer_interval", 4)

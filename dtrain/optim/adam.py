@@ -117,9 +117,7 @@ class LowBitAdam(Optimizer):
         held = {key: _rows(state[key], place) for moment in stepped.moments for key in moment.keys}
         if isinstance(master := local_tensor(parameter), Master):
             held[MASTER], weights = weights, place.of_local(master.copy)
-        at_once = max(1, AT_ONCE // max(place.columns, BLOCK))  # int8 fills a row's last block up
-        for start in range(0, place.held_rows, at_once):
-            rows = slice(start, min(start + at_once, place.held_rows))
+        for rows in place.runs(AT_ONCE, BLOCK):  # int8 fills a row's last block up
             part = {key: tensor[rows] for key, tensor in held.items()}
             yield _Part(stepped, group, weights[rows], gradients[rows], part, rows, number, name)
 

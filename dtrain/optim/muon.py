@@ -58,16 +58,13 @@ class Muon(LowBitAdam):
             "ns_coefficients": tuple(ns_coefficients),
             "adjust_lr_fn": adjust_lr_fn,
         }
-        matrices: list[dict[str, Any]] = []
-        others: list[dict[str, Any]] = []
+        matrices, others = [], []
         for group in groups:
-            mine = [parameter for parameter in group["params"] if is_matrix(names[parameter], parameter)]
-            rest = [parameter for parameter in group["params"] if not is_matrix(names[parameter], parameter)]
-            if mine:
-                matrices.append({**group, **options, "params": mine})
-            if rest:
-                others.append({**group, "params": rest, "lr": lr if adam_lr is None else adam_lr})
-        super().__init__([*matrices, *others], names=names, lr=lr, state="float32", **adam)
+            matrices.append({**group, **options, "params": [p for p in group["params"] if is_matrix(names[p], p)]})
+            rest = [p for p in group["params"] if not is_matrix(names[p], p)]
+            others.append({**group, "params": rest, "lr": lr if adam_lr is None else adam_lr})
+        filled = [group for group in (*matrices, *others) if group["params"]]
+        super().__init__(filled, names=names, lr=lr, state="float32", **adam)
 
     def _is_adams(self, group: dict[str, Any]) -> bool:
         return "momentum" not in group
@@ -136,7 +133,7 @@ class Muon(LowBitAdam):
         if not groups:
             return part
         whole = part.new_zeros(place.rows, place.columns)
-        whole[self._held(parameter)] = part
+        whole[place.slices] = part
         dist.reduce(whole, group=groups[0], group_dst=owner)
         if groups[0].rank() != owner:
             return None
@@ -144,21 +141,14 @@ class Muon(LowBitAdam):
             dist.all_reduce(whole, group=other)
         return whole
 
-    def _held(self, parameter: nn.Parameter) -> tuple[slice, slice]:
-        place = self._stepped[parameter].place
-        rows = slice(place.first_row, place.first_row + place.held_rows)
-        return rows, slice(place.first_column, place.first_column + place.held_columns)
-
     def _apply(self, parameter: nn.Parameter, whole: Tensor, group: dict[str, Any]) -> None:
         """Step by this rank's part of `whole` [rows, columns]."""
         stepped = self._stepped[parameter]
         place, lr = stepped.place, group["lr"]
         rate = lr * scale(group["adjust_lr_fn"], place.rows, place.columns)
-        weights, update = place.of_local(parameter), whole[self._held(parameter)]
+        weights, update = place.of_local(parameter), whole[place.slices]
         name = stream(self.seed, int(self.state[parameter]["step"].item()), stepped.name)
-        at_once = max(1, AT_ONCE // place.columns)
-        for start in range(0, place.held_rows, at_once):
-            rows = slice(start, min(start + at_once, place.held_rows))
+        for rows in place.runs(AT_ONCE):
             values = weights[rows].to(update.dtype)
             values.mul_(1 - lr * group["weight_decay"]).sub_(update[rows] * rate)
             if weights.dtype == torch.bfloat16:

@@ -4,6 +4,7 @@ The columns are the last dimension, the rows all others. A vector is a matrix of
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -52,10 +53,23 @@ class Place:
             widest=-(-shape[-1] // parts),
         )
 
+    @property
+    def slices(self) -> tuple[slice, slice]:
+        """Rows and columns of the whole parameter that are held."""
+        columns = slice(self.first_column, self.first_column + self.held_columns)
+        return slice(self.first_row, self.first_row + self.held_rows), columns
+
     def of_local(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of `tensor` [..], a parameter or its like, as [held_rows, held_columns]: a view,
         where it is contiguous."""
         return local_tensor(tensor).detach().reshape(self.held_rows, self.held_columns)
+
+    def runs(self, elements: int, least: int = 1) -> Iterator[slice]:
+        """Yield the held rows in runs of about `elements` elements of the whole tensor, of which a row counts as
+        `least` at least."""
+        size = max(1, elements // max(self.columns, least))
+        for start in range(0, self.held_rows, size):
+            yield slice(start, min(start + size, self.held_rows))
 
     def bits(self, rows: slice, name: int, device: torch.device) -> Tensor:
         """Return 64 random bits for each element of some of the held rows: int64 [rows, held_columns]. name: of the

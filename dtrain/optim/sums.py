@@ -41,19 +41,14 @@ class GradientSums:
     def _take(self, parameter: nn.Parameter) -> None:
         """Add the gradient [..] of `parameter`, which FSDP has just reduced, to its sum."""
         if (total := self._sums.pop(parameter, None)) is not None:
-            self._add(parameter, total)
+            assert parameter.grad is not None
+            name, place = self._known[parameter]
+            kept, new = place.of_local(total), place.of_local(parameter.grad)
+            bits_of = stream(self._seed, self._step, f"{name} {self._index}")
+            for rows in place.runs(AT_ONCE):
+                bits = place.few_bits(rows, bits_of, kept.device)
+                kept[rows] = round_bfloat16(kept[rows].float() + new[rows].float(), bits)
             parameter.grad = total
         if not self._is_last and parameter.grad is not None:
             self._sums[parameter] = parameter.grad
             parameter.grad = None
-
-    def _add(self, parameter: nn.Parameter, total: Tensor) -> None:
-        name, place = self._known[parameter]
-        assert parameter.grad is not None
-        kept, new = place.of_local(total), place.of_local(parameter.grad)
-        bits_of = stream(self._seed, self._step, f"{name} {self._index}")
-        at_once = max(1, AT_ONCE // place.columns)
-        for start in range(0, place.held_rows, at_once):
-            rows = slice(start, min(start + at_once, place.held_rows))
-            bits = place.few_bits(rows, bits_of, kept.device)
-            kept[rows] = round_bfloat16(kept[rows].float() + new[rows].float(), bits)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,28 +22,16 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
-from dtrain.parallel.grads import clip_grads_, grad_norm, nonfinite_names, scale_grads_
+from dtrain.parallel.placement import clip_grads_, grad_norm, nonfinite_names, scale_grads_
 
-
-@dataclass(frozen=True)
-class NamedOptimizer:
-    """Optimizer class of a name. reads: the fields of the recipe's section that go to it beside lr and weight_decay.
-
-    fused: whether to ask for torch's fused kernel, where the parameters allow it.
-    """
-
-    cls: type[Optimizer]
-    reads: tuple[str, ...] = ()
-    fused: bool = False
-
-
-OPTIMIZERS = {
-    "adamw": NamedOptimizer(torch.optim.AdamW, ("betas", "eps"), fused=True),
-    "adam": NamedOptimizer(torch.optim.Adam, ("betas", "eps"), fused=True),
-    "sgd": NamedOptimizer(torch.optim.SGD),  # its fused kernel does not know DTensors
-    "adafactor": NamedOptimizer(torch.optim.Adafactor),
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adafactor": torch.optim.Adafactor,
 }
 NAMES = (*OPTIMIZERS, "muon")  # the last is dtrain's own, and loaded where it is asked for
+_ADAMS = ("adamw", "adam")  # read betas and eps, and have a fused kernel; that of sgd does not know DTensors
 
 # torch's own classes whose step fails: on DTensors, and on the dense gradients of a decoder.
 WHOLE_PARAMETERS_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
@@ -80,25 +69,28 @@ def build_optimizer(
     named_parameters = list(named_parameters)
     kwargs = dict(section.kwargs or {})
     groups = parameter_groups(named_parameters, kwargs.get("weight_decay", section.weight_decay))
-    fields = {"betas": tuple(section.betas), "eps": section.eps}
-    named = OPTIMIZERS.get(section.name)
-    cls: Any = (
-        None if section.name == "muon" else named.cls if named else _import(section.name, "optimizer.name", NAMES)
-    )
+    fields: dict[str, Any] = {"betas": tuple(section.betas), "eps": section.eps}
+    cls: Any = OPTIMIZERS.get(section.name)
+    if cls is None and section.name != "muon":
+        cls = _import(section.name, "optimizer.name", NAMES)
     if cls in _SPARSE_GRADIENTS_ONLY:
         raise UserError(f"optimizer.name={section.name} steps sparse gradients only, and these are dense; take adamw")
-    if cls in WHOLE_PARAMETERS_ONLY and any(isinstance(p, DTensor) for group in groups for p in group["params"]):
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if cls in WHOLE_PARAMETERS_ONLY and any(isinstance(parameter, DTensor) for parameter in parameters):
         raise UserError(cannot_step_shards(section.name))
-    has_few_bits = any(p.dtype == torch.bfloat16 for group in groups for p in group["params"])
+    has_few_bits = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
+    names = {parameter: name for name, parameter in named_parameters}
+    settings: dict[str, Any] = {}
     if section.name == "muon":
-        cls, settings = _muon(section, named_parameters, seed), fields
+        from dtrain.optim.muon import Muon
+
+        cls, settings = partial(Muon, names=names, seed=seed, adam_lr=section.adam_lr), fields
     elif section.state != "float32" or has_few_bits or offload is not None:
-        cls, settings = _own_adam(section, named_parameters, seed, offload), fields
-    elif named is not None:
-        settings = {field: fields[field] for field in named.reads}
-        if named.fused and kwargs.get("foreach") is None and _fused_fits(groups):
-            settings["fused"] = True
-    else:
+        cls, settings = _own_adam(section, names, seed, offload), fields
+    elif section.name in _ADAMS:
+        fits = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+        settings = {**fields, "fused": True} if kwargs.get("foreach") is None and fits else fields
+    elif section.name not in OPTIMIZERS:
         settings = {field: fields[field] for field in _adam_like_arguments(cls)}
     try:
         return cls(groups, **{"lr": section.lr, **settings, **kwargs})
@@ -120,32 +112,19 @@ def is_torchs(name: str) -> bool:
     return isinstance(cls, type) and issubclass(cls, Optimizer)
 
 
-def _muon(section, named_parameters: list[tuple[str, nn.Parameter]], seed: int) -> Callable[..., Optimizer]:
-    from dtrain.optim.muon import Muon
-
-    names = {parameter: name for name, parameter in named_parameters}
-    return partial(Muon, names=names, seed=seed, adam_lr=section.adam_lr)
-
-
 def _own_adam(
-    section, named_parameters: list[tuple[str, nn.Parameter]], seed: int, offload: torch.device | None
+    section, names: dict[nn.Parameter, str], seed: int, offload: torch.device | None
 ) -> Callable[..., Optimizer]:
     """Return AdamW or Adam over weights or moments of few bits, or with moments on the host. Raises UserError."""
-    if section.name not in ("adamw", "adam"):
+    if section.name not in _ADAMS:
         raise UserError(
             f"optimizer.name={section.name} keeps weights and state in float32 on the device: optimizer.state="
             f"{section.state}, train.masters=bfloat16 or parallel.optimizer_offload=true needs adamw or adam"
         )
     from dtrain.optim.adam import LowBitAdam
 
-    names = {parameter: name for name, parameter in named_parameters}
     is_decoupled = section.name == "adamw"
     return partial(LowBitAdam, names=names, seed=seed, state=section.state, decoupled=is_decoupled, offload=offload)
-
-
-def _fused_fits(groups: list[dict[str, Any]]) -> bool:
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
 
 
 def _adam_like_arguments(cls: Callable) -> list[str]:
@@ -159,34 +138,23 @@ def _adam_like_arguments(cls: Callable) -> list[str]:
     return names
 
 
-def _constant(progress: float) -> float:
-    return 1.0
-
-
 def _cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def _linear(progress: float) -> float:
-    return 1.0 - progress
 
 
 # Name → the factor between 1 and min_lr_ratio at `progress` (0 to 1) through the decay. Formulas: transformers'
 # get_constant_schedule_with_warmup, get_cosine_with_min_lr_schedule_with_warmup, get_linear_schedule_with_warmup (which
 # ends at 0; here at min_lr_ratio), get_wsd_schedule (whose decay is a cosine; its warm-up starts at 0 here).
 SCHEDULES: dict[str, Callable[[float], float]] = {
-    "constant": _constant,
+    "constant": lambda progress: 1.0,
     "cosine": _cosine,
-    "linear": _linear,
+    "linear": lambda progress: 1.0 - progress,
     "wsd": _cosine,
 }
-# Share of the steps that wsd decays over, where `kwargs: {decay_steps: N}` does not say.
-WSD_DECAY_SHARE = 0.2
+_WSD_DECAY_SHARE = 0.2  # of the steps, where `kwargs: {decay_steps: N}` does not say
 
 
-def factor(
-    name: str, step: int, *, total_steps: int, warmup_steps: int, min_lr_ratio: float, decay_steps: int
-) -> float:
+def _factor(name: str, total_steps: int, warmup_steps: int, min_lr_ratio: float, decay_steps: int, step: int) -> float:
     """Return the factor of the learning rate by the schedule `name` at `step`, counted from 0.
 
     Warm-up is step ÷ warmup_steps; then a plateau, where decay_steps leaves room for one; the decay would reach
@@ -204,12 +172,12 @@ def factor(
 class Schedule:
     """Schedule of learning rates by optimizer step. Its state is the number of steps taken, and nothing else.
 
-    Loading replays that many steps on a fresh scheduler, so that one interface serves every class of torch's, whatever
-    it keeps, and a recipe changed in between counts as if it had been so from the start.
+    make: builds the scheduler on an optimizer whose groups hold their base learning rates. Loading replays that many
+    steps on a fresh scheduler, so that one interface serves every class of torch's, whatever it keeps, and a recipe
+    changed in between counts as if it had been so from the start.
     """
 
     def __init__(self, optimizer: Optimizer, make: Callable[[Optimizer], LRScheduler]):
-        """Start at step 0. make: builds the scheduler on an optimizer whose groups hold their base learning rates."""
         self._optimizer = optimizer
         self._make = make
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
@@ -256,12 +224,15 @@ def build_scheduler(section, optimizer: Optimizer, total_steps: int) -> Schedule
     if not isinstance(section, (list, tuple)):
         return Schedule(optimizer, _maker(section, total_steps, "scheduler"))
     lengths = stage_lengths([stage.steps for stage in section], total_steps)
-    makers = [
-        _maker(stage, length, f"scheduler[{index}]")
-        for index, (stage, length) in enumerate(zip(section, lengths, strict=True))
-    ]
-    milestones = [sum(lengths[: index + 1]) for index in range(len(lengths) - 1)]
-    return Schedule(optimizer, partial(_sequence, makers=makers, milestones=milestones))
+    stages = enumerate(zip(section, lengths, strict=True))
+    makers = [_maker(stage, length, f"scheduler[{index}]") for index, (stage, length) in stages]
+    milestones = list(accumulate(lengths[:-1]))
+
+    def sequence(optimizer: Optimizer) -> LRScheduler:
+        schedulers = [make(optimizer) for make in makers]
+        return SequentialLR(optimizer, schedulers, milestones) if milestones else schedulers[0]
+
+    return Schedule(optimizer, sequence)
 
 
 def stage_lengths(steps: list[int | None], total_steps: int) -> list[int]:
@@ -277,30 +248,18 @@ def stage_lengths(steps: list[int | None], total_steps: int) -> list[int]:
     return [max(1, total_steps - known) if length is None else length for length in steps]
 
 
-def _sequence(optimizer: Optimizer, makers: list, milestones: list[int]) -> LRScheduler:
-    schedulers = [make(optimizer) for make in makers]
-    return SequentialLR(optimizer, schedulers, milestones) if milestones else schedulers[0]
-
-
 def _maker(section, total_steps: int, key: str) -> Callable[[Optimizer], LRScheduler]:
     kwargs = dict(section.kwargs or {})
     if section.name not in SCHEDULES:
         target = _import(section.name, f"{key}.name", SCHEDULES)
-        return partial(_construct, target=target, name=section.name, kwargs=kwargs, key=key)
+        return lambda optimizer: _construct(optimizer, target, section.name, kwargs, key)
     warmup = section.warmup_of(total_steps)
     decay_steps = total_steps - warmup
     if section.name == "wsd":
-        decay_steps = kwargs.pop("decay_steps", None) or max(1, round(WSD_DECAY_SHARE * total_steps))
+        decay_steps = kwargs.pop("decay_steps", None) or max(1, round(_WSD_DECAY_SHARE * total_steps))
     if kwargs:
         raise UserError(f"{key}.kwargs: {section.name} does not know {', '.join(map(str, kwargs))}")
-    at = partial(
-        factor,
-        section.name,
-        total_steps=total_steps,
-        warmup_steps=warmup,
-        min_lr_ratio=section.min_lr_ratio,
-        decay_steps=decay_steps,
-    )
+    at = partial(_factor, section.name, total_steps, warmup, section.min_lr_ratio, decay_steps)
     return lambda optimizer: LambdaLR(optimizer, at)
 
 
@@ -325,8 +284,8 @@ def _construct(optimizer: Optimizer, target: Callable, name: str, kwargs: dict, 
 def _import(path: str, key: str, names: Iterable[str]) -> Any:
     """Return the object at an import path `package.module.Name`. Raises UserError."""
     module_name, _, attribute = path.rpartition(".")
-    names = list(names)
     if not module_name:
+        names = list(names)
         near = nearest(path, names)
         hint = f"; did you mean {near}?" if near else "."
         raise UserError(
@@ -338,6 +297,7 @@ def _import(path: str, key: str, names: Iterable[str]) -> Any:
         raise UserError(f"{key}={path} cannot be imported: {error}") from error
 
 
+@dataclass(eq=False)
 class LossScale:
     """Dynamic loss scaling for float16 (Micikevicius et al., arXiv:1710.03740, section 3.2).
 
@@ -345,17 +305,15 @@ class LossScale:
     same on every rank, so the scale is too.
     """
 
-    def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000):
-        self.scale = scale
-        self.growth_interval = growth_interval
-        self.finite_steps = 0
+    scale: float = 2.0**16
+    growth_interval: int = 2000
+    finite_steps: int = 0
 
     def update(self, finite: bool) -> None:
+        self.finite_steps = self.finite_steps + 1 if finite else 0
         if not finite:
-            self.scale, self.finite_steps = max(self.scale / 2, 1.0), 0
-            return
-        self.finite_steps += 1
-        if self.finite_steps == self.growth_interval:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.finite_steps == self.growth_interval:
             self.scale, self.finite_steps = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, float]:
@@ -365,26 +323,17 @@ class LossScale:
         self.scale, self.finite_steps = state["scale"], int(state["finite_steps"])
 
 
+@dataclass(eq=False)
 class Updater:
     """Second half of a step: from the gradients to the new weights."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: Schedule,
-        *,
-        max_grad_norm: float | None,
-        skip_nonfinite: int,
-        loss_scale: LossScale | None,
-    ):
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.max_grad_norm = max_grad_norm
-        self.skip_nonfinite = skip_nonfinite
-        self.loss_scale = loss_scale
-        self.skipped_in_row = 0
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Schedule
+    max_grad_norm: float | None
+    skip_nonfinite: int
+    loss_scale: LossScale | None
+    skipped_in_row: int = 0
 
     def update(self) -> float:
         """Clip, step, clear, and go on in the schedule. Returns the norm before clipping.
@@ -398,16 +347,13 @@ class Updater:
             scale_grads_(parameters, 1.0 / self.loss_scale.scale)
         norm = grad_norm(parameters)
         value = norm.item()
-        finite = value == value and value not in (float("inf"), float("-inf"))
-        if self.loss_scale is not None and (finite or self.loss_scale.scale > 1.0):
+        finite = math.isfinite(value)
+        can_fall = self.loss_scale is not None and self.loss_scale.scale > 1.0
+        self.skipped_in_row = 0 if finite or can_fall else self.skipped_in_row + 1
+        if self.skipped_in_row > self.skip_nonfinite:
+            raise UserError(self._nonfinite_message(value))
+        if self.loss_scale is not None and (finite or can_fall):
             self.loss_scale.update(finite)
-            self.skipped_in_row = 0
-        elif finite:
-            self.skipped_in_row = 0
-        else:
-            self.skipped_in_row += 1
-            if self.skipped_in_row > self.skip_nonfinite:
-                raise UserError(self._nonfinite_message(value))
         if finite:
             if self.max_grad_norm is not None:
                 clip_grads_(parameters, self.max_grad_norm, norm)

@@ -6,7 +6,7 @@ Names are imported when they are used: `dtrain.parallel.fits` is read where no t
     fits                     which tp sizes a model allows
     tensor, apply            tensor parallel: styles, a plan of them applied
     experts                  where experts lie, and how tokens reach them
-    fsdp, placement, grads   FSDP2; which slice a rank holds and computes with; the gradient's norm
+    fsdp, placement          FSDP2; which slice a rank holds; the norm of a gradient in such slices
     masters                  trained parameters in host memory, their rounded copies on the device
     collectives              collectives with derivatives
     context                  context parallel: layout, batches, contexts
@@ -24,8 +24,8 @@ _HOMES = {
     "_parallelize_llama": "parallelize",
     "_parallelize_model": "parallelize",
     "_parallelize_qwen": "parallelize",
-    "clip_grad_by_total_norm_": "grads",
-    "get_grad_norm": "grads",
+    "clip_grad_by_total_norm_": "placement",
+    "get_grad_norm": "placement",
     "to_local_if_dtensor": "parallelize",
 }
 __all__ = list(_HOMES)

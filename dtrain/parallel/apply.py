@@ -13,8 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtrain.base.errors import UserError
-from dtrain.parallel.placement import LocalParameters
-from dtrain.parallel.tensor import MODULES, STYLES, ParallelModel, Stack, Style, TensorParallel, replicated
+from dtrain.parallel.tensor import (
+    MODULES,
+    STYLES,
+    LocalParameters,
+    ParallelModel,
+    Stack,
+    Style,
+    TensorParallel,
+    replicated,
+)
 
 Plan = Mapping[str, str | Style | ParallelStyle]
 
@@ -134,8 +142,8 @@ def _contradictions(
         joining = {other for other in inside if styles[other] in _JOINING}
         if style in _BLOCKS and not (inside & unnamed or joining):
             problems.append(f"{name}: a block needs a rowwise layer, which sums what its ranks computed")
-    # Functions on an embedding, the head or the whole decoder may do what these do.
-    if not any(_is_an_end(name, modules[name]) for name in unnamed):
+    # Functions on an embedding, the head or the whole decoder may cut or join a sequence or vocabulary themselves.
+    if not any(isinstance(modules[name], nn.Embedding | Stack) or "." not in name for name in unnamed):
         if bool({"vocab_head", "score_head"} & named) != ("decoder" in named):
             problems.append(
                 "vocab_head and decoder go together: the head's ranks hand the decoder parts of its gradient"
@@ -149,12 +157,6 @@ def _contradictions(
         if len({name in styles for name in sharing}) > 1:
             problems.append(f"{' and '.join(sharing)} share a parameter: both have a style, or neither")
     return problems
-
-
-def _is_an_end(name: str, module: nn.Module) -> bool:
-    """Return whether a module is where a sequence or vocabulary may be cut or joined: an embedding, the decoder, the
-    head."""
-    return isinstance(module, nn.Embedding | Stack) or "." not in name
 
 
 def _by_layers(problems: list[str], modules: Collection[str]) -> list[str]:
@@ -174,7 +176,6 @@ def _by_layers(problems: list[str], modules: Collection[str]) -> list[str]:
 
 
 def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of every parameter that stands in more than one."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtrain.parallel.placement import LocalParameters, LocalView, chunk_bounds
+from dtrain.parallel.placement import chunk_bounds
+from dtrain.parallel.tensor import LocalParameters, LocalView
 
 _ops = torch.ops._c10d_functional
 

@@ -19,13 +19,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from dtrain.parallel.experts import expert_parameters
-from dtrain.parallel.placement import LocalParameters, exact_modules, local_tensor
-from dtrain.parallel.tensor import ParallelModel
+from dtrain.parallel.placement import local_tensor, reshard_model
+from dtrain.parallel.tensor import LocalParameters, ParallelModel, exact_modules
 
 
 class _Unit(FSDPModule):
-    """A layer or model after `fully_shard`."""
-
     reshards_after_forward: bool
 
 
@@ -67,7 +65,12 @@ def shard_with_policies(
     Gradients are summed: the loss already divides by the count of the global batch.
     """
     shards = None if expert_mesh is None else _shards(model, expert_mesh)
-    keep_exact(model, mesh, precision, offload)
+    # Modules that the decoder calls before the layers compute in float32 where the others compute in half: each is a
+    # unit of its own, which stays gathered from the forward to the backward.
+    wide = precision.param_dtype and torch.promote_types(precision.param_dtype, torch.float32)
+    exact = MixedPrecisionPolicy(param_dtype=wide, reduce_dtype=wide, cast_forward_inputs=False)
+    for wide_module in exact_modules(model).values():
+        _own_unit(wide_module, mesh, exact, offload, False)
     for module in model.modules():
         if isinstance(module, LocalParameters) and module.gathered_alone:
             _own_unit(module, mesh, precision, offload, reshard_after_forward is not False)
@@ -82,15 +85,6 @@ def shard_with_policies(
     # The head's weight is read inside these; unregistered, they would see this rank's shard and give wrong numbers.
     for name in ("with_head", "hidden_states", "next_logits"):
         register_fsdp_forward_method(model, name)
-
-
-def keep_exact(model: ParallelModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
-    """A unit of its own for each module that says `keeps_precision`, whose decoder calls it before the layers: it
-    computes in float32 where the others compute in half. It stays gathered from the forward to the backward."""
-    wide = precision.param_dtype and torch.promote_types(precision.param_dtype, torch.float32)
-    exact = MixedPrecisionPolicy(param_dtype=wide, reduce_dtype=wide, cast_forward_inputs=False)
-    for module in exact_modules(model).values():
-        _own_unit(module, mesh, exact, offload, False)
 
 
 Shards = Callable[[nn.Parameter], Any]
@@ -156,32 +150,3 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         for unit in units:
             unit.set_reshard_after_forward(unit.reshards_after_forward, recurse=False)
         reshard_model(model)
-
-
-def reshard_model(model: nn.Module) -> None:
-    """Let go of every gathered weight, those too that stay for a backward, where none follows. No collective.
-
-    Until then `model.parameters()` are the gathered copies: what is written to them is lost, and saving sees no shards.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def weights_changed(model: nn.Module) -> None:
-    """To be called after `model`'s parameters were written: where they lie on the host (`masters.Master`), the device's
-    copies of them are made anew. No collective."""
-    for parameter in model.parameters():
-        refresh = getattr(local_tensor(parameter), "refresh", None)
-        if refresh is not None:
-            refresh()
-
-
-def sync_gradients(model: nn.Module, is_last: bool, reduce_each: bool = False) -> None:
-    """Set how the next backward leaves the gradients. After the last micro-batch of a step they are reduced; before,
-    they stay as this rank computed them, or with `reduce_each` are reduced over the shards, though not yet over
-    replicas."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last or reduce_each)
-        model.set_requires_all_reduce(is_last)
-        model.set_is_last_backward(is_last)

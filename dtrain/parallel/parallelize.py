@@ -30,8 +30,10 @@ def _parallelize_llama(
     offload_policy: OffloadPolicy,
     sequence_parallel: bool = False,
     activation_checkpointing: bool = False,
+    custom_plan: str | Plan | None = None,
 ) -> ParallelModel:
-    """`model` with its plan over `tp_mesh`, its layers checkpointed whole where asked, sharded over `dp_mesh`.
+    """`model` with its plan, or `custom_plan`, over `tp_mesh`, its layers checkpointed whole where asked, sharded over
+    `dp_mesh`.
 
     dp_mesh: one dimension, or (replicate, shard). tp_mesh: one dimension; None or of size 1: no tensor parallel.
     Gradients are summed over dp_mesh, never averaged. Collective where FSDP2's is. The families differ in their tables
@@ -39,7 +41,18 @@ def _parallelize_llama(
 
     Raises ValueError for a model without a plan, and for sizes that tp cannot share out.
     """
-    return _parallelize(model, dp_mesh, tp_mesh, mp_policy, offload_policy, sequence_parallel, activation_checkpointing)
+    if getattr(model, "plan", None) is None:
+        raise ValueError(f"{type(model).__name__} has no plan: these functions take dtrain's models (dtrain.models)")
+    if tp_mesh is not None and tp_mesh.size() > 1:
+        if problems := mesh_problems_of_model(model.config, tp_mesh.size()):
+            raise ValueError("\n".join(problems))
+        try:
+            apply_plan(model, tp_mesh, find_plan(custom_plan, model), sequence_parallel=sequence_parallel)
+        except UserError as error:
+            raise ValueError(str(error)) from error
+    checkpoint_activations(model, "full" if activation_checkpointing else "none")
+    shard_with_policies(model, dp_mesh, mp_policy, offload_policy)
+    return model
 
 
 _parallelize_qwen = _parallelize_llama
@@ -106,7 +119,7 @@ def _parallelize_model(
         reduce_dtype=torch.promote_types(param_dtype, torch.float32),
         cast_forward_inputs=False,  # they have the dtype already
     )
-    return _parallelize(
+    return _parallelize_llama(
         model,
         dp_mesh,
         tp_mesh,
@@ -122,27 +135,3 @@ def to_local_if_dtensor(tensor: Tensor) -> Tensor:
     """This rank's plain part [..] of a DTensor, sharing its storage; any other tensor as it is."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _parallelize(
-    model: ParallelModel,
-    dp_mesh: DeviceMesh,
-    tp_mesh: DeviceMesh | None,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
-    sequence_parallel: bool,
-    activation_checkpointing: bool,
-    custom_plan: Any = None,
-) -> ParallelModel:
-    if getattr(model, "plan", None) is None:
-        raise ValueError(f"{type(model).__name__} has no plan: these functions take dtrain's models (dtrain.models)")
-    if tp_mesh is not None and tp_mesh.size() > 1:
-        if problems := mesh_problems_of_model(model.config, tp_mesh.size()):
-            raise ValueError("\n".join(problems))
-        try:
-            apply_plan(model, tp_mesh, find_plan(custom_plan, model), sequence_parallel=sequence_parallel)
-        except UserError as error:
-            raise ValueError(str(error)) from error
-    checkpoint_activations(model, "full" if activation_checkpointing else "none")
-    shard_with_policies(model, dp_mesh, mp_policy, offload_policy)
-    return model

@@ -1,17 +1,25 @@
-"""A rank's part of a parameter: which global slice it is, and how a module computes with it.
+"""A rank's part of a parameter or gradient: which global slice it is; the norm over all parts, and clipping by it.
 
 DTensor's own `compute_local_shape_and_global_offset` is wrong for some uneven FSDP×TP shards, so the arithmetic is
 ours, and reading, initialising and saving share it: a dimension is first cut by the plain `Shard`s in mesh order
 (tensor parallel), then by FSDP's `_StridedShard`, each into chunks of ceil(n / k), the last ones shorter or empty.
+
+In the norm an element that several ranks hold counts once: a rank's share of the power sum is divided by the number of
+ranks that hold the same elements, whatever mix of meshes and placements the gradients have.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
 
 def chunk_bounds(length: int, parts: int, index: int) -> tuple[int, int]:
@@ -81,50 +89,165 @@ def cut_by(tensor: Tensor, dim: int) -> list[tuple[DeviceMesh, int]]:
     return [(tensor.device_mesh, mesh_dim) for mesh_dim in plain + strided]
 
 
-@dataclass(frozen=True)
-class LocalView:
-    """The view by which a module reads a parameter placed on the tp mesh.
+_REQUIRED: Any = object()
 
-    grad: how the ranks' local gradients stand to the whole one (Partial: they are summed); of: what of the local part.
-    is_expert: whether the parameter is cut over ep too, before tp.
+
+def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The p-norm over the full gradients of `parameters`, each logical element once: a scalar on their device.
+
+    Computed in max(float32, the gradients' dtype), summed in float64; p is any number above 0, or inf. Where a gradient
+    is a DTensor, one all-reduce of a scalar over the world, which must be what the meshes lie on; plain gradients
+    beside DTensors are taken to be the same on every rank.
     """
-
-    grad: Placement | None
-    of: Callable[[Tensor], Tensor] | None = None
-    is_expert: bool = False
-
-    def __call__(self, parameter: DTensor) -> Tensor:
-        grads = ([Shard(0)] if self.is_expert else []) + ([] if self.grad is None else [self.grad])
-        if parameter.device_mesh.ndim != len(grads):
-            raise RuntimeError(
-                "a tensor-parallel module was used outside the forward of its FSDP root, where its weights are shards: "
-                "call the model, or a method registered with register_fsdp_forward_method"
-            )
-        local = parameter.to_local(grad_placements=grads)
-        return local if self.of is None else self.of(local)
+    grads = _grads(parameters)
+    if not grads:
+        return torch.zeros(())
+    distributed = any(isinstance(grad, DTensor) for grad in grads)
+    dtype = _widest(grads, torch.float32)
+    total = _local_power_sum(grads, norm_type, dtype, dist.get_world_size() if distributed else 1)
+    if distributed:
+        dist.all_reduce(total, _reduction(norm_type))
+    return _root(total, norm_type).to(dtype)
 
 
-class LocalParameters(nn.Module):
-    """A module that computes with its parameters as `local(name)` gives them.
+def get_grad_norm(
+    parameters: Iterable[Tensor] | Tensor,
+    dp_cp_group: dist.ProcessGroup | None = _REQUIRED,
+    tp_group: dist.ProcessGroup | None = _REQUIRED,
+    norm_type: float | str = 2,
+    dtype: torch.dtype = torch.float32,
+    *,
+    dp_group: dist.ProcessGroup | None = _REQUIRED,
+) -> float:
+    """`grad_norm` over the ranks of two groups, as NeMo-RL's users call it; None is a group of one. dp_group is the
+    earlier name of dp_cp_group. norm_type: a number above 0, or "inf".
 
-    `local_views` holds a LocalView for each parameter that a style has placed; without one it is the parameter itself.
-    keeps_precision: its parameters are held, and computed with, in float32 at least. gathered_alone: FSDP gathers them
-    for its forward alone.
+    Computed in max(`dtype`, the gradients' dtype), summed in float64. One all-reduce of a scalar over each group, none
+    where all gradients are plain: as in `grad_norm`, those are the same on every rank. Reading the number waits for the
+    device. Gradients that are replicated over tp count once.
     """
+    data_groups = [group for group in (dp_cp_group, dp_group) if group is not _REQUIRED]
+    if len(data_groups) != 1 or tp_group is _REQUIRED:
+        raise TypeError("get_grad_norm needs tp_group and one of dp_cp_group and dp_group, its earlier name")
+    norm_type = float(norm_type)
+    grads = _grads([parameters] if isinstance(parameters, Tensor) else parameters)
+    if not grads:
+        return 0.0
+    distributed = any(isinstance(grad, DTensor) for grad in grads)
+    groups = [group for group in (*data_groups, tp_group) if distributed and group is not None]
+    ranks = math.prod(dist.get_world_size(group) for group in groups)
+    dtype = _widest(grads, dtype)
+    total = _local_power_sum(grads, norm_type, dtype, ranks)
+    for group in groups:
+        dist.all_reduce(total, _reduction(norm_type), group=group)
+    return _root(total, norm_type).item()
 
-    keeps_precision = False
-    gathered_alone = False
-    local_views: dict[str, LocalView] = {}  # replaced on the instance, never changed
 
-    def local(self, name: str) -> Tensor:
-        """The plain tensor that this rank computes with: the parameter of that name, such as a weight [out, in],
-        or what its view takes of it, [out/tp, in] where it is column-parallel. No collective forward."""
-        parameter = getattr(self, name)
-        view = self.local_views.get(name)
-        return parameter if view is None else view(parameter)
+def clip_grads_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale the gradients in place by min(1, max_norm / norm), in their own dtype; norm: a scalar (`grad_norm`).
+    No collective, no host sync."""
+    grads = [local_tensor(grad) for grad in _grads(parameters)]
+    # torch's clip_grad_norm_ adds the same 1e-6.
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for dtype in {grad.dtype for grad in grads}:
+        torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], scale.to(dtype))
 
 
-def exact_modules(model: nn.Module) -> dict[str, LocalParameters]:
-    """By name the modules of `model` that keep their precision."""
-    modules = ((name, module) for name, module in model.named_modules() if isinstance(module, LocalParameters))
-    return {name: module for name, module in modules if module.keeps_precision}
+def clip_grad_by_total_norm_(
+    parameters: Iterable[Tensor] | Tensor, max_grad_norm: float, total_norm: float, dtype: torch.dtype = torch.float32
+) -> None:
+    """`clip_grads_` by a number that `get_grad_norm` gave. The real gradients are scaled, whatever `dtype` says: it is
+    that of the factor, at least."""
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = _grads(parameters)
+    if grads:
+        norm = torch.tensor(total_norm, dtype=torch.promote_types(dtype, torch.float64))
+        clip_grads_(parameters, max_grad_norm, norm.to(local_tensor(grads[0]).device))
+
+
+def scale_grads_(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply the gradients by `factor` in place."""
+    torch._foreach_mul_([local_tensor(grad) for grad in _grads(parameters)], factor)
+
+
+def nonfinite_names(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Names of parameters whose gradient holds an inf or NaN on this rank."""
+    return [
+        name
+        for name, parameter in named_parameters
+        if parameter.grad is not None and not bool(torch.isfinite(local_tensor(parameter.grad)).all())
+    ]
+
+
+def _grads(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _widest(tensors: Iterable[Tensor], dtype: torch.dtype) -> torch.dtype:
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), dtype)
+
+
+def _copies(tensor: Tensor, ranks: int) -> float:
+    """Return how many of `ranks` hold each element of `tensor`: all of them, divided by the parts that it is cut
+    into."""
+    parts = 1
+    if isinstance(tensor, DTensor):
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if not isinstance(placement, Replicate):
+                parts *= tensor.device_mesh.size(mesh_dim)
+    return ranks / parts
+
+
+def _local_power_sum(grads: list[Tensor], norm_type: float, dtype: torch.dtype, ranks: int) -> Tensor:
+    """This rank's share of Σ|g|^p, or of the maximum for p = inf: a float64 scalar."""
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type}: a number above 0, or inf")
+    powers = _powers([local_tensor(grad) for grad in grads], norm_type, dtype)
+    if math.isinf(norm_type):
+        return powers.max().nan_to_num(math.inf, math.inf)  # a maximum over ranks may lose a NaN
+    copies = torch.tensor([_copies(grad, ranks) for grad in grads], dtype=powers.dtype)
+    return (powers / copies.to(powers.device, non_blocking=True)).sum()  # no wait for the device
+
+
+def _powers(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    """Σ|g|^p of each tensor, or its maximum for p = inf: [tensors] float64. Elements are raised in `dtype`."""
+    if grads[0].device.type == "cpu" and not math.isinf(norm_type):
+        return torch.stack([_power_on_cpu(grad, norm_type, dtype) for grad in grads])
+    norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=dtype)).double()
+    return norms if math.isinf(norm_type) else norms.pow(norm_type)
+
+
+def _power_on_cpu(grad: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
+    """By rows of 128: torch's CPU kernel adds one element after another, which loses 2e-3 of 40M float32 elements."""
+    flat = grad.flatten()
+    whole = flat.numel() // 128 * 128
+    parts = flat[:whole].view(-1, 128), flat[None, whole:]
+    norms = [torch.linalg.vector_norm(part, norm_type, dim=1, dtype=dtype).double() for part in parts]
+    return torch.cat(norms).pow(norm_type).sum()
+
+
+def _reduction(norm_type: float) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+
+
+def _root(total: Tensor, norm_type: float) -> Tensor:
+    return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+
+
+def reshard_model(model: nn.Module) -> None:
+    """Let go of every gathered weight, those too that stay for a backward, where none follows. No collective.
+
+    Until then `model.parameters()` are the gathered copies: what is written to them is lost, and saving sees no shards.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def weights_changed(model: nn.Module) -> None:
+    """To be called after `model`'s parameters were written: where they lie on the host (`masters.Master`), the device's
+    copies of them are made anew. No collective."""
+    for parameter in model.parameters():
+        refresh = getattr(local_tensor(parameter), "refresh", None)
+        if refresh is not None:
+            refresh()

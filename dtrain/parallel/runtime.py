@@ -11,8 +11,8 @@ import torch
 class StopFlag:
     """Set by a signal handler, read by the trainer between steps. `signum` is 0 until a signal came.
 
-    The other way round it tells of the main thread, for who watches whether it hangs: `progress` counts what it got
-    done, and `is_saving` says that it writes, which may take long.
+    The other way round it tells of the main thread, for who watches whether it hangs: `progress`, to which the thread
+    adds for each thing that it gets done, and `is_saving`, while it writes, which may take long.
     """
 
     def __init__(self) -> None:
@@ -21,10 +21,6 @@ class StopFlag:
 
     def request(self, signum: int) -> None:
         self.signum = signum
-
-    def tick(self, *_: object) -> None:
-        """A sign of life of the main thread; also a hook of any kind."""
-        self.progress += 1
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ and two reduce-scatters (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +24,58 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from dtrain.parallel.collectives import all_gather, enter_region, gather_along, leave_region, scatter_sum_along
 from dtrain.parallel.fits import ModelSizes
-from dtrain.parallel.placement import LocalParameters, LocalView, chunk_bounds
+from dtrain.parallel.placement import chunk_bounds
 
 SEQUENCE = 1  # the dimension of [B, S, D] that sequence parallel cuts
+
+
+@dataclass(frozen=True)
+class LocalView:
+    """The view by which a module reads a parameter placed on the tp mesh.
+
+    grad: how the ranks' local gradients stand to the whole one (Partial: they are summed); of: what of the local part.
+    is_expert: whether the parameter is cut over ep too, before tp.
+    """
+
+    grad: Placement | None
+    of: Callable[[Tensor], Tensor] | None = None
+    is_expert: bool = False
+
+    def __call__(self, parameter: DTensor) -> Tensor:
+        grads = ([Shard(0)] if self.is_expert else []) + ([] if self.grad is None else [self.grad])
+        if parameter.device_mesh.ndim != len(grads):
+            raise RuntimeError(
+                "a tensor-parallel module was used outside the forward of its FSDP root, where its weights are shards: "
+                "call the model, or a method registered with register_fsdp_forward_method"
+            )
+        local = parameter.to_local(grad_placements=grads)
+        return local if self.of is None else self.of(local)
+
+
+class LocalParameters(nn.Module):
+    """A module that computes with its parameters as `local(name)` gives them.
+
+    `local_views` holds a LocalView for each parameter that a style has placed; without one it is the parameter itself.
+    keeps_precision: its parameters are held, and computed with, in float32 at least. gathered_alone: FSDP gathers them
+    for its forward alone.
+    """
+
+    keeps_precision = False
+    gathered_alone = False
+    local_views: dict[str, LocalView] = {}  # replaced on the instance, never changed
+
+    def local(self, name: str) -> Tensor:
+        """The plain tensor that this rank computes with: the parameter of that name, such as a weight [out, in],
+        or what its view takes of it, [out/tp, in] where it is column-parallel. No collective forward."""
+        parameter = getattr(self, name)
+        view = self.local_views.get(name)
+        return parameter if view is None else view(parameter)
+
+
+def exact_modules(model: nn.Module) -> dict[str, LocalParameters]:
+    """By name the modules of `model` that keep their precision."""
+    modules = ((name, module) for name, module in model.named_modules() if isinstance(module, LocalParameters))
+    return {name: module for name, module in modules if module.keeps_precision}
 
 
 @dataclass
@@ -204,9 +253,8 @@ _OF_INPUTS = ("weight", "weight_codes", "weight_scales", "lora_A")
 def colwise(module: LocalParameters, tp: TensorParallel) -> None:
     """A linear layer that computes its share of the outputs, on an input that its block has entered with. An adapter's
     A is whole on every rank; what it computes goes on in this rank's outputs alone, so its gradients are summed."""
-    for name in _OF_OUTPUTS:
-        _place(module, tp, name, Shard(0))
-    _place(module, tp, "lora_A", Replicate(), grad=Partial())
+    _place(module, tp, _OF_OUTPUTS, Shard(0))
+    _place(module, tp, ["lora_A"], Replicate(), grad=Partial())
 
 
 def colwise_kv(module: LocalParameters, tp: TensorParallel) -> None:
@@ -221,9 +269,8 @@ def colwise_kv(module: LocalParameters, tp: TensorParallel) -> None:
         head = whole.shape[0] // heads
         return whole[mine * head : (mine + 1) * head]
 
-    for name in _OF_OUTPUTS:
-        _place(module, tp, name, Replicate(), grad=Partial(), view=rows)
-    _place(module, tp, "lora_A", Replicate(), grad=Partial())
+    _place(module, tp, _OF_OUTPUTS, Replicate(), grad=Partial(), view=rows)
+    _place(module, tp, ["lora_A"], Replicate(), grad=Partial())
 
 
 def rowwise(module: LocalParameters, tp: TensorParallel) -> None:
@@ -235,17 +282,15 @@ def rowwise(module: LocalParameters, tp: TensorParallel) -> None:
 def rowwise_within(module: LocalParameters, tp: TensorParallel) -> None:
     """Cut a block that adds up itself as `rowwise` does. The bias is added once. What an adapter adds is a share of the
     same sum: B is whole on every rank, its gradients are summed."""
-    for name in _OF_INPUTS:
-        _place(module, tp, name, Shard(1))
-    for name in ("lora_B", "lora_magnitude"):
-        _place(module, tp, name, Replicate(), grad=Partial())
+    _place(module, tp, _OF_INPUTS, Shard(1))
+    _place(module, tp, ("lora_B", "lora_magnitude"), Replicate(), grad=Partial())
     _add_once(module, tp)
     module.tp = tp  # type: ignore[assignment]  # nn.Module's stub has a Tensor or a Module for every attribute
 
 
 def _add_once(module: LocalParameters, tp: TensorParallel) -> None:
     first = tp.rank == 0
-    _place(module, tp, "bias", Replicate(), grad=Partial(), view=lambda whole: whole if first else whole * 0)
+    _place(module, tp, ["bias"], Replicate(), grad=Partial(), view=lambda whole: whole if first else whole * 0)
 
 
 def holder(module: Block | Stack, tp: TensorParallel) -> None:
@@ -260,56 +305,50 @@ def within(module: Block, tp: TensorParallel) -> None:
 def sequence(module: LocalParameters, tp: TensorParallel) -> None:
     """A norm between blocks, or a linear layer that is whole on every rank. Under sequence parallel a rank computes its
     tokens, and the weights' gradients are summed."""
-    for name in module._parameters:
-        _place(module, tp, name, Replicate(), grad=Partial() if tp.sequence else Replicate())
+    _place(module, tp, module._parameters, Replicate(), grad=Partial() if tp.sequence else Replicate())
     module.cut = tp  # type: ignore[assignment]  # as above
 
 
 def replicated(module: LocalParameters, tp: TensorParallel) -> None:
     """A module outside blocks that every rank computes whole, as one process does: what a plan leaves out."""
-    for name in module._parameters:
-        _place(module, tp, name, Replicate())
+    _place(module, tp, module._parameters, Replicate())
 
 
 def summed(module: LocalParameters, tp: TensorParallel) -> None:
     """A module in a block that is whole on every rank, and whose gradients are summed: a norm over each head of q or k,
     of which a rank norms its own, or a router, by which it weighs its share of the results."""
-    for name in module._parameters:
-        _place(module, tp, name, Replicate(), grad=Partial())
+    _place(module, tp, module._parameters, Replicate(), grad=Partial())
 
 
 def expert_colwise(module: LocalParameters, tp: TensorParallel) -> None:
     """Matrices [E, out, in], and biases [E, out], of each of which a rank computes its share of the outputs; adapters
     as of `colwise`."""
-    for name in ("weight", "bias", "lora_B"):
-        _place(module, tp, name, Shard(1))
-    _place(module, tp, "lora_A", Replicate(), grad=Partial())
+    _place(module, tp, ("weight", "bias", "lora_B"), Shard(1))
+    _place(module, tp, ["lora_A"], Replicate(), grad=Partial())
 
 
 def expert_rowwise(module: LocalParameters, tp: TensorParallel) -> None:
     """Matrices [E, out, in], of each of which a rank computes its share of the inputs' sum; their block adds up, as of
     `rowwise_within`. The biases [E, out] are added once."""
-    for name in ("weight", "lora_A"):
-        _place(module, tp, name, Shard(2))
-    _place(module, tp, "lora_B", Replicate(), grad=Partial())
+    _place(module, tp, ("weight", "lora_A"), Shard(2))
+    _place(module, tp, ["lora_B"], Replicate(), grad=Partial())
     _add_once(module, tp)
 
 
 def heads(module: LocalParameters, tp: TensorParallel) -> None:
     """A module in a block whose parameters have rows for each head or channel: a rank has those of its heads."""
-    for name in module._parameters:
-        _place(module, tp, name, Shard(0))
+    _place(module, tp, module._parameters, Shard(0))
 
 
 def vocab_rows(module: VocabEmbedding | VocabHead, tp: TensorParallel) -> None:
     """A `VocabEmbedding` or `VocabHead` of this rank's rows of the vocabulary."""
-    _place(module, tp, "weight", Shard(0))
+    _place(module, tp, ["weight"], Shard(0))
     module.tp = tp
 
 
 def score_head(module: ScoreHead, tp: TensorParallel) -> None:
     """A `ScoreHead`, whose columns the ranks share out."""
-    _place(module, tp, "weight", Shard(1))
+    _place(module, tp, ["weight"], Shard(1))
     module.tp = tp
 
 
@@ -370,28 +409,30 @@ def gather_vocabulary(logits: Tensor) -> Tensor:
 def _place(
     module: LocalParameters,
     tp: TensorParallel,
-    name: str,
+    names: Iterable[str],
     placement: Placement,
     *,
     grad: Placement | None = None,
     view: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Make parameter `name` a DTensor placed so, and `module.local(name)` what this rank computes with. No collective.
+    """Make the parameters `names`, as far as they are there, DTensors placed so, and `module.local(name)` what this
+    rank computes with. No collective.
 
     grad: the placement of the local gradients (Partial: they are summed; default: the parameter's). view: from the
     local part to what this rank computes with.
     The ranks must hold the same values before.
     """
-    whole = module._parameters.get(name)
-    if whole is None:
-        return
-    if not isinstance(whole, DTensor):
-        local = whole.detach()
-        if isinstance(placement, Shard):
-            start, end = chunk_bounds(whole.shape[placement.dim], tp.size, tp.rank)
-            local = local.narrow(placement.dim, start, end - start).clone()
-        placed = DTensor.from_local(
-            local, tp.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-        module._parameters[name] = nn.Parameter(placed, requires_grad=whole.requires_grad)
-    module.local_views = {**module.local_views, name: LocalView(grad or placement, view)}
+    for name in names:
+        whole = module._parameters.get(name)
+        if whole is None:
+            continue
+        if not isinstance(whole, DTensor):
+            local = whole.detach()
+            if isinstance(placement, Shard):
+                start, end = chunk_bounds(whole.shape[placement.dim], tp.size, tp.rank)
+                local = local.narrow(placement.dim, start, end - start).clone()
+            placed = DTensor.from_local(
+                local, tp.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+            module._parameters[name] = nn.Parameter(placed, requires_grad=whole.requires_grad)
+        module.local_views = {**module.local_views, name: LocalView(grad or placement, view)}

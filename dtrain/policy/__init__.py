@@ -1,16 +1,16 @@
 """A model on a mesh with its optimizer.
 
 policy                the one object through which trainer and methods train
-build, precision      from a recipe to a model on its mesh; its dtypes
+config                what of a recipe a policy reads
+build, precision      a model on its mesh; its dtypes
 trained               which of its parameters are trained
 batching              a caller's batch at the door, and its micro-batches
 score                 what a loss may ask of the model
 reference, teacher    frozen weights of the same model; another model
 reward_model          another model with a head of one output, which rates texts
 checkpoint            what it saves and reads
-offloader             weights and optimizer state moved to host memory and back
+offloader             weights and optimizer state moved to host memory and back; the device's memory and profiler
 weights, weight_buckets  full tensors for an engine; the buckets in which they travel
-device                memory and profiler of the rank's device
 worker                the policy under NeMo-RL's name and keywords, which training never loads
 """
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, ROW_STREAMS, STREAMS, Batch, complete, trim
 from dtrain.base.randomness import key
 from dtrain.base.ranks import Ranks
-from dtrain.data.rows.order import pack
+from dtrain.data.rows.rows import pack
 
 OWN = ("document_ids", "label_index")  # names that a loss finds in its micro-batch beside the caller's
 
@@ -283,7 +283,6 @@ def scatter(values: Sequence[Tensor], batch: Batch, plan: Sequence[Sequence[int]
 
 
 def _joined(batch: Batch) -> Batch:
-    """Return all rows of a batch as one, without their padding, the documents numbered on."""
     real = batch["seq_ids"] != PADDING_DOCUMENT  # [b, S]
     per_row = batch["seq_ids"].amax(1, keepdim=True) + 1
     seq_ids = batch["seq_ids"] + per_row.cumsum(0) - per_row
@@ -291,7 +290,6 @@ def _joined(batch: Batch) -> Batch:
 
 
 def _padding(batch: Batch, by_row: Collection[str]) -> MicroBatch:
-    """Return a row of one token of padding: it trains nothing."""
     streams = {}
     for name, tensor in batch.items():
         tail = tensor.shape[1:] if name in by_row else (1, *tensor.shape[2:])

@@ -9,7 +9,6 @@
 7. memory for this rank's shards, and their values: read slice by slice, or drawn by logical position.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,20 +25,19 @@ from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.mesh import Mesh
+from dtrain.policy.config import PolicyConfig
 from dtrain.policy.precision import Precision
 from dtrain.policy.trained import choose_trained
-from dtrain.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from dtrain.attention.linear.flash import FlashDelta
 
-Proof = Callable[[], str | None]
-Every = Callable[[Proof], list[str | None]]
+ALONE = Ranks(alone=True)
 LONGEST_UNDER_MASK = 16384  # tokens of a row; beyond, a mask over queries × keys takes longer than anyone waits
 
 
 def build_model(
-    recipe: Recipe,
+    recipe: PolicyConfig,
     config: ModelConfig,
     mesh: Mesh,
     precision: Precision,
@@ -70,7 +68,7 @@ def build_model(
     return model
 
 
-def place_masters(model: CausalLM, recipe: Recipe, precision: Precision, device: torch.device) -> None:
+def place_masters(model: CausalLM, recipe: PolicyConfig, precision: Precision, device: torch.device) -> None:
     """Move the masters of `model` to the host with `parallel.optimizer_offload` on CUDA, unless layers compute in their
     dtype. No collective."""
     if recipe.parallel.optimizer_offload and device.type == "cuda" and precision.master != precision.compute:
@@ -80,7 +78,7 @@ def place_masters(model: CausalLM, recipe: Recipe, precision: Precision, device:
 
 
 def lay_out(
-    recipe: Recipe,
+    recipe: PolicyConfig,
     config: ModelConfig,
     mesh: Mesh,
     precision: Precision,
@@ -107,9 +105,9 @@ def lay_out(
 
         spread_experts(model, mesh.ep, mesh.tp)
     if kernel is None:
-        every = Ranks(mesh.cp.get_group()).every if mesh.cp.size() > 1 else None
-        kernel = choose_attention(recipe, config, precision, device, longest_row or recipe.data.max_length, every)
-        model.model.flash_delta, model.model.delta_note = choose_delta(recipe, config, precision, device, every)
+        ranks = Ranks(mesh.cp.get_group()) if mesh.cp.size() > 1 else ALONE
+        kernel = choose_attention(recipe, config, precision, device, longest_row or recipe.data.max_length, ranks)
+        model.model.flash_delta, model.model.delta_note = choose_delta(recipe, config, precision, device, ranks)
     if mesh.cp.size() > 1:
         kernel = _over_ranks(kernel, mesh, parallel.cp_rotate)
     model.use_kernel(kernel)
@@ -129,7 +127,7 @@ def lay_out(
     return model
 
 
-def wants_varlen(recipe: Recipe, precision: Precision, device_type: str) -> bool:
+def wants_varlen(recipe: PolicyConfig, precision: Precision, device_type: str) -> bool:
     """Return whether `VarlenKernel` is wanted, where it is sound."""
     if recipe.model.attention == "auto":
         return device_type == "cuda" and precision.compute in HALF
@@ -137,17 +135,17 @@ def wants_varlen(recipe: Recipe, precision: Precision, device_type: str) -> bool
 
 
 def choose_attention(
-    recipe: Recipe,
+    recipe: PolicyConfig,
     config: ModelConfig,
     precision: Precision,
     device: torch.device,
     longest: int,
-    every: Every | None = None,
+    ranks: Ranks = ALONE,
 ) -> Kernel:
     """Return `VarlenKernel` where it is wanted and sound on every cp rank, else SDPA. Raises UserError where it is not
     sound and `model.attention` insists, or rows, of `longest` tokens at most, are too long for a mask.
 
-    every: runs the proof on all cp ranks, in place of this process alone; collective then.
+    ranks: of cp, on each of which it is proved. Collective over them.
     """
     if not wants_varlen(recipe, precision, device.type):
         return choose_kernel("sdpa", device=device.type, documents=True, backward=True)
@@ -173,9 +171,9 @@ def choose_attention(
             )
             for key_heads, head_dim in sizes
         )
-        return next((problem for problem in problems if problem is not None), None)
+        return next(filter(None, problems), None)
 
-    problem = _first_of(proof, every)
+    problem = next(filter(None, ranks.every(proof)), None)
     if problem is None:
         return kernel
     if recipe.model.attention == "varlen":
@@ -192,14 +190,10 @@ def choose_attention(
 
 
 def choose_delta(
-    recipe: Recipe,
-    config: ModelConfig,
-    precision: Precision,
-    device: torch.device,
-    every: Every | None = None,
+    recipe: PolicyConfig, config: ModelConfig, precision: Precision, device: torch.device, ranks: Ranks = ALONE
 ) -> "tuple[FlashDelta | None, str]":
     """Return flash-linear-attention where it is wanted and sound on every cp rank, or None and why it is not taken, ""
-    where it is not wanted. Raises UserError where it is not sound and `model.linear_attention` insists. every: as of
+    where it is not wanted. Raises UserError where it is not sound and `model.linear_attention` insists. ranks: as of
     `choose_attention`."""
     wanted, sizes, tp = recipe.model.linear_attention, config.linear, recipe.parallel.tp
     is_able = device.type == "cuda" and precision.compute in HALF
@@ -223,19 +217,13 @@ def choose_delta(
             exchanges=recipe.parallel.cp > 1,
         )
 
-    problem = _first_of(proof, every)
+    problem = next(filter(None, ranks.every(proof)), None)
     if problem is not None and wanted == "fla":
         raise UserError(f"model.linear_attention=fla: {problem}; set model.linear_attention=auto or torch")
     return (rule, "") if problem is None and not isinstance(rule, str) else (None, problem or "")
 
 
-def _first_of(proof: Proof, every: Every | None) -> str | None:
-    """Return the first problem that a rank's proof finds, None without."""
-    problems = [proof()] if every is None else every(proof)
-    return next((problem for problem in problems if problem is not None), None)
-
-
-def _compile(model: CausalLM, recipe: Recipe, device: torch.device) -> None:
+def _compile(model: CausalLM, recipe: PolicyConfig, device: torch.device) -> None:
     from dtrain.models.common import compiled
 
     if recipe.train.activation_checkpointing == "mlp":
@@ -249,7 +237,6 @@ def _compile(model: CausalLM, recipe: Recipe, device: torch.device) -> None:
 
 
 def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:
-    """Return `kernel` over the keys of all cp ranks."""
     from dtrain.attention.context import GatherKernel, VarlenGatherKernel
     from dtrain.attention.ring import RingKernel, VarlenRingKernel
     from dtrain.attention.varlen import VarlenKernel
@@ -259,6 +246,6 @@ def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:
     return (RingKernel if rotate == "ring" else GatherKernel)(kernel, mesh.cp)
 
 
-def offloads(recipe: Recipe, device: torch.device) -> bool:
+def offloads(recipe: PolicyConfig, device: torch.device) -> bool:
     """Return whether parameters live in host memory."""
     return recipe.parallel.cpu_offload and device.type != "cpu"  # on a CPU they are there already

@@ -29,8 +29,7 @@ from dtrain.checkpoint.peft.files import AdapterFiles, write_adapter
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import Updater
-from dtrain.parallel.fsdp import reshard_model, weights_changed
-from dtrain.parallel.placement import on_its_device
+from dtrain.parallel.placement import on_its_device, reshard_model, weights_changed
 from dtrain.policy.reference import Reference
 
 

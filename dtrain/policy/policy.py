@@ -15,7 +15,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dtrain.base.batch import COMPLETED, Batch, documents, next_tokens, real_tokens, trained_tokens
@@ -24,23 +25,32 @@ from dtrain.checkpoint.peft.files import read_adapter
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import LossScale, Updater, build_optimizer, build_scheduler
-from dtrain.parallel.fsdp import reshard_model, sync_gradients, weights_changed
 from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.placement import reshard_model, weights_changed
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.batching import Batching, Fixed, all_reduced, micro_batches, scatter, take
 from dtrain.policy.build import build_model, offloads
 from dtrain.policy.checkpoint import PolicyCheckpoint
-from dtrain.policy.device import DeviceMonitor
-from dtrain.policy.offloader import PolicyOffloader
+from dtrain.policy.config import PolicyConfig
+from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Loss, Scorer
 from dtrain.policy.weights import WeightSender
-from dtrain.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams
     from dtrain.optim.sums import GradientSums
+
+
+def sync_gradients(model: nn.Module, is_last: bool, reduce_each: bool = False) -> None:
+    """Set how the next backward leaves the gradients. After the last micro-batch of a step they are reduced; before,
+    they stay as this rank computed them, or with `reduce_each` are reduced over the shards, though not yet over
+    replicas."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last or reduce_each)
+        model.set_requires_all_reduce(is_last)
+        model.set_is_last_backward(is_last)
 
 
 def _method_of(part: str, method: Callable[..., Any]) -> property:
@@ -57,7 +67,7 @@ class Policy:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: PolicyConfig,
         config: ModelConfig,
         mesh: Mesh,
         runtime: Runtime,

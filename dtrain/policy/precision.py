@@ -4,12 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -36,6 +31,6 @@ def choose_precision(name: str, device_type: str, masters: str = "float32") -> P
         name = "bfloat16" if device_type == "cuda" or masters == "bfloat16" else "float32"
         why = "train.masters is bfloat16" if masters == "bfloat16" else f"the device is {device_type}"
         reason = f"train.dtype is auto and {why}"
-    compute = _DTYPES[name]
+    compute = DTYPES[name]
     reduce = torch.promote_types(compute, torch.float32)
     return Precision(compute if masters == "bfloat16" else reduce, compute, reduce, reason)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from dtrain.checkpoint.dcp.training_state import frozen_names, model_tensors
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.adapters import adapters_off
-from dtrain.parallel.fsdp import reshard_model, weights_changed
-from dtrain.parallel.placement import local_tensor, on_its_device
+from dtrain.parallel.placement import local_tensor, on_its_device, reshard_model, weights_changed
 
 
 class Reference:
@@ -64,6 +63,5 @@ class Reference:
         weights_changed(self._model)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the reference's tensors and the model's, as this rank holds them."""
         tensors = model_tensors(self._model)
         return [(local_tensor(own), local_tensor(tensors[name]).detach()) for name, own in self.tensors.items()]

@@ -15,7 +15,7 @@ from dtrain.data.formats.pairs import PairEncoder
 from dtrain.data.text.template import choose_template
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.read_config import read_config
-from dtrain.parallel.fsdp import reshard_model
+from dtrain.parallel.placement import reshard_model
 from dtrain.policy.batching import DynamicShapes, gather_rows, micro_batches
 from dtrain.policy.build import build_model
 from dtrain.policy.policy import Policy

@@ -15,8 +15,7 @@ from dtrain import losses
 from dtrain.attention.packing import Packing
 from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, document_ids, documents, sum_by_document
 from dtrain.losses.head.vocabulary import compute_dtype
-from dtrain.losses.policy.sequences import Documents
-from dtrain.losses.token.formulas import TokenLossFn
+from dtrain.losses.head.weighted_sum import TokenLossFn
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.collectives import leave_region
 from dtrain.parallel.context.batch import cut_streams, gather_tokens, pad_right
@@ -24,7 +23,7 @@ from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import ScoreHead
 
 if TYPE_CHECKING:
-    from dtrain.losses import HeadInput, HeadLogprobs, TokenSums, TrainingSamplingParams, VocabShard
+    from dtrain.losses import Documents, HeadInput, HeadLogprobs, TokenSums, TrainingSamplingParams, VocabShard
 
 
 class Inputs(TypedDict):
@@ -44,46 +43,28 @@ Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str
 class LogprobSource:
     """Head of one micro-batch's forward. Valid only inside the loss it is handed to."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        head_weight: Tensor,
-        batch: Batch,
-        inputs: Inputs,
-        documents: int,
-        head: "Head",
-    ):
+    def __init__(self, hidden: Tensor, head_weight: Tensor, batch: Batch, inputs: Inputs, documents: int, head: "Head"):
         self._hidden = hidden  # [B, S/cp, D]
         self._head_weight = head_weight  # [V/tp, D]
         self._batch = batch
         self.inputs = inputs  # what the model was called with, for another model's forward on the same tokens
         self.documents = documents  # of the micro-batch, whole
-        self._softcap, self._shard, self._cp, self._score = head.softcap, head.shard, head.cp, head.score
+        self._cp, self._score = head.cp, head.score
+        self.shard = head.shard  # part of the vocabulary that the head's weight is; None for all of it
+        self._of_head: Any = {"softcap": head.softcap, "shard": head.shard}
 
     @property
     def head_input(self) -> "HeadInput":
         """Hidden states [B · S/cp, D] and weight behind the logits of this rank's positions, for losses of a method's
         own."""
-        return losses.HeadInput(self._hidden.flatten(0, 1), self._head_weight, self._softcap)
-
-    @property
-    def shard(self) -> "VocabShard | None":
-        """Part of the vocabulary that the head's weight is; None for all of it."""
-        return self._shard
+        return losses.HeadInput(self._hidden.flatten(0, 1), self._head_weight, self._of_head["softcap"])
 
     def token_loss_sums(self, loss: TokenLossFn, *, label_smoothing: float = 0.0) -> "TokenSums":
         """Return sums over this rank's labelled positions, scalars, the same on every tp rank: of `loss` of log
         p(label), which may be smoothed, and of labels that are the likeliest token. See `losses.token_loss_sums`."""
-        index = self._batch["label_index"]
+        hidden, weight, labels, index = self._labelled
         return losses.token_loss_sums(
-            self._hidden.flatten(0, 1),
-            self._head_weight,
-            self._batch["labels"].flatten().index_select(0, index),
-            index,
-            loss,
-            label_smoothing=label_smoothing,
-            softcap=self._softcap,
-            shard=self._shard,
+            hidden, weight, labels, index, loss, label_smoothing=label_smoothing, **self._of_head
         )
 
     def weighted_sum(self, token_weights: Tensor | None = None) -> Tensor:
@@ -91,21 +72,20 @@ class LogprobSource:
 
         token_weights: [B, S/cp], constants, not read where there is no label; None for ones.
         """
-        index = self._batch["label_index"]
+        hidden, weight, labels, index = self._labelled
         weights = (
             torch.ones(index.shape, device=index.device)
             if token_weights is None
             else token_weights.flatten().index_select(0, index)
         )
-        return losses.weighted_logprob_sum(
-            self._hidden.flatten(0, 1),
-            self._head_weight,
-            self._batch["labels"].flatten().index_select(0, index),
-            weights,
-            index,
-            softcap=self._softcap,
-            shard=self._shard,
-        )
+        return losses.weighted_logprob_sum(hidden, weight, labels, weights, index, **self._of_head)
+
+    @property
+    def _labelled(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Hidden states [B · S/cp, D], head, the labels [T], and their places [T]."""
+        index = self._batch["label_index"]
+        labels = self._batch["labels"].flatten().index_select(0, index)
+        return self._hidden.flatten(0, 1), self._head_weight, labels, index
 
     def logprobs(
         self, *, temperature: float = 1.0, entropy: bool = False, top1: bool = False, log_p2: bool = False
@@ -119,12 +99,11 @@ class LogprobSource:
             self._head_weight,
             self._batch["labels"],
             temperature=temperature,
-            softcap=self._softcap,
-            shard=self._shard,
             entropy=entropy,
             top1=top1,
             log_p2=log_p2,
             index=self._batch["label_index"],
+            **self._of_head,
         )
 
     def sampled_logprobs(self, sampling: "TrainingSamplingParams", *, entropy: bool = False) -> "HeadLogprobs":
@@ -138,9 +117,8 @@ class LogprobSource:
             self._head_weight,
             self._batch["labels"],
             sampling,
-            softcap=self._softcap,
-            shard=self._shard,
             index=self._batch["label_index"],
+            **self._of_head,
         )
         return losses.HeadLogprobs(logprobs, entropies)
 
@@ -166,10 +144,10 @@ class LogprobSource:
         outputs = values.new_zeros(self.documents, values.shape[1]).index_add(0, ids, values)
         return outputs if self._cp.size() == 1 else leave_region(outputs, self._cp.get_group())
 
-    def sequences(self, mask: Tensor) -> Documents:
+    def sequences(self, mask: Tensor) -> "Documents":
         """Return the documents of the micro-batch as a policy loss takes them; mask [B, S/cp]: the tokens that count.
         Under cp one all-reduce."""
-        return Documents(self._batch["document_ids"], self.documents, mask, self._cp.get_group())
+        return losses.Documents(self._batch["document_ids"], self.documents, mask, self._cp.get_group())
 
     def shared(self, value: Tensor) -> Tensor:
         """Return a value [..] that every cp rank computes alike from `by_document`, as this rank's share: a sum over

@@ -8,17 +8,18 @@ import torch
 from torch import nn
 
 from dtrain.base.errors import UserError
-from dtrain.base.patterns import matched, unmatched
+from dtrain.base.name_patterns import matched, unmatched
 from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.adapters import add_adapters
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.nf4 import quantize_linears
-from dtrain.parallel.placement import exact_modules
-from dtrain.recipe.schema import Recipe, Train
+from dtrain.parallel.tensor import exact_modules
+from dtrain.policy.config import PolicyConfig
+from dtrain.recipe.schema import Train
 
 
-def choose_trained(model: CausalLM, recipe: Recipe, dtype: torch.dtype) -> None:
+def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) -> None:
     """Add the adapter of `recipe`, and leave out of training what it does not train; that is kept in `dtype`, that of
     computation: it needs no master copy, no gradient and no optimizer state.
 
@@ -43,7 +44,6 @@ def choose_trained(model: CausalLM, recipe: Recipe, dtype: torch.dtype) -> None:
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return all names of each parameter."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

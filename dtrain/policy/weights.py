@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from dtrain.checkpoint.huggingface.merged import whole_weights, wider
 from dtrain.models.common.decoder import CausalLM
-from dtrain.parallel.fsdp import reshard_model
+from dtrain.parallel.placement import reshard_model
 from dtrain.policy.weight_buckets import BUCKET_BYTES, Info, buckets, flatten, weight_group
 
 

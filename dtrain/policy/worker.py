@@ -3,15 +3,14 @@
 A function that NeMo-RL's worker has and this one cannot raises a NotImplementedError that says why.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.base.hardware import free_memory
+from dtrain.base.gpus import free_memory
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel import context
@@ -19,10 +18,32 @@ from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.build import build_model
+from dtrain.policy.config import PolicyConfig
 from dtrain.policy.policy import Policy
-from dtrain.recipe.schema import Recipe
 
 MIB = 2**20
+_NO_ZMQ = (
+    "weights leave by a broadcast (init_collective, broadcast_weights_for_collective) or by handles "
+    "(prepare_weights_for_ipc, get_weights_ipc_handles)"
+)
+
+
+def _taking_data(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of `Policy` under NeMo-RL's keyword for its batch."""
+
+    def call(self: Policy, data: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, data, *args, **kwargs)
+
+    call.__doc__ = method.__doc__
+    return call
+
+
+def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"DTensorPolicyWorker.{name}: {why}")
+
+    return refuse
 
 
 class DTensorPolicyWorker(Policy):
@@ -36,7 +57,7 @@ class DTensorPolicyWorker(Policy):
 
     def __init__(
         self,
-        recipe: Recipe | None = None,
+        recipe: PolicyConfig | None = None,
         config: ModelConfig | None = None,
         mesh: Mesh | None = None,
         runtime: Runtime | None = None,
@@ -48,7 +69,7 @@ class DTensorPolicyWorker(Policy):
         init_reference_model: bool = True,
         **others: Any,
     ):
-        if not isinstance(recipe, Recipe) or config is None or mesh is None or runtime is None or others:
+        if not isinstance(recipe, PolicyConfig) or config is None or mesh is None or runtime is None or others:
             raise NotImplementedError(
                 "DTensorPolicyWorker(recipe, config, mesh, runtime) takes dtrain's recipe, and reads no config, "
                 "tokenizer or processor of NeMo-RL's: write a recipe (dtrain/methods/README.md has its keys beside "
@@ -80,10 +101,10 @@ class DTensorPolicyWorker(Policy):
         a loss of NeMo-RL's, known by its `loss_type`.
         """
         if hasattr(loss_fn, "loss_type"):
-            _refuse(
-                f"train with {type(loss_fn).__name__}",
-                "NeMo-RL's losses take whole logits, which are never made here: write loss_fn(source, batch, "
-                "global_valid_seqs, global_valid_toks) from source.logprobs() (dtrain/policy/score.py)",
+            raise NotImplementedError(
+                f"DTensorPolicyWorker.train with {type(loss_fn).__name__}: NeMo-RL's losses take whole logits, which "
+                "are never made here: write loss_fn(source, batch, global_valid_seqs, global_valid_toks) from "
+                "source.logprobs() (dtrain/policy/score.py)"
             )
         batch_size = self.recipe.train.global_batch
         gbs = self.recipe.train.batch if gbs is None and batch_size != "auto" else gbs
@@ -95,36 +116,17 @@ class DTensorPolicyWorker(Policy):
             "model_dtype": self.precision.compute,
         }
 
-    def get_logprobs(  # type: ignore[override]
-        self, data: Any, micro_batch_size: int | None = None
-    ) -> dict[str, Tensor]:
-        """Return `Policy.get_logprobs`."""
-        return super().get_logprobs(data, micro_batch_size)
-
-    def get_reference_policy_logprobs(  # type: ignore[override]
-        self, data: Any, micro_batch_size: int | None = None
-    ) -> dict[str, Tensor]:
-        """Return `Policy.get_reference_policy_logprobs`."""
-        return super().get_reference_policy_logprobs(data, micro_batch_size)
-
-    def get_topk_logits(  # type: ignore[override]
-        self, data: Any, k: int, micro_batch_size: int | None = None
-    ) -> dict[str, Tensor]:
-        """Return `Policy.get_topk_logits`."""
-        return super().get_topk_logits(data, k, micro_batch_size)
-
-    @staticmethod
-    def create_context_parallel_ctx(
-        cp_mesh: DeviceMesh,
-        cp_buffers: Sequence[Tensor],
-        cp_seq_dims: Sequence[int],
-        cp_no_restore_buffers: Collection[Tensor],
-        cp_rotate_method: str | None = None,
-    ) -> AbstractContextManager[None]:
-        """Return `dtrain.parallel.context.create_context_parallel_ctx`."""
-        return context.create_context_parallel_ctx(
-            cp_mesh, cp_buffers, cp_seq_dims, cp_no_restore_buffers, cp_rotate_method
-        )
+    get_logprobs = _taking_data(Policy.get_logprobs)
+    get_reference_policy_logprobs = _taking_data(Policy.get_reference_policy_logprobs)
+    get_topk_logits = _taking_data(Policy.get_topk_logits)
+    create_context_parallel_ctx = staticmethod(context.create_context_parallel_ctx)
+    score = _refusing("score", "a policy has the head of a language model: train a rating model with method=reward")
+    stream_weights_via_ipc_zmq = _refusing("stream_weights_via_ipc_zmq", _NO_ZMQ)
+    get_zmq_address = _refusing("get_zmq_address", _NO_ZMQ)
+    maybe_init_zmq = _refusing("maybe_init_zmq", _NO_ZMQ)
+    report_node_ip_and_gpu_id = _refusing(
+        "report_node_ip_and_gpu_id", "places on nodes are Ray's; report_device_id names the device"
+    )
 
     @staticmethod
     def train_context(cp_context: Any = None) -> AbstractContextManager[None]:
@@ -205,39 +207,8 @@ class DTensorPolicyWorker(Policy):
         """Leave the receivers of `init_collective` and let go of shared weights. The process goes on."""
         self.weights.close()
 
-    def score(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError: a policy's head is a language model's."""
-        _refuse("score", "a policy has the head of a language model: train a rating model with method=reward")
-
-    def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError: nothing speaks ZMQ."""
-        _refuse("stream_weights_via_ipc_zmq", _NO_ZMQ)
-
-    def get_zmq_address(self) -> NoReturn:
-        """Raise NotImplementedError: nothing speaks ZMQ."""
-        _refuse("get_zmq_address", _NO_ZMQ)
-
-    def maybe_init_zmq(self) -> NoReturn:
-        """Raise NotImplementedError: nothing speaks ZMQ."""
-        _refuse("maybe_init_zmq", _NO_ZMQ)
-
-    def report_node_ip_and_gpu_id(self) -> NoReturn:
-        """Raise NotImplementedError: Ray knows nodes."""
-        _refuse("report_node_ip_and_gpu_id", "places on nodes are Ray's; report_device_id names the device")
-
-
-_NO_ZMQ = (
-    "weights leave by a broadcast (init_collective, broadcast_weights_for_collective) or by handles "
-    "(prepare_weights_for_ipc, get_weights_ipc_handles)"
-)
-
-
-def _refuse(name: str, why: str) -> NoReturn:
-    raise NotImplementedError(f"DTensorPolicyWorker.{name}: {why}")
-
 
 def _described(parameter: Tensor) -> dict[str, Any]:
-    """Return device and dtype of a parameter [any shape], and its whole shape."""
     return {
         "device": str(local_tensor(parameter).device),
         "shape": list(parameter.shape),

@@ -1,6 +1,6 @@
 """The recipe: its schema, loading, saving without secrets, sizes. Imports no torch.
 
-schema                          every key, its type, its default and what it means
+schema, rollouts, ranges        every key that is no method's own: its type, its default and what it means
 load                            YAML and overrides to a `Recipe`
 sections                        the types of its values: problems, near misses, fixes
 shipped                         the recipes that ship with dtrain, by name
@@ -10,7 +10,7 @@ error_hints                     ends of messages about mistakes in YAML or in a 
 key_aliases                     other tools' names of our keys and values, and keys that we lack (key_aliases.toml)
 other_tools                     a file of another tool as a recipe, with that tool's defaults (other_tools.yaml)
 
-`dtrain.run.check`, which knows the methods, checks keys against one another.
+`dtrain.run.stages`, which know the methods, check keys against one another.
 """
 
 from dtrain.recipe.load import load, read, translate

@@ -8,8 +8,9 @@ import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -29,8 +30,8 @@ from dtrain.recipe.saved import (
     texts,
     with_origins,
 )
-from dtrain.recipe.schema import Recipe
-from dtrain.recipe.sections import entry_of, keys, kinds_of, section_from, section_of, type_at
+from dtrain.recipe.schema import Recipe, recipe_type
+from dtrain.recipe.sections import entry_of, keys, kinds_of, recipe_from, section_of, type_at
 from dtrain.recipe.shipped import find
 
 if TYPE_CHECKING:
@@ -43,39 +44,59 @@ FOREIGN = 5  # keys of another tool that make a recipe one of its own
 _PATHS = ("model.path", "lora.path", "run.dir", "data.cache_dir", "data.chat_template", "checkpoint.resume")
 
 
-def load(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> Loaded:
+def load(
+    recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = (), *, sections: Mapping[str, type]
+) -> Loaded:
     """Load the recipe at a path, of a shipped name, or in a mapping, with `key=value` overrides (OmegaConf's dotlist).
+
+    sections: of the methods, by name. It is asked for those of the recipe's method and of its keys, and where there are
+    problems for all. `dtrain.methods.load_recipe` has those of dtrain.
 
     Raises UserError: no such recipe, or not YAML. RecipeError: every unknown key, wrong type or choice, and
     interpolation that leads nowhere.
     """
-    loaded, problems = read(recipe, overrides)
+    loaded, problems = read(recipe, overrides, sections=sections)
     if problems:
         raise RecipeError(problems)
     return loaded
 
 
-def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> tuple[Loaded, list[str]]:
+def read(
+    recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = (), *, sections: Mapping[str, type]
+) -> tuple[Loaded, list[str]]:
     """Load as `load` does, but return the problems that RecipeError would list, and the recipe without wrong keys."""
     stem = None
     if isinstance(recipe, str | Path):
         path = find(recipe)
-        stem, written = path.stem, _read(path)
+        stem, written = path.stem, _read(path, sections)
     elif isinstance(recipe, Loaded):
         written = texts(recipe)
     else:
         tree: Any = asdict(recipe) if isinstance(recipe, Recipe) else recipe
         written = _tree(OmegaConf.create(tree))
+        if isinstance(recipe, Recipe) and not recipe.method:
+            del written["method"]
     problems: list[str] = []
-    config = OmegaConf.create(merge(asdict(Recipe()), written))
+    named = {
+        *written,
+        *(_head(key.partition("=")[0]) for key in overrides),
+        *re.findall(r"\$\{\s*(\w+)", f"{written}{overrides}"),
+    }
+    kind = recipe_type(sections, named)
+    config = OmegaConf.create(merge(asdict(kind()), written))
     for override in overrides:
-        _apply(config, override, problems)
+        _apply(config, override, kind, problems)
+    chosen = OmegaConf.select(config, "method", throw_on_resolution_failure=False)
+    chosen = chosen if chosen in [*sections] else kind().method
+    if chosen not in named:
+        kind = recipe_type(sections, {*named, chosen})
+        config = OmegaConf.create(merge(asdict(kind()), _tree(config)))
     values = _resolve(config, "", problems)
-    made = section_from(Recipe, values, "", problems)
+    made = recipe_from(kind, values, problems)
     method = (
         made.method if "method" in written or any(override.startswith("method=") for override in overrides) else None
     )
-    if problems and (foreign := translate(written, made.model.path, method)):
+    if problems and (foreign := translate(written, made.model.path, method, sections=sections)):
         problems.append("\n      ".join(foreign.answer().splitlines()))
     if made.run.name is None:
         made.run.name = _default_name(made, stem, written)
@@ -87,7 +108,7 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         if value and value.startswith("~"):
             setattr(getattr(made, section), key, str(Path(value).expanduser()))
     loaded = with_origins(made, _tree(config), values, lambda raw: _resolve(OmegaConf.create(raw), "", []))
-    loaded.unread += _of_other_methods(values, written, overrides)
+    loaded.unread += _of_other_methods(values, written, overrides, sections, isinstance(recipe, Recipe))
     for place, value in secrets.leaves(values):
         if isinstance(value, str) and secrets.HIDDEN in value:
             problems.append(f"{secrets.dotted(place)} was hidden when this was saved: give it as ${{oc.env:NAME}}")
@@ -111,7 +132,7 @@ def _default_name(recipe: Recipe, stem: str | None, written: Mapping) -> str:
     return "-".join([word for word in words if word] + [base])
 
 
-def _read(path: Path) -> dict:
+def _read(path: Path, sections: Mapping[str, type]) -> dict:
     text = read_text(path, RECIPE_BYTES)
     try:
         if _is_too_deep(text):
@@ -132,7 +153,7 @@ def _read(path: Path) -> dict:
         raise UserError(f"{path} is not YAML: {error_hints.first_line(error)}{error_hints.of_yaml(error)}") from error
     if not isinstance(config, DictConfig):
         raise UserError(_NO_RECIPE.format(path))
-    return _as_typed(Recipe, _tree(config), typed)
+    return _as_typed(recipe_type(sections, config), _tree(config), typed)
 
 
 def _is_too_deep(text: str, level: int = 0) -> bool:
@@ -168,11 +189,11 @@ def _tree(config: DictConfig) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(config))
 
 
-def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
+def _apply(config: DictConfig, override: str, kind: type[Recipe], problems: list[str]) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key or key.startswith("-"):
         word = key.lstrip("-").partition(":")[0]
-        answer = key_aliases.answer(word) if word not in keys() else None
+        answer = key_aliases.answer(word) if word not in keys(kind.method_sections) else None
         problems.append(
             f"{override}: an override is written key=value, without dashes, such as optimizer.lr=1e-5"
             + (f"; {word}: {answer}" if answer else "")
@@ -184,7 +205,7 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
             problems.append(f"{key}: the value is nested too deep")
             return
         value = _tree(OmegaConf.from_dotlist([f"value={text}"]))["value"]
-        value = _as_typed(type_at(key), value, yaml.load(text, Loader=yaml.BaseLoader))
+        value = _as_typed(type_at(kind, key), value, yaml.load(text, Loader=yaml.BaseLoader))
         old = OmegaConf.select(config, key, throw_on_resolution_failure=False)
         OmegaConf.update(config, key, value, merge=isinstance(old, DictConfig) and isinstance(value, dict))
     except yaml.YAMLError as error:
@@ -231,21 +252,25 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) ->
     return list(values.values()) if listed else values
 
 
-def _of_other_methods(values: Mapping, tree: Mapping, overrides: Sequence[str]) -> list[str]:
-    """Return the given keys of sections that another method alone reads. A saved recipe holds the sections of all
-    methods: of these, the keys that are not at their defaults."""
-    hints, method = get_type_hints(Recipe), values.get("method")
-    methods = get_args(hints["method"])
-    others = {name: hints[name] for name in methods if name in hints and name != method}
-    if method not in methods:  # which is said elsewhere
+def _of_other_methods(
+    values: Mapping, tree: Mapping, overrides: Sequence[str], sections: Mapping[str, type], is_made: bool
+) -> list[str]:
+    """Return the given keys of sections that another method alone reads. A saved recipe holds all keys of its method's
+    section, and an older version saved the sections of all methods: of these, and of a recipe that `is_made` already,
+    the keys that are not at their defaults."""
+    method, others = values.get("method"), [name for name in sections if name != values.get("method")]
+    if method not in [*sections]:  # which is said elsewhere
         return []
-    is_whole = others.keys() <= tree.keys()
+    are_whole = is_made or {*others} <= tree.keys()
     keys = []
-    for name, section in others.items():
-        defaults, written = flat(asdict(section()), f"{name}."), tree.get(name) or {}
+    for name in others:
+        if name not in tree:
+            continue
+        defaults, written = flat(asdict(sections[name]()), f"{name}."), tree[name] or {}
         own = flat(values[name], f"{name}.") if isinstance(values[name], Mapping) else {}
         named = flat(written, f"{name}.") if isinstance(written, Mapping) else {name: written}
-        keys += [key for key in named if not is_whole or own.get(key) != defaults.get(key)]
+        is_saved = are_whole or defaults.keys() <= named.keys()
+        keys += [key for key in named if not is_saved or own.get(key) != defaults.get(key)]
     pairs = (override.partition("=") for override in overrides)
     keys += [key for key, equals, _ in pairs if equals and _head(key) in others]
     return list(dict.fromkeys(keys))
@@ -256,10 +281,13 @@ def _head(key: str) -> str:
     return re.split(r"[.\[]", key)[0]
 
 
-def translate(tree: Mapping, path: str | None = None, method: str | None = None) -> "Translation | None":
+def translate(
+    tree: Mapping, path: str | None = None, method: str | None = None, *, sections: Mapping[str, type]
+) -> "Translation | None":
     """Translate a recipe of another tool to one of ours. None where it is ours: it shows no tool, or `path`, our
     model's, is given, and few of its keys have one here. method: where it is known; else the file's keys tell it."""
-    hints = get_type_hints(Recipe)
+    kind = recipe_type(sections, sections)
+    hints = get_type_hints(kind)
     resolved = _resolve(OmegaConf.create(dict(tree)), "", [])
     theirs = flat(resolved)
     theirs |= {f"{key}.name": theirs.pop(key) for key in ("optimizer", "scheduler") if isinstance(theirs.get(key), str)}
@@ -268,15 +296,15 @@ def translate(tree: Mapping, path: str | None = None, method: str | None = None)
     if other_tools.tool_of(theirs) is None:
         named = ("optimizer.name", "scheduler.name")
         theirs = {key: value for key, value in theirs.items() if _head(key) not in hints or key in named}
-    made = other_tools.Translation(theirs, method, keys(), _fitted)
+    made = other_tools.Translation(theirs, method, kind(), keys(sections), partial(_fitted, kind))
     is_ours = (made.tool is None or path) and len(made.values) - len(made.origins) < FOREIGN
     return None if is_ours else made
 
 
-def _fitted(key: str, value: Any) -> tuple[Any, list[str]]:
+def _fitted(kind: type[Recipe], key: str, value: Any) -> tuple[Any, list[str]]:
     """Return `value` in the type of a dotted key, and the problems with it."""
     problems: list[str] = []
-    made: Any = section_from(Recipe, _nested({key: value}), "", problems)
+    made: Any = recipe_from(kind, _nested({key: value}), problems)
     for part in key.split("."):
         made = getattr(made, part)
     return value if isinstance(value, list) else made, problems

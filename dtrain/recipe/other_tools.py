@@ -75,8 +75,8 @@ class Translation:
     has no place in a recipe. lost: their keys that are not carried over.
     """
 
-    def __init__(self, theirs: Mapping[str, Any], method: str | None, known: list[str], fit: Fit):
-        self.tool = tool_of(theirs)
+    def __init__(self, theirs: Mapping[str, Any], method: str | None, usual: Recipe, known: list[str], fit: Fit):
+        self.tool, self._usual = tool_of(theirs), usual  # our defaults
         self.theirs, self.known, self._fit = dict(theirs), known, fit
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
@@ -109,10 +109,10 @@ class Translation:
         return "\n".join(lines + ([f"# not carried over: {', '.join(self.lost)}"] if self.lost else []))
 
     def _method(self) -> str:
-        """Return the method whose keys the file has; sft where it has none of another."""
+        """Return the method whose keys the file has; our default where it has none of another."""
         names = {name for key in self.theirs for name in (key, key.rpartition(".")[2], f"{key.partition('.')[0]}.*")}
         methods = self.tool.methods if self.tool else {}
-        return next((method for method, marks in methods.items() if names & {*marks}), "sft")
+        return next((method for method, marks in methods.items() if names & {*marks}), self._usual.method)
 
     def _carry(self, key: str, value: Any) -> None:
         """Carry one of their keys over to ours, or note that it is lost."""
@@ -239,7 +239,7 @@ class Translation:
 
     def _default(self, tool: Tool, usual: Mapping[str, Any]) -> None:
         """Put the tool's default of each key that the file leaves out, where dtrain's differs."""
-        own = asdict(Recipe())
+        own = asdict(self._usual)
         own["lora"] = {key.name: key.default for key in fields(Lora)}
         own = flat(own)
         for key, value in usual.items():
@@ -287,7 +287,7 @@ class Translation:
         if isinstance(entries, list) and all(isinstance(entry, Mapping) and "path" in entry for entry in entries):
             self._put("datasets", "data.train.path", _paths(entries))
             kinds = {entry.get("type") for entry in entries}
-            if self.method != "sft":  # there a type is a reader of pairs, prompts or marks; here columns are found
+            if self.method != self._usual.method:  # a type reads pairs, prompts or marks there; here columns are found
                 self.lost += [f"datasets.type: {kind}" for kind in sorted(map(str, kinds - {None}))]
             elif len(kinds) == 1 and isinstance(kind := kinds.pop(), str):
                 self._put("datasets", "data.train.format", kind.partition(".")[0])
@@ -316,18 +316,19 @@ class Translation:
             batch = (micro or usual.get("train.micro_batch", 1)) * (accumulation or tool.accumulation)
             is_said = micro is not None or accumulation is not None
             (self.values if is_said else usual).setdefault("train.global_batch", batch)
-        if self.method != "grpo" or "grpo.prompts_per_step" in {**usual, **self.values}:
+        groups, prompts = f"{self.method}.group_size", f"{self.method}.prompts_per_step"
+        if groups not in self.known or prompts in {**usual, **self.values}:
             return
-        group = self.values.get("grpo.group_size", usual.get("grpo.group_size", 1))
+        group = self.values.get(groups, usual.get(groups, 1))
         batch = self.values.get("train.global_batch", usual.get("train.global_batch", group))
         micro = micro or usual.get("train.micro_batch", 1)
         steps = self._leaf("steps_per_generation")
         rollout = self._leaf("generation_batch_size") or (micro * steps if steps else batch)
         if rollout % group:
-            self.notes.append(f"grpo.prompts_per_step: {rollout} completions of a rollout are no multiple of {group}")
-            self._refused.add("grpo.prompts_per_step")
+            self.notes.append(f"{prompts}: {rollout} completions of a rollout are no multiple of {group}")
+            self._refused.add(prompts)
         else:
-            usual["grpo.prompts_per_step"] = rollout // group
+            usual[prompts] = rollout // group
 
     def _optimizer(self, usual: Mapping[str, Any]) -> None:
         first, second = self._leaf("adam_beta1"), self._leaf("adam_beta2")

@@ -6,7 +6,7 @@ A value from the environment is its text there, `${oc.env:NAME}`, and secrets in
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import check_shape
 from dtrain.recipe import secrets
-from dtrain.recipe.schema import Recipe
+from dtrain.recipe.schema import Recipe, recipe_type
 
 UNSET = "???"  # OmegaConf's mark for a value that the recipe leaves to its user
 PARTS = 100_000  # entries of a recipe, with what its aliases repeat
 SHORTEST = 4  # characters of a secret that is looked for in a text
-_FNS = r"(grpo|eval(\.\w+)?)\.(environment|(rewards|tools)\[\d+\]\.fn)"
+_FNS = r"\w+(\.\w+)?\.(environment|(rewards|tools)\[\d+\]\.fn)"
 _NAMES = re.compile(rf"((optimizer|scheduler(\[\d+\])?)\.name|{_FNS})")
 
 
@@ -40,9 +40,15 @@ class Loaded(Recipe):
 
 
 def values_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the tree of a recipe's own keys."""
+    """Return the tree of a recipe's own keys, and of those given to another method."""
     tree = asdict(recipe)
-    return {section.name: tree[section.name] for section in fields(Recipe)}
+    own = {key.name: tree[key.name] for key in fields(Recipe)}
+    kept_keys = {(recipe.method,), *(tuple(re.split(r"[.\[]", key)[:2]) for key in getattr(recipe, "unread", ()))}
+    for name in recipe.method_sections:
+        section = tree.get(name, {}).items()
+        if kept := {key: value for key, value in section if {(name,), (name, key)} & kept_keys}:
+            own[name] = kept
+    return own
 
 
 def with_origins(recipe: Recipe, raw: dict, values: dict, resolve: Callable[[dict], dict]) -> Loaded:
@@ -60,14 +66,15 @@ def with_origins(recipe: Recipe, raw: dict, values: dict, resolve: Callable[[dic
     environment = {name: OmegaConf.create({"value": f"${{oc.env:{name},null}}"}).value for name in variables}
     redacted = {str(value) for name, value in environment.items() if value and secrets.is_secret_name(name)}
     redacted = {secret for secret in redacted if len(secret) >= SHORTEST}
-    loaded, tree = Loaded(**vars(recipe)), asdict(recipe)
+    loaded_type: Any = make_dataclass("Loaded", [], bases=(type(recipe), Loaded), eq=False)
+    loaded, tree = loaded_type(**vars(recipe)), asdict(recipe)
     for path, text in written:
         if path not in names and secrets.at(silent, path) == secrets.at(values, path):
             continue
         value = secrets.at(tree, path)
         if any(secrets.is_secret_name(part) for part in path if isinstance(part, str)):
             redacted |= {str(leaf) for _, leaf in secrets.leaves(value)}
-        elif not (_is_free(path, value) or any(secret in str(value) for secret in redacted)):
+        elif not (_is_free(type(recipe), path, value) or any(secret in str(value) for secret in redacted)):
             continue
         loaded.references.append((path, text, value))
     plain = (value for path, value in secrets.leaves(values) if secrets.is_secret(values, path, value))
@@ -76,9 +83,8 @@ def with_origins(recipe: Recipe, raw: dict, values: dict, resolve: Callable[[dic
     return loaded
 
 
-def _is_free(path: secrets.Path, value: Any) -> bool:
-    """Return whether a key takes any text, and is no name of code."""
-    kind: Any = Recipe
+def _is_free(kind: Any, path: secrets.Path, value: Any) -> bool:
+    """Return whether a key takes any text, and is no name of code. kind: the recipe's type."""
     for part in path:
         kind = get_type_hints(kind).get(str(part)) if is_dataclass(kind) else None
     is_choice = any(get_origin(option) is Literal for option in (kind, *get_args(kind)))
@@ -132,10 +138,11 @@ def diff(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
         raise UserError(f"the saved recipe is damaged: {error}") from error
     if not isinstance(saved, dict):
         raise UserError(f"the saved recipe is damaged: it is {type(saved).__name__}, no mapping")
-    saved = _completed(saved, Recipe)
-    plain, own = flat(merge(asdict(Recipe()), saved)), flat(values_of(recipe))
+    kind = recipe_type(recipe.method_sections, {*saved, *values_of(recipe)})
+    defaults, saved = asdict(kind()), _completed(saved, kind)
+    plain, own = flat(merge(defaults, saved)), flat(merge(defaults, values_of(recipe)))
     secrets.hide(saved, getattr(recipe, "secrets", ()))
-    old, new = flat(merge(asdict(Recipe()), saved)), flat(texts(recipe, hide=True))
+    old, new = flat(merge(defaults, saved)), flat(merge(defaults, texts(recipe, hide=True)))
     differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     # A value that was saved before its text was, is the same.
     return [(key, old.get(key), new.get(key)) for key in differing if key not in own or plain.get(key) != own[key]]

@@ -1,38 +1,34 @@
 """The recipe's reference page: every key, its type, its default and what it means.
 
-A recipe is YAML over these dataclasses; what it leaves out has the default written here. `Recipe` is the root, the
-sections follow it in the order in which a recipe is usually written. The text under a field is its documentation, and a
+A recipe is YAML over these dataclasses; what it leaves out has the default written here. `Recipe` is the root, its
+sections stand here in the order in which a recipe is usually written. The section of a method stands in the method's
+file, what sections share in rollouts.py. The text under a field is its documentation, and a
 `Range` in its type says what its value must be beside that type. `null` turns a thing off where a field's type admits
 None. key_aliases.toml lists what is not there yet. docs/recipe.md shows all of it as a page
 (tools/recipe_reference.py).
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from dtrain.base.ranges import Range, at_least, is_finite, is_number
+from dtrain.base.ranges import Range, at_least, is_finite
+from dtrain.recipe.ranges import AUTO, SHARE, SIZE, STOP, TIME, TOP_K, UP_TO_1, WEIGHT
+from dtrain.recipe.rollouts import Reward
 
 Format = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "question", "text", "tokenized", "preference"
 ]
 
-_AUTO: Range = (lambda v: v in ("auto", True, False), "auto, true or false")
-_DIVISOR: Range = (lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10")
 _NAMES: Range = (lambda v: "" not in list(v), "a list of names")
 _POSITIVE: Range = (lambda v: 0 < v < math.inf, "a finite number above 0")
-_SHARE: Range = (lambda v: 0 <= v <= 1, "from 0 to 1")
-_SIZE: Range = (lambda v: 0 <= v < math.inf, "a finite number, at least 0")
-_STOP: Range = (all, "texts that are not empty")
-_TIME: Range = (lambda v: 0 < v < math.inf, "a finite number, more than 0")
-_TOP_K: Range = (lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for all")
-_UP_TO_1: Range = (lambda v: 0 < v <= 1, "more than 0, up to 1")
 _WARMUP: Range = (
     lambda v: v >= 0 and (isinstance(v, int) or v < 1),
     "a share of the steps, from 0 to below 1, or their number as a whole number",
 )
-_WEIGHT: Range = (lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10")
 
 
 @dataclass
@@ -127,7 +123,7 @@ class Source:
 class WeightedSource(Source):
     """Entry of `data.train.sources`."""
 
-    weight: Annotated[float, _SIZE] = 1.0
+    weight: Annotated[float, SIZE] = 1.0
     """How many times an epoch holds each sample: 2.5 takes all twice and half of them once more, 0 takes none."""
 
 
@@ -157,7 +153,7 @@ class Data:
     ] = 4096
     """Tokens of the longest sequence, prompt and completion together. A packed row has this many tokens, under dpo
     twice as many."""
-    packing: Annotated[bool | str, _AUTO] = True
+    packing: Annotated[bool | str, AUTO] = True
     """auto | true | false. true: several samples share a row and do not see one another. false: one sample a row,
     padded. auto: true, where that leaves 16 rows or more of a pass over the data; the terminal says which."""
     loss_on: Literal["assistant", "completion", "last", "all"] = "assistant"
@@ -337,17 +333,17 @@ class Optimizer:
     """adamw | adam | sgd | adafactor | muon, or the import path of a torch Optimizer. muon steps matrices by Muon, each
     whole on every mesh, and embeddings, heads and vectors by AdamW; its `kwargs`: momentum (0.95), nesterov (true),
     ns_steps (5), ns_coefficients, adjust_lr_fn (match_rms_adamw, for rates as AdamW's; or original)."""
-    lr: Annotated[float, _SIZE] = 1e-5
+    lr: Annotated[float, SIZE] = 1e-5
     """The peak learning rate."""
-    adam_lr: Annotated[float | None, (_SIZE[0], "a finite number, at least 0, or null for optimizer.lr")] = None
+    adam_lr: Annotated[float | None, (SIZE[0], "a finite number, at least 0, or null for optimizer.lr")] = None
     """The peak learning rate of what muon leaves to AdamW. null: `lr`."""
     betas: Annotated[
         list[float], (lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers from 0 up to 1")
     ] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's decay of the first and second moment."""
-    eps: Annotated[float, _SIZE] = 1e-8
+    eps: Annotated[float, SIZE] = 1e-8
     """Adam's term in the denominator."""
-    weight_decay: Annotated[float, _SIZE] = 0.1
+    weight_decay: Annotated[float, SIZE] = 0.1
     """Applies to tensors of two or more dimensions, embeddings included."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments of the optimizer's class; they win over the keys above. `state`, `train.masters` and
@@ -370,7 +366,7 @@ class Scheduler:
     own arguments stand in `kwargs`."""
     warmup_steps: Annotated[int | None, at_least(0, ", or null")] = None
     """The same as a count. It wins over `warmup` where it is given."""
-    min_lr_ratio: Annotated[float, _SHARE] = 0.1
+    min_lr_ratio: Annotated[float, SHARE] = 0.1
     """The schedule would reach lr·min_lr_ratio at s = `train.steps`. constant stays at lr."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments: of an import path's class, or `decay_steps` of wsd (default: a fifth of the steps)."""
@@ -432,139 +428,29 @@ class Metrics:
 
     every: Annotated[int, at_least(1)] = 1
     """Steps between updates of the progress bar and of TensorBoard and W&B. metrics.jsonl has every step."""
-    tensorboard: Annotated[bool | str | None, _AUTO] = "auto"
+    tensorboard: Annotated[bool | str | None, AUTO] = "auto"
     """auto | true | false: auto writes where the package is installed, and says which."""
     wandb: str | None = None
     """A Weights & Biases project's name. null: no W&B."""
-    plan: Annotated[bool | str, _AUTO] = "auto"
+    plan: Annotated[bool | str, AUTO] = "auto"
     """auto | true | false: whether a process of lower priority plans the run's memory; the terminal then shows the
     planned peak beside the measured one. auto: on GPUs only. There the run reads no weights before the plan is done. If
     the memory cannot hold the planned peak, the run ends and names the smallest change that helps."""
 
 
 @dataclass
-class Sft:
-    """`sft`: read by method sft."""
-
-    loss: str = "nll"
-    """nll: −log p of each trained token. dft: that times p, as a constant (arXiv:2508.05629). The table is
-    dtrain/losses/token/options.py."""
-    label_smoothing: Annotated[float, (lambda v: is_number(v) and 0 <= v < 1, "from 0 to below 1")] = 0.0
-    """With nll: this share of a token's loss is the mean of −log p over the whole vocabulary, as in transformers. The
-    validation loss has it too."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """More options of the loss."""
-
-
-@dataclass
-class Dpo:
-    """`dpo`: read by method dpo."""
-
-    loss: str | list[str] = "sigmoid"
-    """A loss's name (dtrain/losses/preference/options.py lists them), or a list with `loss_weights`."""
-    beta: float = 0.1
-    """Strength of the pull towards the reference."""
-    label_smoothing: float = 0.0
-    """The share of preferences that are assumed to be wrong."""
-    reference: str | None = "start"
-    """start: the weights that training starts from; none (also null); base: the model without its adapter (`lora`),
-    even where that was trained before; or the path of a model of the same shapes."""
-    sft_weight: Annotated[float, _WEIGHT] = 0.0
-    """Weight of the chosen completions' own negative log-likelihood per token in the loss."""
-    loss_weights: list[float] | None = None
-    """One weight per name in `loss`. null: 1 each."""
-    f_divergence: str = "reverse_kl"
-    """The divergence from the reference: reverse_kl | forward_kl | js_divergence | alpha_divergence."""
-    ld_alpha: Annotated[float | None, (_SHARE[0], "from 0 to 1, or null for no weights")] = None
-    """LD-DPO's weight of the tokens beyond the shorter completion. null: off."""
-    use_weighting: bool = False
-    """WPO: a pair's loss is weighted by how likely the policy finds its completions (arXiv:2406.11827)."""
-    precompute: bool = False
-    """The reference scores all data once, before the first step, into the data's cache. After that it takes no memory
-    and no time. This pays where the run sees each pair more than once. These scores come from other batches, so they
-    are rounded otherwise: `accuracy` is a toss-up in the first step, where policy and reference are the same."""
-    sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
-    """The reference moves towards the policy every so many steps. null: it stands still."""
-    sync_mix: Annotated[float, _UP_TO_1] = 0.6
-    """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """More options of the losses, such as `{simpo_gamma: 0.5}` for simpo."""
-
-
-@dataclass
-class Kto:
-    """`kto`: read by method kto."""
-
-    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
-    """kto: a reply's reward is compared with the divergence from the reference. apo_zero_unpaired: with zero."""
-    beta: Annotated[float, _DIVISOR] = 0.1
-    """Strength of the pull towards the reference."""
-    desirable_weight: Annotated[float, _WEIGHT] = 1.0
-    """Weight of the replies that are wanted. Where a file has few of them, more than 1 makes up for it."""
-    undesirable_weight: Annotated[float, _WEIGHT] = 1.0
-    """Weight of the others."""
-    reference: str = "start"
-    """As `dpo.reference`: start, base, or the path of a model of the same shapes."""
-    sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
-    """The reference moves towards the policy every so many steps. null: it stands still."""
-    sync_mix: Annotated[float, _UP_TO_1] = 0.6
-    """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
-
-
-@dataclass
-class Sampling:
-    """`grpo.sampling`, `distill.sampling`: how completions are drawn. GRPO computes with the same distribution."""
-
-    temperature: Annotated[float, _DIVISOR] = 1.0
-    """Divides the logits before anything else."""
-    top_k: Annotated[int | None, _TOP_K] = None
-    """Keep the k likeliest tokens. null: all."""
-    top_p: Annotated[float, _UP_TO_1] = 1.0
-    """Keep the likeliest tokens of this much probability."""
-    max_new_tokens: Annotated[int, at_least(1)] = 512
-    """Tokens of the longest completion; in an environment, of the longest turn."""
-    stop: Annotated[list[str], _STOP] = field(default_factory=list)
-    """Texts that end a completion, beside the model's end-of-sequence tokens."""
-
-
-@dataclass
-class Reward:
-    """Entry of `grpo.rewards`."""
-
-    fn: str | None = None
-    """Required. A reward's name (dtrain/rl/rewards/options.py lists them), or an import path of
-    `fn(prompts, completions, completion_ids, **columns) -> list of numbers or None`, async or not."""
-    weight: float = 1.0
-    """Its weight in the sum."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Its options, such as `{pattern: "yes|no"}` for regex."""
-    url: str | None = None
-    """Of judge: where a server listens that answers as OpenAI's API does, such as `http://localhost:8000/v1`."""
-    model: str | None = None
-    """Of judge: the name of the model there that gives each answer 0 to 10 points, divided by 10."""
-    rubric: str | None = None
-    """Of judge: what a good answer is, in words for that model."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """`kwargs`, and the keys above that are given."""
-        judge = {"url": self.url, "model": self.model, "rubric": self.rubric}
-        return {**{key: value for key, value in judge.items() if value is not None}, **self.kwargs}
-
-
-@dataclass
 class EvalSampling:
     """`eval.sampling`: how answers are drawn."""
 
-    temperature: Annotated[float, (_WEIGHT[0], "a finite number, at least 0; 0 takes the likeliest token")] = 0.0
+    temperature: Annotated[float, (WEIGHT[0], "a finite number, at least 0; 0 takes the likeliest token")] = 0.0
     """Divides the logits. 0: the likeliest token."""
-    top_k: Annotated[int | None, _TOP_K] = None
+    top_k: Annotated[int | None, TOP_K] = None
     """Draw from the k likeliest tokens only. null: all."""
-    top_p: Annotated[float, _UP_TO_1] = 1.0
+    top_p: Annotated[float, UP_TO_1] = 1.0
     """Draw from the likeliest tokens of this much probability."""
     max_new_tokens: Annotated[int | None, at_least(1, ", or null")] = None
     """Tokens of the longest answer. null: 512, or half of the model's positions where that is less."""
-    stop: Annotated[list[str], _STOP] = field(default_factory=list)
+    stop: Annotated[list[str], STOP] = field(default_factory=list)
     """Texts that end an answer, beside the model's end-of-sequence tokens."""
 
 
@@ -589,240 +475,17 @@ class Eval(Source):
     """The system message of conversations that have none."""
     pass_reward: Annotated[float, (is_finite, "a finite number")] = 1.0
     """The reward from which an answer passes, for pass@k."""
-    reward_timeout: Annotated[float, _TIME] = 60.0
+    reward_timeout: Annotated[float, TIME] = 60.0
     """Seconds that one reward may take over 512 answers; after that its values are unknown. A judge has its own."""
     show: Annotated[int, at_least(0)] = 2
     """Answers of each evaluation that the terminal shows; evals.jsonl has all."""
 
 
 @dataclass
-class Server:
-    """`grpo.server`: read with `grpo.engine=http`."""
-
-    urls: list[str] = field(default_factory=list)
-    """Required. Where the servers listen, such as `http://localhost:8000`."""
-    kind: Literal["auto", "dtrain", "vllm", "sglang"] = "auto"
-    """What they are. auto asks the first one."""
-    model: str | None = None
-    """The model's name on the servers. null: the one that they report."""
-    timeout: Annotated[float, _TIME] = 600.0
-    """Seconds that a completion, or an update of the weights, may take."""
-    retries: Annotated[int, at_least(0)] = 3
-    """How often a request is sent again where the connection or the server failed."""
-    concurrency: Annotated[int, at_least(1)] = 64
-    """Requests on their way at once, over all servers."""
-    start_timeout: Annotated[float, _TIME] = 300.0
-    """Seconds that the servers may take to come up, when the run starts."""
-    api_key_file: str | None = None
-    """A file with the key that the servers want. null: none."""
-    weights: Literal["auto", "directory", "broadcast", "adapter"] = "auto"
-    """How new weights reach the servers. directory: as safetensors in `weights_dir`, which the servers can read.
-    broadcast: over a process group made for it. With `lora` both send whole weights with the adapter merged. adapter:
-    the adapter alone, in `weights_dir`. auto: with `lora` the adapter, if all servers take it and have the base that is
-    trained; else directory."""
-    weights_dir: str | None = None
-    """A directory that the servers see under the same path. null: `weights` in the run's directory."""
-
-
-@dataclass
-class RatingModel:
-    """`grpo.reward_model`: a model with a head of one output, as `method: reward` trains it, that rates completions. It
-    lies on the mesh beside the policy and reads text, with its own tokenizer and chat template."""
-
-    path: str | None = None
-    """Its directory, or its id on the hub. null: none."""
-    weight: float = 1.0
-    """What its score counts for beside `grpo.rewards`, which may be []."""
-
-
-@dataclass
-class Tool:
-    """Entry of `grpo.tools`."""
-
-    fn: str | None = None
-    """Import path of a Python function, async or not. Its name, hints and docstring (with `Args:`) tell the model what
-    it does and takes. This or `mcp` is required."""
-    mcp: str | None = None
-    """A command that starts a server of tools, which speaks the Model Context Protocol over its standard input and
-    output."""
-    schema: str | None = None
-    """Of mcp, and required there: a file with what the server offers, as
-    `python -m dtrain.rl.environments.mcp "COMMAND" > FILE` writes it. Prompts tell the model of the tools in it."""
-
-
-@dataclass
-class Verifiers:
-    """`grpo.verifiers`: an environment of the library `verifiers` (dtrain/rl/README.md), in place of
-    `grpo.environment`."""
-
-    name: str | None = None
-    """Its name, whose package must be installed. `python -m dtrain.rl.environments.verifiers NAME ARGS > FILE` writes
-    its prompts for `data.train.path`. null: none."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """What its `load_environment` is called with. The data must be written with the same."""
-
-
-@dataclass
-class Grpo:
-    """`grpo`: read by method grpo. A rollout is prompts_per_step × group_size completions; a minibatch is
-    train.global_batch of them, and each pass over a rollout takes every completion once."""
-
-    prompts_per_step: Annotated[int, at_least(1)] = 16
-    """Prompts of a rollout."""
-    group_size: Annotated[int, at_least(1)] = 8
-    """Completions drawn for each prompt."""
-    updates_per_rollout: Annotated[int, at_least(1)] = 1
-    """Passes over a rollout."""
-    loss: str = "dapo"
-    """The policy loss's name (dtrain/losses/policy/options.py lists them)."""
-    beta: float = 0.0
-    """Weight of the divergence from the reference. 0: no reference is kept."""
-    clip: list[float] = field(default_factory=lambda: [0.2, 0.2])
-    """How far below and above 1 the ratio may go."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """More options of the loss, such as `{delta: 2.0}`."""
-    reference: str = "start"
-    """What `beta` pulls towards. start: the weights that training starts from; base: the model without its adapter
-    (`lora`), even where that was trained before; or the path of a model of the same shapes."""
-    sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
-    """The reference moves towards the policy every so many steps. null: it stands still."""
-    sync_mix: Annotated[float, _UP_TO_1] = 0.6
-    """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
-    advantage: Literal["group", "leave_one_out", "batch", "none"] = "group"
-    """What is subtracted from a reward: the mean of its group, of its group's others, of the rollout, or nothing."""
-    scale: Literal["group", "leave_one_out", "batch", "none"] = "group"
-    """Divisor of the difference: the standard deviation of its group, of its group's others, of the rollout, or none.
-    leave_one_out in both keys is NeMo-RL's default; a spread of 0 divides nothing there."""
-    rewards: list[Reward] = field(default_factory=lambda: [Reward(fn="math_exact")])
-    """A completion earns the weighted sum of these. They run in a process that sees no CUDA device, unless the code
-    names one in CUDA_VISIBLE_DEVICES before it loads torch."""
-    reward_model: RatingModel = field(default_factory=RatingModel)
-    """A model that rates completions, beside `rewards`."""
-    reward_timeout: Annotated[float, _TIME] = 60.0
-    """Seconds that one reward may take over a rollout; after that its values are unknown."""
-    mask_truncated: bool = False
-    """Completions that max_new_tokens cut train nothing; they still count where a loss divides by sequences. So do,
-    in an environment, episodes whose last turn was cut, or whose next turn found no room in max_length."""
-    overlong_cache: Annotated[int | None, at_least(1, ", or null for no punishment")] = None
-    """Soft punishment of length (arXiv:2503.14476, section 3.4): within the last so many tokens before max_new_tokens
-    the reward falls by up to 1. In an environment the longest turn decides, counted in tokens that the model drew. A
-    turn that was cut, by max_length too, costs 1. null: off."""
-    dynamic_sampling: Literal["none", "drop", "refill"] = "none"
-    """Groups whose rewards are all equal teach nothing. drop: they are left out of the updates. refill: new prompts
-    take their place."""
-    max_refills: Annotated[int, at_least(0)] = 3
-    """How many times a rollout is refilled. After that it goes on with the groups that it has."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """How completions are drawn."""
-    system_prompt: str | None = None
-    """The system message of conversations that have none."""
-    environment: str | None = None
-    """Import path of a maker of environments (dtrain/rl/README.md): completions in several turns. null: one
-    completion answers a prompt."""
-    verifiers: Verifiers = field(default_factory=Verifiers)
-    """An environment of the library `verifiers`, by its name."""
-    tools: list[Tool] = field(default_factory=list)
-    """Functions that the model may call in its completions (dtrain/rl/README.md), in place of an environment. Each
-    prompt tells it of them."""
-    tool_output: Annotated[int, at_least(1)] = 4096
-    """Characters of the longest answer of a tool. What is beyond is cut, and the answer says so."""
-    environment_timeout: Annotated[float, _TIME] = 60.0
-    """Seconds that making an environment, or one step of it, may take; of tools, all calls of one turn. After that it
-    is given up, and its completion has no known reward."""
-    environment_threads: Annotated[int, at_least(1)] = 1
-    """How many threads make and step environments, or call tools. More than 1 helps where they wait, for a server say.
-    1: one after another, in the order of the completions."""
-    max_turns: Annotated[int, at_least(1)] = 8
-    """Completions of the longest episode in an environment, or with tools."""
-    engine: Literal["native", "http"] = "native"
-    """What draws completions: the training processes, or servers."""
-    server: Server = field(default_factory=Server)
-    """The servers of `engine: http`."""
-    max_off_policy_steps: Annotated[int, at_least(0)] = 0
-    """How many optimizer steps old a completion's weights may be when its updates begin. 0: training waits for each
-    rollout. More needs engine=http: the next rollout is drawn while this one is trained on. It must then be at least
-    the optimizer steps of a rollout."""
-    router_replay: bool = False
-    """engine=http, of a mixture of experts: training sends tokens to the experts that the server's router took, weighed
-    by the policy's own router (arXiv:2510.11370). Tokens that the server says nothing of go where that router sends
-    them, and in the reference all do. Servers must tell experts: `dtrain serve` does, vLLM and SGLang with
-    --enable-return-routed-experts."""
-    unshard: Annotated[bool | str, _AUTO] = "auto"
-    """auto | true | false. true: a rank gathers the whole weights (its tensor-parallel part) once and keeps them while
-    it generates. false: it gathers each layer for each token. auto: true where memory allows."""
-    cuda_graphs: bool = False
-    """engine=native on CUDA: each step of decoding is one captured graph, not some seventy kernels a layer.
-    Weights are gathered once. A completion has room for max_new_tokens from its beginning. Not under parallel.tp."""
-    dynamic_batch: bool = False
-    """As `train.dynamic_batch`: a micro-batch holds completions of similar length, as many as fit, with their padding,
-    into micro_batch × max_length tokens. false: it holds micro_batch completions."""
-    offload: bool = False
-    """The optimizer's state, and with engine=http the weights, wait in host memory while completions are drawn."""
-    max_mismatch: Annotated[float | None, (lambda v: v > 0, "more than 0, or null for no check")] = 0.1
-    """The run ends at its first rollout if trainer and engine differ by more than this in the log-probabilities of the
-    sampled tokens (mean absolute difference). null: never."""
-    show: Annotated[int, at_least(0)] = 2
-    """Completions of each rollout that the terminal shows; samples.jsonl has all."""
-
-    @property
-    def has_episodes(self) -> bool:
-        """Return whether an environment or tools answer completions."""
-        return self.environment is not None or self.verifiers.name is not None or bool(self.tools)
-
-
-@dataclass
-class Distill:
-    """`distill`: read by method distill."""
-
-    teacher: str | None = None
-    """Required. The directory or hub id of a model with the student's vocabulary, of any size. It is frozen and lies
-    on the same mesh."""
-    top_k: Annotated[
-        int | None, (lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for the whole vocabulary")
-    ] = None
-    """How many of the teacher's likeliest tokens count. null: all, exactly."""
-    kl: Literal["forward", "reverse", "mixed", "jsd"] = "forward"
-    """forward: KL(teacher || student), reverse: KL(student || teacher), mixed: both, jsd: the generalized
-    Jensen-Shannon divergence (arXiv:2306.13649)."""
-    temperature: Annotated[float, _DIVISOR] = 1.0
-    """Divides the logits of both; the loss is multiplied by its square."""
-    mixed_kl_weight: Annotated[float, _SHARE] = 0.5
-    """The forward KL's share where `kl` is mixed; the reverse KL has the rest."""
-    jsd_beta: Annotated[float, _SHARE] = 0.5
-    """The teacher's share of the mixture where `kl` is jsd. 0: the forward KL; 1: the reverse KL."""
-    zero_outside_topk: bool = True
-    """With `top_k`. true: the teacher is zero outside its top k, and what the student gives to other tokens counts
-    against it. false: the student too is normalised over the teacher's top k, and free elsewhere."""
-    samples: Literal["data", "student"] = "data"
-    """Whose completions are trained on. student: the data's rows are prompts, as under method grpo, and the student's
-    own answers are what it learns from, drawn as training goes on."""
-    student_share: Annotated[float, (_UP_TO_1[0], "more than 0, up to 1; distill.samples=data has none")] = 1.0
-    """The share of a step's samples that the student draws. The rest are the data's."""
-    prompts_per_step: Annotated[int | None, at_least(1, ", or null for those of a step")] = None
-    """Prompts of a rollout, a multiple of train.global_batch. null: as many, so that each step's samples are drawn by
-    the weights of that step."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """How the student draws."""
-
-
-@dataclass
-class RewardModel:
-    """`reward`: read by method reward."""
-
-    task: Literal["pairs", "classes", "numbers"] = "pairs"
-    """What the rows are. pairs: chosen and rejected answers, with a `margin` where they have one; classes, numbers:
-    texts or messages with a `label`, a whole number from 0 or any number."""
-    num_labels: Annotated[int | None, (lambda v: 1 <= v <= 2**20, "at least 1, up to 2**20, or null")] = None
-    """How many classes there are. null: one output, a reward."""
-    center_rewards_coefficient: Annotated[float | None, (_WEIGHT[0], f"{_WEIGHT[1]}, or null for none")] = None
-    """The weight of (r_chosen + r_rejected)², which keeps rewards near zero (arXiv:2312.09244). null: none."""
-
-
-@dataclass
 class Moe:
     """`moe`: what a mixture of experts trains with beside its method's loss."""
 
-    balance: Annotated[float, _SIZE] = 0.0
+    balance: Annotated[float, SIZE] = 0.0
     """The weight of a loss that keeps experts evenly used, each document's own (DeepSeek-V3, arXiv:2412.19437). It is
     1 × this where they are. 0.0: none, as the files' own value for training on is not read."""
 
@@ -831,7 +494,7 @@ class Moe:
 class Recipe:
     """The root of a recipe."""
 
-    method: Literal["sft", "dpo", "kto", "grpo", "distill", "reward"] = "sft"
+    method: str = ""
     """What is learned from: examples, preferences, replies that are wanted or not, rewards, or a teacher. reward
     trains a model that rates texts."""
     run: Run = field(default_factory=Run)
@@ -849,13 +512,14 @@ class Recipe:
     """One schedule, or a list of stages."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
-    sft: Sft = field(default_factory=Sft)
-    dpo: Dpo = field(default_factory=Dpo)
-    kto: Kto = field(default_factory=Kto)
-    grpo: Grpo = field(default_factory=Grpo)
-    distill: Distill = field(default_factory=Distill)
-    reward: RewardModel = field(default_factory=RewardModel)
     moe: Moe = field(default_factory=Moe)
+
+    method_sections = MappingProxyType[str, type]({})  # no key: the section of each method by the method's name
+
+    @property
+    def section(self) -> Any:
+        """The section of the recipe's method."""
+        return getattr(self, self.method)
 
     @property
     def evals(self) -> dict[str, Eval]:
@@ -866,6 +530,16 @@ class Recipe:
     def cache(self) -> Path:
         """Directory of tokenized sets, and of copies of files from elsewhere."""
         return Path(self.data.cache_dir or Path(self.run.dir) / ".cache")
+
+
+def recipe_type(sections: Mapping[str, type], names: Container[Any]) -> Any:
+    """Return the class of recipes for methods with these `sections`: a `Recipe` with those of `names`, and with the
+    first method as the default, which a recipe without a method gets when it is loaded."""
+    choices = tuple(sections)
+    keys: list[Any] = [("method", Literal[choices], field(default=choices[0]))]
+    keys += [(name, sections[name], field(default_factory=sections[name])) for name in choices if name in names]
+    more = {"method_sections": sections, "__doc__": Recipe.__doc__}
+    return make_dataclass("Recipe", keys, bases=(Recipe,), eq=False, namespace=more)
 
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "muon")

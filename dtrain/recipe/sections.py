@@ -16,12 +16,13 @@ from dtrain.base import ranges
 from dtrain.base.ranges import nearest
 from dtrain.recipe import error_hints, key_aliases
 from dtrain.recipe.saved import UNSET, flat, is_table, table_of
-from dtrain.recipe.schema import Recipe
+from dtrain.recipe.schema import Recipe, recipe_type
 
 
-def keys() -> list[str]:
-    """Return every dotted key that holds a value, in the schema's order; entries of lists are not among them."""
-    return _keys(Recipe, "")
+def keys(sections: Mapping[str, type]) -> list[str]:
+    """Return every dotted key that holds a value in a recipe of any method; entries of lists are not among them.
+    sections: of the methods, by name."""
+    return _keys(recipe_type(sections, sections), "")
 
 
 def _keys(cls: type, prefix: str) -> list[str]:
@@ -32,9 +33,9 @@ def _keys(cls: type, prefix: str) -> list[str]:
     return dotted
 
 
-def type_at(key: str) -> Any:
-    """Return the type of a dotted key, an entry of a list by its number; None for a key of no recipe."""
-    hint: Any = Recipe
+def type_at(hint: Any, key: str) -> Any:
+    """Return the type of a dotted key within the type `hint`, an entry of a list by its number; None where it has no
+    such key."""
     for part in re.findall(r"[^.\[\]]+", key):
         kinds = kinds_of(hint)
         if part.isdigit():
@@ -45,26 +46,31 @@ def type_at(key: str) -> Any:
     return hint
 
 
-def section_from(cls: type, values: Mapping, prefix: str, problems: list[str]) -> Any:
-    """Return an instance of the dataclass `cls`; a value that does not fit is reported, and stays at its default."""
+def recipe_from(kind: type[Recipe], values: Mapping, problems: list[str]) -> Any:
+    """Return a recipe of a `recipe_type`; a value that does not fit is reported, and stays at its default."""
+    return _section_from(kind, values, "", problems, kind.method_sections)
+
+
+def _section_from(cls: type, values: Mapping, prefix: str, problems: list[str], sections: Mapping[str, type]) -> Any:
     hints, made = get_type_hints(cls), cls()
     for key, value in values.items():
         dotted = f"{prefix}{key}"
         if key not in hints:
-            problems += _unknown(dotted, value, prefix, list(hints))
+            problems += _unknown(dotted, value, prefix, list(hints), sections)
             continue
         kinds = kinds_of(hints[key])
         section = section_of(kinds)
         entry = section_of([entry_of(kinds)])
         if (table := table_of(hints[key])) and is_table(value, table):
             named = {
-                str(name): section_from(table, inner, f"{dotted}.{name}.", problems) for name, inner in value.items()
+                str(name): _section_from(table, inner, f"{dotted}.{name}.", problems, sections)
+                for name, inner in value.items()
             }
             setattr(made, key, named)
         elif section and isinstance(value, Mapping):
-            setattr(made, key, section_from(section, value, f"{dotted}.", problems))
+            setattr(made, key, _section_from(section, value, f"{dotted}.", problems, sections))
         elif entry and isinstance(value, list):
-            setattr(made, key, _entries(entry, value, dotted, problems))
+            setattr(made, key, _entries(entry, value, dotted, problems, sections))
         elif plain := _plain(kinds) if (section or entry) and not isinstance(value, NoneType | list) else None:
             if _set(made, key, plain, value, dotted):
                 problems.append(_not_a_section(dotted, value, section, entry, False, "a number, or "))
@@ -80,11 +86,11 @@ def section_from(cls: type, values: Mapping, prefix: str, problems: list[str]) -
     return made
 
 
-def _entries(cls: type, values: list, dotted: str, problems: list[str]) -> list:
+def _entries(cls: type, values: list, dotted: str, problems: list[str], sections: Mapping[str, type]) -> list:
     made = []
     for index, value in enumerate(values):
         if isinstance(value, Mapping):
-            made.append(section_from(cls, value, f"{dotted}[{index}].", problems))
+            made.append(_section_from(cls, value, f"{dotted}[{index}].", problems, sections))
         else:
             problems.append(_not_a_section(f"{dotted}[{index}]", value, cls, None))
     return made
@@ -193,7 +199,7 @@ def _hint_for(value: Any, kinds: list, usual: Any) -> str:
     return next(filter(None, hints), "")
 
 
-def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str]) -> list[str]:
+def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str], sections: Mapping[str, type]) -> list[str]:
     """Return one problem for an unknown key, and one per word of another tool in an unknown section."""
     word = dotted.removeprefix(prefix)
     known = key_aliases.answer(dotted)
@@ -207,11 +213,15 @@ def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str]) -> list[
         return [f"{dotted}: YAML reads this as one word: write a blank after the colon, {key}: {text}"]
     if known:
         return [f"{dotted}: {known}", *inner]
-    return [f"{dotted} is no key of a recipe{error_hints.pasted(word)}{_near(word, prefix, siblings)}", *inner]
+    return [
+        f"{dotted} is no key of a recipe{error_hints.pasted(word)}{_near(word, prefix, siblings, sections)}",
+        *inner,
+    ]
 
 
-def _near(word: str, prefix: str, siblings: list[str]) -> str:
-    everywhere = keys()
+def _near(word: str, prefix: str, siblings: list[str], sections: Mapping[str, type]) -> str:
+    everywhere = keys(sections)
+    siblings = siblings if prefix else list(dict.fromkeys([*siblings, *sections]))
     near = nearest(word, siblings)
     same = [key for key in everywhere if key.rpartition(".")[2] == word]
     leaves = {key.rpartition(".")[2]: key for key in reversed(everywhere)}

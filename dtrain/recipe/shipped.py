@@ -1,11 +1,10 @@
 """The recipes that ship with dtrain: where they are, their names, and the file of a name or a path."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
-from dtrain.recipe.schema import Recipe
 
 CLUSTERS = ("slurm.sh", "kubernetes.yaml")
 """Files beside the shipped recipes that start them on a cluster. `find` knows these by their whole name."""
@@ -18,10 +17,9 @@ def recipes_dir() -> Path:
     return packaged if packaged.is_dir() else package.parent / "recipes"
 
 
-def shipped() -> list[tuple[str, str]]:
-    """Return (name, first line of its header) of every shipped recipe: one for each method, the quickstart's, those of
-    models by name."""
-    general = get_args(get_type_hints(Recipe)["method"])
+def shipped(general: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Return (name, first line of its header) of every shipped recipe: those of the names `general`, the quickstart's,
+    those of models by name."""
 
     def place(path: Path) -> tuple[int, bool, str]:
         rank = general.index(path.stem) if path.stem in general else len(general)

@@ -1,12 +1,12 @@
 """Rollouts and their judges: for GRPO, on-policy distillation and judged evaluation. README.md explains them.
 
-collect, buffer                 a rollout: prompts to judged completions; as tensors
-engines, engine_interfaces      the engines of a recipe; their interfaces
+collect                         a rollout: prompts to judged completions; its engine and rewards
 rewards                         functions that judge completions
 environments                    completions in several turns
 remote                          servers that draw completions; another model as a judge
 tools                           schemas of functions that a model may call
-judging, pass_at_k              questions to answers and their rewards; pass@k
+checks                          what is wrong with a section's rewards, environments and tools
+judging                         questions to answers and their rewards
 routed                          experts that tokens went to, on the wire
-worker, child                   the user's code in a process of its own, from outside and inside
+worker                          the user's code in a process of its own, from outside and inside
 """

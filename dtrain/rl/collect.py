@@ -1,28 +1,37 @@
-"""A rollout: prompts of the data to completions, their rewards and advantages; the same on every rank. And its output
-on the terminal: a line of measures, and some completions.
+"""A rollout: prompts of the data to completions, their rewards and advantages; the same on every rank. The engine and
+the rewards that it needs, and its output on the terminal: a line of measures, and some completions.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
-from dtrain.base.run_context import RunLog
+from dtrain.base.run_context import RunContext, RunLog
 from dtrain.data import Cursor, Rows, Tokenizer
 from dtrain.data.rows.rows import Placement
-from dtrain.inference.request import AskStop, Request, SamplingParams
+from dtrain.inference.native import NativeEngine
+from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine, SamplingParams
 from dtrain.losses.policy.advantage import advantages, soft_overlong_penalty, zero_variance_groups
+from dtrain.policy import Policy
 from dtrain.policy.reward_model import RewardModel
-from dtrain.recipe.schema import Grpo, Sampling
-from dtrain.rl.buffer import Buffer, Sample
-from dtrain.rl.engine_interfaces import EpisodePlayer, RolloutEngine
+from dtrain.recipe.rollouts import RolloutSection, Sampling
+from dtrain.recipe.schema import Lora
 from dtrain.rl.rewards import Rewards
+from dtrain.rl.rewards.scoring import known
+
+if TYPE_CHECKING:
+    from dtrain.rl.environments.episodes import Episodes
 
 SECONDS_BETWEEN_TABLES = 20.0
 ALIKE = (
@@ -30,6 +39,98 @@ ALIKE = (
     "samples.jsonl shows whether the prompts are too hard or too easy, or the reward never gives points"
 )
 WIDTH = 72
+
+
+def refuse_graphs(section: RolloutSection, device: torch.device) -> None:
+    """Raise UserError for CUDA graphs on another device."""
+    if section.engine == "native" and section.cuda_graphs and device.type != "cuda":
+        raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
+
+
+def open_engine(
+    section: RolloutSection, policy: Policy, tokenizer: Tokenizer, run: RunContext, base: Path, lora: Lora | None
+) -> RolloutEngine:
+    """Return the engine of `grpo.engine`. base: the directory of the model that training began with, and lora: the
+    adapter that trains, for servers that are sent it. Collective. Raises UserError."""
+    if section.engine == "http":
+        return import_module("dtrain.rl.remote.training").OverHttp(section, policy, run, base, lora)
+    refuse_graphs(section, policy.device)
+    return NativeEngine(
+        policy.model,
+        policy.mesh,
+        policy.device,
+        decode=partial(tokenizer.decode, skip_special_tokens=True),
+        unshard=section.unshard,
+        graphs=import_module("dtrain.inference.graphs").CudaGraphs if section.cuda_graphs else None,
+        offloader=policy.offloader if section.offload else None,
+    )
+
+
+def open_rewards(section: RolloutSection, run: RunContext) -> Rewards | None:
+    """Return the rewards in their own process, on rank 0 alone; None elsewhere, or where the recipe has none. The run
+    closes them. Collective. Raises UserError."""
+    ranks = Ranks()
+
+    def start() -> Rewards | None:
+        if not ranks.is_first or not section.rewards:
+            return None
+        return run.stack.enter_context(Rewards(section.rewards, timeout=section.reward_timeout, say=run.metrics.say))
+
+    return ranks.together(start)
+
+
+@dataclass
+class Sample:
+    """A completion of one or several turns: the ids of its prompt, its own and an environment's between them.
+
+    ids, sampled, logprobs [s] each: tokens, whether the model drew them, and with what log-probability (0 where not).
+    finish: stop, the environment was done; length, a completion was cut or the sequence is full; turns, there were as
+    many as may be; lost, the environment failed, and what the completion is worth is unknown. version: the oldest
+    weights that a token was drawn with, where the engine knows. earned: Σ of the steps' rewards, None where no step had
+    one. longest: tokens of the longest turn that the model drew, infinite where one was cut. turns: completions drawn.
+    calls, failures: answers of tools that were read, and those among them that say that a call failed. routed: as
+    `Completion` has it, of each token what the first turn that read it says. metrics: the environment's, as they were
+    last.
+    """
+
+    prompt: Sequence[int]
+    ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str = "turns"
+    version: int | None = None
+    earned: float | None = None
+    longest: float = 0
+    turns: int = 0
+    calls: int = 0
+    failures: int = 0
+    routed: Tensor | None = field(default=None, compare=False)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, those of the prompt too."""
+        return len(self.prompt) + len(self.ids)
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Append tokens of the model, with their log-probabilities, or of the environment."""
+        self.ids += ids
+        self.sampled += [logprobs is not None] * len(ids)
+        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+
+    def take(self, completion: Completion) -> None:
+        """Append a turn of the model."""
+        self.add(completion.ids, completion.logprobs)
+        self.turns += 1
+        self.longest = max(self.longest, math.inf if completion.finish == "length" else len(completion.ids))
+        routed, before = completion.routed, self.routed
+        if routed is not None and before is not None:  # a later turn may have read a prompt anew, with other roundings
+            is_known = before[:, 0, 0] >= 0
+            routed = routed.clone()
+            routed[: len(before)][is_known] = before[is_known]
+        self.routed = routed
+        known = [version for version in (self.version, completion.version) if version is not None]
+        self.version = min(known, default=None)
 
 
 @dataclass(frozen=True)
@@ -46,10 +147,14 @@ class PromptRow:
 class Rollout:
     """Completions group by group, in the data's order, and the place of the last prompt.
 
+    advantages [N]; counted, trained [N] bool: whether a sample takes part, and whether its tokens are trained there.
     measured: fields of the metrics. rows: lines of samples.jsonl, on rank 0 alone.
     """
 
-    buffer: Buffer
+    samples: list[Sample]
+    advantages: Tensor
+    counted: Tensor
+    trained: Tensor
     last: Placement
     measured: dict[str, float]
     rows: list[dict[str, Any]]
@@ -111,7 +216,7 @@ class CompletionSampler:
     max_length: int
     seed: int
     ask_stop: AskStop
-    episodes: EpisodePlayer | None = None
+    episodes: "Episodes | None" = None
 
     def draw(self, prompts: Sequence[PromptRow], version: int, count: int = 1, greedy: bool = False) -> list[Sample]:
         """Return `count` completions of each prompt, prompt by prompt."""
@@ -119,46 +224,37 @@ class CompletionSampler:
         if self.episodes is not None:
             rows = [prompt.row for prompt in prompts for _ in range(count)]
             return self.episodes.play(self.engine, requests, rows, version, ask_stop)
-        completions = self.engine.generate(requests, version, ask_stop)
-        return [
-            Sample(
-                request.prompt,
-                done.ids,
-                [True] * len(done.ids),
-                done.logprobs,
-                done.finish,
-                done.version,
-                longest=done.longest,
-                routed=done.routed,
-            )
-            for request, done in zip(requests, completions, strict=True)
+        completions = self.engine.generate(requests, ask_stop, version=version)
+        samples = [
+            Sample(request.prompt, finish=done.finish) for request, done in zip(requests, completions, strict=True)
         ]
+        for sample, done in zip(samples, completions, strict=True):
+            sample.take(done)
+        return samples
 
     def requests(self, prompts: Sequence[PromptRow], count: int, greedy: bool = False) -> list[Request]:
         """Return the requests of a draw."""
-        return [
-            Request(prompt.ids, self._params(prompt, greedy), self.seed, prompt.index, number)
-            for prompt in prompts
-            for number in range(count)
-        ]
-
-    def _params(self, prompt: PromptRow, greedy: bool) -> SamplingParams:
         wanted = self.sampling
-        return SamplingParams(
-            max_new_tokens=min(wanted.max_new_tokens, self.max_length - len(prompt.ids)),
-            temperature=0.0 if greedy else wanted.temperature,
-            top_k=None if greedy else wanted.top_k,
-            top_p=1.0 if greedy else wanted.top_p,
-            stop_ids=tuple(self.tokenizer.eos_ids),
-            stop=tuple(wanted.stop),
-        )
+        kinds = (0.0, None, 1.0) if greedy else (wanted.temperature, wanted.top_k, wanted.top_p)
+        stop_ids, stop = tuple(self.tokenizer.eos_ids), tuple(wanted.stop)
+        requests = []
+        for prompt in prompts:
+            most = min(wanted.max_new_tokens, self.max_length - len(prompt.ids))
+            sampling = SamplingParams(most, *kinds, stop_ids=stop_ids, stop=stop)
+            requests += [Request(prompt.ids, sampling, self.seed, prompt.index, number) for number in range(count)]
+        return requests
 
 
 class Collector:
     """Draws rollouts and judges them. Collective: every rank makes the same calls; rank 0 alone asks the rewards."""
 
     def __init__(
-        self, section: Grpo, sampler: CompletionSampler, rows: Rows, rewards: Rewards | None, rates: RewardModel | None
+        self,
+        section: RolloutSection,
+        sampler: CompletionSampler,
+        rows: Rows,
+        rewards: Rewards | None,
+        rates: RewardModel | None,
     ):
         self.section, self.sampler, self.rows, self.rewards, self.rates = section, sampler, rows, rewards, rates
         self.ranks = Ranks()
@@ -230,12 +326,8 @@ class Collector:
         def judge() -> tuple[list[float], list[list[float]]]:
             if self.rewards is None:
                 return [float("nan")] * len(samples), []
-            scores = self.rewards.score(
-                contents,
-                texts,
-                ids,
-                {name: [row["columns"].get(name) for row in rows] for name in names},
-            )
+            columns = {name: [row["columns"].get(name) for row in rows] for name in names}
+            scores = self.rewards.score(contents, texts, ids, columns)
             return scores.total, list(scores.parts.values())
 
         total, parts = self.ranks.first(judge)
@@ -263,24 +355,22 @@ class Collector:
         if section.mask_truncated:
             trains &= torch.tensor([sample.finish != "length" for sample in groups.samples])
         rows = self._lines(groups, values) if self.ranks.is_first else []
-        buffer = Buffer.of(groups.samples, values, counted, trains)
-        return Rollout(buffer, last, measured, rows)
+        return Rollout(groups.samples, values, counted, trains, last, measured, rows)
 
     def _measure(self, groups: PromptGroups) -> dict[str, float]:
         rewards = groups.rewards.view(-1, self.section.group_size)
         fields = {"reward_mean": _mean(groups.rewards), "reward_std": _mean(_spread(rewards))}
         if len(self.names) > 1:
             parts = zip(self.names, groups.parts.t(), strict=True)
-            fields |= {f"reward/{name}": _mean(values) for name, values in parts}
+            fields |= {f"reward/{name}": _mean(part) for name, part in parts}
         if self.sampler.episodes is not None:
             fields["lost_frac"] = sum(sample.finish == "lost" for sample in groups.samples) / len(groups.samples)
             for name in sorted({name for sample in groups.samples for name in sample.metrics}):
-                known = [sample.metrics[name] for sample in groups.samples if name in sample.metrics]
-                fields[f"environment/{name}"] = sum(known) / len(known)
+                values = [sample.metrics[name] for sample in groups.samples if name in sample.metrics]
+                fields[f"environment/{name}"] = sum(values) / len(values)
         if self.section.tools:
-            counts = zip(*(sample.calls for sample in groups.samples), strict=True)  # of calls, of failures
-            means = (sum(values) / len(groups.samples) for values in counts)
-            fields |= zip(("tool_calls", "tool_failures"), means, strict=True)
+            fields["tool_calls"] = sum(sample.calls for sample in groups.samples) / len(groups.samples)
+            fields["tool_failures"] = sum(sample.failures for sample in groups.samples) / len(groups.samples)
         return fields | lengths_of(groups.samples)
 
     def _lines(self, groups: PromptGroups, values: Tensor) -> list[dict[str, Any]]:
@@ -295,8 +385,8 @@ class Collector:
                     "group": prompt.index,
                     "prompt": prompt.row["prompt"],
                     "completion": self.sampler.tokenizer.decode(list(sample.ids), skip_special_tokens=True),
-                    "reward": _known(groups.rewards[index].item()),
-                    "rewards": {name: _known(value) for name, value in parts.items()},
+                    "reward": known(groups.rewards[index].item()),
+                    "rewards": known(parts),
                     "advantage": values[index].item(),
                     "tokens": len(sample.ids),
                     "finish": sample.finish,
@@ -343,15 +433,11 @@ def _mean(values: Tensor) -> float:
     return known.mean().item() if len(known) else 0.0
 
 
-def _known(value: float) -> float | None:
-    return None if value != value else value
-
-
 class SampleTable:
     """Table of a rollout's samples on the terminal, now and then: of the first rollout, and of the next one when 20
     seconds have passed since the last table. And warnings of rollouts that teach nothing."""
 
-    def __init__(self, metrics: RunLog, section: Grpo):
+    def __init__(self, metrics: RunLog, section: RolloutSection):
         self.metrics, self.section = metrics, section
         self._last = float("-inf")
         self._alike = 0  # rollouts that taught nothing
@@ -368,7 +454,7 @@ class SampleTable:
             self._last = time.monotonic()
             for line in _table(step, rollout.measured, rollout.rows[:most]):
                 self.metrics.say(line)
-        is_idle = not rollout.buffer.counted.any()
+        is_idle = not rollout.counted.any()
         if is_idle and not self._is_idle:  # the first of several in a row
             alike = ", or its groups' rewards are alike" if self.section.dynamic_sampling != "none" else ""
             self.metrics.say(f"the rollout before step {step} teaches nothing: none of its rewards is known{alike}")

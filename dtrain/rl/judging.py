@@ -16,13 +16,13 @@ from typing import Any
 
 from dtrain.base.errors import Interrupted
 from dtrain.base.ranks import Ranks
-from dtrain.data.formats.plain_prompts import describe
+from dtrain.data.formats.encoder import describe
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, normalise_prompt
 from dtrain.data.sources.files import formats_of, read_chunks, read_rows
 from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
-from dtrain.recipe.schema import Reward
-from dtrain.rl.pass_at_k import pass_at, passes
+from dtrain.recipe.rollouts import Reward
 from dtrain.rl.rewards import Rewards
+from dtrain.rl.rewards.scoring import pass_at, passes
 
 JUDGED_TOGETHER = 512  # completions of one call of the rewards, whose timeout is for one call
 
@@ -216,15 +216,6 @@ def plain_prompts_of(label: str, questions: Sequence[Question], encoder: PromptE
     """Return the line that tells how `encoder` read the plain strings among the prompts, if there are any."""
     num_plain = sum(question.is_plain for question in questions)
     return describe(label, num_plain, encoder.prompts_as, encoder.template)
-
-
-def known(value: Any) -> Any:
-    """Return `value` for JSON, with None in place of a NaN; of a mapping, of its values."""
-    if isinstance(value, float) and math.isnan(value):
-        return None
-    if isinstance(value, dict):
-        return {key: known(item) for key, item in value.items()}
-    return value
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,25 +1,33 @@
 """Code of the user's in a process of its own, which may hang, crash or be killed without harm to the run.
 
-`Worker` is the parent's side, `child` the other. Every wait is bounded, unless the user allows a
-week or more; the process is killed with all that it started.
+`Worker` is the parent's side, `serve` the other, which dies with its parent and loads no torch unless the user's code
+does. Every wait is bounded, unless the user allows a week or more; the process is killed with all that it started. A
+call is (method, arguments), pickled. An answer is a line of JSON, and null comes after the last one of a call.
 """
 
 import json
+import math
 import os
 import pickle
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Self
+from itertools import chain
+from typing import Any, Self, TypedDict
 
 from dtrain.base.errors import UserError
 from dtrain.base.import_paths import search_path
+from dtrain.base.orphans import end_with
+from dtrain.base.ranges import LARGEST_REWARD
 
 LOAD_SECONDS = 120.0  # for the imports of the user's own modules; a longer timeout counts
+LAST_LINES = 12  # of a traceback
 WEEK = 7 * 86400.0  # a socket takes no timeout of a month; what is allowed longer than a week has no limit
 
 
@@ -28,7 +36,7 @@ class Lost(Exception):
 
 
 class Worker:
-    """A process that has loaded code of the user's, and is started anew where it is gone. Derive from it.
+    """A process that has loaded code of the user's, and is started anew where it is gone.
 
     service: a class, module:Class, whose methods the process answers; load: arguments of its `load`, called first.
     what: whose code that is, as messages name it; timeout: seconds that an answer may take; key: the recipe's key for
@@ -76,7 +84,7 @@ class Worker:
             except UserError as error:  # it could be loaded once: no mistake that ends a run
                 raise Lost(f"cannot be loaded any more: {str(error).splitlines()[-1]}") from None
 
-    def _ask(self, method: str, *arguments: Any, grace: float = 0.0, at_least: float = 0.0) -> Iterator[Any]:
+    def ask(self, method: str, *arguments: Any, grace: float = 0.0, at_least: float = 0.0) -> Iterator[Any]:
         """Yield the answers of a method of the service, as they come.
 
         Raises Lost where one takes longer than max(timeout, at_least) + grace seconds, or the process is gone.
@@ -121,7 +129,7 @@ class Worker:
         with other_end:
             self._process = self._thread.submit(_spawn, self._service, other_end.fileno()).result()
         self._incoming = self._socket.makefile("rb")
-        (answer,) = self._ask("load", *self._load, at_least=LOAD_SECONDS)
+        (answer,) = self.ask("load", *self._load, at_least=LOAD_SECONDS)
         if "value" not in answer:
             self._kill()
             raise UserError(answer.get("user") or f"{self._what} cannot be loaded:\n{answer['error']}")
@@ -154,7 +162,7 @@ def _spawn(service: str, channel: int) -> subprocess.Popen[bytes]:
     module, name = service.split(":")
     code = "import json, os, sys; os.environ['CUDA_VISIBLE_DEVICES'] = ''; "
     code += "parent, channel, sys.path[:] = json.loads(sys.argv[1]); "
-    code += f"from dtrain.rl.child import serve; from {module} import {name}; serve(parent, channel, {name}())"
+    code += f"from dtrain.rl.worker import serve; from {module} import {name}; serve(parent, channel, {name}())"
     return subprocess.Popen(
         [sys.executable, "-P", "-c", code, json.dumps([os.getpid(), channel, search_path()])],
         stdin=subprocess.DEVNULL,
@@ -163,3 +171,85 @@ def _spawn(service: str, channel: int) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C at the terminal is for the run to answer, and what the code starts goes with it.
         start_new_session=True,
     )
+
+
+class Outcome(TypedDict, total=False):
+    """Outcome of a call: its value; or `user`, a mistake that its user can mend; or `error`, the end of a traceback,
+    with `kind`, the exception's name. The parent adds `lost`, why the process is gone. An environment's may have
+    `missed`, why it was not waited for, and `stage`, what failed, where that is not what was asked."""
+
+    value: Any
+    user: str
+    error: str
+    kind: str
+    lost: str
+    missed: str
+    stage: str
+
+
+def serve(parent: int, channel: int, service: Any) -> None:
+    """Answer calls of methods of `service`, which give their answers one after another, until the parent closes its end
+    of the socket `channel`. Never returns. Once a service has a `main`, that has this thread, and another answers: the
+    user's code may need the main one, for signals say."""
+    end_with(parent)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    own = os.getpid()
+    connection = socket.socket(fileno=channel)
+    connection.set_inheritable(False)
+    calls = connection.makefile("rb")
+
+    def answer_one() -> None:
+        method, arguments = pickle.load(calls)
+        for answer in chain(getattr(service, method)(*arguments), [None]):
+            if os.getpid() != own:  # a process that the user's code forked and let go on: its answer is nobody's
+                os._exit(0)
+            connection.sendall(json.dumps(answer).encode() + b"\n")
+
+    def answer_all() -> None:
+        try:
+            while True:
+                answer_one()
+        finally:
+            os._exit(0)
+
+    with suppress(EOFError):
+        while getattr(service, "main", None) is None:
+            answer_one()
+        threading.Thread(target=answer_all, daemon=True).start()
+        service.main()
+    os._exit(0)  # threads of the user's code must not hold the process
+
+
+def attempt(act: Callable[..., Any], *arguments: Any) -> Outcome:
+    """Return what `act` returns or raises, any exception, as an Outcome."""
+    try:
+        return {"value": act(*arguments)}
+    except UserError as error:
+        return {"user": str(error)}
+    except BaseException as error:  # sys.exit in the user's code too: the process serves on, and the parent tells it
+        lines = traceback.format_exc().strip().splitlines()
+        return {"error": "\n".join(lines[-LAST_LINES:]), "kind": type(error).__qualname__}
+
+
+def reward_of(value: Any, of: str = "") -> float | None:
+    """Return a reward as a float, NaN as None. of: what it is given for, as the message says it. Raises UserError for
+    what is no number, infinite or above LARGEST_REWARD in size."""
+    if value is None:
+        return None
+    if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        raise UserError(f"gave {shown(value)}{of}; a finite number or None is needed")
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number
+        number = math.inf
+    if math.isinf(number):
+        raise UserError(f"gave {number}{of}; a finite number or None is needed")
+    if abs(number) > LARGEST_REWARD:
+        raise UserError(f"gave {number}{of}; a number of at most {LARGEST_REWARD:g} in size, or None, is needed")
+    return None if math.isnan(number) else number
+
+
+def shown(value: Any) -> str:
+    """Return `value` as a message shows it, at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -2,19 +2,15 @@
 
 `dtrain.run` is this package, and a function too: `dtrain.run(recipe, overrides)` trains, as `dtrain run` does.
 
-trainer                       the loop
-check                         the problems of a recipe
-preflight                     the problems of the files that it names, without torch
-preflight_models, preflight_data
-                              those of models; of data
-lora_section, eval_section    the same of its sections `lora` and `eval`
-eval_sets                     the sets of `eval`
-spec, stages                  everything that a recipe, its files and a world decide: `resolve`, stage by stage
-host, dry_run                 the hosts of `resolve`: a rank of a run; the dry run of `dtrain validate`
-resume, directory             the start of a run; its directory and lock
-evaluations                   judged answers within a run
-summary                       the first and last lines on the terminal
-metrics                       rows of metrics.jsonl and their sinks
+trainer               the loop
+spec, stages          everything that a recipe, its files and a world decide: `resolve`, stage by stage
+host                  the hosts of `resolve`: a rank of a run; a dry run
+preflight             a recipe before a run: its problems, and what the run would fetch first
+eval_sets             the sets of `eval`
+resume, directory     the start of a run; its directory and lock
+evaluations           judged answers within a run
+summary               the first and last lines on the terminal
+metrics               rows of metrics.jsonl and their sinks
 """
 
 import sys

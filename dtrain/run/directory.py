@@ -39,9 +39,8 @@ AWAY_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
 # Changes of these make another run; the rest of a recipe may change between a save and a resume.
-MODELS = ("dpo.reference", "kto.reference", "grpo.reference", "grpo.reward_model.path", "distill.teacher")
 TRAINED = ("lora", "train.train_only", "train.freeze")
-GUARDED = ("method", "model", "tokenizer", "data", "optimizer", "run.seed", *MODELS, *TRAINED)
+GUARDED = ("method", "model", "tokenizer", "data", "optimizer", "run.seed", *TRAINED)
 # Of those, what changes speed or place and no number.
 UNGUARDED = ("data.num_workers", "data.cache_dir")
 # What a save's tensors are kept in: a resume cannot read others, whatever is allowed.
@@ -126,13 +125,9 @@ class RunDirectory:
         """Put the resolved recipe in config.yaml, in one step."""
         replace_text(self.config, text)
 
-    def write_data(self, splits: Mapping[str, Any]) -> None:
-        """Put what is known of the data in data.json, in one step."""
-        replace_text(self.path / DATA, json.dumps(splits, indent=1))
-
-    def write_about(self, facts: Mapping[str, Any]) -> None:
-        """Put what is known of the run in about.json, in one step."""
-        replace_text(self.path / ABOUT, json.dumps(facts, indent=1))
+    def write_json(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Put DATA, what is known of the data, or ABOUT, of the run, in their file, in one step."""
+        replace_text(self.path / name, json.dumps(facts, indent=1))
 
     def read_config(self) -> str | None:
         """config.yaml as the run last wrote it, or None."""
@@ -188,20 +183,26 @@ def _try(lock: int) -> bool:
     return True
 
 
-def guard(differences: Iterable[Difference], allow_changes: Sequence[str], known: Collection[str] = ()) -> list[str]:
+def guard(
+    differences: Iterable[Difference],
+    allow_changes: Sequence[str],
+    known: Collection[str] = (),
+    models: Sequence[str] = (),
+) -> list[str]:
     """Return the lines to print of a resume with a changed recipe: one line per difference (key, saved value, new
     value).
 
     Raises UserError for differences of what makes another run (`GUARDED`) that `allow_changes` does not name, by their
     key or a section above it, and for those of `KEPT_IN`. The digests of what files hold join `differences` under keys
-    of their own, such as "data.fingerprint"; `known` names the keys that say only where such files lie.
+    of their own, such as "data.fingerprint"; `known` names the keys that say only where such files lie. models: keys of
+    a method's section that name models, which are guarded too.
     """
     differences = list(differences)
     refused = [
         (key, old, new)
         for key, old, new in differences
         if key in KEPT_IN
-        or (_within(key, GUARDED) and key not in known and not _within(key, (*UNGUARDED, *allow_changes)))
+        or (_within(key, (*GUARDED, *models)) and key not in known and not _within(key, (*UNGUARDED, *allow_changes)))
     ]
     if refused:
         lines = [f"  {key}: {_short(old)} -> {_short(new)}" for key, old, new in refused]

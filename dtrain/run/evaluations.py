@@ -8,7 +8,7 @@ what has none, and that alone.
 
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,79 +16,22 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
 from dtrain.base.run_context import RunContext
-from dtrain.data import Tokenizer, choose_template
-from dtrain.data.formats.plain_prompts import evaluated_as
-from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
-from dtrain.data.sources.files import resolve
 from dtrain.inference.native import NativeEngine
-from dtrain.inference.request import SamplingParams
-from dtrain.models.read_config import read_config
 from dtrain.policy import Policy
-from dtrain.recipe.schema import Recipe, Reward
 from dtrain.rl.judging import (
     Questions,
     Report,
     ScoredAnswer,
     evaluate,
-    known,
     open_judges,
-    plain_prompts_of,
-    read_questions,
 )
 from dtrain.rl.rewards import Rewards
-from dtrain.run.eval_section import rewards_of
-from dtrain.run.eval_sets import EvalSet, longest_answer, sets
+from dtrain.rl.rewards.scoring import known
+from dtrain.run.eval_sets import EvalSet, sets
 from dtrain.run.metrics import records
+from dtrain.run.spec import RunSpec
 
 WIDTH = 72
-
-
-def read_set(
-    recipe: Recipe, eval_set: EvalSet, tokenizer: Tokenizer, trained_plain: int, say: Callable[[str], None]
-) -> tuple[Questions, list[Reward]]:
-    """Return the questions of a set, and the rewards that judge its answers. trained_plain: rows of the training data
-    whose prompt is a plain string. say: is told how those of the set are read. Raises UserError for rows that are
-    wrong, or too long."""
-    section, directory = eval_set.section, recipe.model.directory
-    length = read_config(directory).max_position_embeddings
-    drawn = section.sampling
-    new = drawn.max_new_tokens or longest_answer(length)
-    options = PromptOptions.within(length, new, section.system_prompt)
-    template = choose_template(
-        directory, tokenizer.special_tokens, recipe.data.chat_template, recipe.data.template_kwargs
-    )
-    prompts_as = evaluated_as(recipe.data.prompts_as, trained_plain, template)
-    encoder = PromptEncoder(tokenizer, template, max_length=length, options=options, prompts_as=prompts_as)
-    files = resolve(section.path or [], f"{eval_set.key}.path", section, recipe.cache)
-    columns = section.columns, f"{eval_set.key}.columns"
-    prompts = read_questions(files, encoder, section.limit, format=section.format, columns=columns[0], key=columns[1])
-    for line in plain_prompts_of(eval_set.key, prompts, encoder):
-        say(line)
-    for prompt in prompts:
-        if len(prompt.ids) > options.room:
-            raise UserError(
-                f"{prompt.place}: the prompt has {len(prompt.ids)} tokens, and beside the {new} of an answer the "
-                f"model's {length} positions have room for {options.room}: set {eval_set.key}.sampling.max_new_tokens "
-                "to less, or leave the row out"
-            )
-    sampling = SamplingParams(
-        new,
-        drawn.temperature,
-        drawn.top_k,
-        drawn.top_p,
-        stop_ids=tuple(tokenizer.eos_ids),
-        stop=tuple(drawn.stop),
-    )
-    rewards = [_remembered(recipe, reward) for reward in rewards_of(eval_set, files)]
-    questions = Questions(prompts, section.samples, sampling, recipe.run.seed, options.room, section.pass_reward)
-    return questions, rewards
-
-
-def _remembered(recipe: Recipe, reward: Reward) -> Reward:
-    """A judge keeps what it judged beside the data's caches."""
-    if reward.fn != "judge" or "cache" in reward.kwargs:
-        return reward
-    return replace(reward, kwargs={**reward.kwargs, "cache": str(recipe.cache / "judged.jsonl")})
 
 
 @dataclass
@@ -110,17 +53,17 @@ class Evaluations:
     Raises UserError for sets that cannot be asked, or do not fit into memory.
     """
 
-    def __init__(self, recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: RunContext, trained_plain: int):
-        self._run, self._ranks, self._trained_plain = run, Ranks(), trained_plain
-        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
+    def __init__(self, spec: RunSpec, policy: Policy, run: RunContext):
+        self._run, self._ranks = run, Ranks()
+        self._decode = partial(spec.source.tokenizer.decode, skip_special_tokens=True)
         self._engine = NativeEngine(policy.model, policy.mesh, policy.device, decode=self._decode)
-        self._sets = [self._open(recipe, each, tokenizer) for each in sets(recipe)]
+        self._sets = [self._open(spec, each) for each in sets(spec.recipe.eval)]
 
-    def _open(self, recipe: Recipe, eval_set: EvalSet, tokenizer: Tokenizer) -> _Open:
+    def _open(self, spec: RunSpec, eval_set: EvalSet) -> _Open:
         opened: list[Rewards] = []
 
-        def read() -> Questions:
-            questions, rewards = read_set(recipe, eval_set, tokenizer, self._trained_plain, self._run.metrics.say)
+        def open_set() -> Questions:
+            questions, rewards = spec.questions[eval_set.name]
             judges, together = open_judges(
                 rewards,
                 eval_set.section.reward_timeout,
@@ -132,7 +75,7 @@ class Evaluations:
                 _try(eval_set, questions, judges)
             return replace(questions, together=together)
 
-        questions = self._ranks.first(read)
+        questions = self._ranks.first(open_set)
         try:
             self._engine.check(questions.requests())
         except UserError as error:

@@ -1,67 +1,70 @@
-"""Checks before anything starts, all at once: of the recipe, and of the files that it names.
+"""Before a run: a recipe with the models that are here, its problems, and what the run would fetch first.
 
-Loads torch for a model's config.json alone. `dtrain validate` adds what a rank would
-refuse before its first step (`launch.validate`). A model or dataset of the hub that is not in the cache is no problem:
-a run fetches it once all else is right, and `validate` asks the hub for what the run would.
+A model or dataset of the hub that is not in the cache is no problem: a run fetches it once all else is right, and
+`dtrain validate` asks the hub for what the run would. Imports no torch; the stages that check a recipe do.
 """
 
-import os
-import re
-import shlex
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dtrain.base.errors import RecipeError, UserError, in_words
-from dtrain.base.hub import cached, download, look
-from dtrain.base.model_directory import CONFIG
+from dtrain.base.errors import RecipeError, UserError
+from dtrain.base.hub import cached, download, is_id, look
 from dtrain.base.ranges import beside
-from dtrain.checkpoint.peft.config import is_adapter_directory
 from dtrain.data.sources import hub as data_hub
-from dtrain.methods.spec import spec_of
-from dtrain.models.read_config import read_config
-from dtrain.recipe import Recipe, read, redact
-from dtrain.recipe.schema import DataSource
+from dtrain.data.sources import urls
+from dtrain.data.sources.files import Pick, entries, is_data_id, is_url
+from dtrain.methods import method_of, recipe_and_problems
+from dtrain.recipe import Recipe, redact, saved
+from dtrain.recipe.schema import DataSource, Source
 from dtrain.run import eval_sets
-from dtrain.run.check import check
-from dtrain.run.preflight_data import absent_data, data_problems, eval_problems
-from dtrain.run.preflight_models import (
-    differing_tokens,
-    is_model,
-    model_files,
-    model_ids,
-    model_shapes,
-    reference_problems,
-)
+from dtrain.run.spec import RunSpec, World, resolve, stages_of
 
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
     """`recipe.load`, whose RecipeError also lists what `preflight` finds in the rest of a recipe that is wrong."""
-    loaded, problems = read(recipe, overrides)
+    loaded, problems = recipe_and_problems(recipe, overrides)
     local = with_local_model(loaded)
     if problems:
-        raise RecipeError(together(problems, preflight(local, local.launch.nproc)))
+        raise RecipeError(_problems(local, local.launch.nproc, "files", problems))
     return local
 
 
-def together(refused: Sequence[str], problems: Sequence[str]) -> list[str]:
-    """Problems of a recipe's text and of what is left of it, each once. What was `refused` is not missing too."""
-    keys = [re.split(r"[=:]", problem)[0] for problem in refused]
+def _problems(recipe: Recipe, world_size: int, until: str, refused: Sequence[str] = ()) -> list[str]:
+    """Return what the checks of the stages find, up to a depth, in a world of `world_size` processes."""
+    from dtrain.run.host import DryHost  # with torch
 
-    def follows(problem: str) -> bool:
-        missing = re.match(r"(\S+)(?: or (\S+))? is missing", problem)
-        named = [key for key in missing.groups() if key] if missing else []
-        emptied = re.match(r"([\w.]+)=\[\]", problem)
-        return any(f"{name}.".startswith(f"{key}.") for key in keys for name in named) or bool(
-            emptied and any(key.startswith(f"{emptied[1]}[") for key in keys)
-        )
+    host = DryHost(refused=refused)
+    resolve(recipe, World(world_size), host, until)
+    return [redact(problem, recipe) for problem in host.problems]
 
-    left = [problem for problem in problems if not follows(problem)]
-    return list(dict.fromkeys([*refused, *left]))
+
+def check(recipe: Recipe, world_size: int) -> list[str]:
+    """Return every problem of `recipe` in a world of `world_size` processes, in the user's terms, that needs no file to
+    be seen; empty if there is none."""
+    return _problems(recipe, world_size, "keys")
+
+
+def shapes(recipe: Recipe, world_size: int) -> list[str]:
+    """Return the problems that decide what a step holds and computes: of all files, each model's config.json is read,
+    which must be here."""
+    return [*_problems(recipe, world_size, "models"), *(redact(problem, recipe) for problem in not_here(recipe))]
+
+
+def preflight(recipe: Recipe, world_size: int) -> list[str]:
+    """Return every problem of `recipe` in a world of `world_size` processes that needs no training to be seen. What a
+    run fetches from the hub is none."""
+    return _problems(recipe, world_size, "files")
+
+
+def notes(recipe: Recipe) -> list[str]:
+    """Return notes for the user of `recipe` before a run, which are no mistakes."""
+    spec, lines = RunSpec(recipe, World(1)), saved.notes(recipe)
+    for stage in stages_of(recipe).values():
+        lines += stage.notes(spec) if hasattr(stage, "notes") else []
+    return lines
 
 
 def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
@@ -88,28 +91,21 @@ def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]
 
     Also: key → what the run will download, and what the hub refuses, as it would refuse the run.
     """
-    awaited, refused = {}, []
+    awaited: dict[str, str] = {}
+    refused: list[str] = []
     for key, name, weights in model_ids(recipe):
-        try:
-            with _named(key, name):
-                directory, size = look(name, key) if weights else (download(name, weights=False, key=key), 0)
-        except UserError as error:
-            refused.append(str(error))
-            continue
-        recipe = _placed(recipe, key, str(directory))
-        if weights:
-            awaited[key] = f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
+        with _named(key, name, refused):
+            directory, size = look(name, key) if weights else (download(name, weights=False, key=key), 0)
+            recipe = _placed(recipe, key, str(directory))
+            if weights:
+                awaited[key] = f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
     for key, name, pick in absent_data(recipe):
-        try:
-            with _named(key, name):
-                _, files = data_hub.look(name, pick, key.removesuffix(".path"))
-        except UserError as error:
-            refused.append(str(error))
-            continue
-        awaited[key] = (
-            f"{key}={name}: the run downloads {len(files)} file{'s' if len(files) != 1 else ''} from the hub, whose "
-            "rows are looked at then"
-        )
+        with _named(key, name, refused):
+            count = len(data_hub.look(name, pick, key.removesuffix(".path"))[1])
+            awaited[key] = (
+                f"{key}={name}: the run downloads {count} file{'s' if count != 1 else ''} from the hub, whose rows are "
+                "looked at then"
+            )
     return recipe, awaited, refused
 
 
@@ -120,12 +116,15 @@ def _placed(section: Any, key: str, value: str) -> Any:
 
 
 @contextmanager
-def _named(key: str, name: str) -> Iterator[None]:
-    """Put the key that is meant before what the hub says of the block."""
+def _named(key: str, name: str, refused: list[str] | None = None) -> Iterator[None]:
+    """Put the key that is meant before what the hub says of the block; refused: takes that up in place of a caller."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"{key}={name}: {str(error).removeprefix(f'{key}: ')}") from error
+        text = f"{key}={name}: {str(error).removeprefix(f'{key}: ')}"
+        if refused is None:
+            raise UserError(text) from error
+        refused.append(text)
 
 
 def not_here(recipe: Recipe) -> list[str]:
@@ -137,170 +136,45 @@ def not_here(recipe: Recipe) -> list[str]:
     ] + [data_hub.absent(name, pick, key) for key, name, pick in absent_data(recipe)]
 
 
-def preflight(recipe: Recipe, world_size: int, awaited: Collection[str] = ()) -> list[str]:
-    """Return every problem of `recipe` in a world of `world_size` processes that needs no training to be seen. What a
-    run fetches from the hub is none. awaited: keys of models whose weights are not looked at."""
+def model_ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
+    """Key and id of every model that the recipe names by one, and whether its weights are wanted."""
+    named = [("model.path", recipe.model.path, recipe.model.init == "pretrained")]
+    named += [(key, path, True) for key, path in method_of(recipe).other_models()]
+    return [(key, name, weights) for key, name, weights in named if name and is_id(name)]
+
+
+def sources_of(recipe: Recipe) -> list[tuple[Source, str]]:
     splits = [("data.train", recipe.data.train), ("data.val", recipe.data.val)]
-    looks: list[Callable[[], list[str]]] = [
-        lambda: _of_other_methods(recipe) + check(recipe, world_size),
-        lambda: model_shapes(recipe),
-        lambda: model_files(recipe, awaited),
-        *(partial(data_problems, recipe, split, key) for key, split in splits if isinstance(split, DataSource)),
-        *(partial(eval_problems, recipe, each) for each in eval_sets.sets(recipe)),
-        lambda: _checkpoint(recipe),
-        lambda: _export(recipe),
-        lambda: [text for text, is_problem in _code(recipe) if is_problem],
-    ]
-    problems = []
-    for look_at in looks:
-        try:
-            problems += look_at()
-        except OSError as error:  # a directory on the way that this user may not enter, a name that is too long
-            problems.append(f"{in_words(error)}: let this user read it, or name another place in the recipe")
-    return [redact(problem, recipe) for problem in problems]
+    sources = [entry for key, split in splits if isinstance(split, DataSource) for entry in entries(split, key)]
+    return [*sources, *((each.section, each.key) for each in eval_sets.sets(recipe.eval))]
 
 
-def named_code(recipe: Recipe) -> list[str]:
-    """Return what a run of `recipe` imports because the recipe names it, a line each: the key, its import path, its
-    file."""
-    return [text for text, is_problem in _code(recipe) if not is_problem]
+def paths_of(source: Source) -> list[str]:
+    return [source.path] if isinstance(source.path, str) else source.path or []
 
 
-def shapes(recipe: Recipe, world_size: int) -> list[str]:
-    """The problems among them that decide what a step holds and computes: of all files, each model's config.json, which
-    must be here."""
-    problems = check(recipe, world_size) + not_here(recipe) + model_shapes(recipe)
-    return [redact(problem, recipe) for problem in problems]
+def absent_data(recipe: Recipe) -> list[tuple[str, str, Pick]]:
+    """Key and id of every dataset of the hub that is not in the cache, and what of it is wanted."""
+    absent = []
+    for source, key in sources_of(recipe):
+        pick = Pick.of(source)
+        for name in paths_of(source):
+            with suppress(UserError):  # a split that is not there: told where the files are looked at
+                if is_data_id(name) and data_hub.cached(name, pick, key) is None:
+                    absent.append((f"{key}.path", name, pick))
+    return absent
 
 
-def _of_other_methods(recipe: Recipe) -> list[str]:
-    """Return keys that the recipe gives to another method."""
-    named = [(key, key.split(".")[0]) for key in getattr(recipe, "unread", ())]
+def has_urls(recipe: Recipe) -> bool:
+    return any(is_url(path) for source, _ in sources_of(recipe) for path in paths_of(source))
+
+
+def to_copy(recipe: Recipe) -> list[str]:
+    """Return what a run of a sound recipe copies into its cache, a line each."""
     return [
-        f"{key} is read by method={method} alone, and this recipe has method={recipe.method}: leave it out, or set "
-        f"method={method}"
-        for key, method in named
-    ]
-
-
-def _code(recipe: Recipe) -> list[tuple[str, bool]]:
-    """Return for each import path of the recipe where it leads, or why it leads nowhere (True). Nothing of it is
-    run."""
-    stages = recipe.scheduler if isinstance(recipe.scheduler, list) else []
-    named: list[tuple[str, Any, str]] = [
-        ("optimizer.name", recipe.optimizer.name, "optimizer"),
-        *((f"scheduler[{i}].name", stage.name, "scheduler") for i, stage in enumerate(stages)),
-        ("scheduler.name", getattr(recipe.scheduler, "name", None), "scheduler"),
-        ("parallel.custom_plan", recipe.parallel.custom_plan, "plan"),
-        *spec_of(recipe).code(recipe),
-        *(code for each in eval_sets.sets(recipe) for code in each.code),
-    ]
-    lines = []
-    by_command = ("server of tools", "environment of verifiers")
-    named = [(key, path, what) for key, path, what in named if what in by_command or _is_import_path(path)]
-    if not any(path for _, path, _ in named):
-        return []
-    from dtrain.rl.rewards.find import find_file, find_verifiers
-    from dtrain.rl.tools import tool_schema
-
-    for key, path, what in named:
-        if what == "server of tools":
-            lines += _server(key, path)
-        elif what == "environment of verifiers" and path is not None:
-            try:
-                lines.append((f"{key}: {path}, from {find_verifiers(path)}", False))
-            except UserError as error:
-                lines.append((f"{key}: {error}", True))
-        elif path is not None:
-            try:
-                origin = find_file(path, what)[2]
-                if what == "tool":
-                    tool_schema(path)
-                lines.append((f"{key}: {path}, from {origin}", False))
-            except UserError as error:
-                lines.append((f"{key}: {error}", True))
-    return lines
-
-
-def _is_import_path(value: Any) -> bool:
-    return isinstance(value, str) and bool(set(".:") & set(value))
-
-
-def _server(key: str, command: str | None) -> list[tuple[str, bool]]:
-    """Find the program of a command that a run starts, as `_code` has it."""
-    if command is None:
-        return []
-    try:
-        (program, *_) = shlex.split(command)
-    except ValueError as error:
-        return [(f"{key}={command} is no command: {error or 'it is empty'}", True)]
-    file = shutil.which(program)
-    return [(f"{key}: {command}, by {file}" if file else f"{key}={command}: there is no program {program}", not file)]
-
-
-def _checkpoint(recipe: Recipe) -> list[str]:
-    resume, init_from = recipe.checkpoint.resume, recipe.checkpoint.init_from
-    problems = []
-    if any((recipe.run.directory / "checkpoints").glob("step-*")):
-        return []  # a run that goes on says itself what it needs of them
-    if resume not in (None, "auto") and not Path(resume).is_dir():
-        problems.append(
-            f"checkpoint.resume={resume}: there is no such directory; auto takes the run's newest checkpoint"
-        )
-    if init_from is None:
-        return problems
-    if not Path(init_from).is_dir():
-        problems.append(
-            f"checkpoint.init_from={init_from}: there is no such directory; give a run's, or a step-N of one"
-        )
-    elif is_adapter_directory(init_from):
-        problems.append(
-            f"checkpoint.init_from={init_from} is an adapter's directory, not a run's: set lora.path={init_from} "
-            "instead"
-        )
-    elif (Path(init_from) / "config.json").is_file():
-        problems.append(
-            f"checkpoint.init_from={init_from} is a model's directory, not a run's: set model.path={init_from} instead"
-        )
-    elif "model.config" not in recipe.checkpoint.allow_changes:
-        problems += _start(recipe, Path(init_from))
-    is_adapter = any(any(Path(init_from).glob(place)) for place in ("adapter", "checkpoints/step-*/adapter"))
-    if recipe.lora is None and is_adapter:
-        problems.append(
-            f"checkpoint.init_from={init_from} has an adapter that this run has not: set lora as it was there, or "
-            f"`dtrain export {init_from} OUT`, and set model.path=OUT and checkpoint.init_from=null"
-        )
-    if recipe.lora is not None and recipe.lora.quantize == "nf4" and not is_adapter:
-        problems.append(
-            f"checkpoint.init_from={init_from} holds whole weights, and lora.quantize=nf4 rounds those of model.path: "
-            f"`dtrain export {init_from} OUT`, and set model.path=OUT and checkpoint.init_from=null"
-        )
-    return problems
-
-
-def _start(recipe: Recipe, path: Path) -> list[str]:
-    """Return what makes the model whose weights are taken another one than ours, by the files that its run keeps."""
-    above = [path, *path.absolute().parents][:3]  # a run's directory, its checkpoints, a step of them
-    kept = next((place / "model" for place in above if (place / "model" / CONFIG).is_file()), None)
-    ours = recipe.model.directory
-    if kept is None or not is_model(ours) or not is_model(kept):
-        return []
-    key = "checkpoint.init_from"
-    differences = reference_problems(read_config(ours), read_config(kept), key, str(path))
-    differences += [f"{key}={path}: {problem}" for problem in differing_tokens(kept, ours)]
-    return [f"{problem}, or name the change: checkpoint.allow_changes=[model.config]" for problem in differences]
-
-
-def _export(recipe: Recipe) -> list[str]:
-    """An export takes the place of its whole directory."""
-    target = os.path.realpath(recipe.run.directory / "export")  # of a loop of links it gives something
-    if recipe.checkpoint.export == "none":
-        return []
-    read = [("model.path", recipe.model.path), *spec_of(recipe).other_models(recipe)]
-    read += [] if recipe.lora is None else [("lora.path", recipe.lora.path)]
-    return [
-        f"{key}={path} lies where this run puts its export ({target}), which would take its place: choose another "
-        "run.name, or checkpoint.export=none"
-        for key, path in read
-        if path and Path(os.path.realpath(path)).is_relative_to(target)
+        f"{key}.path={path}: the run copies {remote.url} into {recipe.cache}"
+        + (f", {remote.size / 2**20:.1f} MiB" if remote.size is not None else "")
+        for source, key in sources_of(recipe)
+        for path in paths_of(source)
+        for remote in (urls.away(path, f"{key}.path", recipe.cache) if is_url(path) else ())
     ]

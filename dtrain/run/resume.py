@@ -6,7 +6,7 @@ step's metrics and the scalars of policy and method; its tensors are theirs (the
 number generators are kept rank by rank.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,24 @@ from torch import Tensor
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.base.files import set_aside
-from dtrain.base.identity import digest, digests
-from dtrain.base.json_files import read_json
-from dtrain.base.ranks import Ranks
+from dtrain.base.json_files import digest, read_json
+from dtrain.base.ranks import Ranks, digests
 from dtrain.checkpoint.dcp.origin import Origin
 from dtrain.checkpoint.dcp.rng import random_state, set_random_state
 from dtrain.checkpoint.dcp.store import CheckpointStore, locate
 from dtrain.checkpoint.huggingface.model_files import read_model_config
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, read_adapter_config
-from dtrain.checkpoint.peft.files import ADAPTER
+from dtrain.checkpoint.peft.config import ADAPTER_CONFIG
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
-from dtrain.data import Rows, Tokenizer, choose_template
 from dtrain.data.sources.sources import packs_by_itself
-from dtrain.methods import Method
-from dtrain.methods.spec import REWARD_MODEL, spec_of
-from dtrain.models.common.adapter_config import adaptable
-from dtrain.models.common.decoder import CausalLM
+from dtrain.methods import REWARD_MODEL, Method, method_of, model_keys
 from dtrain.policy import Policy
-from dtrain.recipe.schema import Recipe
-from dtrain.run.directory import MODELS, RunDirectory, guard
+from dtrain.run.directory import guard
+from dtrain.run.host import Host
+from dtrain.run.spec import RunSpec
 
+# What a resume compares beside the recipe's keys, and `checkpoint.allow_changes` may name.
+DIGESTS = ("data.fingerprint", "data.val.fingerprint", "model.weights", "model.config", "model.tokenizer")
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 RESUME, INIT = "checkpoint.resume", "checkpoint.init_from"
 NEW_RUN = "or begin anew: delete the run's directory, or choose another run.name"
@@ -48,7 +45,7 @@ PLACES = {
     **{f"data.train.{name}": "data.fingerprint" for name in WHERE},
     **{f"data.val.{name}": "data.val.fingerprint" for name in WHERE},
     "lora.path": "lora.path",
-    **{key: key for key in ("data.chat_template", *MODELS)},
+    "data.chat_template": "data.chat_template",
 }
 
 
@@ -80,18 +77,9 @@ class Start:
         return self.saved[0].path(self.step)
 
 
-def find_start(
-    recipe: Recipe,
-    run: RunDirectory,
-    store: CheckpointStore,
-    needs_start: bool,
-    ranks: Ranks,
-    say: Callable[[str], None],
-    *,
-    deep: bool = True,
-) -> Start:
+def find_start(spec: RunSpec, host: Host) -> Start:
     """Find what `checkpoint.resume` picks: the run's newest whole checkpoint (auto), none (null), or the one at a path;
-    and what `checkpoint.init_from` means, where the run is fresh or its method `needs_start`.
+    and what `checkpoint.init_from` means, where the run is fresh or its method needs its start.
 
     Collective. A run that began from a path, wherever it was ended, goes on as it began. auto reads every file of the
     newest checkpoint against its checksum, and takes the one before where one is damaged, which it says. Damaged steps
@@ -99,28 +87,26 @@ def find_start(
     (a path into this very run) are refused. Where all are damaged, the run does not start over by itself. Raises
     UserError, on every rank.
 
-    deep: without it no file is read whole, only its size is compared, and all stays where it is.
+    In a dry run no file is read whole, only its size is compared, and all stays where it is.
     """
-    start = _find_step(recipe, run, store, ranks, say, deep)
+    start, recipe, ranks = _find_step(spec, host), spec.recipe, host.ranks
     path, began = recipe.checkpoint.init_from, start.began
-    if path is None or (start.state is not None and not needs_start):
+    if path is None or (start.state is not None and spec.method.needs_start is None):
         return start
     if INIT in began and INIT not in recipe.checkpoint.allow_changes:
         otherwise = NEW_RUN
         if start.state is not None:
             keys = f"{INIT},{recipe.method}.reference"
             otherwise = f"or go on with the newest weights there: checkpoint.allow_changes=[{keys}]"
-        weights = Origin.read(began[INIT], run.began).again(INIT, path, otherwise, ranks)
+        weights = Origin.read(began[INIT], spec.run.began).again(INIT, path, otherwise, ranks)
     else:
         weights = locate(path, ranks)
         began = {**began, INIT: asdict(Origin.of(*weights))}
     return replace(start, began=began, weights=weights)
 
 
-def _find_step(
-    recipe: Recipe, run: RunDirectory, store: CheckpointStore, ranks: Ranks, say: Callable[[str], None], deep: bool
-) -> Start:
-    resume = recipe.checkpoint.resume
+def _find_step(spec: RunSpec, host: Host) -> Start:
+    resume, run, store, ranks = spec.recipe.checkpoint.resume, spec.run, spec.store, host.ranks
     if resume is None:
         ranks.first(lambda: run.refuse_used(resume))
         return Start()
@@ -128,7 +114,7 @@ def _find_step(
     origin = Origin.read(began[RESUME], run.began) if RESUME in began else None
     newest = None
     if resume == "auto" or (origin and left and (origin.at(resume, ranks) or origin.lay_at(resume, ranks))):
-        newest = _newest(store, ranks, say, deep)
+        newest = _newest(store, host)
         if newest is not None:
             source, step = store, newest
         elif origin is not None:
@@ -151,22 +137,22 @@ def _find_step(
         state = _read_state(source, step)
         began = {key: origin for key, origin in state.get("began", {}).items() if key == INIT}
         began[RESUME] = asdict(Origin.of(source, step))
-    if deep:
+    if not host.is_dry:
         ranks.first(lambda: _put_damaged_aside(store, step))
     return Start(step, tuple(state["cursor"]), source, state, verified=newest is not None, began=began)
 
 
-def identities(recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, str]:
+def identities(spec: RunSpec, ranks: Ranks) -> dict[str, str]:
     """Digests of what the run's models are, under the keys that a changed one is refused by. Collective. UserError
     where hosts have other ones, or files cannot be read."""
-    path, section = recipe.model.directory, recipe.data
+    recipe, path = spec.recipe, spec.source.path
     wrong = "{}={} is not the same model on every host".format
     weights = weight_files(path) if recipe.model.init == "pretrained" else []
     others = digests(weights, wrong("model.path", path), ranks) if weights else []
-    template = choose_template(path, tokenizer.special_tokens, section.chat_template, section.template_kwargs)
+    template = spec.source.template
     digest_of = {
         "model.config": digest(read_model_config(path)),  # however its text is laid out
-        "model.tokenizer": tokenizer.fingerprint,
+        "model.tokenizer": spec.source.tokenizer.fingerprint,
         "data.chat_template": template.fingerprint if template else "none",
     }
     ranks.same(digest_of["model.config"], wrong("model.path", path))
@@ -177,98 +163,56 @@ def identities(recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, 
         adapter = Path(recipe.lora.path)
         others = digests([adapter / name for name in ADAPTER_FILES], wrong("lora.path", adapter), ranks)
         digest_of["lora.path"] = digest(others)
-    for key, other in spec_of(recipe).other_models(recipe):
-        others = digests(weight_files(Path(other)), wrong(key, other), ranks)
-        kind = digest(read_model_config(Path(other)))
-        ranks.same(kind, wrong(key, other))
+    for key, other in spec.others.items():
+        others = digests(weight_files(other.path), wrong(key, other.path), ranks)
+        kind = digest(read_model_config(other.path))
+        ranks.same(kind, wrong(key, other.path))
         digest_of[key] = digest(others) if key.endswith(".reference") else digest(kind, others)
-        if key == REWARD_MODEL:  # it reads text by these
-            words = Tokenizer.from_directory(other)
-            own = choose_template(words.directory, words.special_tokens)
-            digest_of[key] = digest(digest_of[key], words.fingerprint, own.fingerprint if own else "none")
+        if key.endswith(REWARD_MODEL):  # it reads text by these
+            own = other.template.fingerprint if other.template else "none"
+            digest_of[key] = digest(digest_of[key], other.tokenizer.fingerprint, own)
     return digest_of
 
 
-def start_identity(recipe: Recipe, start: Start, digest_of: Mapping[str, str], named: str) -> str:
-    """The digest of the weights that the run trains from, or with named="base" of these without an adapter; `digest_of`
-    is what `identities` gave."""
-    own = digest_of.get("model.weights") or digest(recipe.run.seed, digest_of["model.config"])
-    if recipe.checkpoint.init_from is not None and INIT in start.began:
-        own = start.began[INIT]["identity"]
-    if recipe.lora is None:
-        return own
-    return digest(own, None if named == "base" else digest_of.get("lora.path"), recipe.lora.quantize, named)
-
-
-def refuse_other_adapter(recipe: Recipe, model: CausalLM, start: Start) -> None:
-    """Raise UserError where weights of `checkpoint.init_from`, whose run had an adapter, mean another model here: other
-    scales, or the base in other bits."""
-    if start.weights is None or model.adapters is None:
-        return
-    store, step = start.weights
-    folder = store.path(step) / ADAPTER
-    if not (folder / ADAPTER_CONFIG).is_file():
-        return
-    layers = adaptable(model.config)
-    differing = [key for key, _, _ in config.diff(store.read_state(step)["recipe"], recipe) if key == "lora.quantize"]
-    if read_adapter_config(folder).adapted(layers) != model.adapters.config.adapted(layers):
-        differing.append("its layers, ranks or scales (lora.target, rank, alpha, rslora and the patterns)")
-    if differing:
-        raise UserError(
-            f"{INIT}: {folder} is an adapter that was trained with other settings: {', '.join(differing)}. Set them as "
-            "its run has them"
-        )
-
-
-def refuse_other_base(start: Start, digest_of: Mapping[str, str]) -> None:
-    """Raise UserError where the run that trained the weights of `checkpoint.init_from`, those of an adapter or of what
-    was not frozen alone, had other weights beside them."""
-    if start.weights is None:
-        return
-    store, step = start.weights
-    saved = store.read_state(step).get("identities", {}).get("model.weights")
-    if saved != digest_of.get("model.weights"):
-        raise UserError(
-            f"{INIT}: {store.path(step)} holds what was trained alone, and the weights beside it were not those of "
-            "model.path: set model.path to the model that its run began from"
-        )
-
-
-def compare(recipe: Recipe, start: Start, digest_of: Mapping[str, str], rows: Rows | None) -> list[str]:
-    """Return the differences between the run that was saved at `start` and this one, a line each: its recipe, and what
-    it reads (`digest_of`). Raises UserError for differences that make another run of it, unless
-    `checkpoint.allow_changes` names them. Another place with the same content makes none, nor does `data.packing=auto`
-    in place of what it comes to. rows: of data.train; None: not read, and not compared.
+def compare(spec: RunSpec, allow_changes: Sequence[str]) -> list[str]:
+    """Return the differences between the run that was saved at the start and this one, a line each: its recipe, and
+    what it reads (`spec.identities`). Raises UserError for differences that make another run of it, unless
+    `allow_changes` names them. Another place with the same content makes none, nor does `data.packing=auto` in place of
+    what it comes to.
     """
-    (_, state), lines = start.saved, []
+    recipe, digest_of, rows = spec.written, spec.identities, spec.rows.get("train")
+    (_, state), lines = spec.start.saved, []
     saved = state.get("identities")
     if saved is None:
         lines.append("an earlier dtrain saved it, without digests: model, tokenizer and reference were not compared")
         saved = {"data.fingerprint": state["data_fingerprint"]}
         digest_of = {} if rows is None else {"data.fingerprint": rows.fingerprint}
-    known = {
-        key for key, of in PLACES.items() if of in saved and saved[of] == digest_of.get(of) and "identities" in state
-    }
     differences = config.diff(state["recipe"], recipe)
+    models = model_keys(recipe.method, *(old for key, old, _ in differences if key == "method"))
+    known = {
+        key
+        for key, of in {**PLACES, **dict(zip(models, models, strict=True))}.items()
+        if of in saved and saved[of] == digest_of.get(of) and "identities" in state
+    }
     known |= {key for key, _, _ in differences if key.partition(".columns.")[0] + ".columns" in known}
     known -= {key for key, old, new in differences if key.endswith(".sources") and _but_path(old) != _but_path(new)}
     differences += [(key, saved[key], new) for key, new in digest_of.items() if saved.get(key, new) != new]
     of_data = {key: values for key, *values in differences if key.startswith("data.") and key not in known}
     if [*of_data] == ["data.packing"] and "auto" in of_data["data.packing"]:
-        automatic = None if rows is None else packs_by_itself(rows, spec_of(recipe).kind)
+        automatic = None if rows is None else packs_by_itself(rows, method_of(recipe).kind)
         packed = {automatic if value == "auto" else value for value in of_data["data.packing"]}
         known |= {"data.packing"} if len(packed) == 1 or automatic is None else set()
-    return guard(differences, recipe.checkpoint.allow_changes, known) + lines
+    return guard(differences, allow_changes, known, models) + lines
 
 
 def _but_path(sources: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     return [{**source, **dict.fromkeys(WHERE)} for source in sources or []]
 
 
-def restore(recipe: Recipe, policy: Policy, method: Method, start: Start) -> None:
-    """Load `start` into `policy` and `method`. Collective."""
-    store, state = start.saved
-    differing = [key for key, _, _ in config.diff(state["recipe"], recipe)]
+def restore(spec: RunSpec, policy: Policy, method: Method) -> None:
+    """Load the start into `policy` and `method`. Collective."""
+    start, (store, state) = spec.start, spec.start.saved
+    differing = [key for key, _, _ in config.diff(state["recipe"], spec.recipe)]
     options = {key.rsplit(".", 1)[-1] for key in differing if key.startswith("optimizer.")}
     method.load(state["method"])
     beside = _named_for_method(method)
@@ -320,15 +264,15 @@ def _named_for_method(method: Method) -> dict[str, Tensor]:
     return {f"method.{name}": tensor for name, tensor in method.tensors().items()}
 
 
-def _newest(store: CheckpointStore, ranks: Ranks, say: Callable[[str], None], deep: bool) -> int | None:
-    """The newest step without damage, by the content of every file or, without `deep`, by their sizes; None where
+def _newest(store: CheckpointStore, host: Host) -> int | None:
+    """The newest step without damage, by the content of every file or, in a dry run, by their sizes; None where
     nothing was saved yet. Collective."""
-    published = ranks.first(store.published)
+    published = host.ranks.first(store.published)
     for step in reversed(published):
-        damage = store.damage(step) if deep else store.faults(step)
+        damage = store.faults(step) if host.is_dry else store.damage(step)
         if not damage:
             return step
-        say(f"{store.path(step)} is damaged and is left out: {damage[0]}")
+        host.say(f"{store.path(step)} is damaged and is left out: {damage[0]}")
     if published:
         raise UserError(
             f"{store.directory}: every checkpoint is damaged, as said above. To start over, move that directory away "

@@ -1,27 +1,47 @@
 """Spec of a run: everything that a recipe, its files and a world decide, decided once by `resolve`.
 
-A stage (`dtrain.run.stages`) fills its fields of the spec, or has problems. `Trainer` builds what the spec says;
-`dtrain validate` resolves the same stages in the same order and prints. They differ in their `Host` alone: on the ranks
-of a run the first problem ends it, on every rank; a `DryHost` collects problems, keeps no file and reads large data and
-weights in part. Nothing is allocated: the model is on meta, of weights the headers are read.
+A stage (`dtrain.run.stages`) has all that is asked about its topic. A `DryHost` calls the checks of all stages first,
+and collects every problem; a launcher and a plan end there. Then each stage resolves its fields of the spec, as it does
+on the ranks of a run, whose `Host` raises the first problem on every rank. `Trainer` builds what the spec says;
+`dtrain validate` prints. Nothing is allocated: the model is on meta, of weights the headers are read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
-
-from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.data import Rows, Tokenizer
-from dtrain.methods import Method
+from dtrain.base.errors import UserError
+from dtrain.base.ranges import out_of_range
+from dtrain.data.text.template import ChatTemplate, choose_template
+from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.methods import REWARD_MODEL, method_of
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import CausalLM
-from dtrain.policy.precision import Precision
+from dtrain.models.read_config import read_config
 from dtrain.recipe import Recipe, Sizes
 from dtrain.run.directory import RunDirectory
-from dtrain.run.host import Host
-from dtrain.run.resume import Start
-from dtrain.run.stages import Stage, data, model, outputs, sizes, start, tokenizer
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from dtrain.checkpoint.dcp.store import CheckpointStore
+    from dtrain.data import Rows
+    from dtrain.methods import Method
+    from dtrain.models.common.decoder import CausalLM
+    from dtrain.policy.precision import Precision
+    from dtrain.recipe.rollouts import Reward
+    from dtrain.rl.judging import Questions
+    from dtrain.run.host import Host
+    from dtrain.run.resume import Start
+
+STAGES = (
+    "outputs tokenizer model others adapter code mesh optimizer first_rows data evals sizes kernels schedule start"
+).split()
+"""Names of the stages' modules, in the order in which they resolve."""
 
 
 @dataclass(frozen=True)
@@ -34,64 +54,126 @@ class World:
     is_here: bool = True
 
 
+class ModelDirectory:
+    """Directory of one of a run's models, whose files are read once each.
+
+    labels: as of `read_config`. options: of `choose_template`, beyond what the directory tells.
+    """
+
+    def __init__(self, path: str | Path, labels: int | None, *options: Any):
+        self.path, self.labels, self._options = Path(path), labels, options
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """config.json. Raises UserError where it is no model for the run."""
+        return read_config(self.path, self.labels)
+
+    @cached_property
+    def any_config(self) -> ModelConfig | None:
+        """config.json of a model with any head; None where it cannot be read."""
+        with suppress(UserError):
+            return self.config
+        with suppress(UserError):
+            return read_config(self.path, 0)
+        return None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises UserError."""
+        return Tokenizer.from_directory(self.path)
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The chat template, or None. Raises UserError."""
+        return choose_template(self.path, self.tokenizer.special_tokens, *self._options)
+
+
 @dataclass
 class RunSpec:
     """Everything that is decided of a run, in the order of the stages; a field is set by the stage that it stands
     under, and a dry run sets those that it can.
 
     recipe: as written, and from the stage data on with what the data decide: packing, then the batch; written: as it
-    was given.
+    was given. awaited: keys of what the run downloads first: weights that are not looked at, or data. notes: lines for
+    the user.
     """
 
     recipe: Recipe
     world: World
+    awaited: Collection[str] = ()
     written: Recipe = field(init=False)
     run: RunDirectory = field(init=False)
-    # tokenizer
-    tokenizer: Tokenizer = field(init=False)
+    notes: list[str] = field(default_factory=list)
     # model
-    precision: Precision = field(init=False)
-    model_config: ModelConfig = field(init=False)
-    model: CausalLM | None = None  # on meta, on the first rank
-    optimizer: Optimizer | None = None  # over it
+    precision: "Precision" = field(init=False)
+    model: "CausalLM | None" = None  # on meta, on the first rank
     identities: dict[str, str] = field(default_factory=dict)  # digests of what the run reads at its start
     # data: by split
-    rows: dict[str, Rows] = field(default_factory=dict)
+    rows: "dict[str, Rows]" = field(default_factory=dict)
     columns: dict[str, list[str]] = field(default_factory=dict)
     plain_prompts: int = 0  # of the training rows
     is_data_read: bool = False
+    # evals, on the first rank: by the name of the set
+    questions: "dict[str, tuple[Questions, list[Reward]]]" = field(default_factory=dict)
     # sizes
-    method: Method = field(init=False)
+    method: "Method" = field(init=False)
     sizes: Sizes = field(init=False)
     steps: int | None = None  # of a fresh run
+    # optimizer
+    optimizer: "Optimizer | None" = None  # over the model on meta
     # start
-    store: CheckpointStore = field(init=False)
-    start: Start = field(init=False)
+    store: "CheckpointStore" = field(init=False)
+    start: "Start" = field(init=False)
+    changes: list[str] = field(default_factory=list)  # since the save that the run goes on from
     total_steps: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.written = self.recipe
-        self.run = RunDirectory(self.recipe.run.directory)
+        recipe = self.written = self.recipe
+        self.run = RunDirectory(recipe.run.directory)
+        method, data = method_of(recipe), recipe.data
+        options = (data.chat_template, data.template_kwargs)
+        self.source = ModelDirectory(recipe.model.directory, method.labels(), *options)
+        self.others = {
+            key: ModelDirectory(path, 0 if key.endswith(REWARD_MODEL) else None) for key, path in method.other_models()
+        }
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's. Raises UserError."""
+        return self.source.config
+
+    @cached_property
+    def readable_config(self) -> ModelConfig | None:
+        """The model's, or None."""
+        with suppress(OSError, UserError):
+            return self.source.config
+        return None
+
+    @cached_property
+    def wrong_values(self) -> list[tuple[str, object, str]]:
+        """Values of the recipe that are out of their range, as of `out_of_range`."""
+        return out_of_range(self.written)
 
 
-STAGES: Mapping[str, Stage] = {
-    "outputs": outputs.resolve,
-    "tokenizer": tokenizer.resolve,
-    "model": model.resolve,
-    "data": data.resolve,
-    "sizes": sizes.resolve,
-    "start": start.resolve,
-}
+def stages_of(recipe: Recipe, looks_at_rows: bool = False) -> dict[str, ModuleType]:
+    """Return the stages that `recipe` needs, by name."""
+    unneeded = {"adapter": recipe.lora is None, "evals": not recipe.evals, "first_rows": not looks_at_rows}
+    unneeded["others"] = not method_of(recipe).other_models()
+    return {name: import_module(f"dtrain.run.stages.{name}") for name in STAGES if not unneeded.get(name)}
 
 
-def resolve(recipe: Recipe, world: World, host: Host, until: str = "start") -> RunSpec:
-    """Return the spec of `recipe` in `world`, resolved up to the stage `until`. Collective on the ranks of a run.
+def resolve(recipe: Recipe, world: World, host: "Host", until: str = "start") -> RunSpec:
+    """Return the spec of `recipe` in `world`, resolved up to `until`, a stage, or in a dry run checked up to one of
+    `host.DEPTHS`. Collective on the ranks of a run.
 
     A dry run ends with the stage after which nothing can be looked at; its problems are in `host.problems`. Raises
     UserError.
     """
-    spec = RunSpec(recipe, world)
-    for name, stage in {**STAGES, **host.stages}.items():
-        if not stage(spec, host) or name == until:
+    spec, stages = RunSpec(recipe, world, host.awaited), stages_of(recipe, host.is_dry and until in STAGES)
+    if not host.check(spec, stages.values(), until):
+        return spec
+    for name, stage in stages.items():
+        is_left_out = host.stages is not None and name not in host.stages
+        if not is_left_out and hasattr(stage, "resolve") and not stage.resolve(spec, host) or name == until:
             break
     return spec

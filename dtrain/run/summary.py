@@ -1,20 +1,21 @@
 """Lines for the terminal on a run before its first step, and when it is done."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dtrain import __version__
-from dtrain.methods.spec import spec_of
-from dtrain.models.common.flops import weights_in
-from dtrain.recipe.schema import DataSource, Recipe
+from dtrain.methods import method_of
+from dtrain.models.common.decoder import weights_in
+from dtrain.recipe.schema import DataSource
 from dtrain.run import eval_sets
 from dtrain.run.metrics import records
 from dtrain.run.metrics.terminal import one_line, plot
-from dtrain.run.stages import sizes as sizing
+from dtrain.run.spec import RunSpec
+from dtrain.run.stages import schedule as scheduling
 
 if TYPE_CHECKING:
     from dtrain.run.trainer import Trainer
@@ -29,9 +30,9 @@ def labelled(label: str, text: str) -> str:
     return f"{label:<{LABEL}}{text}"
 
 
-def opening(trainer: "Trainer", written: Recipe) -> Iterator[str]:
-    """The sizes of a run that is built: model, rows, mesh, batch, steps; then the choices that were made for it.
-    written: the recipe before `train.global_batch=auto` had a number."""
+def opening(trainer: "Trainer") -> Iterator[str]:
+    """The sizes of a run that is built: model, rows, mesh, batch, steps; then the choices that were made for it."""
+    written = trainer.spec.written
     recipe, sizes, policy, rows = trainer.recipe, trainer.spec.sizes, trainer.policy, trainer.rows
     count, trained = _parameters(trainer)
     size, part = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in (count, trained))
@@ -101,7 +102,7 @@ def _steps(trainer: "Trainer") -> str:
     if isinstance(schedule, list):
         rate = f"learning rate {recipe.optimizer.lr:g} in {len(schedule)} stages"
     else:
-        warmup = sizing.warmup_of(schedule, total)
+        warmup = scheduling.warmup_of(schedule, total)
         warm = f", {warmup} of warm-up" if warmup > 0 else ""
         rate = f"learning rate {recipe.optimizer.lr:g}, {schedule.name}{warm}"
     return f"{total:,}{passes}; {rate}"
@@ -109,7 +110,8 @@ def _steps(trainer: "Trainer") -> str:
 
 def _notes(trainer: "Trainer") -> Iterator[str]:
     recipe, longest = trainer.recipe, trainer.policy.model.config.max_position_embeddings
-    yield from sizing.notes(recipe, trainer.total_steps)
+    yield from scheduling.warmup_notes(trainer.spec, trainer.total_steps)
+    yield from trainer.spec.notes
     if recipe.data.max_length > longest:
         yield (
             f"note: data.max_length={recipe.data.max_length} is more than the {longest} positions that the model was "
@@ -117,12 +119,13 @@ def _notes(trainer: "Trainer") -> Iterator[str]:
         )
 
 
-def closing(recipe: Recipe, directory: Path, has_export: bool) -> Iterator[str]:
+def closing(spec: RunSpec, directory: Path, has_export: bool) -> Iterator[str]:
     """Report what a run that is done has learned, by its metrics.jsonl, and what may be done with it."""
-    evals = eval_sets.sets(recipe) if recipe.eval is not None else []
+    recipe, evals = spec.recipe, eval_sets.sets(spec.recipe.eval)
     rewards = {f"{each.prefix}reward_mean": f"{each.name} reward" for each in evals}
-    names = {**spec_of(recipe).curves, **rewards}
-    curves = _curves(directory / "metrics.jsonl", names)
+    names = {**method_of(recipe).curves, **rewards}
+    rows = list(records.rows(directory / "metrics.jsonl"))
+    curves = {name: curve for name in names if (curve := records.points(rows, name))}
     drawn = next((name for name, curve in curves.items() if len(curve) >= PLOTTED), "")
     for number, line in enumerate(plot(curves.get(drawn, []))):
         yield labelled("" if number else names[drawn], line)
@@ -135,26 +138,21 @@ def closing(recipe: Recipe, directory: Path, has_export: bool) -> Iterator[str]:
             yield labelled("result", f"{names[name]} {first:.4g} → {last:.4g} ({steps} of {len(values)}{best})")
     yield from _answers(directory)
     yield labelled("next", f"dtrain report {directory}")
-    if not has_export or spec_of(recipe).labels(recipe) is not None:
+    if not has_export or method_of(recipe).labels() is not None:
         return
     yield labelled("", f'dtrain generate {directory} --prompt "..."')
-    yield labelled("", f"dtrain eval {directory} {_questions(recipe)}")
+    yield labelled("", f"dtrain eval {directory} {_questions(spec)}")
     yield labelled("", f"dtrain serve {directory}")
     if recipe.lora is not None:
         yield labelled("", f"dtrain export {directory} OUT    # whole, the adapter merged")
 
 
-def _questions(recipe: Recipe) -> str:
+def _questions(spec: RunSpec) -> str:
     """A file of prompts that the run knows: its validation's; of GRPO else its own; else the user's."""
-    kind, val = spec_of(recipe).kind, recipe.data.val
+    recipe = spec.recipe
+    kind, val = method_of(recipe).kind, recipe.data.val
     held = val if isinstance(val, DataSource) else recipe.data.train if kind == "prompts" else None
     return held.path if held and kind != "pairs" and isinstance(held.path, str) else "FILE    # prompts with answers"
-
-
-def _curves(path: Path, names: Iterable[str]) -> dict[str, list[records.Point]]:
-    """Return the curves of the fields that the run measured, over its steps."""
-    rows = list(records.rows(path))
-    return {name: curve for name in names if (curve := records.points(rows, name))}
 
 
 def _answers(directory: Path) -> Iterator[str]:

@@ -3,11 +3,11 @@
 The files that a batch passes through:
 
     data/sources → formats → text → rows/cache            rows of files to token ids and a trained mask, once
-    data/rows/order → rows                                the endless row sequence; a dp rank's rows of a global batch
+    data/rows/rows                                        the endless row sequence; a dp rank's rows of a global batch
     methods: batch, prepare                               rows to a batch [n, S] on the host, and what its loss reads
     policy.Policy.train → policy/batching                 counts over all ranks, micro-batches; backward
     policy/score → models → losses/head                   hidden states, the loss inside the root's forward
-    optim → parallel/grads                                norm, clip, update
+    optim → parallel/placement                            norm, clip, update
     metrics                                               the row of metrics.jsonl
 """
 
@@ -32,17 +32,19 @@ from dtrain.checkpoint.dcp.origin import run_of
 from dtrain.checkpoint.dcp.retention import Patience, Retention
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.data import Cursor
-from dtrain.models.common.flops import flops_per_token
+from dtrain.models.common.decoder import flops_per_token
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.build import build_model
 from dtrain.recipe.schema import Recipe
 from dtrain.run import metrics, resume
+from dtrain.run.directory import ABOUT, DATA
 from dtrain.run.eval_sets import better
+from dtrain.run.host import Host
 from dtrain.run.preflight import shapes
 from dtrain.run.resume import Start
-from dtrain.run.spec import Host, RunSpec, World, resolve
+from dtrain.run.spec import RunSpec, World, resolve
 from dtrain.run.summary import about, closing, opening
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ def train_checked(recipe: Recipe, runtime: Runtime) -> None:
             return
         trainer.loop(start)
         if runtime.is_main:
-            for line in closing(recipe, trainer.run.path, recipe.checkpoint.export != "none"):
+            for line in closing(trainer.spec, trainer.run.path, recipe.checkpoint.export != "none"):
                 trainer.metrics.say(line)
 
 
@@ -100,12 +102,13 @@ class Trainer:
         self._recipe_text = config.to_yaml(spec.written)
         mesh = build_mesh(runtime, **spec.sizes.shape, ep=spec.sizes.ep)
         self.before_gib = metrics.memory_gib(runtime.device)
-        build = partial(build_model, longest_row=self.method.spec.longest_row(recipe))
+        build = partial(build_model, longest_row=self.method.longest_row())
         self.policy = Policy(recipe, spec.model_config, mesh, runtime, build)
         # Of the decoder: losses and decoding call it inside the model's other methods. A sign of life for each
         # micro-batch and each drawn token.
-        self.policy.model.model.register_forward_pre_hook(runtime.stop.tick)
+        self.policy.model.model.register_forward_pre_hook(self._show_life)
         self.policy.init_optimizer(self.total_steps)
+        self._flops_per_token = flops_per_token(self.policy.model, recipe.data.max_length)
         self.saver, self.patience = self._open_saver()
         stack.callback(setattr, runtime.stop, "is_saving", True)  # closing may take as long as a save: it is no hang
         self._measured: dict[str, float] = {}  # metrics of the last finished step
@@ -119,10 +122,10 @@ class Trainer:
         if recipe.eval is not None:
             module = import_module("dtrain.run.evaluations")
             run = self._as_the_method_sees_it()
-            self.evaluations = module.Evaluations(recipe, self.policy, spec.tokenizer, run, spec.plain_prompts)
+            self.evaluations = module.Evaluations(spec, self.policy, run)
         self._planned = runtime.planned  # asks the plan beside the run; None once its answer was shown
         if runtime.is_main:
-            for line in opening(self, spec.written):
+            for line in opening(self):
                 self.metrics.say(line)
 
     @classmethod
@@ -134,7 +137,7 @@ class Trainer:
     def _open_saver(self) -> tuple[Saver, Patience]:
         """Return what saves, closed with the run, and what ends a run that gets no better."""
         recipe, runtime, keep = self.recipe, self.runtime, self.recipe.checkpoint
-        direction = better(keep.keep_best or "", recipe)
+        direction = better(keep.keep_best or "", recipe.eval)
         retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, direction)
         on_host = recipe.parallel.optimizer_offload and runtime.device.type == "cuda"  # a copy there would double it
         saver = Saver(
@@ -150,18 +153,13 @@ class Trainer:
     def resume(self) -> Start:
         """Load the checkpoint that `checkpoint.resume` picked, or begin, and return where the run starts.
 
-        Prints the differences from the saved recipe; refused ones are a UserError. Raises Stopped where a signal comes
-        while the method waits for what it needs.
+        Prints the differences from the saved recipe. Raises Stopped where a signal comes while the method waits for
+        what it needs.
         """
         start = self.start
-        changed = []
-        if start.state is not None:
-            changed = resume.compare(self.spec.written, start, self.identities, self.rows)
         if start.weights is not None:
             store, step = start.weights
-            resume.refuse_other_adapter(self.recipe, self.policy.model, start)
-            if not self.policy.checkpoint.load_weights(store, step):
-                resume.refuse_other_base(start, self.identities)
+            self.policy.checkpoint.load_weights(store, step)
             self.metrics.say(f"weights of {store.path(step)}")
         if start.state is not None and start.store is not None:
             self.policy.checkpoint.find_base(start.store, start.step)
@@ -170,15 +168,15 @@ class Trainer:
         except Interrupted:
             raise Stopped(self._agreed_signal(), NOTHING_LOST) from None
         if start.state is not None:
-            resume.restore(self.recipe, self.policy, self.method, start)
+            resume.restore(self.spec, self.policy, self.method)
             self.metrics.say(f"resumed from {start.path}")
-            for line in changed:
+            for line in self.spec.changes:
                 self.metrics.say(f"  changed since then: {line}")
         if self.runtime.is_main:
             replace_text(self.run.began, json.dumps(start.began))
             self.run.write_config(self._recipe_text)
-            self.run.write_data({split: rows.samples.summary for split, rows in self.spec.rows.items()})
-            self.run.write_about(about(self))
+            self.run.write_json(DATA, {split: rows.samples.summary for split, rows in self.spec.rows.items()})
+            self.run.write_json(ABOUT, about(self))
             self.run.keep_model_files(self.recipe.model.directory, self.policy.checkpoint.chat_template)
         self.metrics.resume_at(start.step)
         if self.recipe.train.patience is not None:
@@ -239,7 +237,6 @@ class Trainer:
             raise Stopped(signum, self._farewell(step, saved) if step else NOTHING_LOST) from None
 
     def _save_last(self, step: int, saved: int | None) -> int | None:
-        """Save the step that is done, if it is not saved yet; the last step that then is."""
         if self.recipe.checkpoint.every is None or saved == step or step == 0:
             return saved
         self.save(step, self._cursor, wait=True)
@@ -261,7 +258,7 @@ class Trainer:
             for fields in self.evaluations.evaluate(step, is_last):
                 self._see(fields)
         except Interrupted:
-            self.runtime.stop.tick()
+            self._show_life()
 
     def measure(self, step: int, is_last: bool) -> bool:
         """Validate and evaluate after `step` as far as due and not done yet. Whether the run ends here, as `is_last`
@@ -278,7 +275,6 @@ class Trainer:
         return self.measure(step, True)
 
     def _see(self, fields: Mapping[str, float]) -> None:
-        """Fields that were just measured."""
         self._measured |= fields
         self.patience.see(fields)
 
@@ -335,7 +331,7 @@ class Trainer:
             tokens=tokens,
             tokens_per_sec=per_second,
             mfu=metrics.model_flops_utilisation(
-                flops_per_token(self.policy.model, self.recipe.data.max_length),
+                self._flops_per_token,
                 per_second,
                 self.runtime.world_size,
                 self.runtime.device,
@@ -346,23 +342,24 @@ class Trainer:
             data_time=data_time,
         )
 
-    def _as_the_method_sees_it(self) -> RunContext:
-        stop = self.runtime.stop
+    def _show_life(self, *_: object) -> None:
+        """Tell whoever watches this rank that it gets something done; also a hook of the decoder's forward."""
+        self.runtime.stop.progress += 1
 
+    def _as_the_method_sees_it(self) -> RunContext:
         def ask_stop() -> bool:
-            stop.tick()
-            return stop.signum != 0
+            self._show_life()
+            return self.runtime.stop.signum != 0
 
         return RunContext(self.metrics, self.run.path, self.identities, self._stack, ask_stop)
 
     def _tell_plan(self, wait: float) -> None:
-        """The planned peak, once it is known, with the measured one."""
         planned = self._planned(wait) if self._planned is not None else None
         if planned is None:
             return
         self._planned = None
         if self.runtime.is_main:
-            self.run.write_about(about(self, planned.size))
+            self.run.write_json(ABOUT, about(self, planned.size))
         measured = f"{metrics.memory_gib(self.runtime.device):.3f} GiB"
         if self.runtime.device.type == "cuda":
             self.metrics.say(f"memory of a rank: {planned.words}, measured {measured}")
@@ -375,7 +372,7 @@ class Trainer:
 
         Raises, on every rank, what a save in the background has failed with on any.
         """
-        self.runtime.stop.tick()
+        self._show_life()
         flags = torch.tensor([self.runtime.stop.signum, int(self.saver.failed)])
         if self.runtime.world_size > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX)

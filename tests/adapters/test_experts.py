@@ -15,7 +15,7 @@ from dtrain.models.common.adapter_config import AdapterConfig, adaptable
 from dtrain.models.common.adapters import adapters_off
 from dtrain.models.common.moe import by_expert
 from dtrain.parallel.experts import collect, spread
-from dtrain.rl.remote.adapter import refusal
+from dtrain.rl.remote.training import refusal
 from dtrain.run.preflight import preflight
 from tests.adapters.by_peft import IDS, SHAPES, load_adapter, load_base, logits, save_adapter, save_base
 from tests.test_experts import MESHES, assert_same, recipe_of

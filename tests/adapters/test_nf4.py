@@ -19,9 +19,9 @@ from dtrain.checkpoint.huggingface import quantized
 from dtrain.checkpoint.huggingface.file_rows import FileRows
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.models.common.flops import flops_per_token
+from dtrain.models.common.decoder import flops_per_token
 from dtrain.models.common.nf4 import LEVELS, dequantize, product, quantize, quantize_linears
-from dtrain.models.common.nf4_config import quantize_problems
+from dtrain.models.common.quantization_config import quantize_problems
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime

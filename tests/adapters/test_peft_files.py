@@ -33,8 +33,7 @@ from dtrain.models.common.adapter_config import AdapterConfig, linears, modules
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.recipe.schema import Lora
-from dtrain.run import check
-from dtrain.run.preflight import preflight
+from dtrain.run.preflight import notes, preflight
 from tests.adapters.by_peft import IDS, SHAPES, STACKS, TIED, load_adapter, load_base, logits, save_adapter, save_base
 from tests.tiny import save_weights, tiny_recipe, write_model
 from tests.world import run_world
@@ -490,12 +489,12 @@ def test_an_adapter_of_another_base_is_refused(made):
 
     def found(model):
         recipe = tiny_recipe(made, "model.init=pretrained", f"lora={{path: {adapter}}}", f"model.path={model}")
-        return [one for one in preflight(recipe, 1) if "base_model" in one], check.notes(recipe)
+        return [one for one in preflight(recipe, 1) if "base_model" in one], notes(recipe)
 
     assert found(made / "base") == found(copy) == ([], [])
-    [problem], notes = found(other)
+    [problem], lines = found(other)
     assert problem.startswith(f"{file}: base_model_name_or_path is {made / 'base'}, and model.path={other} has other")
-    assert f"set model.path={made / 'base'}, or write {other} there" in problem and notes == []
+    assert f"set model.path={made / 'base'}, or write {other} there" in problem and lines == []
     problems, [note] = found(wide)  # another dtype
     assert problems == [] and note.startswith(f"note: {file}: base_model_name_or_path is {made / 'base'}; whether")
     for name, said in (("nobody/gone", "is nobody/gone; whether"), (None, "names no base")):

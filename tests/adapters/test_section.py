@@ -10,14 +10,14 @@ from dtrain import models
 from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.commands.cli import main
+from dtrain.methods import load_recipe
 from dtrain.models.common.adapter_config import AdapterConfig, linears, modules
 from dtrain.models.common.adapters import add_adapters
 from dtrain.models.common.decoder import DECODER_PLAN, Linear
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.tensor import colwise
 from dtrain.recipe.schema import Lora
-from dtrain.run import check
-from dtrain.run.preflight import load, preflight
+from dtrain.run.preflight import load, notes, preflight
 from tests.models import published
 from tests.tiny import FAMILIES, tiny_grpo, tiny_recipe, write_model, write_pairs
 from tests.world import run_world
@@ -29,7 +29,7 @@ ADAPTER = ["lora={}", "lora.rank=8"]
 def problems(tmp_path_factory):
     """What is wrong with a recipe of a tiny Qwen3, with overrides."""
     recipe = tiny_recipe(tmp_path_factory.mktemp("recipe"))
-    return lambda *overrides: preflight(config.load(recipe, overrides), 1)
+    return lambda *overrides: preflight(load_recipe(recipe, overrides), 1)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def problems(tmp_path_factory):
     ],
 )
 def test_how_it_is_written(overrides, expected):
-    loaded = config.load("sft", overrides)
+    loaded = load_recipe("sft", overrides)
     assert loaded.lora == expected
-    assert config.load(loaded) == loaded and config.diff(config.to_yaml(loaded), loaded) == []
+    assert load_recipe(loaded) == loaded and config.diff(config.to_yaml(loaded), loaded) == []
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_how_it_is_written(overrides, expected):
 )
 def test_what_is_no_section_says_what_to_write(override, answer):
     with pytest.raises(RecipeError) as caught:
-        config.load("sft", [override])
+        load_recipe("sft", [override])
     assert answer in "\n".join(caught.value.problems)
 
 
@@ -217,9 +217,9 @@ def test_what_is_sound_is_let_through(problems, overrides):
     ],
 )
 def test_a_low_learning_rate_is_noted(overrides, told):
-    notes = check.notes(config.load("sft", overrides))
-    assert [] == notes if told is None else [told in note for note in notes] == [True]
-    assert all("10 times that of full fine-tuning is usual" in note for note in notes)
+    lines = notes(load_recipe("sft", overrides))
+    assert [] == lines if told is None else [told in note for note in lines] == [True]
+    assert all("10 times that of full fine-tuning is usual" in note for note in lines)
 
 
 def test_validate_tells_the_note_and_the_problems(tmp_path, capsys):
@@ -247,7 +247,7 @@ def test_directories_that_are_no_model_of_the_key_say_where_they_belong(tmp_path
     recipe = tiny_recipe(tmp_path)
 
     def found(*overrides):
-        return preflight(config.load(recipe, [f"model.path={model}", *overrides]), 1)
+        return preflight(load_recipe(recipe, [f"model.path={model}", *overrides]), 1)
 
     assert found() == []
     [problem] = found(f"model.path={adapter}")
@@ -268,11 +268,11 @@ def test_directories_that_are_no_model_of_the_key_say_where_they_belong(tmp_path
 def test_four_bits_ask_for_sizes_and_weights_of_a_trained_model(tmp_path):
     sizes = {"hidden_size": 128, "intermediate_size": 192}
     fits, odd = write_model(tmp_path / "fits", **sizes), write_model(tmp_path / "odd", **sizes | {"hidden_size": 96})
-    recipe = config.load(tiny_recipe(tmp_path), ["lora.quantize=nf4", "train.dtype=float32"])
+    recipe = load_recipe(tiny_recipe(tmp_path), ["lora.quantize=nf4", "train.dtype=float32"])
     words = ["model.init=pretrained", "parallel.dp_shard=1"]
 
     def found(*overrides, world_size=1):
-        problems = preflight(config.load(recipe, [*words, *overrides]), world_size)
+        problems = preflight(load_recipe(recipe, [*words, *overrides]), world_size)
         return [one for one in problems if "model.safetensors" not in one]
 
     assert found(f"model.path={fits}") == []

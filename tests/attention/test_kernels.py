@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from dtrain.attention.blocks import MaskedBlocks, Products
-from dtrain.attention.kernels import KERNELS, Abilities, SdpaKernel, Span, choose_kernel
-from dtrain.attention.visibility import Visibility
+from dtrain.attention.kernels import KERNELS, Abilities, SdpaKernel, Span, Visibility, choose_kernel
 from dtrain.base.errors import UserError
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.base import identity
+from dtrain.base import ranks as identity
 from dtrain.base.errors import Stopped, UserError
-from dtrain.base.identity import digests
+from dtrain.base.ranks import digests
 from tests.checkpoint.processes import checkpoints
 from tests.test_trainer import interrupt, metrics, run, trajectory
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows

@@ -16,7 +16,6 @@ from dtrain.methods.sft import SftMethod
 from dtrain.parallel.runtime import Runtime
 from dtrain.run import trainer
 from dtrain.run.preflight import preflight
-from dtrain.run.stages import sizes
 from tests.checkpoint.processes import checkpoints
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_rows
@@ -183,11 +182,11 @@ class Counting(SftMethod):
 
 
 def with_counting(rank, recipe, world_size):
-    sizes.METHODS = {**METHODS, "sft": Counting}
+    METHODS["sft"] = Counting
     try:
         trainer.train(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size))
     finally:
-        sizes.METHODS = METHODS
+        METHODS["sft"] = "dtrain.methods.sft:SftMethod"
 
 
 def counted(recipe, world_size):

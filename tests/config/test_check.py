@@ -4,15 +4,16 @@ import pytest
 
 from dtrain import recipe as config
 from dtrain.base.ranges import out_of_range
+from dtrain.methods import SECTIONS, load_recipe
 from dtrain.optim import update as optim
 from dtrain.recipe import schema
-from dtrain.run import check
+from dtrain.run.preflight import check
 
 WHOLE = {"model": {"path": "m"}, "data": {"train": {"path": "t.jsonl"}}, "train": {"steps": 10}}
 
 
 def problems(world_size, *overrides):
-    return check.check(config.load(WHOLE, overrides), world_size)
+    return check(load_recipe(WHOLE, overrides), world_size)
 
 
 def test_a_whole_recipe_has_no_problem():
@@ -26,8 +27,8 @@ def test_a_whole_recipe_has_no_problem():
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize(("total", "micro"), [(64, 4), (8, 1), (24, 3)])
 def test_accumulation_is_derived_or_refused_with_sizes_that_fit(world_size, total, micro):
-    recipe = config.load(WHOLE, [f"train.global_batch={total}", f"train.micro_batch={micro}"])
-    errors = check.check(recipe, world_size)
+    recipe = load_recipe(WHOLE, [f"train.global_batch={total}", f"train.micro_batch={micro}"])
+    errors = check(recipe, world_size)
     if total % (micro * world_size) == 0:
         sizes = config.sizes(recipe, world_size)
         assert errors == [] and sizes.dp == world_size
@@ -37,7 +38,7 @@ def test_accumulation_is_derived_or_refused_with_sizes_that_fit(world_size, tota
     proposals = errors[0].split("; set ")[1].replace(" or ", ", ").split(", ")
     assert proposals
     for proposal in proposals:
-        assert check.check(config.load(recipe, [proposal]), world_size) == []
+        assert check(load_recipe(recipe, [proposal]), world_size) == []
 
 
 def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
@@ -217,7 +218,9 @@ def test_names_are_those_that_optim_knows():
 
 
 def test_every_default_is_in_its_range():
-    sections = schema.Recipe(eval=schema.Eval(), lora=schema.Lora(), scheduler=[schema.Stage()])
+    sections = schema.recipe_type(SECTIONS, SECTIONS)(
+        eval=schema.Eval(), lora=schema.Lora(), scheduler=[schema.Stage()]
+    )
     assert out_of_range(sections) == []
     assert out_of_range(schema.Launch(nproc=0), "launch.") == [("launch.nproc", 0, "at least 1")]
 
@@ -225,5 +228,5 @@ def test_every_default_is_in_its_range():
 def test_shipped_recipes_fit_their_meshes():
     overrides = ["model.path=m", "data.train.path=t.jsonl", "distill.teacher=t"]
     for name, _ in config.shipped():
-        recipe = config.load(name, overrides)
-        assert check.check(recipe, recipe.launch.nproc) == []
+        recipe = load_recipe(name, overrides)
+        assert check(recipe, recipe.launch.nproc) == []

@@ -4,7 +4,7 @@ import ast
 import inspect
 import subprocess
 import sys
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from itertools import pairwise
 
 import pytest
@@ -12,7 +12,8 @@ import yaml
 
 from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
-from dtrain.recipe import key_aliases, schema
+from dtrain.methods import SECTIONS, load_recipe, recipe_and_problems, recipe_keys
+from dtrain.recipe import key_aliases, rollouts, schema
 
 # The block of recipe.md, less what it shows as an example: run.name, launch.nproc, the paths, data.val, train.steps.
 DEFAULTS = """
@@ -41,7 +42,7 @@ distill: {teacher: null, top_k: null, kl: forward, temperature: 1.0}
 
 def problems(recipe=None, *overrides):
     with pytest.raises(RecipeError) as caught:
-        config.load(recipe or {}, overrides)
+        load_recipe(recipe or {}, overrides)
     return caught.value.problems
 
 
@@ -54,12 +55,43 @@ def contains(whole, part):
 
 
 def test_defaults_are_those_of_the_recipe_page():
-    assert contains(yaml.safe_load(config.to_yaml(config.load({}))), yaml.safe_load(DEFAULTS))
+    of_all_methods = asdict(schema.recipe_type(SECTIONS, SECTIONS)())
+    assert contains(of_all_methods | {"run": asdict(load_recipe({}).run)}, yaml.safe_load(DEFAULTS))
+
+
+def test_a_recipe_saved_with_the_sections_of_all_methods_is_no_other_one():
+    """As earlier versions saved one: it resumes without differences, and its other sections are not read."""
+    recipe = load_recipe({"method": "dpo", "dpo": {"beta": 0.2}, "model": {"path": "m"}})
+    others = {name: asdict(section()) for name, section in SECTIONS.items()}
+    saved = yaml.safe_load(config.to_yaml(recipe))
+    assert saved.keys() & others.keys() == {"dpo"}
+    old = yaml.safe_dump({**others, **saved})
+    assert config.diff(old, recipe) == []
+    loaded = load_recipe(yaml.safe_load(old))
+    assert loaded == recipe and loaded.unread == [] and config.to_yaml(loaded) == config.to_yaml(recipe)
+    changed = load_recipe(yaml.safe_load(old), ["method=kto"])
+    assert changed.unread == ["dpo.beta"] and changed.kto.beta == 0.1
+    assert config.diff(old, changed) == [("method", "dpo", "kto")]
+    others["grpo"]["beta"] = 0.5
+    assert load_recipe({**others, **saved}).unread == ["grpo.beta"]
+    assert config.diff(yaml.safe_dump({**others, **saved}), recipe) == [("grpo.beta", 0.5, 0.0)]
+
+
+def test_keys_of_another_method_stay_with_a_recipe():
+    written = load_recipe({"grpo": {"sampling": {"temperature": 0.5}}}, ["dpo={beta: 1.0}"])
+    assert written.unread == ["grpo.sampling.temperature", "dpo"]
+    assert set(load_recipe(written).unread) == {"grpo.sampling.temperature", "dpo.beta"}
+    with pytest.raises(
+        RecipeError, match="grpo.sampling.temprature is no key of a recipe; did you mean grpo.sampling.te"
+    ):
+        load_recipe({"grpo": {"sampling": {"temprature": 0.5}}})
 
 
 def test_every_key_is_documented_where_it_is_defined():
-    sections = [cls for cls in vars(schema).values() if is_dataclass(cls)]
-    assert len(sections) > 15
+    sections = [
+        cls for cls in [*vars(schema).values(), *vars(rollouts).values(), *SECTIONS.values()] if is_dataclass(cls)
+    ]
+    assert len(sections) > 25
     for cls in sections:
         nodes = ast.parse(inspect.getsource(cls)).body[0].body
         pairs = [pair for pair in pairwise(nodes) if isinstance(pair[0], ast.AnnAssign)]
@@ -73,7 +105,7 @@ def test_every_key_is_documented_where_it_is_defined():
 def test_a_file_then_overrides(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("model: {path: m}\ntrain: {steps: 5, global_batch: 8}\noptimizer:\n  lr: 1e-5\n")
-    recipe = config.load(path, ["train.steps=7", "optimizer.kwargs.x=c=d", "data.val.path=v.jsonl"])
+    recipe = load_recipe(path, ["train.steps=7", "optimizer.kwargs.x=c=d", "data.val.path=v.jsonl"])
     assert (recipe.run.name, recipe.train.steps, recipe.train.global_batch) == ("mine", 7, 8)
     assert recipe.optimizer.lr == 1e-5 and recipe.optimizer.kwargs == {"x": "c=d"}
     assert recipe.data.val == schema.DataSource(path="v.jsonl")
@@ -99,44 +131,44 @@ def test_a_file_then_overrides(tmp_path):
     ],
 )
 def test_overrides(override, key, expected):
-    value = config.load({}, [override])
+    value = load_recipe({}, [override])
     for part in key.split("."):
         value = getattr(value, part)
     assert value == expected and type(value) is type(expected)
 
 
 def test_a_scheduler_in_stages_and_weighted_sources():
-    recipe = config.load(
+    recipe = load_recipe(
         {"data": {"train": {"sources": [{"path": "a.jsonl", "weight": 2}, {"path": ["b.csv"], "format": "text"}]}}},
         ["scheduler=[{name: linear, steps: 5, warmup_steps: 5}, {name: cosine}]"],
     )
     assert recipe.scheduler == [schema.Stage(name="linear", steps=5, warmup_steps=5), schema.Stage(name="cosine")]
     assert recipe.data.train.sources[0] == schema.WeightedSource(path="a.jsonl", weight=2.0)
-    assert config.load(yaml.safe_load(config.to_yaml(recipe))) == recipe
+    assert load_recipe(yaml.safe_load(config.to_yaml(recipe))) == recipe
 
 
 def test_a_recipe_made_in_python_may_refer_to_others_and_a_loaded_one_means_what_it_says(tmp_path, monkeypatch):
     monkeypatch.setenv("RUNS", "here/${run.name}")
     made = schema.Recipe(run=schema.Run(name="a", dir="x-${run.name}"), model=schema.Model(path="${oc.env:RUNS}"))
-    loaded = config.load(made)
+    loaded = load_recipe(made)
     assert loaded.run.dir == "x-a" and loaded.model.path == "here/${run.name}"
-    assert config.load(loaded).model.path == "here/${run.name}"
+    assert load_recipe(loaded).model.path == "here/${run.name}"
 
 
 def test_a_list_keeps_its_places_where_the_environment_is_silent(monkeypatch):
     monkeypatch.delenv("NOWHERE", raising=False)
     monkeypatch.setenv("HERE", "second.jsonl")
-    recipe = config.load({"data": {"train": {"path": ["${oc.env:HERE}", "b.jsonl", "${oc.env:HERE}"]}}})
+    recipe = load_recipe({"data": {"train": {"path": ["${oc.env:HERE}", "b.jsonl", "${oc.env:HERE}"]}}})
     assert recipe.data.train.path == ["second.jsonl", "b.jsonl", "second.jsonl"]
     assert "b.jsonl" in config.to_yaml(recipe) and "second" not in config.to_yaml(recipe)
     with pytest.raises(RecipeError, match="the environment has no NOWHERE"):
-        config.load({"data": {"train": {"path": ["${oc.env:NOWHERE}", "b.jsonl"]}}})
+        load_recipe({"data": {"train": {"path": ["${oc.env:NOWHERE}", "b.jsonl"]}}})
 
 
 def test_yaml_round_trip_and_diff():
-    recipe = config.load({"model": {"path": "m"}, "train": {"steps": 3}}, ["optimizer.lr=2.5e-7", "run.name=x"])
-    assert config.load(yaml.safe_load(config.to_yaml(recipe))) == recipe
-    other = config.load({"model": {"path": "n"}, "train": {"steps": 3}}, ["optimizer.betas=[0.9,0.99]", "run.name=x"])
+    recipe = load_recipe({"model": {"path": "m"}, "train": {"steps": 3}}, ["optimizer.lr=2.5e-7", "run.name=x"])
+    assert load_recipe(yaml.safe_load(config.to_yaml(recipe))) == recipe
+    other = load_recipe({"model": {"path": "n"}, "train": {"steps": 3}}, ["optimizer.betas=[0.9,0.99]", "run.name=x"])
     assert config.diff(config.to_yaml(recipe), other) == [
         ("model.path", "m", "n"),
         ("optimizer.lr", 2.5e-7, 1e-5),
@@ -223,11 +255,11 @@ def test_words_for_a_value_and_text_that_is_no_yaml():
     assert "did you mean bfloat16?" in problems({}, "train.dtype=bf16")[0]
     [problem] = problems({}, "data.train.path=*.jsonl")
     assert problem.endswith("""quote it for YAML: 'data.train.path="*.jsonl"'""")
-    assert config.load({}, ['data.train.path="*.jsonl"']).data.train.path == "*.jsonl"
+    assert load_recipe({}, ['data.train.path="*.jsonl"']).data.train.path == "*.jsonl"
 
 
 def test_our_keys_in_the_answers_exist_and_theirs_do_not():
-    ours = config.keys()
+    ours = recipe_keys()
     for word, answer in key_aliases.OURS.items():
         named = answer.split(",")[0].split(":")[0].split(" ")[0].split("=")[0]
         assert named in ours or any(key.startswith(f"{named}.") for key in ours), word
@@ -237,26 +269,26 @@ def test_files_that_are_no_recipe(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("train:\n  steps: 3\n  steps: 4\n")
     with pytest.raises(UserError, match=r"r\.yaml:3 is not YAML: found duplicate key"):
-        config.load(path)
+        load_recipe(path)
     path.write_text("train: [1\n")
     with pytest.raises(UserError, match=r"r\.yaml:2 is not YAML"):
-        config.load(path)
+        load_recipe(path)
     path.write_text("- a\n- b\n")
     with pytest.raises(UserError, match="top level must be a mapping"):
-        config.load(path)
+        load_recipe(path)
     path.write_text("# nothing\n")
-    assert config.load(path).run.name == "r"
+    assert load_recipe(path).run.name == "r"
     path.write_text("metrics:\n")
-    assert config.load(path).metrics == schema.Metrics()
+    assert load_recipe(path).metrics == schema.Metrics()
 
 
 def test_shipped_recipes_are_found_by_name_and_all_load():
     shipped = config.shipped()
     assert "sft" in dict(shipped)
     for name, header in shipped:
-        assert header and config.load(name).run.name
+        assert header and load_recipe(name).run.name
     with pytest.raises(UserError, match="did you mean sft?"):
-        config.load("sftt")
+        load_recipe("sftt")
 
 
 def test_config_and_preflight_import_no_torch():
@@ -268,16 +300,16 @@ def test_config_and_preflight_import_no_torch():
 def test_a_number_where_text_belongs_stays_as_typed(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("run: {name: 007}\nmetrics: {wandb: 1e3}\ndata: {train: {path: 12:30}}\nlora: {target: [1e3]}\n")
-    loaded = config.load(path)
+    loaded = load_recipe(path)
     assert (loaded.run.name, loaded.metrics.wandb, loaded.data.train.path) == ("007", "1e3", "12:30")
     assert loaded.lora.target == ["1e3"]
     for typed, name in {"run.name=1e3": "1e3", "run.name=0x10": "0x10", "run={name: 1_000}": "1_000"}.items():
-        assert config.load({}, [typed]).run.name == name
-    sources = config.load({}, ["data.train.sources=[{path: 1e3}]", "data.train.sources[0].path=2e3"])
+        assert load_recipe({}, [typed]).run.name == name
+    sources = load_recipe({}, ["data.train.sources=[{path: 1e3}]", "data.train.sources[0].path=2e3"])
     assert sources.data.train.sources[0].path == "2e3"
-    assert config.load({}, ["train.steps=1e3"]).train.steps == 1000
+    assert load_recipe({}, ["train.steps=1e3"]).train.steps == 1000
     (tmp_path / "again.yaml").write_text(config.to_yaml(loaded))
-    assert config.load(tmp_path / "again.yaml").run.name == "007"
+    assert load_recipe(tmp_path / "again.yaml").run.name == "007"
 
 
 @pytest.mark.parametrize(
@@ -296,6 +328,6 @@ def test_a_number_where_text_belongs_stays_as_typed(tmp_path):
 )
 def test_the_default_name_says_model_and_method(recipe, overrides, name):
     """Two models given to one general recipe are two runs; the name depends on the recipe alone."""
-    loaded, problems = config.read(recipe, overrides)
+    loaded, problems = recipe_and_problems(recipe, overrides)
     assert problems == [] and loaded.run.name == name
-    assert config.read(recipe, overrides)[0].run.name == name
+    assert recipe_and_problems(recipe, overrides)[0].run.name == name

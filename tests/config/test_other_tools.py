@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 
 from dtrain import recipe as config
 from dtrain.base.errors import RecipeError
+from dtrain.methods import load_recipe, recipe_and_problems, recipe_keys, translate_recipe
 from dtrain.optim.update import build_optimizer, build_scheduler
 from dtrain.recipe import key_aliases, other_tools
 from tools import coming_from
@@ -169,12 +170,12 @@ METHODS_ = ("sft", "dpo", "kto", "grpo")
 
 
 def translated(file: str) -> other_tools.Translation:
-    return config.translate(coming_from.arguments(file))
+    return translate_recipe(coming_from.arguments(file))
 
 
 def recipe_of(file: str):
     """The recipe that the user is told to copy, as dtrain reads it."""
-    return config.load(yaml.safe_load(translated(file).text()))
+    return load_recipe(yaml.safe_load(translated(file).text()))
 
 
 def value(recipe, key):
@@ -456,7 +457,7 @@ def test_a_method_that_is_not_here_is_no_other_method_in_the_recipe():
     made = translated(f"{BARE['axolotl']}\nrl: gdpo\nrl_beta: 0.1")
     assert made.values["method"] == "gdpo" and made.lost == ["rl_beta"]
     with pytest.raises(RecipeError, match="method=gdpo is none of"):
-        config.load(yaml.safe_load(made.text()))
+        load_recipe(yaml.safe_load(made.text()))
 
 
 def test_files_behind_a_reader_of_load_dataset_are_the_path():
@@ -483,7 +484,7 @@ kd_ratio: 0.5
 """
     first = "teacher_checkpointer: {checkpoint_dir: t, model_type: QWEN2}\n"
     made = translated(f"{first}{BARE['torchtune']}{more}")
-    recipe = config.load(yaml.safe_load(made.text()))
+    recipe = load_recipe(yaml.safe_load(made.text()))
     assert (recipe.method, recipe.model.path, recipe.distill.teacher, recipe.distill.kl) == (
         "distill", "m", "t", "forward",
     )  # fmt: skip
@@ -496,16 +497,16 @@ def test_a_list_of_all_linear_is_all_linear():
 
 
 def test_the_method_that_is_typed_counts_and_a_recipe_of_ours_is_no_file_of_another_tool():
-    _, problems = config.read({"model_name_or_path": "m", "dataset_name": "d"}, ["method=dpo"])
+    _, problems = recipe_and_problems({"model_name_or_path": "m", "dataset_name": "d"}, ["method=dpo"])
     assert any("method: dpo" in problem and "lr: 1.0e-06" in problem for problem in problems)
     for name, _ in config.shipped():
-        assert config.translate(yaml.safe_load(config.find(name).read_text())) is None, name
-    _, problems = config.read({"model": {"path": "m"}, "template": "x"})
+        assert translate_recipe(yaml.safe_load(config.find(name).read_text())) is None, name
+    _, problems = recipe_and_problems({"model": {"path": "m"}, "template": "x"})
     assert not any("it is written for" in problem for problem in problems)
 
 
 def test_the_table_names_keys_of_a_recipe():
-    known = {"", *config.keys()}
+    known = {"", *recipe_keys()}
     for tool in other_tools.tools().values():
         for named in tool.keys.values():
             ours_ = {
@@ -513,7 +514,7 @@ def test_the_table_names_keys_of_a_recipe():
             }
             assert ours_ & known, (tool.name, named)
         for recipe in (*tool.defaults.values(), *tool.components.values()):
-            config.load(without_nulls(recipe))
+            load_recipe(without_nulls(recipe))
 
 
 def without_nulls(tree):

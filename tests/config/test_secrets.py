@@ -11,8 +11,9 @@ import yaml
 
 from dtrain import recipe as config
 from dtrain.base.errors import RecipeError
+from dtrain.methods import load_recipe, recipe_keys
 from dtrain.recipe.secrets import HIDDEN, hide, is_secret_name, masked
-from dtrain.run import check
+from dtrain.run.preflight import notes
 from tests.tiny import tiny_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -43,48 +44,48 @@ REFERENCES = {
 @pytest.mark.parametrize("text", REFERENCES)
 def test_what_the_environment_gives_is_saved_as_its_text(text, monkeypatch):
     kwargs = {"first": "${oc.env:HF_TOKEN}", "x": text, "plain": "${train.micro_batch}"}
-    recipe = config.load({"data": {"template_kwargs": kwargs}})
+    recipe = load_recipe({"data": {"template_kwargs": kwargs}})
     assert recipe.data.template_kwargs == {"first": TOKEN, "x": REFERENCES[text], "plain": 4}
     saved = config.to_yaml(recipe)
     assert TOKEN not in saved and yaml.safe_load(saved)["data"]["template_kwargs"] == {**kwargs, "plain": 4}
-    assert config.load(yaml.safe_load(saved)) == recipe and config.diff(saved, recipe) == []
-    handed = config.load(yaml.safe_load(config.to_yaml(recipe, plain=True)))  # as a worker gets it
+    assert load_recipe(yaml.safe_load(saved)) == recipe and config.diff(saved, recipe) == []
+    handed = load_recipe(yaml.safe_load(config.to_yaml(recipe, plain=True)))  # as a worker gets it
     taken = config.with_origins_of(handed, json.loads(json.dumps(config.origins(recipe))))
     assert taken == recipe and config.to_yaml(taken) == saved
     resolved = yaml.safe_dump({"run": {"name": "sft"}, "data": {"template_kwargs": recipe.data.template_kwargs}})
     assert config.diff(resolved, recipe) == []  # as an earlier dtrain saved it
-    again = config.load(recipe, ["train.steps=7"])  # a recipe that is changed keeps its references
+    again = load_recipe(recipe, ["train.steps=7"])  # a recipe that is changed keeps its references
     assert TOKEN not in config.to_yaml(again) and again.data.template_kwargs == recipe.data.template_kwargs
     before = config.to_yaml(recipe)
     monkeypatch.setenv("HF_TOKEN", "another-one")
-    assert config.diff(before, config.load(yaml.safe_load(before))) == []
+    assert config.diff(before, load_recipe(yaml.safe_load(before))) == []
 
 
 def test_numbers_and_names_from_the_environment_count_by_their_value(monkeypatch):
     monkeypatch.setenv("KIND", "adam")
     words = ["optimizer.lr=${oc.env:RATE}", "optimizer.name=${oc.env:KIND}", "train.dtype=${oc.env:TYPE,float32}"]
-    saved = config.to_yaml(config.load({}, words))
+    saved = config.to_yaml(load_recipe({}, words))
     assert "oc.env" not in saved
     monkeypatch.setenv("RATE", "0.5")
-    assert config.diff(saved, config.load({}, words)) == [("optimizer.lr", 0.25, 0.5)]
+    assert config.diff(saved, load_recipe({}, words)) == [("optimizer.lr", 0.25, 0.5)]
 
 
 def test_a_value_that_code_has_replaced_is_not_taken_back_for_its_text():
-    recipe = config.load({}, ["model.path=${oc.env:PLACE}/Qwen3"])
+    recipe = load_recipe({}, ["model.path=${oc.env:PLACE}/Qwen3"])
     assert yaml.safe_load(config.to_yaml(recipe))["model"]["path"] == "${oc.env:PLACE}/Qwen3"
     recipe.model.path = "/cache/Qwen3"
     assert yaml.safe_load(config.to_yaml(recipe))["model"]["path"] == "/cache/Qwen3"
 
 
 def test_text_that_looks_like_an_interpolation_comes_back_as_it_was():
-    recipe = config.load({"grpo": {"system_prompt": r"write \${x} and \\\${oc.env:HF_TOKEN}"}})
-    assert config.load(yaml.safe_load(config.to_yaml(recipe))).grpo.system_prompt == recipe.grpo.system_prompt
+    recipe = load_recipe({"grpo": {"system_prompt": r"write \${x} and \\\${oc.env:HF_TOKEN}"}})
+    assert load_recipe(yaml.safe_load(config.to_yaml(recipe))).grpo.system_prompt == recipe.grpo.system_prompt
 
 
 @pytest.mark.parametrize("text", ["${oc.env:NOWHERE}", "Bearer ${oc.env:NOWHERE}", "${oc.decode:${oc.env:NOWHERE}}"])
 def test_a_variable_that_is_missing_is_named_with_its_key(text):
     with pytest.raises(RecipeError, match=r"grpo.system_prompt: the environment has no NOWHERE"):
-        config.load({"grpo": {"system_prompt": text}})
+        load_recipe({"grpo": {"system_prompt": text}})
 
 
 def test_no_message_holds_a_value():
@@ -95,7 +96,7 @@ def test_no_message_holds_a_value():
         "grpo": {"kwargs": "${oc.decode:'[1,${oc.env:HF_TOKEN}'}"},
     }
     with pytest.raises(RecipeError) as caught:
-        config.load(wrong, [f"optimizer.kwargs.password=[{PLAIN}", f"grpo.nothing.token={PLAIN}"])
+        load_recipe(wrong, [f"optimizer.kwargs.password=[{PLAIN}", f"grpo.nothing.token={PLAIN}"])
     assert TOKEN not in str(caught.value) and PLAIN not in str(caught.value) and "train.steps=" in str(caught.value)
 
 
@@ -110,7 +111,7 @@ HARMLESS = """tokenizer tokens max_new_tokens keep_last monkey key key_column so
 def test_names_of_secrets_and_names_that_only_look_so():
     assert [name for name in SECRET if not is_secret_name(name, alone=False)] == []
     assert [name for name in HARMLESS if is_secret_name(name, alone=False)] == []
-    assert [key for key in config.keys() if any(is_secret_name(part, alone=False) for part in key.split("."))] == []
+    assert [key for key in recipe_keys() if any(is_secret_name(part, alone=False) for part in key.split("."))] == []
     assert all(map(is_secret_name, ("KEY", "TOKEN", "AUTH")))
 
 
@@ -118,15 +119,15 @@ def test_names_of_secrets_and_names_that_only_look_so():
 @pytest.mark.parametrize("name", SECRET)
 def test_plain_text_is_hidden_and_still_runs(name):
     given = {"optimizer": {"kwargs": {name: PLAIN, "deep": [{"headers": {name: PLAIN}}]}}}
-    recipe = config.load(given)
+    recipe = load_recipe(given)
     assert recipe.optimizer.kwargs[name] == PLAIN
     saved = config.to_yaml(recipe)
     assert PLAIN not in saved and HIDDEN in saved and config.diff(saved, recipe) == []
-    assert config.load(yaml.safe_load(config.to_yaml(recipe, plain=True))) == recipe  # what a worker is handed
-    assert len(check.notes(recipe)) == 2 and PLAIN not in "".join(check.notes(recipe))
+    assert load_recipe(yaml.safe_load(config.to_yaml(recipe, plain=True))) == recipe  # what a worker is handed
+    assert len(notes(recipe)) == 2 and PLAIN not in "".join(notes(recipe))
     assert PLAIN not in config.redact(f"refused: {PLAIN}!", recipe)
     with pytest.raises(RecipeError, match=r"optimizer.kwargs.*was hidden when this was saved"):
-        config.load(yaml.safe_load(saved))
+        load_recipe(yaml.safe_load(saved))
 
 
 def test_what_reads_as_a_secret_is_hidden_under_any_name():
@@ -167,14 +168,14 @@ def test_what_reads_as_a_secret_is_hidden_under_any_name():
     ):
         assert masked(text) == text
     kept = {"key": "answer", "eos_token": "</s>", "token": "<|end|>", "tokens": 5, "max_token": 4, "password": None}
-    assert config.load(config.load({"grpo": {"kwargs": kept}})).grpo.kwargs == kept
-    assert HIDDEN not in config.to_yaml(config.load({"grpo": {"kwargs": kept}}))
-    fallback = config.load({"grpo": {"kwargs": {"api_key": f"${{oc.env:NOWHERE,{PLAIN}}}"}}})
+    assert load_recipe(load_recipe({"grpo": {"kwargs": kept}})).grpo.kwargs == kept
+    assert HIDDEN not in config.to_yaml(load_recipe({"grpo": {"kwargs": kept}}))
+    fallback = load_recipe({"grpo": {"kwargs": {"api_key": f"${{oc.env:NOWHERE,{PLAIN}}}"}}})
     assert fallback.grpo.kwargs["api_key"] == PLAIN and PLAIN not in config.to_yaml(fallback)
 
 
 def test_hosts_whose_values_differ_under_one_text_are_told_so(monkeypatch):
-    recipe = config.load({}, ["grpo.system_prompt=${oc.env:HF_TOKEN}", f"optimizer.kwargs.api_key={PLAIN}"])
+    recipe = load_recipe({}, ["grpo.system_prompt=${oc.env:HF_TOKEN}", f"optimizer.kwargs.api_key={PLAIN}"])
     assert config.redacted_values(recipe) == {"grpo.system_prompt": TOKEN, "optimizer.kwargs.api_key": PLAIN}
 
 
@@ -182,7 +183,7 @@ def test_hosts_whose_values_differ_under_one_text_are_told_so(monkeypatch):
 def test_a_run_leaves_no_secret_behind_and_resumes_with_another(tmp_path, nproc):
     plain = tiny_recipe(tmp_path, "train.steps=2", "checkpoint.every=1", f"launch.nproc={nproc}", "launch.device=cpu")
     path = tmp_path / "mine.yaml"
-    path.write_text(config.to_yaml(config.load(plain, ["run.name=run", "metrics.tensorboard=true"])))
+    path.write_text(config.to_yaml(load_recipe(plain, ["run.name=run", "metrics.tensorboard=true"])))
     words = [
         "data.template_kwargs.token=${oc.env:HF_TOKEN}",
         f"data.template_kwargs.api_key={PLAIN}",
@@ -218,15 +219,15 @@ def test_a_run_leaves_no_secret_behind_and_resumes_with_another(tmp_path, nproc)
 def test_names_and_paths_that_only_look_like_secrets_stay(monkeypatch):
     rewards = [{"fn": "math_exact", "kwargs": {"target_key": "answer", "ground_truth_key": "gold"}}]
     words = ["model.path=/models/hf_llama3_8b_instruct", "data.train.path=/d/answer.jsonl"]
-    recipe = config.load({"method": "grpo", "grpo": {"rewards": rewards}}, words)
+    recipe = load_recipe({"method": "grpo", "grpo": {"rewards": rewards}}, words)
     saved = config.to_yaml(recipe)
-    assert HIDDEN not in saved and config.load(yaml.safe_load(saved)) == recipe == config.load(recipe)
+    assert HIDDEN not in saved and load_recipe(yaml.safe_load(saved)) == recipe == load_recipe(recipe)
     assert config.redact("the answer is gold", recipe) == "the answer is gold"
 
 
 def test_what_decides_numbers_counts_by_its_value(monkeypatch):
     words = ["method=grpo", "grpo.clip=${oc.decode:${oc.env:CLIP}}"]
     monkeypatch.setenv("CLIP", "[0.1, 0.1]")
-    saved = config.to_yaml(config.load({}, words))
+    saved = config.to_yaml(load_recipe({}, words))
     monkeypatch.setenv("CLIP", "[0.5, 0.5]")
-    assert [key for key, _, _ in config.diff(saved, config.load({}, words))] == ["grpo.clip"]
+    assert [key for key, _, _ in config.diff(saved, load_recipe({}, words))] == ["grpo.clip"]

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.base import identity
+from dtrain.base import ranks as identity
 from dtrain.base.errors import UserError
+from dtrain.data.formats.encoder import Encoder
 from dtrain.data.formats.formats import Text
-from dtrain.data.formats.sample import Encoder
 from dtrain.data.rows import cache, pool
 from dtrain.data.rows.cache import Source, open_cache
 from dtrain.data.text.tokenizer import Tokenizer
@@ -133,7 +133,7 @@ BUILD = """
 import sys, time
 from pathlib import Path
 from dtrain.data.rows import cache
-from dtrain.data.formats.sample import Encoder
+from dtrain.data.formats.encoder import Encoder
 from dtrain.data.text.tokenizer import Tokenizer
 model, file, root, wait = sys.argv[1:]
 coder = Encoder(Tokenizer.from_directory(model), None, max_length=64)

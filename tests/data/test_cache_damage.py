@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.data.formats.sample import Encoder
+from dtrain.data.formats.encoder import Encoder
 from dtrain.data.rows.cache import Source, open_cache
 from dtrain.data.text.tokenizer import Tokenizer
 from tests.data.makers import byte_level, save, write_jsonl

@@ -11,10 +11,11 @@ from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.methods import load_recipe
 from dtrain.recipe import schema
-from dtrain.run.check import check
-from dtrain.run.preflight import preflight
+from dtrain.run.preflight import check, preflight
 from dtrain.run.resume import compare
+from dtrain.run.spec import RunSpec, World
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.tiny import tiny_recipe
@@ -210,17 +211,23 @@ def test_rewards_may_read_any_column(tmp_path):
 
 def test_text_for_a_column_s_name_is_wanted():
     with pytest.raises(UserError, match=r"data.train.columns=\[.a.\] must be a mapping"):
-        config.load({}, ["data.train.columns=[a]"])
+        load_recipe({}, ["data.train.columns=[a]"])
 
 
 def test_a_blank_that_is_missing_is_named():
     with pytest.raises(UserError, match="YAML reads messages:dialog as one word: write a blank after the colon"):
-        config.load({}, ["data.train.columns={messages:dialog}"])
+        load_recipe({}, ["data.train.columns={messages:dialog}"])
 
 
 class Begun:
     def __init__(self, recipe: str, identities: dict):
         self.saved = (None, {"recipe": recipe, "identities": identities})
+
+
+def differences(recipe, start, identities, rows):
+    spec = RunSpec(recipe, World(1), identities=identities, rows={"train": rows} if rows else {})
+    spec.start = start
+    return compare(spec, [])
 
 
 def test_recipes_that_were_saved_without_the_key(tmp_path):
@@ -238,10 +245,10 @@ def test_resume_knows_the_rows_by_content(tmp_path):
     """Other names for the same content are said; for other content they are refused."""
     before, after = tiny_recipe(tmp_path), tiny_recipe(tmp_path, "data.train.columns={input_ids: tokens}")
     start = Begun(config.to_yaml(before), {"data.fingerprint": "same"})
-    lines = compare(after, start, {"data.fingerprint": "same"}, None)
+    lines = differences(after, start, {"data.fingerprint": "same"}, None)
     assert any("data.train.columns.input_ids: null -> tokens" in line for line in lines)
     with pytest.raises(UserError, match="data.train.columns.input_ids"):
-        compare(after, start, {"data.fingerprint": "other"}, None)
+        differences(after, start, {"data.fingerprint": "other"}, None)
 
 
 def test_packing_by_itself_is_no_other_packing(tmp_path):
@@ -256,9 +263,9 @@ def test_packing_by_itself_is_no_other_packing(tmp_path):
         }
         for old, new in ((packs, "auto"), ("auto", packs)):
             start = Begun(config.to_yaml(recipe[old]), {"data.fingerprint": "same"})
-            lines = compare(recipe[new], start, {"data.fingerprint": "same"}, rows[new])
+            lines = differences(recipe[new], start, {"data.fingerprint": "same"}, rows[new])
             assert [line.partition(":")[0] for line in lines] == ["data.packing"]
         for old, new in ((other, "auto"), ("auto", other)):
             start = Begun(config.to_yaml(recipe[old]), {"data.fingerprint": "same"})
             with pytest.raises(UserError, match=r"data\.packing"):
-                compare(recipe[new], start, {"data.fingerprint": "same"}, rows[new])
+                differences(recipe[new], start, {"data.fingerprint": "same"}, rows[new])

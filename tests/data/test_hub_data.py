@@ -10,9 +10,8 @@ from huggingface_hub import constants
 
 from dtrain.base.errors import UserError
 from dtrain.commands import cli
-from dtrain.data.sources import hub as data_hub
-from dtrain.data.sources.hub import Pick, cached, download
-from dtrain.data.sources.hub_files import choose
+from dtrain.data.sources.files import Pick, is_data_id
+from dtrain.data.sources.hub import cached, choose, download
 from dtrain.launch import launch
 from dtrain.run.preflight import load, not_here, preflight
 from tests.loopback_hub import hub, jsonl, parquet  # noqa: F401 (a fixture)
@@ -207,7 +206,7 @@ def test_keys_of_the_hub_beside_a_file(tmp_path):
      ("data/rows.PARQUET", False), ("a/b/c", False), ("rows", False), ("./a/b", False)],
 )  # fmt: skip
 def test_what_reads_as_an_id(path, is_one):
-    assert data_hub.is_data_id(path) == is_one
+    assert is_data_id(path) == is_one
 
 
 def test_a_process_of_its_own(tmp_path, hub, rows):  # noqa: F811

@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-from dtrain.data.rows.order import Order, Share, pack, permute
+from dtrain.data.rows.cache import Share
+from dtrain.data.rows.rows import Order, pack, permute
 
 
 def best_fit_decreasing(lengths, capacity):

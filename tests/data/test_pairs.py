@@ -13,10 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from dtrain.base.batch import collate, document_ids
 from dtrain.base.errors import UserError
 from dtrain.commands.preview import preview
-from dtrain.data.formats.encoder import LONG
-from dtrain.data.formats.pairs import EQUAL, EQUAL_CUT, PairEncoder, fit
-from dtrain.data.formats.preferences import normalise_pair
-from dtrain.data.formats.sample import Encoder
+from dtrain.data.formats.encoder import LONG, Encoder
+from dtrain.data.formats.pairs import EQUAL, EQUAL_CUT, PairEncoder, fit, normalise_pair
 from dtrain.data.rows import cache
 from dtrain.data.rows import rows as rows_module
 from dtrain.data.rows.cache import Source, open_cache
@@ -25,7 +23,7 @@ from dtrain.data.sources.files import Chunk
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.recipe.schema import Model
+from dtrain.methods import load_recipe
 from tests.data import templates
 from tests.data.makers import byte_level, metaspace, save, write_jsonl
 
@@ -413,13 +411,9 @@ def test_each_method_names_the_other(tmp_path, row, name, kind, words):
 def test_preview(tmp_path, packing):
     model = save(tmp_path / "model", byte_level(), templates.QWEN25)
     file = write_jsonl(tmp_path / "a.jsonl", [PLAIN] * 4)
-    recipe = SimpleNamespace(
-        method="dpo",
-        data=section(file, max_length=128, packing=packing),
-        model=Model(path=str(model)),
-        run=SimpleNamespace(seed=0),
-        cache=tmp_path / "runs" / ".cache",
-    )
+    data = {"train": {"path": str(file)}, "max_length": 128, "packing": packing}
+    tree = {"method": "dpo", "data": data, "model": {"path": str(model)}, "run": {"dir": str(tmp_path / "runs")}}
+    recipe = load_recipe(tree)
     out = io.StringIO()
     preview(recipe, samples=1, out=out)
     ask = QWEN_SYSTEM + QWEN_ASK

@@ -4,7 +4,7 @@ import pytest
 
 from dtrain.base.errors import UserError
 from dtrain.data.formats.formats import detect, normalise
-from dtrain.data.formats.preferences import ChatPair, TextPair, TokenPair, normalise_pair
+from dtrain.data.formats.pairs import ChatPair, TextPair, TokenPair, normalise_pair
 
 ASK, AGAIN = {"role": "user", "content": "hi"}, {"role": "user", "content": "and?"}
 GOOD, BAD = {"role": "assistant", "content": "ho"}, {"role": "assistant", "content": "no"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtrain.base.errors import UserError
-from dtrain.data.formats.sample import Encoder
+from dtrain.data.formats.encoder import Encoder
 from dtrain.data.rows import rows as rows_module
 from dtrain.data.rows.cache import Source, open_cache
 from dtrain.data.rows.rows import Batches, Cursor, Rows

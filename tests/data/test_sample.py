@@ -5,8 +5,8 @@ from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from dtrain.base.errors import UserError
+from dtrain.data.formats.encoder import CUT, LONG, UNTRAINED, Encoder
 from dtrain.data.formats.formats import normalise
-from dtrain.data.formats.sample import CUT, LONG, UNTRAINED, Encoder
 from dtrain.data.sources.files import Chunk
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer

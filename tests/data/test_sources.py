@@ -10,7 +10,7 @@ from dtrain.base.errors import UserError
 from dtrain.commands.preview import preview
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.recipe.schema import Model
+from dtrain.methods import load_recipe
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 
@@ -111,13 +111,8 @@ def test_notes_about_templates(tmp_path, model):
 def test_preview(tmp_path, model):
     rows = [{"messages": [*CHAT, *CHAT]}] * 3 + [{"messages": CHAT[:1]}]
     file = write_jsonl(tmp_path / "a.jsonl", rows)
-    recipe = SimpleNamespace(
-        method="sft",
-        data=section(train=split(str(file)), max_length=128),
-        model=Model(path=str(model)),
-        run=SimpleNamespace(seed=0),
-        cache=tmp_path / "runs" / ".cache",
-    )
+    data = {"train": {"path": str(file)}, "max_length": 128}
+    recipe = load_recipe({"data": data, "model": {"path": str(model)}, "run": {"dir": str(tmp_path / "runs")}})
     out = io.StringIO()
     preview(recipe, samples=1, out=out)
     plain = out.getvalue()

@@ -101,7 +101,7 @@ def test_limits_of_the_file_do_not_hold(tmp_path):
 
 def test_torch_free():
     """What validate needs loads no torch."""
-    names = "sources.files formats.formats text.tokenizer text.template text.replies formats.sample rows.pool".split()
+    names = "sources.files formats.formats text.tokenizer text.template text.replies formats.encoder rows.pool".split()
     code = "".join(f"import dtrain.data.{name}\n" for name in names) + "import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

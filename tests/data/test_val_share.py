@@ -11,8 +11,9 @@ from dtrain.base.errors import RecipeError, UserError
 from dtrain.data.rows import cache
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.methods import load_recipe
 from dtrain.recipe import schema
-from dtrain.run.check import check, notes
+from dtrain.run.preflight import check, notes
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.test_trainer import run
@@ -157,19 +158,19 @@ def test_a_share_lies_between_0_and_1(tmp_path, share):
 @pytest.mark.parametrize(("value", "fix"), [("val.jsonl", "write data.val.path=val.jsonl"), ("[a.jsonl]", "")])
 def test_a_file_is_no_share(value, fix):
     with pytest.raises(RecipeError, match=f"data.val is a .*mapping with the keys path.*{fix}"):
-        config.load({}, [f"data.val={value}"])
+        load_recipe({}, [f"data.val={value}"])
 
 
 def test_the_recipe_keeps_it(tmp_path):
     recipe = tiny_recipe(tmp_path, "data.val=0.25", "train.validate_every=2")
     assert recipe.data.val == 0.25 and check(recipe, 1) == [] and notes(recipe) == []
-    [note] = notes(config.load(recipe, ["train.validate_every=null"]))
+    [note] = notes(load_recipe(recipe, ["train.validate_every=null"]))
     assert "data.val=0.25 keeps rows out of training" in note
     again = tmp_path / "again.yaml"
     again.write_text(config.to_yaml(recipe))
-    assert config.load(again) == recipe
-    assert config.load(again, ["data.val={path: v.jsonl}"]).data.val == schema.DataSource("v.jsonl")
-    assert config.load(again, ["data.val=null"]).data.val is None
+    assert load_recipe(again) == recipe
+    assert load_recipe(again, ["data.val={path: v.jsonl}"]).data.val == schema.DataSource("v.jsonl")
+    assert load_recipe(again, ["data.val=null"]).data.val is None
 
 
 def measured(recipe):

@@ -10,8 +10,8 @@ from dtrain.data import Tokenizer
 from dtrain.data.text.template import ChatTemplate
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.rl.environments import calls
-from dtrain.rl.environments.episodes import EnvironmentReply, environment_seed, run_episodes, tool_answers, turn_seed
-from dtrain.rl.environments.observations import Observations
+from dtrain.rl.environments.episodes import Observations, environment_seed, run_episodes, turn_seed
+from dtrain.rl.environments.stepping import EnvironmentReply, tool_answers
 from tests.data import makers, templates
 
 FAMILIES = {  # template, tokenizer, what ends a turn
@@ -120,7 +120,7 @@ def test_a_conversation_token_by_token(tmp_path, name):
     engine = Scripted(tokenizer, {0: replies})
     environment = Counting(3)
     (episode,) = run_episodes(
-        engine,
+        engine.generate,
         requests_for(prompt, 1),
         Here(environment),
         Observations(tokenizer, template),
@@ -163,7 +163,12 @@ def test_sampled_tokens_are_never_encoded_again(tmp_path):
 
     engine = Odd(tokenizer, {})
     (episode,) = run_episodes(
-        engine, requests_for([7], 1), Here(Counting(2)), Observations(tokenizer, template), max_turns=9, max_length=99
+        engine.generate,
+        requests_for([7], 1),
+        Here(Counting(2)),
+        Observations(tokenizer, template),
+        max_turns=9,
+        max_length=99,
     )
     (second,) = engine.asked[1]
     assert list(second.prompt[:5]) == [7, *letters, tokenizer.eos_id]
@@ -198,7 +203,12 @@ def test_turns_go_together_and_each_draw_has_a_seed_of_its_own(tmp_path):
     engine = Scripted(tokenizer, {0: ["a"], 1: ["b", "c", "d"], 2: ["e", "f"]})
     environments = [Counting(1, [1.0]), Counting(3, [0.5, None, 0.25]), Counting(2, [None, None])]
     episodes = run_episodes(
-        engine, requests_for([7, 8], 3), Here(*environments), Observations(tokenizer, None), max_turns=9, max_length=99
+        engine.generate,
+        requests_for([7, 8], 3),
+        Here(*environments),
+        Observations(tokenizer, None),
+        max_turns=9,
+        max_length=99,
     )
     assert [[one.prompt_index for one in asked] for asked in engine.asked] == [[0, 1, 2], [1, 2], [1]]
     assert [episode.earned for episode in episodes] == [1.0, 0.75, None]
@@ -219,7 +229,7 @@ def test_bounds(tmp_path):
     def run(script, environment, *, most=40, max_turns=9, max_length=99):
         engine = Scripted(tokenizer, {0: script})
         (episode,) = run_episodes(
-            engine, requests_for([7] * 4, 1, most), Here(environment), observations, max_turns=max_turns,
+            engine.generate, requests_for([7] * 4, 1, most), Here(environment), observations, max_turns=max_turns,
             max_length=max_length,
         )  # fmt: skip
         return episode, engine
@@ -288,8 +298,8 @@ def test_only_one_rank_asks_the_environments(tmp_path):
     def run(environments, first):
         engine = Scripted(tokenizer, {0: ["a", "b"], 1: ["c"]})
         return run_episodes(
-            engine, requests_for([7], 2), environments, Observations(tokenizer, None), max_turns=9, max_length=99,
-            first=first,
+            engine.generate, requests_for([7], 2), environments, Observations(tokenizer, None), max_turns=9,
+            max_length=99, first=first,
         )  # fmt: skip
 
     one = run(Here(Counting(2, [1.0, 2.0]), Counting(1)), on_first)
@@ -314,7 +324,7 @@ def test_what_an_environment_may_not_say(tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             run_episodes(
-                Scripted(tokenizer, {0: ["a", "b"]}), requests_for([7], 1), Here(environment),
+                Scripted(tokenizer, {0: ["a", "b"]}).generate, requests_for([7], 1), Here(environment),
                 Observations(tokenizer, template_of), max_turns=3, max_length=99,
             )  # fmt: skip
 
@@ -327,7 +337,12 @@ def test_a_lost_environment_ends_its_episode_and_no_other(tmp_path):
     def run(environments):
         engine = Scripted(tokenizer, script)
         return run_episodes(
-            engine, requests_for([7], 4), environments, Observations(tokenizer, None), max_turns=4, max_length=99
+            engine.generate,
+            requests_for([7], 4),
+            environments,
+            Observations(tokenizer, None),
+            max_turns=4,
+            max_length=99,
         ), engine
 
     def fresh():

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.rl.environments.episodes import Turn, environment_seed, run_episodes, turn_seed
-from dtrain.rl.environments.observations import Observations
-from dtrain.rl.environments.stepping import Environments
-from dtrain.rl.environments.timeout_pool import MOST_LATE, Missed, TimeoutPool
+from dtrain.rl.environments.calls import MOST_LATE, Missed, TimeoutPool
+from dtrain.rl.environments.episodes import Observations, environment_seed, run_episodes, turn_seed
+from dtrain.rl.environments.stepping import Environments, Turn
 from tests.environments.test_environment import Scripted, family, requests_for
 from tests.rollout.test_rewards import alive, gone_within
 
@@ -196,7 +195,7 @@ def test_the_same_tokens_masks_and_rewards_as_without_a_process(mine, threads):
     engine = Scripted(tokenizer, {number: list("abc") for number in range(5)})
     with Environments("mine.Counts", threads=threads) as environments:
         environments.make([(row, environment_seed(one)) for row, one in zip(given, requests, strict=True)])
-        episodes = run_episodes(engine, requests, environments, observations, max_turns=3, max_length=999)
+        episodes = run_episodes(engine.generate, requests, environments, observations, max_turns=3, max_length=999)
     for episode, row, request in zip(episodes, given, requests, strict=True):
         ids, sampled, earned = by_hand(engine, tokenizer, observations, row, request, 3)
         assert (episode.ids, episode.sampled, episode.earned) == (ids, sampled, earned)

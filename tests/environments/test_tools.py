@@ -19,10 +19,9 @@ from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tool_calls import FORMS, ToolCall, read_calls
 from dtrain.data.text.tool_format import learn_tool_format
 from dtrain.inference.request import Completion
-from dtrain.recipe.schema import Tool
+from dtrain.recipe.rollouts import Tool
 from dtrain.rl.environments import mcp
-from dtrain.rl.environments.episodes import run_episodes
-from dtrain.rl.environments.observations import Observations
+from dtrain.rl.environments.episodes import Observations, run_episodes
 from dtrain.rl.environments.stepping import Environments
 from dtrain.rl.environments.tools import Toolbox
 from dtrain.rl.tools import tool_schema, tool_schemas
@@ -219,8 +218,8 @@ def test_an_episode_is_the_conversation_that_its_template_writes(tmp_path, name)
     engine = Scripted(tokenizer, {0: REPLIES[name]})
     observations = Observations(tokenizer, template, calls)
     (episode,) = run_episodes(
-        engine, requests_for(list(document.ids), 1, 400), Here(box(template)({}, 0)), observations, max_turns=5,
-        max_length=9999,
+        engine.generate, requests_for(list(document.ids), 1, 400), Here(box(template)({}, 0)), observations,
+        max_turns=5, max_length=9999,
     )  # fmt: skip
     first = [("add", {"a": 2}), *SAID.get(name, [("say", {"text": "b"})])]
     answers = ["3", *(arguments["text"] for _, arguments in first[1:])]
@@ -298,7 +297,7 @@ def test_a_call_that_hangs_loses_its_episode_and_no_other(tmp_path):
             3: [text("say", text="<|im_end|>" * 9) + text("wait", seconds=0), text("wait", seconds=60)],
         })  # fmt: skip
         observations = Observations(tokenizer, template, calls)
-        episodes = run_episodes(engine, requests_for([7], 4, 200), environments, observations, max_turns=2,
+        episodes = run_episodes(engine.generate, requests_for([7], 4, 200), environments, observations, max_turns=2,
                                 max_length=999)  # fmt: skip
     assert [one.finish for one in episodes] == ["stop", "stop", "lost", "turns"]  # what nobody would read is not called
     assert [(one.calls, one.failures) for one in episodes] == [(1, 0), (0, 0), (0, 0), (2, 0)]
@@ -426,7 +425,7 @@ def test_a_server_of_tools(tmp_path, monkeypatch, capfd):
     def answers(texts):
         environments.make([({}, number) for number in range(len(texts))])
         engine = Scripted(tokenizer, {number: [one, "So."] for number, one in enumerate(texts)})
-        episodes = run_episodes(engine, requests_for([7], len(texts), 300), environments,
+        episodes = run_episodes(engine.generate, requests_for([7], len(texts), 300), environments,
                                 Observations(tokenizer, template, calls), max_turns=2, max_length=999)  # fmt: skip
         found = [re.findall(r"<tool_response>\n(.*?)\n</tool_response>", tokenizer.decode(one.ids), re.DOTALL)
                  for one in episodes]  # fmt: skip

@@ -13,8 +13,7 @@ from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
 from dtrain.data.text.tool_format import learn_tool_format
-from dtrain.rl.environments.episodes import run_episodes
-from dtrain.rl.environments.observations import Observations
+from dtrain.rl.environments.episodes import Observations, run_episodes
 from dtrain.rl.environments.stepping import Environments
 from tests.environments.test_environment import Scripted, requests_for
 from tests.environments.test_tools import TINY, calls_of, family
@@ -77,7 +76,7 @@ def test_conversations_and_tools_token_by_token(tmp_path, library):
             environments.make([(row, 0) for row in rows])
             prompt = tokenizer.encode(template.render(rows[0]["prompt"], rows[0]["columns"].get("tools"), True))
             engine = Scripted(tokenizer, dict(enumerate(script)))
-            return run_episodes(engine, requests_for(prompt, len(rows), 200), environments,
+            return run_episodes(engine.generate, requests_for(prompt, len(rows), 200), environments,
                                 Observations(tokenizer, template, calls), **limits)  # fmt: skip
 
     rows = rows_for("multi", system="be w5", count=2)
@@ -125,7 +124,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path, stand_in):
         environments.make([(rows[0], 0)])
         tokenizer, template = family(tmp_path, "qwen25")
         with pytest.raises(UserError, match="other messages than were read and drawn before"):
-            run_episodes(Scripted(tokenizer, {0: ["no", "no"]}), requests_for([7], 1), environments,
+            run_episodes(Scripted(tokenizer, {0: ["no", "no"]}).generate, requests_for([7], 1), environments,
                          Observations(tokenizer, template), max_turns=3, max_length=999)  # fmt: skip
     with environments_of("multi", []) as environments, pytest.raises(UserError, match="write the data anew: python -m"):
         environments.make([(rows[0], 0)])

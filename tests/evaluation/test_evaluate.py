@@ -14,8 +14,8 @@ from dtrain.commands.cli import main
 from dtrain.commands.eval.evaluate import read_reward
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
-from dtrain.rl.pass_at_k import pass_at
-from dtrain.run.eval_section import usual_reward
+from dtrain.rl.rewards.scoring import pass_at
+from dtrain.run.stages.evals import usual_reward
 from tests.serve.serving import make_model, naive
 
 JUDGE = """

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dtrain import recipe as config
 from dtrain.base.errors import Stopped, UserError
 from dtrain.commands.run import plan_beside
 from dtrain.launch import launch
 from dtrain.launch.agent import WorkerFailed
+from dtrain.methods import load_recipe
 from tests.tiny import tiny_recipe
 
 
@@ -112,7 +112,7 @@ def steps_slowly(recipe, runtime):
         time.sleep(0.05)
     for _ in range(7 if runtime.rank == 0 else 0):
         time.sleep(1.0)
-        runtime.stop.tick()
+        runtime.stop.progress += 1
     if runtime.world_size > 1:
         dist.barrier()
     raise Stopped(runtime.stop.signum, "stopped after step 3, which is saved")
@@ -155,7 +155,7 @@ def fails_once_and_waits(recipe, runtime):
 
 def main() -> int:
     directory, training, *overrides = sys.argv[1:]
-    recipe = config.load(tiny_recipe(Path(directory)), overrides)
+    recipe = load_recipe(tiny_recipe(Path(directory)), overrides)
     Path(recipe.run.dir).mkdir(exist_ok=True)
     try:
         launch(recipe, globals()[training], plan_beside)

@@ -24,6 +24,7 @@ from dtrain.commands import cli
 from dtrain.launch import last_checkpoint
 from dtrain.launch.hosts import rendezvous
 from dtrain.launch.place import find_place
+from dtrain.methods import load_recipe
 from dtrain.recipe import schema
 from tests.launch.processes import wait_until_gone
 from tests.launch.test_two_hosts import MASTER, hosts, ip  # noqa: F401  hosts is a fixture
@@ -288,7 +289,7 @@ def parsed(words: list[str]):
     """A command line after `-m dtrain`, by dtrain's own parser, and its recipe."""
     arguments, rest = cli._parser().parse_known_args(words)
     assert not rest and arguments.command is cli._run
-    return arguments, config.load(arguments.recipe, arguments.overrides)
+    return arguments, load_recipe(arguments.recipe, arguments.overrides)
 
 
 def test_the_files_for_clusters_ship_and_are_no_recipes(tmp_path, capsys):

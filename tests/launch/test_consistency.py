@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.pieces import Piece
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.launch.hosts.consistency import same_on_all
+from dtrain.methods import load_recipe
 from dtrain.parallel.runtime import Runtime
 from dtrain.run.trainer import train
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
@@ -41,7 +41,7 @@ def test_hosts_with_one_recipe_and_one_directory_are_the_same(tmp_path):
     recipe = tiny_recipe(tmp_path)
 
     def act(rank):  # what is read by one rank alone, or is a matter of speed, may differ
-        same_on_all(config.load(recipe, [f"launch.lost_after={60 + rank}", f"data.num_workers={rank}"]))
+        same_on_all(load_recipe(recipe, [f"launch.lost_after={60 + rank}", f"data.num_workers={rank}"]))
 
     assert two_hosts(tmp_path, act) == [None, None]
     assert not list((tmp_path / "runs" / "run").iterdir())

@@ -15,6 +15,7 @@ from dtrain.launch import devices
 from dtrain.launch.agent import run_workers
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.place import RankPlace
+from dtrain.launch.rank import RunJob
 from tests.tiny import tiny_recipe
 
 H100 = DeviceFacts(0, "one", "NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0), "GPU-0")
@@ -177,7 +178,7 @@ def test_more_processes_than_visible_devices(monkeypatch):
 def test_the_launcher_tells_of_what_hides_them_too(monkeypatch, tmp_path):
     FakeCuda(monkeypatch, 1)
     with pytest.raises(UserError, match=r"2 processes on a machine with 1 CUDA device \(CUDA_VISIBLE_DEVICES=3\)"):
-        run_workers(tiny_recipe(tmp_path, "launch.nproc=2"), None, {"CUDA_VISIBLE_DEVICES": "3"})
+        run_workers(RunJob(tiny_recipe(tmp_path, "launch.nproc=2")), {"CUDA_VISIBLE_DEVICES": "3"})
 
 
 def test_a_driver_that_is_too_old(monkeypatch):

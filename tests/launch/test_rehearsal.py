@@ -6,9 +6,9 @@ import os
 import pytest
 
 import dtrain
-from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.launch.start import launch, validate
+from dtrain.methods import load_recipe
 from dtrain.recipe.saved import values_of
 from dtrain.run.directory import RunDirectory
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
@@ -29,7 +29,7 @@ def test_a_run_that_goes_on(tmp_path):
         with pytest.raises(RecipeError) as caught:
             validate(recipe, ["train.steps=8", change])
         with pytest.raises(UserError) as told:
-            launch(config.load(recipe, ["train.steps=8", change]))
+            launch(load_recipe(recipe, ["train.steps=8", change]))
         assert said in str(caught.value) and str(told.value) in str(caught.value), (caught.value, told.value)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")}
     save_weights(model, seed=3)

@@ -10,12 +10,12 @@ import time
 import pytest
 import torch
 
-from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.launch import launch
 from dtrain.launch.agent import ENDED, ExitReport, WorkerFailed, _reason
 from dtrain.launch.place import RankPlace, find_place, first_host
-from dtrain.launch.rank import OutOfMemory, memory_errors
+from dtrain.launch.rank import OutOfMemory, RunJob, memory_errors
+from dtrain.methods import load_recipe
 from tests.launch.processes import Launched, wait_until_gone
 from tests.tiny import tiny_recipe
 
@@ -110,7 +110,7 @@ def test_a_recipe_with_problems_starts_nothing(tmp_path):
         raise AssertionError
 
     with pytest.raises(RecipeError, match=r"train\.global_batch=3 is not"):
-        launch(config.load(tiny_recipe(tmp_path), ["train.global_batch=3"]), never)
+        launch(load_recipe(tiny_recipe(tmp_path), ["train.global_batch=3"]), never)
 
 
 def test_in_place_the_train_function_gets_one_rank_and_restored_signals(tmp_path):
@@ -149,17 +149,17 @@ def report(rank, kind, text, seconds=0.0):
 
 
 def test_of_several_failures_the_one_that_began_it_is_told(tmp_path):
-    recipe = tiny_recipe(tmp_path)
+    job = RunJob(tiny_recipe(tmp_path))
     lost = report(0, "crash", "Traceback\nRuntimeError: connection closed by peer", 1.0)
     mistake = [report(rank, "user", "line 7 is not JSON", 2.0 + rank) for rank in (1, 2)]
-    assert str(_reason(recipe, [lost, *mistake], {0: 1, 1: 1, 2: 1})) == "line 7 is not JSON"
-    assert str(_reason(recipe, [report(1, "memory", "first"), report(0, "memory", "second")], {0: 1, 1: 1})) == "first"
-    killed = _reason(recipe, [lost], {0: 1, 1: -signal.SIGKILL})
+    assert str(_reason(job, [lost, *mistake], {0: 1, 1: 1, 2: 1})) == "line 7 is not JSON"
+    assert str(_reason(job, [report(1, "memory", "first"), report(0, "memory", "second")], {0: 1, 1: 1})) == "first"
+    killed = _reason(job, [lost], {0: 1, 1: -signal.SIGKILL})
     assert isinstance(killed, WorkerFailed) and str(killed).startswith("rank 1 was killed by SIGKILL")
     assert "log-rank1.txt" in str(killed)
-    crashed = _reason(recipe, [report(1, "crash", "Traceback\nValueError: x"), lost], {0: 1, 1: 1, 2: ENDED})
+    crashed = _reason(job, [report(1, "crash", "Traceback\nValueError: x"), lost], {0: 1, 1: 1, 2: ENDED})
     assert str(crashed).splitlines()[-1].startswith("rank 1 failed: ValueError: x; what it printed is in ")
-    assert str(_reason(recipe, [], {0: ENDED, 1: 3})).startswith("rank 1 ended with status 3 without a word")
+    assert str(_reason(job, [], {0: ENDED, 1: 3})).startswith("rank 1 ended with status 3 without a word")
 
 
 # ---- with processes

@@ -14,7 +14,7 @@ from dtrain.losses import (
     weighted_logprob_sum,
 )
 from dtrain.parallel.collectives import all_reduce
-from dtrain.parallel.context.layout import shard_sequence
+from dtrain.parallel.context.batch import shard_sequence
 from tests.losses import dense
 from tests.world import run_world
 

@@ -9,8 +9,8 @@ from torch.nn import functional
 from transformers.trainer_pt_utils import LabelSmoother
 
 from dtrain.losses import token_loss_sums, weighted_logprob_sum
+from dtrain.losses.head import weighted_sum as token_losses
 from dtrain.losses.head.vocabulary import VocabShard
-from dtrain.losses.token import formulas as token_losses
 from tests.world import run_world
 
 

@@ -18,7 +18,7 @@ from dtrain.losses import (
     group_all_reduce_sum,
     group_all_reduce_sum_with_grad,
 )
-from dtrain.parallel.context.layout import shard_sequence
+from dtrain.parallel.context.batch import shard_sequence
 from tests.losses import dense
 from tests.losses.test_sampling import expected_logprobs
 from tests.world import run_world

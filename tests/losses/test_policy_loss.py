@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd import gradcheck
 
+from dtrain.losses.policy.formulas import Documents, RowSequences
 from dtrain.losses.policy.options import LOSSES, SHARED
-from dtrain.losses.policy.padded import policy_loss
-from dtrain.losses.policy.sequences import Documents, RowSequences
-from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
-from dtrain.methods.grpo_section import loss_problems
+from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_loss, policy_terms, top_entropy_threshold
+from dtrain.methods.grpo import loss_problems
 from tests.world import run_world
 
 TRL = json.loads(Path(__file__).with_name("trl_policy.json").read_text())

@@ -19,7 +19,7 @@ from dtrain.losses import (
     running_mean,
 )
 from dtrain.losses.preference.options import DIVERGENCES, KWARGS, LOSSES
-from dtrain.methods.dpo_section import loss_problems
+from dtrain.methods.dpo import loss_problems
 
 TRL = json.loads(Path(__file__).with_name("trl_preference.json").read_text())
 BETA = 0.3

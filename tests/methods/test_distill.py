@@ -8,10 +8,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dtrain import models
-from dtrain import recipe as config
 from dtrain.base.batch import IGNORE, collate
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.losses import HeadInput, forward_kl, reverse_kl
+from dtrain.methods import load_recipe
 from dtrain.methods.distill import DistillMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
@@ -397,4 +397,4 @@ def test_a_teacher_that_does_not_fit_is_named_before_a_run(tmp_path):
 
 def test_a_kl_that_is_not_known(tmp_path):
     with pytest.raises(Exception, match="distill.kl"):
-        config.load(recipe_at(tmp_path), ["distill.kl=sideways"])
+        load_recipe(recipe_at(tmp_path), ["distill.kl=sideways"])

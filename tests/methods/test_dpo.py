@@ -7,7 +7,7 @@ import torch
 
 from dtrain.base.batch import collate
 from dtrain.losses.preference.options import LOSSES
-from dtrain.methods import dpo_section
+from dtrain.methods import method_of
 from dtrain.methods.dpo import DpoMethod, PairSums
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
@@ -211,5 +211,5 @@ def test_a_pair_weighs_at_most_one_and_its_weight_has_no_gradient():
 
 def test_weights_of_pairs_are_refused_where_a_loss_compares_pairs(tmp_path):
     for loss, fits in (("aot", False), ("bco_pair", True), ("[sigmoid,aot_unpaired]", False), ("sft", False)):
-        found = dpo_section.problems(recipe_of(tmp_path, f"dpo.loss={loss}", "dpo.use_weighting=true"))
+        found = method_of(recipe_of(tmp_path, f"dpo.loss={loss}", "dpo.use_weighting=true")).problems()
         assert any("dpo.use_weighting" in line for line in found) is not fits, loss

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from dtrain.base.errors import Stopped, UserError
-from dtrain.data.formats.labelled import is_wanted, read_label
+from dtrain.data.formats.labels import is_wanted, read_label
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.launch.dry_run import dry_run
+from dtrain.launch.start import dry_run
 from dtrain.run.preflight import preflight
 from tests.data.test_sources import section, split
 from tests.test_trainer import interrupt, metrics, run, trajectory

@@ -18,7 +18,7 @@ from dtrain.checkpoint.huggingface.model_files import of_classifier
 from dtrain.commands.preview import preview
 from dtrain.data.formats.labels import Label
 from dtrain.inference.generate import load
-from dtrain.launch.dry_run import dry_run
+from dtrain.launch.start import dry_run
 from dtrain.methods.reward import at_the_ends
 from dtrain.run.preflight import preflight
 from tests.test_parity import MESHES, assert_parity, overrides_of

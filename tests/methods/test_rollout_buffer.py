@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from dtrain.base.batch import IGNORE
-from dtrain.data.rows.order import deal
-from dtrain.rl.buffer import Buffer, Sample
+from dtrain.data.rows.rows import deal
+from dtrain.methods.rollouts import Buffer
+from dtrain.rl.collect import Sample
 
 SAMPLES = [
     Sample([5, 6], [7, 8, 9], [True, False, True], [-0.1, 0.0, -0.3], "stop"),

@@ -12,7 +12,7 @@ import torch
 from dtrain.base.errors import UserError
 from dtrain.recipe import schema
 from dtrain.run import metrics
-from dtrain.run.metrics.progress import Progress
+from dtrain.run.metrics.terminal import Progress
 
 ROW = {"epoch": 0.25, "loss": 1 / 3, "grad_norm": 2 / 3, "lr": 1e-5, "tokens": 12345, "tokens_per_sec": 1234.5}
 
@@ -252,7 +252,7 @@ def test_the_bar_behind_a_line_is_of_its_step():
 
 
 def test_the_time_that_is_left_is_not_guessed_by_the_first_step(monkeypatch):
-    monkeypatch.setattr("dtrain.run.metrics.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("dtrain.run.metrics.terminal.time.monotonic", lambda: next(clock))
     for steps, told in ((30, []), (300, ["time      about 04:57 for the 297 steps left"])):
         stream, clock = io.StringIO(), iter([0.0, *map(float, range(30, 70))])  # half a minute, then a second each
         run = Progress(stream)

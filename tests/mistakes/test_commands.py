@@ -4,7 +4,7 @@ import pytest
 
 from dtrain import recipe as config
 from dtrain.commands.cli import main
-from dtrain.commands.eval.options import in_options
+from dtrain.commands.eval.evaluate import in_options
 from dtrain.commands.suggestions import COMMANDS as THEIRS
 from tests.mistakes.commands import COMMANDS
 from tests.tiny import tiny_recipe

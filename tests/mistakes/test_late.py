@@ -7,7 +7,7 @@ import pytest
 from dtrain import recipe as config
 from dtrain.commands.cli import main
 from dtrain.data.sources.sources import Look
-from dtrain.run import dry_run
+from dtrain.run.stages import first_rows
 from tests.mistakes import write_sound
 from tests.tiny import save_weights, tiny_recipe, write_model
 
@@ -72,7 +72,7 @@ def test_a_row_far_behind_is_found(wrong, says, root, capsys):
 
 
 def test_what_was_not_read_is_said(root, capsys, monkeypatch):
-    monkeypatch.setattr(dry_run, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(first_rows, "LOOK_SECONDS", 0.0)
     write_many(root / "many.jsonl", {"text": 5})
     assert main(["validate", str(root / "sft.yaml"), f"data.train.path={root / 'many.jsonl'}"]) == 0
     out = capsys.readouterr().out

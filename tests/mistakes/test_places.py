@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from dtrain import recipe as config
 from dtrain.commands.cli import main
+from dtrain.methods import load_recipe
 from tests.mistakes import Mistake, write_sound
 from tests.mistakes.places import METHODS, PLACES
 from tests.tiny import save_weights, write_model
@@ -94,5 +94,5 @@ def test_all_mistakes_are_told_at_once(root, answer):
 
 def test_a_saved_recipe_holds_the_sections_of_all_methods_at_their_defaults(root, answer):
     assert all(one.typed[0].split(".")[0] != one.base for one in METHODS)
-    loaded = config.load(root / "sft.yaml")
-    assert loaded.unread == [] and config.load(config.load({}, ["grpo.beta=0.1"])).unread == ["grpo.beta"]
+    loaded = load_recipe(root / "sft.yaml")
+    assert loaded.unread == [] and load_recipe(load_recipe({}, ["grpo.beta=0.1"])).unread == ["grpo.beta"]

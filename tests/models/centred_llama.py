@@ -1,7 +1,5 @@
 """Llama with nn.LayerNorm in the place of its norms, and one after the embeddings: a family in one file."""
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -26,11 +24,15 @@ class CentredNorm(RMSNorm):
         return (rms_norm(centred, weight, self.eps) + bias).to(x.dtype)
 
 
+class CentredLayer(PreNormLayer):
+    norm = CentredNorm
+
+
 class CentredDecoder(Decoder):
     """A decoder whose embeddings are normed."""
 
     def __init__(self, config: ModelConfig):
-        super().__init__(config, partial(PreNormLayer, norm=CentredNorm), CentredNorm)
+        super().__init__(config, CentredLayer, CentredNorm)
         self.embed_norm = CentredNorm(config.hidden_size, config.rms_norm_eps)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
@@ -45,7 +47,6 @@ class CentredLlamaForCausalLM(CausalLM):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        common = fields.common(cls.__name__)
-        common |= fields.biases() | fields.layers_alike(common["num_hidden_layers"])
+        common = fields.common(cls.__name__, bias=False)
         common["rms_norm_eps"] = fields.number("layer_norm_eps", 1e-5, most=1.0)
         return fields.with_one_rope(**common)

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.ministral3 import modeling_ministral3
 
 from dtrain import models
-from dtrain.models.common.flops import flops_per_token
+from dtrain.models.common.decoder import flops_per_token
 from dtrain.models.common.functions import RMSNorm
 from dtrain.models.gemma3 import Gemma3RMSNorm
 from tests.models.oracle import VARIANTS, VOCAB, grads, make, make_multimodal, packed_rows, save

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dtrain import models
 from dtrain.base.randomness import key
-from dtrain.models.common.init import _normal
+from dtrain.models.building import _normal
 from tests.models.oracle import VARIANTS
 from tests.world import run_world
 

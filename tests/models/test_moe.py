@@ -10,7 +10,7 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.models.common.config import Experts
-from dtrain.models.common.flops import flops_per_token
+from dtrain.models.common.decoder import flops_per_token
 from dtrain.models.common.moe import SparseMLP, share_routing
 from dtrain.models.common.routing import loads
 from dtrain.parallel.fits import mesh_problems_of_model
@@ -297,5 +297,5 @@ def test_experts_that_do_not_divide_are_refused_with_what_would(tmp_path):
 def test_a_torch_without_meshes_for_single_parameters_is_told(tmp_path, monkeypatch):
     recipe = tiny_recipe(tmp_path, "parallel.ep=2", "train.micro_batch=1", family="qwen3-moe")
     assert preflight(recipe, 2) == []
-    monkeypatch.setattr("dtrain.run.preflight_models.version", lambda _: "2.11.0+cpu")
+    monkeypatch.setattr("dtrain.run.stages.mesh.version", lambda _: "2.11.0+cpu")
     assert preflight(recipe, 2) == ["parallel.ep=2 needs torch 2.12 or newer, and this is 2.11.0+cpu: install one"]

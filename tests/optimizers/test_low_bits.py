@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from dtrain.base.errors import UserError
+from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.policy import state_bytes
 from dtrain.commands.plan.step import plan_step
-from dtrain.models.read_config import read_config
 from dtrain.optim.adam import LowBitAdam
 from dtrain.optim.moments import BLOCK, Int8, kind_of, round_bfloat16
 from dtrain.optim.places import Place
@@ -15,8 +15,8 @@ from dtrain.optim.update import build_optimizer
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.precision import choose_precision
-from dtrain.recipe import schema, sizes
-from dtrain.run import check
+from dtrain.recipe import schema
+from dtrain.run.preflight import check
 from dtrain.run.trainer import train
 from tests.optimizers.stepping import assert_same_bits, give_gradients, policy_on, recipe_of, step_on
 from tests.test_trainer import run, trajectory, weights
@@ -237,7 +237,7 @@ def test_parts_of_a_narrow_matrix_are_no_larger_for_its_blocks(monkeypatch):
 )
 def test_what_makes_no_sense_is_refused(tmp_path, overrides, message):
     recipe = tiny_recipe(tmp_path, "train.dtype=auto", *overrides)
-    (problem,) = check.check(recipe, 1)
+    (problem,) = check(recipe, 1)
     assert message in problem and ("set" in problem or "must be" in problem)
 
 
@@ -246,7 +246,7 @@ def test_what_kwargs_may_say_wins(tmp_path):
     section = schema.Optimizer(state="int8", kwargs=said)
     recipe = tiny_recipe(tmp_path, "optimizer.state=int8", "train.dtype=auto")
     recipe.optimizer.kwargs = said
-    assert check.check(recipe, 1) == []
+    assert check(recipe, 1) == []
     (group,) = build_optimizer(section, [("w", nn.Parameter(torch.ones(64, 64)))]).param_groups
     assert {key: group[key] for key in said} == said | {"betas": (0.5, 0)}
 
@@ -362,7 +362,7 @@ def test_a_plan_counts_states_scales_and_masters(tmp_path, mesh):
     ranks, options = MESHES[mesh]
     few = FEW["int8, bfloat16 masters"]
     recipe = recipe_of(tmp_path, *few, *options, "train.global_batch=12", "train.micro_batch=1", tied=False)
-    step = plan_step(recipe, read_config(recipe.model.path), sizes(recipe, ranks), device="cpu")
+    step = plan_step(resolve_plan(recipe, ranks, "cpu"))
     assert (step.state, step.parameters) == run_world(held_bytes, ranks, recipe, ranks)[0]
 
 

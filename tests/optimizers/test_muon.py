@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from dtrain.base.errors import UserError
+from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.policy import state_bytes
 from dtrain.commands.plan.step import plan_step
-from dtrain.models.read_config import read_config
 from dtrain.optim.muon import is_matrix
 from dtrain.optim.update import build_optimizer
-from dtrain.recipe import schema, sizes
-from dtrain.run import check
+from dtrain.recipe import schema
+from dtrain.run.preflight import check
 from tests.optimizers.stepping import assert_same_bits, give_gradients, policy_on, recipe_of, step_on
 from tests.optimizers.test_low_bits import MESHES
 from tests.test_trainer import assert_same, run
@@ -143,7 +143,7 @@ def held(rank, recipe, world_size):
 
 def test_a_plan_counts_one_moment_of_matrices(tmp_path):
     recipe = recipe_of(tmp_path, *MUON, "parallel.tp=2", "train.global_batch=12", "train.micro_batch=1")
-    step = plan_step(recipe, read_config(recipe.model.path), sizes(recipe, 6), device="cpu")
+    step = plan_step(resolve_plan(recipe, 6, "cpu"))
     assert step.state == run_world(held, 6, recipe, 6)[0]
 
 
@@ -164,7 +164,7 @@ def test_a_plan_counts_one_moment_of_matrices(tmp_path):
 )
 def test_mistakes_are_named_before_work(tmp_path, overrides, message):
     recipe = tiny_recipe(tmp_path, "optimizer.name=muon", "train.dtype=float32", *overrides)
-    (problem,) = check.check(recipe, 1)
+    (problem,) = check(recipe, 1)
     assert message in problem
 
 

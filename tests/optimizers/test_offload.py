@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.methods import METHODS
 from dtrain.parallel.placement import local_tensor
-from dtrain.run import check
+from dtrain.run.preflight import check
 from tests.optimizers.stepping import recipe_of
 from tests.pretend.runs import runtime_of
 from tests.pretend.test_sft import assert_close, on_card
@@ -70,11 +69,12 @@ def test_masters_are_saved_in_float32_and_resume_on_another_mesh(tmp_path, dtype
 def given(recipe, rank, size):
     """What a policy gives out before and after a step, with another's weights in place, and after it left the card."""
     from dtrain.base.batch import collate
-    from dtrain.commands.plan.trace import full_rows
+    from dtrain.commands.plan.step import full_rows
+    from dtrain.methods import method_of
     from tests.optimizers.stepping import give_gradients, policy_on
 
     policy = policy_on(recipe, rank, size, runtime_of(rank, size).device)
-    rows = full_rows(recipe, METHODS["sft"](recipe), 1)
+    rows = full_rows(method_of(recipe), 1)
     batch, given = collate(rows, list(rows[0])), {}
     given["begun"] = policy.get_logprobs(batch)["logprobs"]
     policy.init_reference_model()
@@ -141,7 +141,7 @@ def test_it_resumes_with_and_without(tmp_path):
 
 
 def test_both_offloads_are_refused_and_so_are_other_optimizers(tmp_path):
-    both = check.check(tiny_recipe(tmp_path, OFFLOAD, "parallel.cpu_offload=true"), 1)
+    both = check(tiny_recipe(tmp_path, OFFLOAD, "parallel.cpu_offload=true"), 1)
     assert any("set one of them to false" in problem for problem in both)
-    (problem,) = check.check(tiny_recipe(tmp_path, OFFLOAD, "optimizer.name=sgd"), 1)
+    (problem,) = check(tiny_recipe(tmp_path, OFFLOAD, "optimizer.name=sgd"), 1)
     assert "for adamw and adam" in problem and "parallel.optimizer_offload=false" in problem

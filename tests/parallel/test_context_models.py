@@ -15,7 +15,7 @@ from dtrain.attention.kernels import KERNELS
 from dtrain.attention.ring import RingKernel
 from dtrain.models.common import compiled as regions
 from dtrain.parallel.context import create_context_parallel_ctx, make_cp_batch_and_ctx
-from dtrain.parallel.context.layout import shard_sequence
+from dtrain.parallel.context.batch import shard_sequence
 from tests.tiny import VOCAB, save_weights, write_model
 from tests.world import run_world
 

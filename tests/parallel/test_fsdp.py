@@ -5,8 +5,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from dtrain.parallel.fsdp import reshard_model, shard_model, sync_gradients
-from dtrain.parallel.placement import local_tensor
+from dtrain.parallel.fsdp import shard_model
+from dtrain.parallel.placement import local_tensor, reshard_model
+from dtrain.policy.policy import sync_gradients
 from tests.parallel.dense import assert_gradients, config_of, dense_gradients, dense_loss, random_batch, random_model
 from tests.world import run_world
 

@@ -9,8 +9,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtrain.parallel.grads import clip_grad_by_total_norm_, clip_grads_, get_grad_norm, grad_norm, nonfinite_names
-from dtrain.parallel.placement import local_slices, local_tensor
+from dtrain.parallel.placement import (
+    clip_grad_by_total_norm_,
+    clip_grads_,
+    get_grad_norm,
+    grad_norm,
+    local_slices,
+    local_tensor,
+    nonfinite_names,
+)
 from tests.world import run_world
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain.parallel.context.layout import chunks_of, gather_sequence, shard_sequence
+from dtrain.parallel.context.batch import chunks_of, gather_sequence, shard_sequence
 from tests.world import run_world
 
 

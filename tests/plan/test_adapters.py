@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtrain import recipe as config
 from dtrain.commands.plan import report
 from dtrain.commands.plan.hardware import GPUS, USABLE
-from dtrain.commands.plan.plan import make_plan
+from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.search import search
 from dtrain.commands.plan.step import plan_step
+from dtrain.methods import load_recipe
 from dtrain.models.common import nf4
-from dtrain.models.read_config import read_config
 from tests.plan.test_peak import SHAPE, peaks_of_a_step
 from tests.test_recipes import LLAMA_3_1_8B
 from tests.tiny import save_weights, tiny_recipe, write_model
@@ -53,7 +52,7 @@ def test_the_planned_peak_is_that_of_a_real_step(tmp_path, model, name):
     settings = [f"model.path={model}", "data.max_length=64", "launch.device=cpu"]
     recipe = tiny_recipe(tmp_path, *settings, "train.global_batch=2", "train.micro_batch=1", *options)
     nf4.dequantize(*nf4.quantize(torch.ones(1, 64)), torch.float32)  # what is kept of it is not what a plan takes
-    planned = plan_step(recipe, read_config(model), config.sizes(recipe, ranks), device="cpu").peak
+    planned = plan_step(resolve_plan(recipe, ranks, "cpu")).peak
     living, allocated, process = max(run_world(peaks_of_a_step, ranks, recipe, ranks))
     print(f"{name}: planned {planned:,}, living {living:,}, allocated {allocated:,}, process {process:,} bytes")
     assert planned == pytest.approx(living, rel=0.005)
@@ -61,11 +60,10 @@ def test_the_planned_peak_is_that_of_a_real_step(tmp_path, model, name):
 
 def test_few_layers_tell_what_all_of_them_would(tmp_path):
     path = write_model(tmp_path / "model", "qwen3", num_hidden_layers=7)
-    shape = read_config(path)
     for options in (["lora.target=[q_proj,down_proj]", "lora.modules_to_save=[norm]"], ["lora.exclude=.*layers.5.*"]):
         recipe = tiny_recipe(tmp_path, f"model.path={path}", MIXED, "train.global_batch=4", *options)
-        few = plan_step(recipe, shape, config.sizes(recipe, 1))
-        assert few == plan_step(recipe, shape, config.sizes(recipe, 1), whole=True)
+        few = plan_step(resolve_plan(recipe, 1, "cuda"))
+        assert few == plan_step(resolve_plan(recipe, 1, "cuda"), whole=True)
         assert 0 < few.trained < few.parameters and few.gradients == few.trained and few.state > 2 * few.trained
 
 
@@ -90,9 +88,9 @@ def test_a_search_counts_frozen_bytes_as_they_are(tmp_path):
     plan = make_plan(recipe, 1, GPUS["h100"])
     assert plan.step.trained == 4 * plan.trained_parameters
     held = plan.step.parameters + plan.step.gradients + plan.step.state
-    found = search(plan.recipe, plan.config, 1, plan.hardware, held, most_traces=1)
+    found = search(replace(plan, budget=held), most_traces=1)
     assert found.counts["shards alone exceed the budget"] == 0
-    found = search(plan.recipe, plan.config, 1, plan.hardware, held - 1024, most_traces=1)
+    found = search(replace(plan, budget=held - 1024), most_traces=1)
     assert found.counts["shards alone exceed the budget"] > 0 and not found.best
 
 
@@ -105,8 +103,8 @@ def test_an_adapter_of_8b_fits_a_small_gpu(tmp_path, quantize):
     memory, peak = PROMISED[quantize]
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
     words = [f"model.path={tmp_path}", "lora={}", f"lora.quantize={quantize}", "train.micro_batch=1"]
-    recipe = config.load("sft", [*words, "data.max_length=4096", "train.activation_checkpointing=full"])
+    recipe = load_recipe("sft", [*words, "data.max_length=4096", "train.activation_checkpointing=full"])
     plan = make_plan(recipe, 1, replace(GPUS["h100"], memory_gib=memory))
-    assert plan.trained_parameters == 41_943_040 and plan.sizes.accumulation == 16
+    assert plan.trained_parameters == 41_943_040 and plan.spec.sizes.accumulation == 16
     assert plan.fits and plan.budget == int(memory * USABLE * GIB)
     assert plan.step.peak / GIB == pytest.approx(peak, abs=0.01)

@@ -6,12 +6,11 @@ import time
 
 import pytest
 
-from dtrain import recipe as config
 from dtrain.commands.plan.beside import PlannedPeak
 from dtrain.commands.plan.children import Child, side_by_side
+from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.report import gib
 from dtrain.commands.plan.step import plan_step
-from dtrain.models.read_config import read_config
 from tests.launch.processes import Launched, wait_until_gone
 from tests.tiny import tiny_recipe
 
@@ -20,7 +19,7 @@ def test_a_run_is_told_its_planned_peak_and_waits_for_nothing(tmp_path):
     recipe = tiny_recipe(tmp_path)
     with PlannedPeak(recipe, 2, "cpu") as planned:
         assert planned.peak() is None
-        expected = plan_step(recipe, read_config(recipe.model.path), config.sizes(recipe, 2), device="cpu").peak
+        expected = plan_step(resolve_plan(recipe, 2, "cpu")).peak
         assert planned.peak(wait=120) is planned.peak() and planned.peak().words == f"planned peak {gib(expected)}"
 
 
@@ -85,6 +84,6 @@ def test_of_a_run_in_processes_of_its_own_rank_0_is_told(tmp_path):
     status, _, err = launched.end()
     assert status == 0, err
     recipe = tiny_recipe(tmp_path)
-    expected = plan_step(recipe, read_config(recipe.model.path), config.sizes(recipe, 2), device="cpu").peak
+    expected = plan_step(resolve_plan(recipe, 2, "cpu")).peak
     marks = [(launched.runs / f"mark-{rank}").read_text() for rank in range(2)]
     assert marks == [f"planned peak {gib(expected)}", "not asked"]

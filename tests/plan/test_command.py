@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain import recipe as config
 from dtrain.base.errors import RecipeError
 from dtrain.commands.cli import main
 from dtrain.commands.plan import report
 from dtrain.commands.plan.hardware import GPUS
-from dtrain.commands.plan.plan import make_plan, problems
-from dtrain.commands.plan.search import on_a_mesh_that_fits, search, with_mesh
+from dtrain.commands.plan.plan import make_plan, on_a_mesh_that_fits, problems, resolve_plan, with_mesh
+from dtrain.commands.plan.search import search
 from dtrain.commands.plan.step import plan_step
-from dtrain.models.read_config import read_config
+from dtrain.methods import recipe_and_problems
 from tests.test_recipes import LLAMA_3_1_8B, QWEN3_8B
 from tests.tiny import tiny_grpo, tiny_recipe, write_model
 
@@ -86,9 +85,8 @@ def test_few_layers_tell_what_all_of_them_would(tmp_path, name):
     path = write_model(tmp_path / "model", family, **{"num_hidden_layers": layers, **changes})
     settings = [f"model.path={path}", "train.dtype=auto", "train.global_batch=4", "train.micro_batch=1"]
     recipe = tiny_recipe(tmp_path, *settings, *options)
-    sizes, model = config.sizes(recipe, ranks), read_config(path)
-    few = plan_step(recipe, model, sizes, device=device)
-    assert few == plan_step(recipe, model, sizes, device=device, whole=True)
+    few = plan_step(resolve_plan(recipe, ranks, device))
+    assert few == plan_step(resolve_plan(recipe, ranks, device), whole=True)
     assert few.peak == sum(few.parts.values())
 
 
@@ -154,7 +152,7 @@ def test_a_recipe_that_cannot_run_there_is_refused_as_validate_does(tmp_path, ca
 def test_search_ranks_what_fits_and_says_what_became_of_the_rest(tmp_path):
     recipe = tiny_recipe(tmp_path, "train.dtype=auto", "train.global_batch=4", "train.micro_batch=1", family="llama")
     plan = make_plan(recipe, 4, GPUS["h100"])
-    found = search(plan.recipe, plan.config, 4, plan.hardware, plan.budget, best=3, most_traces=3)
+    found = search(plan, best=3, most_traces=3)
     times = [one.time.total for one in found.best]
     assert len(times) == 3 and times == sorted(times)
     for one in found.best:
@@ -164,7 +162,7 @@ def test_search_ranks_what_fits_and_says_what_became_of_the_rest(tmp_path):
         assert one.step.peak == make_plan(with_mesh(recipe, sizes), 4, GPUS["h100"]).step.peak
     assert found.counts["fit"] == 3 and found.counts["slower by the rough time, not traced"] > 0
     smallest = min(one.step.peak for one in found.best)
-    assert not search(plan.recipe, plan.config, 4, plan.hardware, smallest // 8, most_traces=2).best
+    assert not search(replace(plan, budget=smallest // 8), most_traces=2).best
 
 
 def test_a_search_needs_no_mesh_that_fits_to_begin_with(tmp_path):
@@ -192,7 +190,7 @@ def test_a_second_trace_does_not_wait_for_the_parents_threads(tmp_path):
     """A process with several threads that forks: what does not fit is traced more than once."""
     write_model(tmp_path / "model")
     words = [f"model.path={tmp_path}/model", "data.max_length=64"]
-    needed = make_plan(config.read("sft", words)[0], 2, GPUS["h100"]).step.peak
+    needed = make_plan(recipe_and_problems("sft", words)[0], 2, GPUS["h100"]).step.peak
     told = subprocess.run(
         [
             sys.executable,
@@ -217,7 +215,9 @@ def test_a_second_trace_does_not_wait_for_the_parents_threads(tmp_path):
 def test_the_tensor_parallel_plan_is_printed(tmp_path):
     recipe = tiny_recipe(tmp_path, "parallel.tp=2", family="qwen3")
     plan = make_plan(recipe, 2, GPUS["h100"])
-    assert report.as_json(plan)["tensor_parallel_plan"] == dict(models.build(plan.config, device="meta").plan)
+    assert report.as_json(plan)["tensor_parallel_plan"] == dict(
+        models.build(plan.spec.model_config, device="meta").plan
+    )
     lines = [line.split() for line in report.text(plan).splitlines()]
     assert ["model.layers.*.self_attn.q_proj", "colwise"] in lines and ["lm_head", "vocab_head"] in lines
     assert ["Tensor", "parallel", "over", "2", "ranks", "with", "sequence", "parallel"] in lines

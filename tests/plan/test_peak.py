@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from dtrain import recipe as config
 from dtrain.base.batch import collate
-from dtrain.commands.plan.step import plan_step
-from dtrain.commands.plan.trace import full_rows
-from dtrain.methods import METHODS
+from dtrain.commands.plan.plan import resolve_plan
+from dtrain.commands.plan.step import full_rows, plan_step
+from dtrain.methods import method_of
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
@@ -68,12 +68,12 @@ def peaks_of_a_step(rank, recipe, world_size):
     mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(10)
-    method = METHODS[recipe.method](recipe)
-    if recipe.method == "dpo" and method.spec.needs_reference(recipe):
+    method = method_of(recipe)
+    if recipe.method == "dpo" and method.needs_reference():
         method.keep_reference(policy)
 
     def step():
-        rows = full_rows(recipe, method, sizes.accumulation)
+        rows = full_rows(method, sizes.accumulation)
         batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
         policy.train(batch, loss, mbs=method.micro_rows)
 
@@ -137,7 +137,7 @@ def test_the_planned_peak_is_that_of_a_real_step(tmp_path, name):
     path = write_model(tmp_path / "model", "qwen3", tied=False, **SHAPE)
     settings = [f"model.path={path}", "train.dtype=float32", "data.max_length=256", "launch.device=cpu"]
     recipe = tiny_recipe(tmp_path, *settings, "train.global_batch=8", "train.micro_batch=2", *options)
-    planned = plan_step(recipe, read_config(path), config.sizes(recipe, ranks), device="cpu").peak
+    planned = plan_step(resolve_plan(recipe, ranks, "cpu")).peak
     living, allocated, process = max(run_world(peaks_of_a_step, ranks, recipe, ranks))
     print(f"{name}: planned {planned:,}, living {living:,}, allocated {allocated:,}, process {process:,} bytes")
     assert planned == pytest.approx(living, rel=0.005)

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain import recipe as config
+from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.step import plan_step
-from dtrain.models.read_config import read_config
+from dtrain.methods import load_recipe
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.run.trainer import Trainer
@@ -68,7 +68,7 @@ def trained(rank, recipe, world_size):
     less a run of one."""
     sent, held = [], {}
     for steps in (1, 2):
-        changed = config.load(recipe, [f"train.steps={steps}", f"run.name=steps{steps}", "scheduler.warmup_steps=0"])
+        changed = load_recipe(recipe, [f"train.steps={steps}", f"run.name=steps{steps}", "scheduler.warmup_steps=0"])
         counted = Sent()
         with ExitStack() as stack:
             trainer = Trainer.open(changed, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack)
@@ -128,11 +128,10 @@ def test_shards_and_traffic_are_those_of_a_real_run(tmp_path, name):
     rows.write_text(row * 100)
     settings = [f"model.path={path}", f"data.train.path={rows}", "train.global_batch=8", "train.micro_batch=2"]
     recipe = tiny_recipe(tmp_path, *settings, "launch.device=cpu", *options)
-    sizes = config.sizes(recipe, ranks)
     real = run_world(trained, ranks, recipe, ranks)
     for rank in (0, ranks - 1) if ranks == 2 else (0,):
         held, sent = real[rank]
-        step = plan_step(recipe, read_config(path), sizes, rank=rank, device="cpu")
+        step = plan_step(resolve_plan(recipe, ranks, "cpu"), rank=rank)
         assert {"parameters": step.parameters, "gradients": step.gradients, "state": step.state} == held
         planned = Counter()
         for (_, kind, group, _), (count, size) in step.traffic.items():
@@ -152,10 +151,9 @@ def test_a_teachers_likeliest_tokens_travel_over_tp(tmp_path):
     student, teacher = (write_model(tmp_path / name, "llama", tied=False) for name in ("student", "teacher"))
     words = [f"model.path={student}", f"distill.teacher={teacher}", "method=distill", "data.packing=false"]
     recipe = tiny_recipe(tmp_path, *words, "parallel.tp=2", "train.dtype=float32", "train.global_batch=2")
-    sizes, model = config.sizes(recipe, 2), read_config(student)
 
     def gathered(k):
-        traffic = plan_step(config.load(recipe, [f"distill.top_k={k}"]), model, sizes, device="cpu").traffic
+        traffic = plan_step(resolve_plan(load_recipe(recipe, [f"distill.top_k={k}"]), 2, "cpu")).traffic
         assert ("fsdp", "all-gather", 2, False) not in traffic
         return traffic["tp", "all-gather", 2, False][1]
 

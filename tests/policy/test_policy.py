@@ -5,6 +5,7 @@ import torch
 
 from dtrain.base.batch import collate
 from dtrain.base.errors import UserError
+from dtrain.methods import load_recipe
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import LossScale
@@ -13,7 +14,6 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.precision import choose_precision
 from dtrain.recipe import sizes
-from dtrain.recipe.schema import Recipe
 from tests.tiny import VOCAB, tiny_recipe
 from tests.world import run_world
 
@@ -50,11 +50,11 @@ def steps_in_one_call(rank, recipe):
     policy = policy_of(recipe)
     policy.init_optimizer(4)
     made = rows(10)
-    whole = policy.train(collate(made), SftMethod(Recipe()).loss, gbs=4)
+    whole = policy.train(collate(made), SftMethod(load_recipe({})).loss, gbs=4)
     one_by_one = policy_of(recipe)
     one_by_one.init_optimizer(4)
     losses = [
-        one_by_one.train(collate(made[start : start + 4]), SftMethod(Recipe()).loss, gbs=4)["global_loss"]
+        one_by_one.train(collate(made[start : start + 4]), SftMethod(load_recipe({})).loss, gbs=4)["global_loss"]
         for start in (0, 4, 8)
     ]
     assert whole["global_loss"].shape == (3,)
@@ -74,7 +74,7 @@ def uneven_ranks(rank, recipe, counts):
     policy.init_optimizer(4)
     made = rows(sum(counts))
     start = sum(counts[:rank])
-    result = policy.train(collate(made[start : start + counts[rank]]), SftMethod(Recipe()).loss)
+    result = policy.train(collate(made[start : start + counts[rank]]), SftMethod(load_recipe({})).loss)
     return result["global_loss"].tolist(), result["grad_norm"], result["tokens"].tolist()
 
 
@@ -92,9 +92,9 @@ def evaluation(rank, recipe):
     policy = policy_of(recipe, rank, 2)
     made = rows(5)
     with pytest.raises(RuntimeError, match="init_optimizer"):
-        policy.train(collate(made[rank::2]), SftMethod(Recipe()).loss)
+        policy.train(collate(made[rank::2]), SftMethod(load_recipe({})).loss)
     before = weights_of(policy)
-    result = policy.train(collate(made[rank::2]), SftMethod(Recipe()).loss, eval_mode=True)
+    result = policy.train(collate(made[rank::2]), SftMethod(load_recipe({})).loss, eval_mode=True)
     assert result["grad_norm"] is None
     assert all(parameter.grad is None for parameter in policy.model.parameters())
     for name, value in weights_of(policy).items():
@@ -114,7 +114,7 @@ def nothing_trained(rank, recipe):
     policy.init_optimizer(2)
     batch = collate(rows(2))
     batch["labels"].fill_(-100)
-    result = policy.train(batch, SftMethod(Recipe()).loss)
+    result = policy.train(batch, SftMethod(load_recipe({})).loss)
     assert result["global_loss"].item() == 0.0 and result["grad_norm"] == 0.0
 
 
@@ -129,9 +129,11 @@ def poisoned(rank, recipe, skip):
         next(policy.model.parameters()).fill_(float("inf"))
     before = weights_of(policy)
     for _ in range(skip):
-        assert not torch.isfinite(torch.tensor(policy.train(collate(rows(2)), SftMethod(Recipe()).loss)["grad_norm"]))
+        assert not torch.isfinite(
+            torch.tensor(policy.train(collate(rows(2)), SftMethod(load_recipe({})).loss)["grad_norm"])
+        )
     with pytest.raises(UserError, match="model.embed_tokens.weight"):
-        policy.train(collate(rows(2)), SftMethod(Recipe()).loss)
+        policy.train(collate(rows(2)), SftMethod(load_recipe({})).loss)
     assert all(torch.equal(value, before[name]) for name, value in weights_of(policy).items())
     assert not policy.optimizer.state
 

@@ -3,13 +3,13 @@
 import pytest
 
 from dtrain.base.batch import IGNORE, collate
+from dtrain.methods import load_recipe
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.recipe import sizes
-from dtrain.recipe.schema import Recipe
 from tests.policy.test_policy import rows
 from tests.tiny import tiny_recipe
 from tests.world import run_world
@@ -34,7 +34,7 @@ def two_steps(rank, recipe, world_size, loss_fn):
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=recipe.parallel.cp, tp=recipe.parallel.tp)
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(4)
-    loss_fn = SftMethod(Recipe()).loss if loss_fn == "sft" else loss_fn
+    loss_fn = SftMethod(load_recipe({})).loss if loss_fn == "sft" else loss_fn
     made = rows(4 * derived.dp)[mesh.dp_rank :: derived.dp] if derived.dp > 1 else rows(4)
     results = [policy.train(collate(made), loss_fn) for _ in range(2)]
     return [(result["global_loss"].tolist(), result["grad_norm"]) for result in results]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dtrain.base.batch import collate
+from dtrain.methods import load_recipe
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
@@ -14,7 +15,6 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.batching import DynamicShapes, Fixed, Packed
 from dtrain.recipe import sizes
-from dtrain.recipe.schema import Recipe
 from tests.policy.test_policy import rows
 from tests.tiny import VOCAB, tiny_recipe
 from tests.world import run_world
@@ -151,7 +151,7 @@ def with_positions(rank, recipe, world_size, gap, fill):
     positions = torch.arange(batch["input_ids"].shape[1])
     positions = positions + gap * (positions > 1)
     batch["position_ids"] = torch.where(batch["seq_ids"] >= 0, positions, fill)
-    results = [policy.train(batch, SftMethod(Recipe()).loss, mbs=making) for making in MAKINGS]
+    results = [policy.train(batch, SftMethod(load_recipe({})).loss, mbs=making) for making in MAKINGS]
     return [(result["global_loss"].item(), result["grad_norm"]) for result in results]
 
 

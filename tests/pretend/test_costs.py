@@ -27,7 +27,7 @@ class Cost(NamedTuple):
 MEMORY = {
     "a mask where none is needed": Cost("policy.build", "        return kernel\n", "        return SdpaKernel()\n"),
     "distances of int64": Cost(
-        "attention.visibility",
+        "attention.kernels",
         "q_pos, k_pos = self.query_positions.int(), self.key_positions.int()",
         "q_pos, k_pos = self.query_positions, self.key_positions",
         "float32",
@@ -54,7 +54,7 @@ MEMORY = {
         "cp",
     ),
     "the ring's output kept wide": Cost(
-        "attention.ring",
+        "attention.blocks",
         "ctx.save_for_backward(q, kv, out.to(q.dtype), lse, sinks)",
         "ctx.save_for_backward(q, kv, out.to(q.dtype), lse, sinks)\n        ctx.wide = out",
         "ring",

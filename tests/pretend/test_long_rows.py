@@ -7,9 +7,8 @@ size. That it counts what a card that computes does is shown at a tiny size.
 import pytest
 import torch.distributed as dist
 
-from dtrain import recipe as config
+from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.step import plan_step
-from dtrain.models.read_config import read_config
 from tests.pretend.card import GIB, Card
 from tests.pretend.test_memory import CASES, SHAPE, peak_of_a_step
 from tests.pretend.worlds import run_pretend
@@ -47,7 +46,7 @@ def counted(recipe, size, **more):
 
 
 def planned(recipe, size):
-    return plan_step(recipe, read_config(recipe.model.path), config.sizes(recipe, size), device="cuda").peak
+    return plan_step(resolve_plan(recipe, size, "cuda")).peak
 
 
 @pytest.mark.parametrize("name", ["cp", "ring"])

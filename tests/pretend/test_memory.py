@@ -5,9 +5,9 @@ import torch
 
 from dtrain import recipe as config
 from dtrain.base.batch import collate
-from dtrain.commands.plan.step import plan_step
-from dtrain.commands.plan.trace import full_rows
-from dtrain.methods import METHODS
+from dtrain.commands.plan.plan import resolve_plan
+from dtrain.commands.plan.step import full_rows, plan_step
+from dtrain.methods import method_of
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.policy import Policy
@@ -37,12 +37,12 @@ def peak_of_a_step(rank, recipe, size):
     mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(10)
-    method = METHODS[recipe.method](recipe)
+    method = method_of(recipe)
     if recipe.method == "dpo":
         method.keep_reference(policy)
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
-        rows = full_rows(recipe, method, sizes.accumulation)
+        rows = full_rows(method, sizes.accumulation)
         batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
         policy.train(batch, loss, mbs=method.micro_rows)
     return torch.cuda.max_memory_allocated()
@@ -72,7 +72,7 @@ def test_the_planned_peak_is_what_the_card_hands_out(tmp_path, name):
     path = write_model(tmp_path / "model", "qwen3", tied=False, **sizes)
     shape = f"model.path={path}", "train.dtype=bfloat16", "data.max_length=512", "train.global_batch=2"
     recipe = tiny_recipe(tmp_path, *shape, "train.micro_batch=1", *keys)
-    planned = plan_step(recipe, read_config(path), config.sizes(recipe, size), device="cuda").peak
+    planned = plan_step(resolve_plan(recipe, size, "cuda")).peak
     allocated = max(run_pretend(peak_of_a_step, size, recipe, size))
     print(f"{name}: planned {planned:,}, allocated {allocated:,} bytes, {planned / allocated - 1:+.1%}")
     assert abs(planned / allocated - 1) <= CLOSE

@@ -61,10 +61,10 @@ PLACES = {
         ", device=weight.device",
     ),
     "weights that are drawn": Place(
-        "models.common.init", "torch.arange(start, end, device=local.device) * strides[0]", ", device=local.device"
+        "models.building", "torch.arange(start, end, device=local.device) * strides[0]", ", device=local.device"
     ),
     "how often the norm has each gradient": Place(
-        "parallel.grads", "copies.to(powers.device, non_blocking=True)", ".to(powers.device, non_blocking=True)"
+        "parallel.placement", "copies.to(powers.device, non_blocking=True)", ".to(powers.device, non_blocking=True)"
     ),
     "cumulative lengths": Place(
         "attention.varlen", "host.to(device, non_blocking=True).split", TO_DEVICE,

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from dtrain.commands.cli import main
-from dtrain.commands.push import curve
+from dtrain.commands.push import card
 from dtrain.commands.push.card import shown
 from dtrain.launch import launch
 from dtrain.run.metrics import records
@@ -110,12 +110,12 @@ def test_the_picture_is_the_metrics(hub, trained, logged_in):  # noqa: F811
      ([(1, 1e-9), (2, 3e9)], []), ([(1, -5.0), (2, -5.0)], [])],
 )  # fmt: skip
 def test_every_curve_stays_in_its_picture(train, val):
-    picture = tree.fromstring(curve.svg(train, val))
+    picture = tree.fromstring(card.svg(train, val))
     kind = "{http://www.w3.org/2000/svg}"
     points = [point.split(",") for line in picture.iter(f"{kind}polyline") for point in line.get("points").split()]
     points += [(dot.get("cx"), dot.get("cy")) for dot in picture.iter(f"{kind}circle")]
-    assert points and len(points) <= curve.MOST + len(val)
-    assert all(0 <= float(x) <= curve.WIDTH and 0 <= float(y) <= curve.HEIGHT for x, y in points)
+    assert points and len(points) <= card.MOST + len(val)
+    assert all(0 <= float(x) <= card.WIDTH and 0 <= float(y) <= card.HEIGHT for x, y in points)
 
 
 def test_values_that_are_no_numbers_are_left_out():

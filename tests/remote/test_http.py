@@ -11,7 +11,7 @@ from dtrain.inference.request import Request, SamplingParams
 from dtrain.rl.remote import http_client
 from dtrain.rl.remote.dialects import derived_seed
 from dtrain.rl.remote.http import HttpEngine, group
-from dtrain.rl.remote.prefetch import RolloutPrefetcher
+from dtrain.rl.remote.training import RolloutPrefetcher
 from tests.remote import fakes
 from tests.remote.fakes import FakeSglang, FakeVllm, drawn
 

@@ -17,9 +17,9 @@ from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.methods.sft import SftMethod
 from dtrain.policy.weight_buckets import WeightReceiver, flatten, weight_group
 from dtrain.rl.remote.http import HttpEngine
-from dtrain.rl.remote.prefetch import RolloutPrefetcher
 from dtrain.rl.remote.publish import DirectoryPublisher, StreamPublisher
 from dtrain.rl.remote.shared_directory import MARKER, mark, newest, prune, step_directory
+from dtrain.rl.remote.training import RolloutPrefetcher
 from tests.policy.test_policy import rows
 from tests.policy.test_weights import free_port, policy_of
 from tests.remote.fakes import FakeVllm

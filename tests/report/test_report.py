@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import threading
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import numpy
 import pytest
@@ -19,9 +20,9 @@ from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
 from dtrain.commands.report import live
 from dtrain.commands.report.charts import MOST, histogram, thinned
-from dtrain.commands.report.mesh import picture
 from dtrain.commands.report.page import MARK, page, state
 from dtrain.commands.report.run_files import open_runs
+from dtrain.commands.report.sections import picture
 
 HOSTILE = "</script><script>hit()</script><img src=x onerror=hit()>\"'&\u202e\x1b[31m\ud800\u2028"
 ROWS = [
@@ -245,18 +246,18 @@ def test_a_histogram_counts_every_completion_once():
 
 def test_the_mesh_shows_the_ranks_row_by_row_as_a_device_mesh_numbers_them():
     sizes = {"dp_replicate": 2, "dp_shard": 3, "cp": 2, "tp": 2}
-    found = re.findall(r'<text x="([\d.]+)" y="([\d.]+)">(\d+)</text>', picture(sizes, "t"))
-    place = {int(rank): (float(x), float(y)) for x, y, rank in found}
-    ranks = numpy.arange(24).reshape(2, 3, 2, 2)
-    assert len(place) == 24
-    for replica in ranks:
-        for row in replica:  # a data-parallel rank is a row, its tensor-parallel ranks stand beside each other
-            assert len({place[rank][1] for rank in row.flatten().tolist()}) == 1
-            assert [place[rank][0] for rank in row.flatten().tolist()] == sorted(
-                place[r][0] for r in row.flatten().tolist()
-            )
-    assert max(place[r][1] for r in ranks[0].flatten().tolist()) < min(place[r][1] for r in ranks[1].flatten().tolist())
-    large = picture({"dp_replicate": 1, "dp_shard": 128, "cp": 1, "tp": 8}, "t")
+
+    def ranks_of(box):
+        """The ranks of a box of HTML, nested as its boxes are; each depth has the class of its dimension."""
+        assert box.tag == "b" or box.get("class").split()[0] == list(sizes)[depth(box)]
+        return int(box.text) if box.tag == "b" else [ranks_of(inner) for inner in box]
+
+    def depth(box):
+        return 0 if box is drawn else 1 + depth(next(outer for outer in drawn.iter() if box in list(outer)))
+
+    drawn = ElementTree.fromstring(picture(sizes))
+    assert ranks_of(drawn) == numpy.arange(24).reshape(2, 3, 2, 2).tolist()
+    large = picture({"dp_replicate": 1, "dp_shard": 128, "cp": 1, "tp": 8})
     assert "⋯" in large and ">1023<" in large and len(large) < 10_000
 
 

@@ -11,9 +11,8 @@ from dtrain.base.errors import UserError
 from dtrain.base.randomness import uniform
 from dtrain.inference import engine as engine_module
 from dtrain.inference.engine import Engine
-from dtrain.inference.request import Request, SamplingParams
+from dtrain.inference.request import Request, SamplingParams, StopTexts
 from dtrain.inference.sampling import random_key
-from dtrain.inference.sequence import StopTexts
 from tests.models.oracle import VARIANTS, VOCAB, make, save
 
 PROMPTS = [[3, 14, 15, 9, 2, 6], [5], [35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79], list(range(40)), [5, 6]]

@@ -8,6 +8,7 @@ import transformers
 
 from dtrain import models
 from dtrain.base.errors import UserError
+from dtrain.data import Tokenizer, choose_template
 from dtrain.inference.generate import encode_prompt, generate, generate_text
 from tests.models.oracle import VARIANTS, VOCAB
 from tests.tiny import tiny_recipe, write_model
@@ -155,15 +156,14 @@ def test_prompts_from_a_pipe_give_a_line_each(finished, monkeypatch, capsys):
 
 
 def test_prompts_take_the_chat_template_unless_raw(tmp_path):
-    from dtrain.data.text.tokenizer import Tokenizer
-
     directory = write_model(tmp_path)
     (directory / "chat_template.jinja").write_text(
         "{% for m in messages %}w8 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
     )
     tokenizer = Tokenizer.from_directory(directory)
-    assert encode_prompt(tokenizer, "w5", raw=False) == [8, 5, 9]
-    assert encode_prompt(tokenizer, "w5", raw=True) == [5]
+    template = choose_template(directory, tokenizer.special_tokens)
+    assert encode_prompt(tokenizer, "w5", template) == [8, 5, 9]
+    assert encode_prompt(tokenizer, "w5", None) == [5]
 
 
 @pytest.mark.parametrize(

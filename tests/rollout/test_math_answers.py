@@ -9,18 +9,12 @@ from fractions import Fraction
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.methods.grpo_section import reward_problems
-from dtrain.recipe.schema import Reward
+from dtrain.recipe.rollouts import Reward
+from dtrain.rl.checks import reward_problems
 from dtrain.rl.rewards import BUILT_IN
-from dtrain.rl.rewards.cosine_length import cosine_length
-from dtrain.rl.rewards.format_tags import format_tags
-from dtrain.rl.rewards.json_valid import json_valid
+from dtrain.rl.rewards.form import format_tags, json_valid, regex, repetition_penalty
 from dtrain.rl.rewards.math_answers import answer_in, read
-from dtrain.rl.rewards.math_exact import math_exact
-from dtrain.rl.rewards.numeric import numeric
-from dtrain.rl.rewards.regex import regex
-from dtrain.rl.rewards.repetition_penalty import repetition_penalty
-from dtrain.rl.rewards.text_exact import text_exact
+from dtrain.rl.rewards.right_answers import cosine_length, math_exact, numeric, text_exact
 
 EQUAL = [  # what a completion says, what the data has
     ("The answer is 42.", "42"),

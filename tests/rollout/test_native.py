@@ -13,9 +13,8 @@ from dtrain.attention.context import GatherKernel
 from dtrain.attention.kernels import KERNELS
 from dtrain.attention.ring import RingKernel
 from dtrain.base.errors import UserError
-from dtrain.inference.budget import share_out
 from dtrain.inference.engine import Engine
-from dtrain.inference.native import NativeEngine
+from dtrain.inference.native import NativeEngine, share_out
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.checkpointing import checkpoint_activations

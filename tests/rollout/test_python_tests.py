@@ -3,7 +3,7 @@
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.recipe.schema import Reward
+from dtrain.recipe.rollouts import Reward
 from dtrain.rl.rewards import Rewards
 from dtrain.rl.rewards.code_sandbox import CodeSandbox
 from dtrain.rl.rewards.columns import lacking_columns

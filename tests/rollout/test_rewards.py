@@ -268,7 +268,7 @@ def test_a_name_or_path_that_is_not_there_is_found_without_running_it(mine):
     (mine / "package" / "__init__.py").write_text("raise SystemExit\n")
     (mine / "package" / "inner.py").write_text("raise SystemExit\nif True:\n    fn = print\nfrom os import path as p\n")
     (mine / "wrong.py").write_text("def fn(:\n")
-    assert find("math_exact") == ("dtrain.rl.rewards.math_exact", "math_exact")
+    assert find("math_exact") == ("dtrain.rl.rewards.right_answers", "math_exact")
     for name in ("package.inner.fn", "package.inner:fn", "package.inner.p", "mine.exact", "json.dumps"):
         assert ".".join(find(name)) == name.replace(":", ".")
     for name, words in (

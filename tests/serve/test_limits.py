@@ -16,7 +16,8 @@ import pytest
 from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
 from dtrain.commands.serve.connection import Limits
-from dtrain.rl.remote.http import HttpEngine, read_key
+from dtrain.rl.remote.http import HttpEngine
+from dtrain.rl.remote.http_client import read_key
 from tests.serve.serving import (
     GREEDY,
     KEY,

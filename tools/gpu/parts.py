@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtrain import recipe as config
-from dtrain.models.read_config import read_config
 from tests.tiny import FAMILIES, tiny_recipe
 from tools.gpu.ranks import Run
 from tools.gpu.runs import decode_rank, hang_rank, peak_rank, proof_rank, rows_of, shape_recipe, train_rank
@@ -84,6 +82,7 @@ def proof(asked: Asked, run: Run, root: Path) -> Iterator[str]:
 
 def memory(asked: Asked, run: Run, root: Path) -> Iterator[str]:
     """The peak of a step against `dtrain plan`, and the kernels that were chosen."""
+    from dtrain.commands.plan.plan import resolve_plan
     from dtrain.commands.plan.step import plan_step
 
     length = 512 if asked.small else 4096
@@ -92,7 +91,7 @@ def memory(asked: Asked, run: Run, root: Path) -> Iterator[str]:
         for size, mesh in meshes:
             keys = "train.global_batch=2", "train.steps=2", *mesh
             recipe = shape_recipe(root, shape, length, asked.small, *keys, name="memory")
-            planned = plan_step(recipe, read_config(recipe.model.directory), config.sizes(recipe, size)).peak
+            planned = plan_step(resolve_plan(recipe, size, "cuda")).peak
             found = run(peak_rank, size, recipe)
             most, off = max(peak for peak, _ in found), planned / max(peak for peak, _ in found) - 1
             words = f"{shape} on {size} {' '.join(mesh)}: planned {planned / 2**30:.3f} GiB, held {most / 2**30:.3f}"

@@ -65,8 +65,8 @@ def peak_rank(rank: int, size: int, recipe: Recipe) -> tuple[int, str]:
     import torch
 
     from dtrain.base.batch import collate
-    from dtrain.commands.plan.trace import full_rows
-    from dtrain.methods import METHODS
+    from dtrain.commands.plan.step import full_rows
+    from dtrain.methods import method_of
     from dtrain.models.read_config import read_config
     from dtrain.parallel.mesh import build_mesh, init_one_process_group
     from dtrain.parallel.runtime import Runtime
@@ -79,10 +79,10 @@ def peak_rank(rank: int, size: int, recipe: Recipe) -> tuple[int, str]:
     mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
     policy = Policy(recipe, read_config(recipe.model.directory), mesh, runtime)
     policy.init_optimizer(10)
-    method = METHODS[recipe.method](recipe)
+    method = method_of(recipe)
     for _ in range(2):  # the optimizer's state is there from the first update on
         torch.cuda.reset_peak_memory_stats()
-        rows = full_rows(recipe, method, sizes.accumulation)
+        rows = full_rows(method, sizes.accumulation)
         batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
         policy.train(batch, loss, mbs=method.micro_rows)
     kernel = policy.model.model.kernel

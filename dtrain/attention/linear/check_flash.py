@@ -5,14 +5,16 @@ The ranks of an exchange are played one after the other in this process.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from dtrain.attention.check_varlen import differentiated, documents_of, does_not_run
 from dtrain.attention.linear.chunks import chunked
+from dtrain.attention.linear.context import Pieces
 from dtrain.attention.linear.flash import Borders, FlashDelta
 
 _LENGTHS = ((1, 61, 66, 64), (150, 42))  # documents of two rows of 192, the last of them padding
@@ -33,8 +35,7 @@ def prove(
     """Return why `rule` is not to be used for such heads here; None where it computes what `chunked` does in float32:
     packed and plain rows, and where there is an exchange their pieces, forward and backward. Each document is compared
     by itself, so that a small one counts. No collective, and no random number of the run's is drawn."""
-    documents = torch.tensor([[n for n, size in enumerate(row) for _ in range(size)] for row in _LENGTHS])
-    documents[-1, -_LENGTHS[-1][-1] :] = -1
+    documents = documents_of(_LENGTHS)
     begins = [[0, *(at for at in range(1, row.numel()) if row[at] != row[at - 1])] for row in documents]
     real = documents.to(device) >= 0
     length = documents.shape[1]
@@ -70,14 +71,13 @@ def prove(
         checks.append(("pieces of rows", in_pieces, segments, real))
     for name, function, of_row, is_real in checks:
         try:
-            results = _differentiated(function, parts, grad)
+            results = differentiated(function, parts, grad)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except _failures() as error:
-            return f"flash-linear-attention does not run here: {(str(error).splitlines() or [type(error).__name__])[0]}"
+            return does_not_run("flash-linear-attention", error)
         wide = [part.float() for part in parts]
-
-        truth = _differentiated(partial(_exact, of_row, is_real), wide, grad.float())
+        truth = differentiated(partial(_exact, of_row, is_real), wide, grad.float())
         cuts = begins if of_row is not None else [[0], [0]]
         for result, other in zip(results, truth, strict=True):
             for row, places in enumerate(cuts):
@@ -96,25 +96,23 @@ def _failures() -> tuple[type[Exception], ...]:
     return RuntimeError, ValueError, TypeError, AttributeError, AssertionError, *of_triton
 
 
-class _Chain:
-    """An `Exchange` whose pieces are all here, one row of pieces after the other: [P · B, ..]."""
+class _Chain(Pieces):
+    """Pieces that are all here, one row of pieces after the other: [P · B, ..]."""
 
     def __init__(self, count: int):
-        self._count = count
+        self.count = count
 
     def forward(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """Override `Exchange.forward`."""
-        size, pieces = maps.shape[-2], maps.unflatten(0, (self._count, -1))
+        size, pieces = maps.shape[-2], maps.unflatten(0, (self.count, -1))
         states = [torch.zeros_like(pieces[0, ..., size:])]
         for piece in pieces[:-1]:
             states.append(piece[..., :size] @ states[-1] + piece[..., size:])
         return torch.cat(states), pieces[..., :size]
 
     def backward(self, grads: Tensor, kept: Tensor) -> Tensor:
-        """Override `Exchange.backward`."""
-        pieces = grads.unflatten(0, (self._count, -1))
+        pieces = grads.unflatten(0, (self.count, -1))
         states = [torch.zeros_like(pieces[0])]
-        for piece in range(self._count - 1, 0, -1):
+        for piece in range(self.count - 1, 0, -1):
             states.append(kept[piece].mT @ states[-1] + pieces[piece])
         return torch.cat(states[::-1])
 
@@ -122,10 +120,3 @@ class _Chain:
 def _exact(segments: Tensor | None, real: Tensor | None, *parts: Tensor) -> Tensor:
     q, k, v, g, beta = parts
     return chunked(q, k, v, g, beta, segments, real)[0]
-
-
-def _differentiated(function: Callable[..., Tensor], parts: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    """The output and the gradients of all parts."""
-    leaves = [part.clone().requires_grad_() for part in parts]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

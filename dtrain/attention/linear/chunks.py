@@ -14,11 +14,14 @@ Shapes: [N, B, Hk, r, C, ..], N chunks, B rows, Hk key heads, r value heads of e
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.linalg import vecdot
+
+from dtrain.attention.linear.context import Pieces
 
 CHUNK = 64
 GROUP = 2**19  # elements of the values that are computed at a time, on a CPU: what a cache holds
@@ -27,20 +30,6 @@ EPS = 1e-6  # of the l2 norm, as in transformers
 
 
 T = TypeVar("T")
-
-
-class Exchange(Protocol):
-    """Exchange that finds the rows' first states, where a row is a piece of a longer one."""
-
-    def forward(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """maps [B, Hv, K, K + V]: a row's last state is M · first + U. The first states [B, Hv, K, V], and what
-        `backward` wants."""
-        ...
-
-    def backward(self, grads: Tensor, kept: Tensor) -> Tensor:
-        """grads [B, Hv, K, V]: of each row's first state, by the row's own outputs. The gradients of the rows' last
-        states, by the outputs of all that follow."""
-        ...
 
 
 def chunked(
@@ -52,14 +41,15 @@ def chunked(
     segments: Tensor | None = None,
     real: Tensor | None = None,
     state: Tensor | None = None,
-    exchange: Exchange | None = None,
+    exchange: Pieces | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over rows, in max(float32, the dtype).
 
     q, k [B, S, Hk, K], neither normalised nor scaled; v [B, S, Hv, V]; g (≤ 0) and beta [B, S, Hv]. segments [B, S]
     counts the documents that began at or before a token, 0 for those that go on from `state` [B, Hv, K, V] (None:
     zeros). real [B, S]: False where nothing is read, written or decayed, and the output is 0. Gives [B, S, Hv, V] in
-    v's dtype and the last state [B, Hv, K, V]; with an `exchange`, `state` is None and collectives are those of its.
+    v's dtype and the last state [B, Hv, K, V]; with an `exchange`, where a row is a piece of a longer one, `state` is
+    None and collectives are those of its.
     """
     return _Chunked.apply(q, k, v, g, beta, segments, real, state, exchange)
 
@@ -146,7 +136,7 @@ def _inside(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tenso
         g, beta = g.masked_fill_(~rows.real, 0), beta.masked_fill_(~rows.real, 0)
         q = q.masked_fill_(~rows.real[..., None], 0)
     scale = q.shape[-1] ** -0.5
-    inverse_q, inverse_k = (torch.linalg.vecdot(x, x).add_(EPS).rsqrt_()[..., None] for x in (q, k))
+    inverse_q, inverse_k = (vecdot(x, x).add_(EPS).rsqrt_()[..., None] for x in (q, k))
     q, k = q.mul_(inverse_q * scale), k.mul_(inverse_k)
     sums = _sums(rows, g)
     decay = (sums[..., :, None] - sums[..., None, :]).masked_fill_(~rows.visible, -torch.inf).exp_()
@@ -174,21 +164,13 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(*flat, out=out).unflatten(0, leading)
 
 
-def _sums(rows: _Rows, g: Tensor) -> Tensor:
-    """[.., C]: of each token and those before it in the chunk and its document, each document by itself."""
+def _sums(rows: _Rows, values: Tensor, backward: bool = False) -> Tensor:
+    """[N, B, Hk, r, C]: of each token and those before it in the chunk and its document, each document by itself;
+    backward: and those after it."""
     if rows.from_start is None:
-        return g.cumsum(-1)
-    return _by_documents(rows.visible[:, :, 0, 0].to(g.dtype), g)
-
-
-def _sums_back(rows: _Rows, grad: Tensor) -> Tensor:
-    if rows.from_start is None:
-        return grad.flip(-1).cumsum(-1).flip(-1)
-    return _by_documents(rows.visible[:, :, 0, 0].to(grad.dtype).mT, grad)
-
-
-def _by_documents(visible: Tensor, values: Tensor) -> Tensor:
-    """visible [N, B, C, C] times values [N, B, Hk, r, C]"""
+        return values.flip(-1).cumsum(-1).flip(-1) if backward else values.cumsum(-1)
+    visible = rows.visible[:, :, 0, 0].to(values.dtype)  # [N, B, C, C]
+    visible = visible.mT if backward else visible
     return _product(visible, values.flatten(2, 3).mT).mT.unflatten(2, values.shape[2:4])
 
 
@@ -383,10 +365,10 @@ def _inside_back(
     chunk, `new` of what is written."""
     q, k, v, beta = inside.q, inside.k, inside.v, inside.beta
     read = grad @ states.mT  # [.., C, K]
-    of_start = _dot(read, q)
+    of_start = vecdot(read, q)
     of_q = _shared(read.mul_(inside.start[..., None]))
     kept = written @ after.mT  # [.., C, K]
-    of_end = _dot(kept, k).mul_(inside.end)  # of its logarithm
+    of_end = vecdot(kept, k).mul_(inside.end)  # of its logarithm
     of_k = _shared(kept.mul_(inside.end[..., None]))
     of_whole = (after * states).sum((-2, -1)).mul_(inside.whole[..., 0, 0])
 
@@ -394,8 +376,8 @@ def _inside_back(
     of_v = inside.inverse.mT @ new
     of_w = inside.inverse.mT @ (new @ states.mT).neg_()
     of_system = (of_v @ inside.u.mT).add_(of_w @ inside.w.mT).neg_()
-    by_key = _dot(of_w, k)
-    of_beta = _dot(of_v, v).addcmul_(by_key, inside.start)
+    by_key = vecdot(of_w, k)
+    of_beta = vecdot(of_v, v).addcmul_(by_key, inside.start)
     of_start.addcmul_(by_key, beta)
     of_v.mul_(beta[..., None])
     of_k += _shared(of_w.mul_((beta * inside.start)[..., None]))
@@ -413,7 +395,7 @@ def _inside_back(
 
     of_sums = products.sum(-1).sub_(products.sum(-2)).addcmul_(of_start, inside.start).sub_(of_end)
     of_sums[..., -1] += of_end.sum(-1) + of_whole
-    of_g = _sums_back(rows, of_sums)
+    of_g = _sums(rows, of_sums, backward=True)
     if rows.real is not None:
         of_g, of_beta = of_g.masked_fill_(~rows.real, 0), of_beta.masked_fill_(~rows.real, 0)
     scale = q.shape[-1] ** -0.5
@@ -422,11 +404,7 @@ def _inside_back(
 
 
 def _unnormed(grad: Tensor, normed: Tensor, inverse: Tensor) -> Tensor:
-    return (grad - normed * _dot(grad, normed)[..., None]).mul_(inverse)
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return torch.linalg.vecdot(a, b)
+    return (grad - normed * vecdot(grad, normed)[..., None]).mul_(inverse)
 
 
 def _shared(grad: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Linear attention under context parallel: what the ranks exchange, its size independent of the rows' length.
 
-A row lies on cp ranks in 2·cp pieces (`parallel.context.layout`), two of them on each. A piece's last state is an
+A row lies on cp ranks in 2·cp pieces (`parallel.context.batch`), two of them on each. A piece's last state is an
 affine map of its first one, M · S + U: from all maps each rank computes the first states of its own pieces. Backward
 the same is done with the transposed maps: the gradient of a piece's last state is what the pieces after it give.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dtrain.parallel.collectives import all_gather, gather_along
-from dtrain.parallel.context.layout import chunks_of
+from dtrain.parallel.context.batch import chunks_of
 
 
 class Pieces:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dtrain.attention.linear.chunks import Exchange, head_groups
+from dtrain.attention.linear.chunks import head_groups
+from dtrain.attention.linear.context import Pieces
 
 
 class Borders(NamedTuple):
@@ -60,7 +61,7 @@ class FlashDelta:
         beta: Tensor,
         borders: Borders | None,
         real: Tensor | None,
-        exchange: Exchange | None = None,
+        exchange: Pieces | None = None,
     ) -> Tensor:
         """q and k [R, L, Hk, K], neither normalised nor scaled, v [R, L, Hv, V], g and beta [R, L, Hv] -> [R, L, Hv, V]
         in v's dtype. borders None: each row is one document, or goes on with one. real [R, L]: as `chunked` has it.

@@ -56,7 +56,7 @@ class LinearMask:
     ) -> "LinearMask":
         """documents: the rows' seq_ids [B, S/cp], -1 on padding; None: each row is one document. tokens: S/cp, without
         what sequence parallel pads. width: W. group: of context parallel, whose ranks hold the rows head-tail
-        (`parallel.context.layout`). packing: of the whole rows; without it `flash` has the host read where documents
+        (`parallel.context.batch`). packing: of the whole rows; without it `flash` has the host read where documents
         begin.
 
         One all-gather over `group`, of the last W - 1 ids of each piece, where there are ids.

@@ -25,12 +25,9 @@ class Saver:
     """Saves the steps of one run into `directory`, one after the other, and deletes those that `retention` drops.
 
     background: let training go on while a save is written. Pinned memory for the copies of CUDA tensors is kept from
-    save to save; copies of host tensors are given back. beside: as of `CheckpointStore.save`. Made by every rank alike:
-    one new process group (collective).
-
-    As a context manager it ends the save in flight in order, whatever ends the block, except for a KeyboardInterrupt:
-    who presses Ctrl-C twice does not want to wait.
-    """
+    save to save. beside: as of `CheckpointStore.save`. Made by every rank alike: one new process group (collective). As
+    a context manager it ends the save in flight in order, whatever ends the block, except for a KeyboardInterrupt: who
+    presses Ctrl-C twice does not want to wait."""
 
     def __init__(
         self,
@@ -61,7 +58,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Return whether the save in flight has failed by now, on this rank. `finish` then raises. No collective."""
+        """Return whether the save in flight has failed by now, on this rank. No collective."""
         return self._flying is not None and self._flying.done() and self._flying.exception() is not None
 
     def save(
@@ -74,10 +71,7 @@ class Saver:
         wait: bool = False,
     ) -> None:
         """`CheckpointStore.save`, then the retention; in the background the tensors [any shape] may change as soon as
-        this returns.
-
-        wait: return when the step is published. Waits for the save in flight and raises its failure. Collective.
-        """
+        this returns. wait: return when the step is published. Raises the failure of the save in flight. Collective."""
         self.finish()
         if wait or not self.background:
             self._write(step, tensors, state, rank_state)
@@ -106,7 +100,6 @@ class Saver:
         self.store.ranks.first(lambda: self.store.prune(self.retention))
 
     def _copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-        """Return what this rank holds of `tensors`, copied to the host; the copies are complete when this returns."""
         copies = {}
         for name, tensor in tensors.items():
             piece = Piece.of(tensor)

@@ -29,9 +29,8 @@ class Origin:
     def read(cls, record: Any, file: Path) -> "Origin":
         """Read what JSON has in `file`. Raises UserError."""
         kinds = {"path": str, "step": int, "identity": str, "save": str | None}
-        if not isinstance(record, dict) or record.keys() != kinds.keys():
-            record = {}
-        if not record or not all(isinstance(record[key], kind) for key, kind in kinds.items()):
+        is_whole = isinstance(record, dict) and record.keys() == kinds.keys()
+        if not is_whole or not all(isinstance(record[key], kind) for key, kind in kinds.items()):
             raise UserError(f"{file} is damaged: it does not say what the run began from; delete it to begin anew")
         return cls(**record)
 
@@ -65,8 +64,8 @@ class Origin:
         return run_of(save) == run_of(self.save)
 
     def again(self, key: str, path: str | Path, otherwise: str, ranks: Ranks) -> tuple[CheckpointStore, int]:
-        """The store at `path`, which `key` gives, and this step. Collective. UserError where it is gone, or another by
-        now; `otherwise` says what may be done beside putting it back."""
+        """The store at `path`, which `key` gives, and this step. Collective. UserError where that is gone or another;
+        `otherwise` says what may be done beside putting it back."""
         store = self.at(path, ranks)
         if store is None:
             raise UserError(

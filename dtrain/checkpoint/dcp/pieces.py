@@ -48,11 +48,9 @@ _VERSION = 1
 
 
 class Piece(Tensor):
-    """A local tensor with its place in a global one. DCP's planners ask it for what it writes and reads.
-
-    It has to be a Tensor: the planners ignore any other object off rank 0. `size()` is the global size, which they
-    compare with the checkpoint's; `local` is the plain tensor, sharing storage with the one that it was made of.
-    """
+    """A local tensor with its place in a global one. DCP's planners ask it for what it writes and reads; they ignore
+    any object but Tensors off rank 0. `size()` is the global size, which they compare with the checkpoint's; `local` is
+    the plain tensor, sharing storage with the one that it was made of."""
 
     local: Tensor
     global_size: torch.Size
@@ -113,10 +111,8 @@ class _CountedFiles(FileSystem):
 
 
 class PieceWriter(FileSystemWriter):
-    """Writes pieces, one synced file per rank, into `directory`.
-
-    After the save, `records` holds this rank's files with size and checksum; `table`, on the coordinator, the JSON
-    text that finds the pieces again. It is left to the caller to write, for a save is more than its tensors.
+    """Writes pieces, one synced file per rank, into `directory`. After the save, `records` holds this rank's files with
+    size and checksum; `table`, on the coordinator, the JSON text that finds the pieces again, for the caller to write.
     """
 
     fs: _CountedFiles
@@ -135,7 +131,18 @@ class PieceWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list) -> None:
         places = {result.index: result.storage_data for written in results for result in written}
-        self.table = _as_json(metadata, places)
+        tensors = {}
+        for name, stored in metadata.state_dict_metadata.items():
+            if not isinstance(stored, TensorStorageMetadata):
+                raise TypeError(f"{name} is no tensor")
+            chunks = []
+            for chunk in stored.chunks:
+                place = places[MetadataIndex(name, chunk.offsets)]
+                at = {"file": place.relative_path, "start": place.offset, "length": place.length}
+                chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **at})
+            dtype = str(stored.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"dtype": dtype, "size": list(stored.size), "chunks": chunks}
+        self.table = json.dumps({"version": _VERSION, "tensors": tensors})
 
 
 class PieceReader(FileSystemReader):
@@ -175,6 +182,10 @@ class Table:
     tensors: dict[str, TensorStorageMetadata]
     places: dict[MetadataIndex, StoredPlace]
 
+    @property
+    def sizes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in self.tensors.items()}
+
 
 def read_whole(directory: Path, table: Table, name: str) -> Tensor:
     """A tensor of `directory`, [its whole size], from chunks that were seen written, in any thread. No collective."""
@@ -185,32 +196,13 @@ def read_whole(directory: Path, table: Table, name: str) -> Tensor:
         with (directory / place.relative_path).open("rb") as stream:
             stream.seek(place.offset)
             part = torch.load(io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True)
-        where = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        whole[where] = part
+        whole[tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))] = part
     return whole
 
 
-def _as_json(metadata: Metadata, places: dict[MetadataIndex, Any]) -> str:
-    tensors = {}
-    for name, stored in metadata.state_dict_metadata.items():
-        if not isinstance(stored, TensorStorageMetadata):
-            raise TypeError(f"{name} is no tensor")
-        chunks = []
-        for chunk in stored.chunks:
-            place = places[MetadataIndex(name, chunk.offsets)]
-            at = {"file": place.relative_path, "start": place.offset, "length": place.length}
-            chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **at})
-        dtype = str(stored.properties.dtype).removeprefix("torch.")
-        tensors[name] = {"dtype": dtype, "size": list(stored.size), "chunks": chunks}
-    return json.dumps({"version": _VERSION, "tensors": tensors})
-
-
 def read_table(path: Path, text: bytes) -> Table:
-    """The table in the JSON `text` of `path`.
-
-    One that a whole save cannot have written (a hole or an overlap between chunks, a chunk out of bounds, a file
-    outside the checkpoint, an unknown dtype) is a UserError naming `path`: no part of a tensor stays unread unnoticed.
-    """
+    """The table in the JSON `text` of `path`. One that a whole save cannot have written (a hole or an overlap between
+    chunks, a chunk out of bounds, a file outside the checkpoint, an unknown dtype) is a UserError naming `path`."""
     table = Table({}, {})
     try:
         content = loads(text)

@@ -24,10 +24,8 @@ class Retention:
     better: Callable[[Iterable[float]], float] = min
 
     def dropped(self, measured: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The steps to delete, ascending, of those in `measured`: step → the metrics saved with it.
-
-        Of equally good steps the newest stays; a step whose field is missing or not finite is no candidate.
-        """
+        """The steps to delete, ascending, of those in `measured`: step → the metrics saved with it. Of equally good
+        steps the newest stays; a step whose field is missing or not finite is no candidate."""
         if self.keep_last is None:
             return []
         steps = sorted(measured)

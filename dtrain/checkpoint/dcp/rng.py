@@ -27,11 +27,8 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], copy: int = 0) -> None:
-    """Put the generators of this process into `state` (copy 0), or into a state derived from it.
-
-    A CUDA state is set where this process has CUDA; where it was saved without one, CUDA is seeded from the CPU's.
-    Raises UserError for a state that `random_state` has not written.
-    """
+    """Put the generators of this process into `state` (copy 0), or into one derived from it. CUDA, where this process
+    has it and the state does not, is seeded from the CPU's. UserError for what `random_state` has not written."""
     try:
         version, words, gauss = state["python"]
         cpu = _from_text(state["torch"])

@@ -83,11 +83,9 @@ def locate(path: str | Path, ranks: Ranks | None = None) -> tuple["CheckpointSto
 
 
 class CheckpointStore:
-    """The steps saved in `directory`. Every rank of `ranks` (default: all) holds a store of the same directory.
-
-    Methods marked collective are called by all of them, with the same arguments but for the tensors' own shards.
-    Errors of the collective ones are UserErrors naming the file, raised on every rank.
-    """
+    """The steps saved in `directory`. Every rank of `ranks` (default: all) holds a store of the same directory. Methods
+    marked collective are called by all of them, with the same arguments but for the tensors' own shards. Their errors
+    are UserErrors naming the file, raised on every rank."""
 
     def __init__(self, directory: str | Path, ranks: Ranks | None = None):
         self.directory = Path(directory)
@@ -102,9 +100,7 @@ class CheckpointStore:
 
     def faults(self, step: int) -> list[str]:
         """Return what a look at the manifest and the file sizes finds wrong with a step, without reading the data.
-
-        UserError for a manifest that is of another version of dtrain, or that the system does not let us read.
-        """
+        UserError for a manifest that is of another version of dtrain, or that the system does not let us read."""
         try:
             manifest = self._manifest(step)
         except Damaged as error:
@@ -143,11 +139,9 @@ class CheckpointStore:
         """Save a step and publish it; returns its directory. Collective.
 
         tensors: [any shape], plain (the same on every rank), DTensors or Pieces, under the same names on every rank.
-        state: JSON, rank 0's is kept; rank_state: JSON, each rank's is kept. Tuples come back as lists. beside: writes
-        more files, which rank 0 makes of what all ranks have written.
-        Raises UserError where the step is already there (it is never written again), and for a full disk and the like;
-        then nothing of this save remains and the steps before it stand.
-        """
+        state: JSON, rank 0's is kept; rank_state: JSON, each rank's is kept. Tuples come back as lists. beside: makes
+        more files of what all ranks have written. UserError where the step is already there (it is never written
+        again), and for a full disk and the like; then nothing of this save remains and the steps before it stand."""
         pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
         state_text, own_text = json.dumps(state), json.dumps(rank_state)
         own_file = f"rank-{self.ranks.rank}.json"
@@ -168,8 +162,8 @@ class CheckpointStore:
             writer = PieceWriter(partial)
             planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             self._dcp("saved", final, dcp.save, pieces, storage_writer=writer, planner=planner)
-            records = self.ranks.every(written)
-            self.ranks.first(lambda: self._publish(step, partial, writer.table, state_text, records, beside))
+            files = {name: record for of_rank in self.ranks.every(written) for name, record in of_rank.items()}
+            self.ranks.first(lambda: self._publish(step, partial, writer.table, state_text, files, beside))
         except UserError:
             if self.ranks.is_first:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -182,14 +176,12 @@ class CheckpointStore:
         return _read(self.path(step) / STATE)
 
     def read_rank_state(self, step: int) -> tuple[dict[str, Any] | None, int]:
-        """A `rank_state` for this rank, and which copy of it this is. No collective.
-
-        Rank r of a world as large as the saved one gets its own, copy 0. In a larger world rank r gets that of rank
-        r % saved, copy r // saved. None where the step keeps none.
-        """
-        saved = self._manifest(step)["world_size"]
+        """A `rank_state` for this rank, and which copy of it this is: rank r gets that of rank r % saved, copy
+        r // saved. None where the step keeps none. No collective."""
+        manifest = self._manifest(step)
+        saved = manifest["world_size"]
         name = f"rank-{self.ranks.rank % saved}.json"
-        if name not in self._manifest(step)["files"]:
+        if name not in manifest["files"]:
             return None, 0
         self._verify(step, [name])
         return _read(self.path(step) / name), self.ranks.rank // saved
@@ -199,9 +191,9 @@ class CheckpointStore:
         files = self._manifest(step)["files"]
         return digest({name: record for name, record in files.items() if name == TABLE or name.endswith(".distcp")})
 
-    def tensors(self, step: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self, step: int) -> Sizes:
         """Size and dtype of every tensor of a step, by name. No collective."""
-        return _sizes(self._table(step))
+        return self._table(step).sizes
 
     def load(
         self,
@@ -214,12 +206,10 @@ class CheckpointStore:
     ) -> dict[str, Any]:
         """Fill `tensors` [any shape] in place from a step, saved on whatever mesh; returns its `state`. Collective.
 
-        Every file's checksum is verified first, the files shared out over the ranks. Names that are on one side
-        alone, other sizes and other dtypes are one UserError that lists them; then nothing has been written to
-        `tensors`.
+        Every file's checksum is verified first, the files shared out over the ranks. Names that are on one side alone,
+        other sizes and other dtypes are one UserError that lists them; then nothing has been written to `tensors`.
         only: names that the step holds beyond `tensors` are no error. verified: `damage` has just found none, so that
-        the checksums need not be taken again. cast: names of tensors that keep their dtype, whatever the step has.
-        """
+        the checksums need not be taken again. cast: names of tensors that keep their dtype, whatever the step has."""
 
         def examine() -> tuple[dict[str, Piece], Table]:
             if not verified:
@@ -240,7 +230,6 @@ class CheckpointStore:
         shape], in place, as often as it is called; where memory is short, one tensor at a time."""
         self._verify(step, sorted(self._manifest(step)["files"]))
         table = self._table(step)
-
         return lambda tensors: self._read(step, self._fitting(step, table, tensors, only=True), table)
 
     def prune(self, retention: Retention) -> None:
@@ -262,19 +251,12 @@ class CheckpointStore:
         return sorted(step for step in steps if step is not None)
 
     def _publish(
-        self,
-        step: int,
-        partial: Path,
-        table: str,
-        state: str,
-        records: list[dict[str, Record]],
-        beside: Beside | None,
+        self, step: int, partial: Path, table: str, state: str, files: dict[str, Record], beside: Beside | None
     ) -> None:
-        files = {name: record for written in records for name, record in written.items()}
         self._refuse_apart(partial, files)
         if beside is not None:
             held = read_table(partial / TABLE, table.encode())
-            files |= beside(partial, _sizes(held), bound(read_whole, partial, held))
+            files |= beside(partial, held.sizes, bound(read_whole, partial, held))
         files[TABLE] = write_new(partial / TABLE, table)
         files[STATE] = write_new(partial / STATE, state)
         content = {"format": _FORMAT, "step": step, "world_size": self.ranks.size, "files": files}
@@ -331,9 +313,8 @@ class CheckpointStore:
             return in_words(error)
         if not path.is_file():
             return f"{path}: damaged, it is no file"
-        if size != record["bytes"]:
-            return f"{path}: damaged, it has {size} bytes instead of {record['bytes']}"
-        return None
+        is_whole = size == record["bytes"]
+        return None if is_whole else f"{path}: damaged, it has {size} bytes instead of {record['bytes']}"
 
     def _share(self, step: int) -> list[str]:
         """The files of a step that this rank verifies for all."""
@@ -382,10 +363,9 @@ class CheckpointStore:
                     problems.append(f"missing in the checkpoint: {name}")
             elif saved[name].size != piece.global_size:
                 problems.append(f"{name}: saved as {list(saved[name].size)}, the run has {list(piece.global_size)}")
-            elif saved[name].properties.dtype != piece.local.dtype and name not in cast:
-                dtypes = saved[name].properties.dtype, piece.local.dtype
+            elif (dtype := saved[name].properties.dtype) != piece.local.dtype and name not in cast:
                 keys = "optimizer.state, train.dtype" if name.startswith("optim.") else "train.dtype, train.masters"
-                problems.append(f"{name}: saved in {dtypes[0]}, the run has {dtypes[1]} ({keys})")
+                problems.append(f"{name}: saved in {dtype}, the run has {piece.local.dtype} ({keys})")
         if not only:
             problems += [f"only in the checkpoint: {name}" for name in saved if name not in pieces]
         if problems:
@@ -393,11 +373,10 @@ class CheckpointStore:
         return pieces
 
     def _read(self, step: int, pieces: dict[str, Piece], table: Table) -> None:
-        wanted = {name: piece for name, piece in pieces.items() if name in table.tensors}
-        reader = PieceReader(self.path(step), table)
+        wanted, path = {name: piece for name, piece in pieces.items() if name in table.tensors}, self.path(step)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with torch.no_grad():
-            self._dcp("read", self.path(step), dcp.load, wanted, storage_reader=reader, planner=planner)
+            self._dcp("read", path, dcp.load, wanted, storage_reader=PieceReader(path, table), planner=planner)
 
     def _dcp(self, done: str, path: Path, act, tensors: dict[str, Piece], **kwargs: Any) -> None:
         try:
@@ -417,10 +396,6 @@ class CheckpointStore:
 
 # What torch.load raises for a file that torch.save did not write, beside what the file system does.
 _FILE_ERRORS = (OSError, UserError, EOFError, pickle.UnpicklingError)
-
-
-def _sizes(table: Table) -> Sizes:
-    return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in table.tensors.items()}
 
 
 def _read(path: Path) -> dict[str, Any]:

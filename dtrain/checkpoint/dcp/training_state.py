@@ -28,11 +28,8 @@ _SCALAR = (bool, int, float, str, type(None))
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, [any shape], by name, tied ones once, under their first name.
-
-    The tensors are the model's own (DTensors under FSDP). No collective; FSDP modules that still hold gathered weights
-    (after a forward without a backward) go back to their shards.
-    """
+    """Parameters and persistent buffers, [any shape], by name, tied ones once, under their first name: the model's own
+    (DTensors under FSDP). No collective; FSDP modules that still hold gathered weights go back to their shards."""
     tensors = model.state_dict(keep_vars=True)
     return {name: tensors[name] for name in aliases(model)}
 
@@ -53,10 +50,8 @@ def frozen_names(model: nn.Module) -> set[str]:
 
 def training_tensors(model: nn.Module, optimizer: Optimizer | None = None, *, frozen: bool = True) -> dict[str, Tensor]:
     """Every tensor, [any shape], of `model` and of the state that `optimizer` has by now, under a checkpoint's names.
-
-    The tensors share storage with the originals: to save them, and to load into them. frozen: whether parameters that
-    are not trained are among them. No collective.
-    """
+    They share storage with the originals: to save them, and to load into them. frozen: whether parameters that are not
+    trained are among them. No collective."""
     left_out = set() if frozen else frozen_names(model)
     tensors = {f"model.{name}": tensor for name, tensor in model_tensors(model).items() if name not in left_out}
     if optimizer is None:
@@ -76,9 +71,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     {"groups": [{"params": [names], "values": {option: value}}],
      "state": {name: {"tensors": [keys], "values": {key: value}}}}
 
-    Options that are no numbers, words or sequences of them stay out: they come from the recipe. State of such a kind is
-    a UserError, for the resumed run would lack it.
-    """
+    Options that are no numbers, words or sequences of them stay out: they come from the recipe. Such state is a
+    UserError, for the resumed run would lack it."""
     names = _parameter_names(model)
     groups = []
     for group in optimizer.param_groups:
@@ -91,8 +85,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         for key, value in values.items():
             if not _is_plain(value):
                 raise UserError(
-                    f"{_kind(optimizer)} keeps {type(value).__name__} {key!r} for {name}: dtrain saves tensors and "
-                    "numbers; choose another optimizer.name, or checkpoint.every=null"
+                    f"optimizer {type(optimizer).__name__} keeps {type(value).__name__} {key!r} for {name}: "
+                    "dtrain saves tensors and numbers; choose another optimizer.name, or checkpoint.every=null"
                 )
         tensors = [key for key in entries if key not in values]
         state[name] = {"tensors": tensors, "values": {key: _plain(value) for key, value in values.items()}}
@@ -102,12 +96,10 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def restore_optimizer(
     model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], *, keep: Collection[str] = ()
 ) -> None:
-    """Prepare a new `optimizer` for loading: its state allocated, its options and scalars as `saved` has them.
-
-    keep: options that stay as the optimizer was built with them (`lr`, ...), for a change that the user allows.
-    The tensors are filled by `CheckpointStore.load` afterwards. Parameters keep their values. No collective of its own;
-    the optimizer's step may have some. Raises UserError where the groups or the kind of state do not fit.
-    """
+    """Prepare a new `optimizer` for `CheckpointStore.load`: its state allocated, its options and scalars as `saved` has
+    them. keep: options that stay as the optimizer was built with them (`lr`, ...), for a change that the user allows.
+    Parameters keep their values. No collective of its own; the optimizer's step may have some. Raises UserError where
+    the groups or the kind of state do not fit."""
     names = _parameter_names(model)
     try:
         groups = [(group["params"], group["values"]) for group in saved["groups"]]
@@ -116,19 +108,17 @@ def restore_optimizer(
         raise UserError("the checkpoint's optimizer state is damaged, or not written by dtrain") from error
     _check_groups(optimizer, names, groups)
     allocate_state(optimizer)
-    for parameter in list(optimizer.state):
+    for parameter, entries in list(optimizer.state.items()):
         name = _name(names, parameter)
-        if name not in state:
-            # It had no gradient yet when the checkpoint was saved.
+        if name not in state:  # it had no gradient yet when the checkpoint was saved
             del optimizer.state[parameter]
             continue
-        entries = optimizer.state[parameter]
         tensors, values = state.pop(name)
         held = sorted(key for key, value in entries.items() if isinstance(value, Tensor))
         if held != sorted(tensors):
             raise UserError(
-                f"the checkpoint's optimizer keeps {sorted(tensors)} for {name}, {_kind(optimizer)} as the recipe "
-                f"has it keeps {held} (optimizer)"
+                f"the checkpoint's optimizer keeps {sorted(tensors)} for {name}, optimizer "
+                f"{type(optimizer).__name__} as the recipe has it keeps {held} (optimizer)"
             )
         entries.update(values)
     if state:
@@ -147,16 +137,14 @@ def allocate_state(optimizer: Optimizer) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter.grad is not None for parameter in parameters):
         raise ValueError("allocate_state is for an optimizer between steps: there are gradients")
-    rates = [group.get("lr") for group in optimizer.param_groups]
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter, device=parameter.device) if parameter.requires_grad else None
-    for group in optimizer.param_groups:
-        if "lr" in group:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    for group, rate in rates:
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
     optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if "lr" in group:
-            group["lr"] = rate
+    for group, rate in rates:
+        group["lr"] = rate
     for parameter in parameters:
         parameter.grad = None
 
@@ -171,16 +159,12 @@ def _name(names: dict[int, str], parameter: Tensor) -> str:
     return names[id(parameter)]
 
 
-def _kind(optimizer: Optimizer) -> str:
-    return f"optimizer {type(optimizer).__name__}"
-
-
 def _placed(value: Tensor, parameter: Tensor, name: str, key: str, optimizer: Optimizer) -> Tensor:
     """`value` with its place: its own, or that of the parameter whose shard it was made from."""
     if isinstance(value, DTensor):
         if any(placement.is_partial() for placement in value.placements):
             raise UserError(
-                f"{_kind(optimizer)}: {key!r} of {name} is placed as {value.placements}, which no "
+                f"optimizer {type(optimizer).__name__}: {key!r} of {name} is placed as {value.placements}, which no "
                 "checkpoint can hold; choose another optimizer.name"
             )
         return value
@@ -193,9 +177,9 @@ def _placed(value: Tensor, parameter: Tensor, name: str, key: str, optimizer: Op
         place = Piece.of(parameter)
         return Piece.place(value, place.global_size, place.offsets)
     raise UserError(
-        f"{_kind(optimizer)} keeps {key!r} of shape {tuple(value.shape)} for {name}, of which this rank holds "
-        f"{tuple(local_tensor(parameter).shape)} of {tuple(parameter.shape)}: dtrain cannot tell what part of "
-        "the whole it is; run on one process, or choose another optimizer.name"
+        f"optimizer {type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name}, of which this "
+        f"rank holds {tuple(local_tensor(parameter).shape)} of {tuple(parameter.shape)}: dtrain cannot tell what part "
+        "of the whole it is; run on one process, or choose another optimizer.name"
     )
 
 

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from dtrain.base import hub
 from dtrain.base.errors import UserError
-from dtrain.base.identity import digests
 from dtrain.base.json_files import check_shape, digest, read_text
 from dtrain.base.model_directory import CONFIG, has_weights
-from dtrain.base.ranks import Ranks
+from dtrain.base.ranks import Ranks, digests
 from dtrain.checkpoint.dcp.store import MANIFEST, CheckpointStore
 from dtrain.checkpoint.huggingface import quantized
 from dtrain.checkpoint.huggingface.merged import exact_names, wider
@@ -60,15 +59,21 @@ class RunFacts:
             )
         except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
             raise UserError(f"{file}: {str(error) or 'it is nested too deep'}") from error
-        model_path = _model_directory(path) if path and isinstance(path, str) else None
+        model_path = None
+        if path and isinstance(path, str):  # a directory, or the id that it has, or had, in the cache
+            name = path if hub.is_id(path) else hub.id_of(Path(path))
+            model_path = Path(path)
+            if name is not None and not (model_path / CONFIG).is_file():
+                model_path = hub.cached(name) or model_path
         is_nf4 = isinstance(lora, DictConfig) and lora.get("quantize") == "nf4"
         return cls(file, model_path, init == "scratch", lora is not None or any(chosen), is_nf4, BY_NAME.get(dtype))
 
     def base(self, state: dict[str, Any]) -> Path:
         """The directory of the run's base, which holds what `state`, of a step, says that it read. Raises UserError."""
         if self.path is None or not has_weights(self.path):
-            name = hub.id_of(self.path) if self.path is not None else None
-            fetch = f", or run `dtrain download {name}`" if name else ""
+            fetch = ""
+            if self.path is not None and (name := hub.id_of(self.path)):
+                fetch = f", or run `dtrain download {name}`"
             if self.path is not None and not self.path.is_absolute():
                 fetch += ", or go to the directory that the run was started in, for this path is relative"
             raise UserError(
@@ -84,7 +89,6 @@ class RunFacts:
         return self.path
 
     def trained_in(self, state: dict[str, Any]) -> torch.dtype | None:
-        """Return the dtype that the run computed in, where that is known."""
         return BY_NAME.get(state.get("dtype", "")) or self.dtype
 
 
@@ -106,21 +110,10 @@ def trained_beside(adapter: Path) -> tuple[bool, torch.dtype | None]:
     return facts.nf4, facts.trained_in({} if step is None else store.read_state(step))
 
 
-def _model_directory(path: str) -> Path:
-    """Return the directory of `model.path`, or of the id that it has, or had, in the cache."""
-    if (Path(path) / CONFIG).is_file():
-        return Path(path)
-    name = path if hub.is_id(path) else hub.id_of(Path(path))
-    return (hub.cached(name) if name is not None else None) or Path(path)
-
-
 class BaseWeights:
-    """The weights of the model in `files`, by the names of `model`, which is on meta and has no adapters.
-
-    dtype: that they were held in while they were trained; None for the files' own. in_4_bits: whether the linear layers
-    were, but for those in `whole`, as they always are of a checkpoint that is in 4 bits. Raises UserError where the
-    files do not fit.
-    """
+    """The weights of the model in `files`, by the names of `model`, which is on meta and has no adapters. dtype: that
+    they were held in while they were trained; None for the files' own. in_4_bits: whether the linear layers were, but
+    for those in `whole`, as they always are of a checkpoint that is in 4 bits. UserError where the files do not fit."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore, Sizes, locate
 from dtrain.checkpoint.dcp.training_state import SCORE, aliases, model_tensors
 from dtrain.checkpoint.huggingface.base_weights import BaseWeights, RunFacts, step_around, trained_beside
-from dtrain.checkpoint.huggingface.merged import WholeWeight, exact_names, in_files, wider
+from dtrain.checkpoint.huggingface.merged import WholeWeight, exact_names, in_files, stored_weight, wider
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import BY_NAME, WeightFiles
 from dtrain.checkpoint.huggingface.write import Layout, layout_of, write_entries
@@ -24,8 +24,10 @@ from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, base_of, is_adap
 from dtrain.checkpoint.peft.export import StoredAdapter
 from dtrain.checkpoint.peft.files import ADAPTER
 from dtrain.checkpoint.peft.tensors import outputs_in
+from dtrain.models.building import build
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.decoder import CausalLM
+from dtrain.models.read_config import read_config
 
 FORMS = ("merged", "adapter", "folded")
 
@@ -65,18 +67,15 @@ def export(
         places, exact = check_fit(model, files), exact_names(model)
         kept = {places[name].name for name in exact}
         names = dict.fromkeys(name for rows in places.values() for name in rows.names)
-        entries = [layout.entry(files, name, wanted and wider(wanted, name in kept)) for name in names]
+        entries = [stored_weight(files, name, wanted and wider(wanted, name in kept)) for name in names]
         write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
         return f"weights of {source}"
     return _export_step(*locate(step or source, Ranks(alone=True)), out, wanted, form, original_base)
 
 
 def _model(layout: Layout, labels: int = 0) -> CausalLM:
-    """The model that config.json describes, without memory: it knows its tensors' names in files."""
-    # labels: as of `read_config`. Imported here: models reads its weights through this package.
-    from dtrain import models
-
-    return models.build(models.read_config(layout.source, labels), device="meta")
+    """The model that config.json describes, on meta; labels: as of `read_config`."""
+    return build(read_config(layout.source, labels), device="meta")
 
 
 def _export_adapter(source: Path, out: Path, dtype: torch.dtype | None, form: str, original_base: bool) -> str:
@@ -110,12 +109,12 @@ def _export_step(
     model, fill = _model(layout, labels), store.opened(step)
     adapter = StoredAdapter(directory / ADAPTER, model) if trains_adapter else None
     if adapter is not None and form in ("adapter", "folded"):
-        description = f"the adapter of {description}"
-        if read_json(adapter.directory / ADAPTER_CONFIG).get(BASE) is None:
-            description += ", whose base lies in no files but the run's steps: --merged writes both"
+        named = read_json(adapter.directory / ADAPTER_CONFIG).get(BASE)
+        alone = ", whose base lies in no files but the run's steps: --merged writes both" if named is None else ""
+        description = f"the adapter of {description}{alone}"
         return _write_form(adapter, form, out, [layout.source], dtype, description)
-    tensors = {name.removeprefix("model."): size for name, size in store.tensors(step).items() if name[:6] == "model."}
-    saved = {name: size for name, size in tensors.items() if not is_adapter(name)}
+    stored = store.tensors(step).items()
+    saved = {name[6:]: size for name, size in stored if name.startswith("model.") and not is_adapter(name)}
     wanted = model_tensors(model)
     missing = wanted.keys() - saved.keys()
     if missing and not facts.freezes:
@@ -125,10 +124,8 @@ def _export_step(
     weights = None
     if missing:
         files, kept = WeightFiles(facts.base(state)), None if original_base else facts.trained_in(state)
-        whole = adapter.whole if adapter is not None else ()
-        weights = BaseWeights(
-            _model(layout, labels), files, kept, in_4_bits=facts.nf4 and not original_base, whole=whole
-        )
+        in_4_bits, whole = facts.nf4 and not original_base, adapter.whole if adapter is not None else ()
+        weights = BaseWeights(_model(layout, labels), files, kept, in_4_bits=in_4_bits, whole=whole)
     if adapter is not None:
         base = weights.files.directory if weights is not None else "the base that the step holds"
         description = f"{description}, its adapter merged into {base}"
@@ -141,9 +138,8 @@ def _export_step(
 
     for name, (shape, _) in saved.items():
         if name not in wanted or tuple(wanted[name].shape) != shape:
-            raise UserError(
-                f"{directory} has {name} of {list(shape)}, which the model of its config.json does not have"
-            )
+            text = f"{directory} has {name} of {list(shape)}, which the model of its config.json does not have"
+            raise UserError(text)
     _write_model(model, layout, out, dtype, saved, read, weights, adapter)
     return description
 
@@ -163,19 +159,19 @@ def _write_model(
     tensors, known, exact = model_tensors(model), aliases(model), exact_names(model)
 
     def weight(name: str) -> WholeWeight:
+        is_in_base = base is not None and name in base
         if name in saved and read is not None:
-            own, act = saved[name][1], partial(read, name)
-        elif base is not None and name in base:
-            own, act = base.dtype_of(name), partial(base.read, name)
+            act, own = partial(read, name), saved[name][1]
+        elif base is not None and is_in_base:
+            act, own = partial(base.read, name), base.dtype_of(name)
         elif adapter is not None and adapter.saves(name):
-            act = partial(adapter.read, name)
-            own = act().dtype
+            act, own = partial(adapter.read, name), adapter.read(name).dtype
         else:
             raise ValueError(f"{name} is nowhere")
-        if base is not None and name in base and adapter is not None:
+        if base is not None and is_in_base and adapter is not None:
             own = base.dtype_of(name)
         merged = partial(adapter.merged, name, act) if adapter is not None else lambda dtype: act().to(dtype)
-        return WholeWeight(known[name], tensors[name].shape, own, merged, collective=False, exact=name in exact)
+        return WholeWeight(known[name], tensors[name].shape, own, merged, exact=name in exact)
 
     weights = {name: weight(name) for name in [*saved, *(other for other in tensors if other not in saved)]}
     entries = [whole.in_file(layout.name(model, whole.names), dtype) for whole in in_files(model, weights).values()]

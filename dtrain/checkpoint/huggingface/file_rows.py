@@ -78,7 +78,7 @@ class FileRows:
         sizes = list(files.stored[self.name].shape)
         sizes = [*sizes[:-2], sizes[-1], sizes[-2]] if self.transposed else sizes
         sizes[self.dim] = self.count
-        return self._mine(files.read(self.name, self.slices(_whole(*sizes))))
+        return self._mine(files.read(self.name, self.slices(tuple(slice(0, size) for size in sizes))))
 
 
 @dataclass(frozen=True)
@@ -90,24 +90,23 @@ class LowRows(FileRows):
 
     def fill(self, files: "WeightFiles", local: "Tensor", held: tuple[slice, ...]) -> None:
         """Override `FileRows.fill`."""
-        local.copy_(self._part(files, held))
-
-    def read(self, files: "WeightFiles") -> "Tensor":
-        """Override `FileRows.read`."""
-        rows, columns = files.stored[self.name].shape
-        if ".lora_A" in self.name:
-            return self._part(files, _whole(self.experts, rows // self.experts, columns))
-        return self._part(files, _whole(self.experts, self.count or rows, columns // self.experts))
-
-    def _part(self, files: "WeightFiles", held: tuple[slice, ...]) -> "Tensor":
         experts, rows, columns = held
         height, width = files.stored[self.name].shape
         if ".lora_A" in self.name:
             rank = height // self.experts
             stored = files.read(self.name, (slice(experts.start * rank, experts.stop * rank), columns))
-            return stored.unflatten(0, (-1, rank))[:, rows]
-        stored = files.read(self.name, (slice(rows.start + self.start, rows.stop + self.start), slice(0, width)))
-        return stored.unflatten(1, (-1, self.experts)).permute(2, 0, 1)[experts, :, columns]
+            local.copy_(stored.unflatten(0, (-1, rank))[:, rows])
+        else:
+            stored = files.read(self.name, (slice(rows.start + self.start, rows.stop + self.start), slice(0, width)))
+            local.copy_(stored.unflatten(1, (-1, self.experts)).permute(2, 0, 1)[experts, :, columns])
+
+    def read(self, files: "WeightFiles") -> "Tensor":
+        """Override `FileRows.read`."""
+        stored = files.read(self.name)
+        if ".lora_A" in self.name:
+            return stored.unflatten(0, (self.experts, -1))
+        rows = stored[self.start : self.start + (self.count or len(stored))]
+        return rows.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
 
 
 def as_in_files(name: str, tensor: "Tensor") -> "Tensor":
@@ -123,10 +122,6 @@ def shape_in_files(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
     experts, rows, columns = shape
     return (experts * rows, columns) if name.endswith("lora_A") else (rows, columns * experts)
-
-
-def _whole(*sizes: int) -> tuple[slice, ...]:
-    return tuple(slice(0, size) for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -154,11 +149,10 @@ class FusedWeight:
         import torch
 
         whole = parts[0]
-        if len(parts) > 1:
-            dim = self.dim
-            whole = (
-                torch.stack(list(parts), dim + 1).flatten(dim, dim + 1) if self.in_turn else torch.cat(list(parts), dim)
-            )
+        if len(parts) > 1 and self.in_turn:
+            whole = torch.stack(list(parts), self.dim + 1).flatten(self.dim, self.dim + 1)
+        elif len(parts) > 1:
+            whole = torch.cat(list(parts), self.dim)
         return whole.mT.contiguous() if self.transposed else whole
 
     def split(self, whole: "Tensor", parts: "Sequence[Tensor]") -> "Iterable[Tensor]":
@@ -172,9 +166,9 @@ class FusedWeight:
 
 
 def joints(model: Any, names: Iterable[str], stored: Iterable[str] = ()) -> list[FusedWeight]:
-    """The tensors of files that the parameters `names` of `model`, or of one of this ModelConfig, are, in order, each
-    once. An adapter's A is one parameter of all that the files join, and known by the first one's name. stored: what
-    files have, which may be the experts of a family of stacks one by one; without it they are those written."""
+    """The tensors of files that the parameters `names` of `model`, or of one of this ModelConfig, are, each once. An
+    adapter's A is one of all that the files join, under the first one's name. stored: what files have, which may be the
+    experts of a family of stacks one by one; without it they are those written."""
     config = model if isinstance(model, ModelConfig) else getattr(model, "config", None)
     if not isinstance(config, ModelConfig):
         return [FusedWeight(name, (name,)) for name in names]
@@ -198,10 +192,8 @@ def _joints(config: ModelConfig, name: str, stacked: bool) -> list[FusedWeight]:
         pair = tuple(f"{parent}.{role}_proj.{parameter}" for role in ("gate", "up"))
         return [FusedWeight(f"{parent}.gate_up_proj{end}", pair, dim=1, **flags)]
     if config.experts is not None and of_experts:
-        return [
-            FusedWeight(f"{parent}.{expert}.{last}.{parameter}", (name,), expert)
-            for expert in range(config.experts.count)
-        ]
+        numbers = range(config.experts.count)
+        return [FusedWeight(f"{parent}.{number}.{last}.{parameter}", (name,), number) for number in numbers]
     if (whole := config.whole(module)) == module:
         return [FusedWeight(name, (name,))]
     parts = tuple(f"{part}.{parameter}" for part in config.parts(whole))
@@ -219,9 +211,7 @@ def places(
         inner = {part: shape_in_files(part, shapes[part]) for part in fused.parts}
         shape, rows = places(replace(fused, dim=0), name, inner)
         experts = shapes[first][0]
-        return shape, {
-            part: LowRows(name, part_rows.start, part_rows.count, experts=experts) for part, part_rows in rows.items()
-        }
+        return shape, {part: LowRows(name, of.start, of.count, experts=experts) for part, of in rows.items()}
     whole = fused.shape([shapes[part] for part in fused.parts])
     if len(fused.parts) == 1:
         return whole, {first: FileRows(name, transposed=fused.transposed)}

@@ -12,14 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
 from dtrain.checkpoint.huggingface.file_rows import FusedWeight, joints
+from dtrain.checkpoint.huggingface.safetensor_files import CARRIED, WeightFiles
 from dtrain.models.common.adapter_config import is_adapter
-from dtrain.models.common.adapters import Adapted, adapted_layers, remove_adapters
+from dtrain.models.common.adapters import Adapted, Adapter, adapted_layers, remove_adapters
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM, Linear, PlainWeight
 from dtrain.models.common.nf4 import CODES, PARTS, SCALES, NF4Weight
-from dtrain.parallel.placement import exact_modules, on_its_device
+from dtrain.parallel.placement import on_its_device
+from dtrain.parallel.tensor import exact_modules
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,18 @@ class WholeWeight:
         return replace(self, names=[name], dtype=own)
 
 
+def stored_weight(files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> WholeWeight:
+    """The tensor `name` of `files`, to be written in `dtype` or its own."""
+    stored = files.stored[name]
+    if (own := CARRIED.get(stored.kind)) is None:
+        raise UserError(f"{files.directory}: {name} is {stored.kind}, which dtrain does not copy")
+    return WholeWeight([name], torch.Size(stored.shape), dtype or own, lambda _: files.read(name))
+
+
 def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
     """Return the weights of `model` by the name of files, in the model's order, each [any shape], tied ones once. No
-    collective; FSDP modules that still hold gathered weights go back to their shards. `read` gathers the weight, in its
-    own dtype where an adapter is merged into it, and the adapter: an all-gather for each that is sharded."""
+    collective; FSDP modules go back to their shards. `read` gathers the weight, in its own dtype where an adapter is
+    merged into it, and the adapter: an all-gather for each that is sharded."""
     layers = {name: submodule for name, submodule in model.named_modules() if isinstance(submodule, Adapted)}
     tensors, exact, weights = model_tensors(model), exact_names(model), {}
     for name, names in aliases(model).items():
@@ -60,13 +71,15 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
             name = f"{module}.weight"
             weights[name] = _of_layer(layer, name)
         else:
-            weights[name] = replace(_as_it_is(tensors[name], names), exact=name in exact)
+            tensor = tensors[name]
+            read, is_sharded = partial(_cast, tensor), isinstance(tensor, DTensor)
+            weights[name] = WholeWeight(names, tensor.shape, tensor.dtype, read, is_sharded, name in exact)
     return in_files(model, weights)
 
 
 def in_files(model: nn.Module | ModelConfig, weights: Mapping[str, WholeWeight]) -> dict[str, WholeWeight]:
-    """The weights of `model`, or of one of this ModelConfig, by the names of files: joined where files join them, and
-    of a stack the matrices where files have these."""
+    """The weights of `model`, or of one of this ModelConfig, by files' names: joined where these join them, and of a
+    stack the matrices where files have these."""
     stacks: dict[str, _ExpertStack] = {}
     whole: dict[str, WholeWeight] = {}
     for fused in joints(model, weights):
@@ -164,35 +177,27 @@ class _ExpertStack:
 
     def __init__(self, stack: WholeWeight):
         self._stack = stack
-        self._left: dict[torch.dtype, int] = {}
-        self._whole: dict[torch.dtype, Tensor] = {}
+        self._whole: dict[torch.dtype, list[Tensor]] = {}  # and once for each matrix that is left
 
     def matrix(self, number: int, dtype: torch.dtype) -> Tensor:
         """The matrix of this number."""
-        if dtype not in self._whole:
-            self._whole[dtype], self._left[dtype] = self._stack.read(dtype), self._stack.shape[0]
-        self._left[dtype] -= 1
-        whole = self._whole[dtype] if self._left[dtype] else self._whole.pop(dtype)
-        return whole[number]
+        if not self._whole.get(dtype):
+            self._whole[dtype] = [self._stack.read(dtype)] * self._stack.shape[0]
+        return self._whole[dtype].pop()[number]
 
 
-def _as_it_is(tensor: Tensor, names: list[str]) -> WholeWeight:
-    def read(dtype: torch.dtype) -> Tensor:
-        return gathered(on_its_device(tensor).to(dtype))  # cast first: half the bytes travel in half precision
-
-    return WholeWeight(names, tensor.shape, tensor.dtype, read, isinstance(tensor, DTensor))
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return gathered(on_its_device(tensor).to(dtype))  # cast first: half the bytes travel in half precision
 
 
 def _of_layer(layer: Adapted, name: str) -> WholeWeight:
     def read(dtype: torch.dtype) -> Tensor:
         weight = layer.matrix(gathered) if isinstance(layer, Linear) else gathered(layer.weight)
-        adapter = layer.adapter
-        if adapter is None:
+        if layer.adapter is None:
             return weight.to(dtype)
-        magnitude = None
-        if isinstance(layer, Linear) and layer.adapter is not None and layer.adapter.dora:
-            magnitude = gathered(layer.lora_magnitude)
-        return merge(weight, gathered(layer.lora_A), gathered(layer.lora_B), adapter.scale, magnitude, dtype)
+        has_magnitude = isinstance(layer.adapter, Adapter) and layer.adapter.dora
+        magnitude = gathered(layer.get_parameter("lora_magnitude")) if has_magnitude else None
+        return merge(weight, gathered(layer.lora_A), gathered(layer.lora_B), layer.adapter.scale, magnitude, dtype)
 
     if isinstance(layer, Linear) and isinstance(layer.held, NF4Weight):
         is_sharded, dtype = isinstance(layer.get_parameter(CODES), DTensor), layer.held.dtype

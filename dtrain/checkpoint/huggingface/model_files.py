@@ -15,8 +15,7 @@ from dtrain.models.registry import FAMILIES, of_model_type
 
 def copy_companions(source: Path, target: Path, *, config: bool = False) -> None:
     """Copy the companions that `source` has (with `config`, its config.json too) into the directory `target`."""
-    names = (*COMPANIONS, CONFIG) if config else COMPANIONS
-    for name in names:
+    for name in (*COMPANIONS, CONFIG) if config else COMPANIONS:
         if (source / name).is_file():
             replace(target / name, (source / name).read_bytes())
 
@@ -54,7 +53,7 @@ _OF_IMAGES = re.compile(r"(vision|image|video|audio)_.*")  # the fields of other
 
 
 def has_untrained_parts(config: dict[str, Any]) -> bool:
-    """Return whether a model of this config.json has weights that dtrain reads past: a vision tower, its projector."""
+    """Return whether such a model has weights that dtrain reads past: a vision tower, its projector."""
     return _text_tower(config) is not None
 
 
@@ -71,8 +70,7 @@ def text_only(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_tower(config: dict[str, Any]) -> str | None:
-    """Return the model_type of the text tower, where its text_config does not say another that is known; None for a
-    model that is one."""
+    """Return the model_type of the text tower, by the architecture; None for a model that is one."""
     names = list(config.get("architectures") or [])
     if "text_config" in config:
         names.append(of_model_type(config.get("model_type")))
@@ -86,9 +84,8 @@ def of_classifier(config: dict[str, Any], architecture: str, labels: int, source
     ends texts too."""
     changed: dict[str, Any] = {"architectures": [FAMILIES[architecture].classifier]}
     if len(config.get("id2label") or ()) != labels:
-        names = [f"LABEL_{index}" for index in range(labels)]
-        changed["id2label"] = {str(index): label for index, label in enumerate(names)}
-        changed["label2id"] = {label: index for index, label in enumerate(names)}
+        changed["id2label"] = {str(index): f"LABEL_{index}" for index in range(labels)}
+        changed["label2id"] = {f"LABEL_{index}": index for index in range(labels)}
     changed["problem_type"] = "regression" if labels == 1 else "single_label_classification"
     if config.get("pad_token_id") is None:
         ends = config.get("eos_token_id")
@@ -104,28 +101,22 @@ def padding_token(directory: Path, eos_ids: Sequence[int | None]) -> int | None:
         added = read_json(directory / TOKENIZER, most=LARGE).get("added_tokens") or []
     except UserError:
         return None
-    word, ends = (
-        token.get("content") if isinstance(token, dict) else token
-        for token in (named.get("pad_token"), named.get("eos_token"))
-    )
-    word = None if word == ends else word
-    pad = next(
-        (entry["id"] for entry in added if isinstance(entry, dict) and word and entry.get("content") == word), None
-    )
+    tokens = named.get("pad_token"), named.get("eos_token")
+    word, ends = (token.get("content") if isinstance(token, dict) else token for token in tokens)
+    if not word or word == ends:
+        return None
+    ids = (entry["id"] for entry in added if isinstance(entry, dict) and entry.get("content") == word)
+    pad = next(ids, None)
     return None if pad in eos_ids else pad
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """`config` saying that the weights are in `dtype` ("float32"), by the key that it says it with.
-
-    transformers 4 reads `torch_dtype`, 5 writes `dtype` and reads both.
-    """
+    """`config`, and the configs inside it, saying that the weights are in `dtype` ("float32"), by the key that they say
+    it with: transformers 4 reads `torch_dtype`, 5 writes `dtype` and reads both."""
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
-    return _replace_dtypes(config, dtype) | dict.fromkeys(keys, dtype)
 
+    def replaced(part: dict[str, Any]) -> dict[str, Any]:
+        named = {key: dtype for key in ("dtype", "torch_dtype") if part.get(key) is not None}
+        return part | {key: replaced(value) for key, value in part.items() if isinstance(value, dict)} | named
 
-def _replace_dtypes(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return `config` and the configs inside it, with the dtype replaced where there is one."""
-    named = {key: dtype for key in ("dtype", "torch_dtype") if config.get(key) is not None}
-    inner = {key: _replace_dtypes(value, dtype) for key, value in config.items() if isinstance(value, dict)}
-    return config | inner | named
+    return replaced(config) | dict.fromkeys(keys, dtype)

@@ -25,11 +25,8 @@ def from_pretrained(
 ) -> CausalLM:
     """The model in a Hugging Face directory, its weights (safetensors, one file or an index) in `dtype` on `device`; or
     an adapter in PEFT's layout, with its base. nf4: whether an adapter's base is rounded to 4 bits. labels: as of
-    `read_config`; 0 for a classifier, too.
-
-    Raises UserError: no such directory, a config that cannot be used, weights that are missing or do not fit, a base
-    that is not found.
-    """
+    `read_config`. Raises UserError: no such directory, a config that cannot be used, weights that are missing or do not
+    fit, a base that is not found."""
     if not is_adapter_directory(path):
         model = build(read_config(path, labels), dtype, device)
         read_weights(model, path)

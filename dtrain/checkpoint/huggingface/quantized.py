@@ -7,6 +7,7 @@ is JSON in the bytes of `weight.quant_state.bitsandbytes__nf4`.
 """
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from dtrain.checkpoint.huggingface.file_rows import FileRows
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.models.common.nf4 import LEVELS, quantize
-from dtrain.models.common.nf4_config import BLOCK
+from dtrain.models.common.quantization_config import BLOCK
 from dtrain.parallel.placement import local_slices, local_tensor
 
 CODES, SCALES = ".weight_codes", ".weight_scales"
@@ -35,20 +36,21 @@ def companions(files: WeightFiles, weight: str) -> list[str]:
     return [name for part in parts if (name := f"{weight}.{part}") in files.stored]
 
 
-def stored_mismatches(files: WeightFiles, weight: str, shape: tuple[int, int]) -> list[str]:
+def stored_mismatches(files: WeightFiles, weight: str, shape: tuple[int, ...]) -> list[str]:
     """Return what keeps bitsandbytes' `weight`, uint8 in `files`, from being the codes of a weight [out, in]."""
     state = _state(files, weight)
     if state is None:
         return [f"dtype: {weight} is {files.stored[weight].kind}, and {weight}.{_STATE} does not say how to read it"]
     blocks = shape[0] * shape[1] // BLOCK
-    is_nested = "nested_offset" in state
     wanted = {weight: ((blocks * BLOCK // 2, 1), "U8"), f"{weight}.quant_map": ((16,), "F32")}
-    wanted[f"{weight}.absmax"] = ((blocks,), "U8" if is_nested else "F32")
-    if is_nested:
+    expected = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape)}
+    if "nested_offset" in state:
+        wanted[f"{weight}.absmax"] = ((blocks,), "U8")
         wanted[f"{weight}.nested_absmax"] = ((-(-blocks // _NESTED),), "F32")
         wanted[f"{weight}.nested_quant_map"] = ((256,), "F32")
-    expected = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape)}
-    expected |= {"nested_blocksize": _NESTED} if is_nested else {}
+        expected["nested_blocksize"] = _NESTED
+    else:
+        wanted[f"{weight}.absmax"] = ((blocks,), "F32")
     mismatches = [
         f"shape: {weight} was quantized with {key} {state.get(key)}, dtrain reads {value}"
         for key, value in expected.items()
@@ -120,12 +122,9 @@ class _Stored:
 
 
 def _state(files: WeightFiles, weight: str) -> dict[str, Any] | None:
-    """bitsandbytes' JSON for `weight`; None where there is none."""
-    entry = files.stored.get(f"{weight}.{_STATE}")
-    if entry is None or entry.kind != "U8":
-        return None
-    try:
-        state = json.loads(bytes(files.read(f"{weight}.{_STATE}").flatten().tolist()))
-    except ValueError:
-        return None
+    """Return bitsandbytes' JSON for `weight`; None where there is none."""
+    state, entry = None, files.stored.get(f"{weight}.{_STATE}")
+    if entry is not None and entry.kind == "U8":
+        with suppress(ValueError):
+            state = json.loads(bytes(files.read(f"{weight}.{_STATE}").flatten().tolist()))
     return state if isinstance(state, dict) else None

@@ -23,14 +23,11 @@ _HEAD_HINT = " (config.json has tie_word_embeddings: false, so the head has weig
 def read_weights(model: nn.Module, directory: str | Path) -> None:
     """Fill the parameters and persistent buffers of `model` from the safetensors files of `directory`.
 
-    model: on CPU or CUDA (not meta), plain tensors or DTensors; `model.checkpoint_names(name)` lists the names under
-    which files may hold the tensor that the model calls `name`, `model.ignored_checkpoint_names` the patterns of those
-    that are no mistake though the model has none of them (a vision tower, buffers that are computed). A rank reads the
-    slices that it holds, one tensor at a time, cast to the tensor's dtype: beside its shard it needs the memory of one
-    slice. Weights that the model holds in 4 bits (`models.common.nf4`) are rounded from the files' values in float32,
-    or taken as bitsandbytes has stored them. No collective.
-
-    A tied head is read once, under whichever name the files have (the embedding's first).
+    model: on CPU or CUDA (not meta), plain tensors or DTensors; `model.checkpoint_names(name)` lists the names that its
+    tensor `name` may have in files, `model.ignored_checkpoint_names` patterns of those that the model has none of. A
+    rank reads the slices that it holds, one tensor at a time, cast to the tensor's dtype: beside its shard it needs the
+    memory of one slice. Weights that the model holds in 4 bits (`models.common.nf4`) are rounded from the files' values
+    in float32, or taken as bitsandbytes has stored them. A tied head is read once. No collective.
 
     Raises one UserError that lists all names that are missing or unexpected, all shapes that differ, heads that files
     have beside an embedding of other values though config.json ties them, and all dtypes other than float64, float32,
@@ -51,14 +48,10 @@ def read_weights(model: nn.Module, directory: str | Path) -> None:
 def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
     """Return the place in `files` of every tensor of `model` (on any device, meta too); of a weight in 4 bits that of
     its codes. Raises what `read_weights` lists."""
-    names, sources = aliases(model), dict[str, FileRows]()
-    used: set[str] = set()
+    names, sources, used = aliases(model), dict[str, FileRows](), set[str]()
     missing, mismatches = [], []
-    shapes = {
-        name: tuple(tensor.shape)
-        for name, tensor in model_tensors(model).items()
-        if not is_adapter(name) and not name.endswith(quantized.SCALES)
-    }
+    tensors = {name: tensor for name, tensor in model_tensors(model).items() if not is_adapter(name)}
+    shapes = {name: tuple(held.shape) for name, held in tensors.items() if not name.endswith(quantized.SCALES)}
     config = getattr(model, "config", None)  # any module may be read into
     new = {"score.weight"} if isinstance(config, ModelConfig) and config.has_new_head else set()
     for fused in joints(model, shapes, files.stored):
@@ -83,8 +76,9 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
             for other in matches[1:]
             if files.differ(matches[0], other)
         ]
-    left = sorted(files.stored.keys() - used)
-    unexpected = [f"unexpected: {name}" for name in left if not passed_over(model, name)]
+    patterns = cast(tuple[str, ...], model.ignored_checkpoint_names)
+    left = [name for name in sorted(files.stored.keys() - used) if not carried(model, name)]
+    unexpected = [f"unexpected: {name}" for name in left if not any(re.fullmatch(key, name) for key in patterns)]
     if missing or mismatches or unexpected:
         head = f"{files.directory}: the weights do not fit the model that config.json describes:"
         kinds = (first(problems, by_kind=True) for problems in (missing, mismatches, unexpected))
@@ -95,11 +89,10 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
 def _mismatches(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes: bool, has_beside: bool) -> list[str]:
     """Return what keeps tensor `name` of `files` from being one of this shape, or from giving its codes."""
     stored = files.stored[name]
-    if is_codes:
-        shape = (shape[0], 2 * shape[1])
-        if stored.kind == "U8":
-            return quantized.stored_mismatches(files, name, shape)
-    elif has_beside:
+    shape = (shape[0], 2 * shape[1]) if is_codes else shape
+    if is_codes and stored.kind == "U8":
+        return quantized.stored_mismatches(files, name, shape)
+    if has_beside and not is_codes:
         return [f"dtype: {name} is {stored.kind}, in 4 bits; lora.quantize=nf4 reads such layers and trains none whole"]
     mismatches = []
     if stored.shape != shape:
@@ -114,12 +107,6 @@ def candidate_names(model: nn.Module, names: list[str]) -> list[str]:
     # nn.Module's stub has a Tensor or a Module for every attribute.
     candidates = (model.checkpoint_names(name) for name in names)  # type: ignore[operator]
     return list(dict.fromkeys(chain.from_iterable(candidates)))
-
-
-def passed_over(model: nn.Module, name: str) -> bool:
-    """Return whether a tensor of the files is known to be none of the model's."""
-    patterns = cast(tuple[str, ...], model.ignored_checkpoint_names)
-    return carried(model, name) or any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def carried(model: nn.Module, name: str) -> bool:

@@ -3,7 +3,7 @@
 https://huggingface.co/docs/safetensors fixes the format: eight bytes of header length, a JSON header, then the data.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,8 @@ from dtrain.base.model_directory import INDEX, SINGLE, files_of_weights
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What an export carries of parts that dtrain does not train, beside these.
 CARRIED = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-_ROWS = 4096  # of two tensors that are compared
 CARRIED |= {"BOOL": torch.bool}
+_ROWS = 4096  # of two tensors that are compared
 BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # as a recipe writes them
 
 
@@ -37,26 +37,19 @@ class Stored:
 
 
 class WeightFiles:
-    """The tensors of `directory`, a `single` file or what the index lists, by name in `stored`.
-
-    Reads the headers only. UserError, naming the file, for a directory without weights, a file of the index that is
-    missing in the directory, a file that is cut short or damaged, and a tensor that is missing in its file.
-    """
+    """The tensors of `directory`, a `single` file or what the index lists, by name in `stored`. Reads the headers only.
+    UserError, naming the file, for a directory without weights, a file of the index that is missing in the directory, a
+    file that is cut short or damaged, and a tensor that is missing in its file."""
 
     def __init__(self, directory: Path, single: str = SINGLE):
         self.directory = directory
         self.stored: dict[str, Stored] = {}
-        files = files_of_weights(directory, single)
-        if files is None:
-            raise UserError(_no_weights(directory))
-        for file, names in files.items():
+        for file, names in _files(directory, single).items():
             self._add(directory / file, names)
 
     def copy_into(self, target: Tensor, name: str, slices: tuple[slice, ...] | None = None) -> None:
-        """Fill the plain tensor `target` [any shape] with (a slice of) tensor `name`, cast to its dtype. No collective.
-
-        The file is mapped for this one tensor only, so the process holds its pages no longer than the call takes.
-        """
+        """Fill the plain tensor `target` [any shape] with (a slice of) tensor `name`, cast to its dtype. The file is
+        mapped for this one tensor only, so the process holds its pages no longer than the call takes."""
         with torch.no_grad():
             target.copy_(self.read(name, slices))
 
@@ -88,9 +81,7 @@ class WeightFiles:
 
 def weight_files(directory: Path) -> list[Path]:
     """The files that `WeightFiles` reads, its index among them, by name. UserError where there are no weights."""
-    files = files_of_weights(directory)
-    if files is None:
-        raise UserError(_no_weights(directory))
+    files = _files(directory)
     return [directory / name for name in ([SINGLE] if SINGLE in files else [INDEX, *sorted(files)])]
 
 
@@ -107,11 +98,14 @@ def _opened(path: Path) -> Iterator:
         raise UserError(f"{path}: {error.strerror or error}") from error
 
 
-def _no_weights(directory: Path) -> str:
+def _files(directory: Path, single: str = SINGLE) -> Mapping[str, Sequence[str]]:
+    """Return `files_of_weights`. Raises UserError where there are none."""
+    if (files := files_of_weights(directory, single)) is not None:
+        return files
     if not directory.is_dir():
-        return f"{directory} is no directory"
+        raise UserError(f"{directory} is no directory")
     if any(directory.glob("pytorch_model*.bin")):
-        return (
+        raise UserError(
             f"{directory} has its weights as pytorch_model.bin, a pickle, which dtrain does not open. Convert it with "
             'transformers, once: python -c "from transformers import AutoModelForCausalLM as M; '
             f"M.from_pretrained('{directory}').save_pretrained('{directory}-safetensors')\" "
@@ -119,4 +113,4 @@ def _no_weights(directory: Path) -> str:
         )
     others = sorted(path.name for path in directory.glob("*.safetensors"))
     listing = f"; it has {', '.join(others[:5])}" if others else ""
-    return f"{directory} has neither {SINGLE} nor {INDEX}{listing}"
+    raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}{listing}")

@@ -22,7 +22,7 @@ from dtrain.base.errors import UserError, in_words
 from dtrain.base.files import publish, real, refuse_unwritable, set_aside, staged, write_new
 from dtrain.base.model_directory import CONFIG, INDEX, SINGLE, has_weights
 from dtrain.base.ranks import Ranks
-from dtrain.checkpoint.huggingface.merged import WholeWeight, whole_weights
+from dtrain.checkpoint.huggingface.merged import WholeWeight, stored_weight, whole_weights
 from dtrain.checkpoint.huggingface.model_files import (
     has_untrained_parts,
     of_classifier,
@@ -56,14 +56,11 @@ def write_directory(
     index where there are several), config.json, generation_config.json, tokenizer and chat template, an adapter merged.
 
     source: the directory that the model came from: config.json and the small files are copied from it, and the weights
-    that dtrain does not train (a vision tower), where it has weights, under their own names; without them the text
-    tower is written as a model of its own. dtype: of the floating tensors that the model holds; None keeps theirs, so
-    that nothing is rounded (float32 masters stay float32). chat_template: the template trained with, where it is not
-    the source's. held: the step that this is and its save's mark, which `model_files.held_by` reads again.
-
-    Collective: all ranks call it; one all-gather per sharded tensor. `out` appears whole or not at all; one that is
-    there and not empty is a UserError, or with `replace` gives way when the new one is whole.
-    """
+    that dtrain does not train (a vision tower), under their own names; where it has none the text tower is written as a
+    model of its own. dtype: of the floating tensors that the model holds; None keeps theirs. chat_template: the one
+    trained with, where it is not the source's. held: the step that this is and its save's mark, for
+    `model_files.held_by`. Collective: one all-gather per sharded tensor. `out` appears whole or not at all; one that is
+    there and not empty is a UserError, or with `replace` gives way when the new one is whole."""
     ranks, out, source = ranks or Ranks(), Path(out), Path(source)
     layout = ranks.together(lambda: layout_of(source))
     entries = [weight.in_file(layout.name(model, weight.names), dtype) for weight in whole_weights(model).values()]
@@ -74,10 +71,8 @@ def write_directory(
 @dataclass(frozen=True)
 class Layout:
     """The layout of a directory like `source`: its config.json, the names its files use, what is copied from it.
-
     chat_template, held: as `write_directory` takes them. companions: directories whose tokenizer and template take the
-    place of the source's.
-    """
+    place of the source's."""
 
     source: Path
     config: dict[str, Any]
@@ -100,24 +95,10 @@ class Layout:
             candidates = [name for name in candidates if name in self.files.stored] or candidates
         return candidates[0]
 
-    def copied(self, model: nn.Module) -> list[WholeWeight]:
-        """The tensors that go through from the source as they are, for `model` has no part in them."""
-        if self.files is None:
-            return []
-        return [self.entry(self.files, name) for name in self.files.stored if carried(model, name)]
-
-    def entry(self, files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> WholeWeight:
-        """The tensor `name` of `files`, to be written in `dtype` or its own."""
-        stored = files.stored[name]
-        own = CARRIED.get(stored.kind)
-        if own is None:
-            raise UserError(f"{self.source}: {name} is {stored.kind}, which dtrain does not copy")
-        return WholeWeight([name], torch.Size(stored.shape), dtype or own, lambda _: files.read(name))
-
 
 def layout_of(source: Path, weights: Path | None = None) -> Layout:
-    """The layout that `source`, a model's directory, asks for, and the weights of the directory `weights`, by default
-    the same, with or without these. What is written is in no 4 bits, whatever the source is."""
+    """The layout that `source`, a model's directory, asks for, with the weights of the directory `weights` (default:
+    the same), where it has some. What is written is in no 4 bits, whatever the source is."""
     weights = weights or source
     config = {key: value for key, value in read_model_config(source).items() if key != "quantization_config"}
     return Layout(source, config, WeightFiles(weights) if has_weights(weights) else None)
@@ -133,23 +114,24 @@ def write_entries(
     replace: bool = False,
     ranks: Ranks,
 ) -> None:
-    """Write `entries`, what is trained of `model`, and what is copied, to `out`, or to where that leads as a symbolic
-    link. Collective; see `write_directory`."""
-    copied, out = layout.copied(model), real(out)
+    """Write `entries`, what is trained of `model`, and what is copied, to `out`, or where it leads as a symbolic link.
+    Collective; see `write_directory`."""
     sizes: Counter[torch.dtype] = Counter()
     for entry in entries:
         sizes[entry.dtype] += entry.shape.numel()
     known = set(DTYPES.values())
-    foreign = sizes.keys() - known
-    if foreign:
+    if foreign := sizes.keys() - known:
         raise UserError(f"safetensors are written in {sorted(map(str, known))}, not {sorted(map(str, foreign))}")
+    copied: list[WholeWeight] = []  # as it is in the source, for `model` has no part in it
+    if layout.files is not None:
+        copied = [stored_weight(layout.files, name) for name in layout.files.stored if carried(model, name)]
     files = _files([*entries, *copied], max_shard_bytes)
     dtype = sizes.most_common(1)[0][0]
     described = getattr(model, "config", None)
     if isinstance(described, ModelConfig) and described.labels is not None:
         config = of_classifier(layout.config, described.architecture, described.labels, layout.source)
         layout = dataclasses.replace(layout, config=config)
-    write_files(files, lambda partial: _finish(partial, files, layout, dtype), out, replace=replace, ranks=ranks)
+    write_files(files, lambda new: _finish(new, files, layout, dtype), real(out), replace=replace, ranks=ranks)
 
 
 def write_files(
@@ -191,18 +173,13 @@ def write_files(
 def _files(entries: Iterable[WholeWeight], max_bytes: int) -> dict[str, list[WholeWeight]]:
     """Entries in order, by file, cut where one would grow beyond `max_bytes`; a larger tensor has a file to itself."""
     shards: list[list[WholeWeight]] = [[]]
-    size = 0
     for entry in entries:
-        if shards[-1] and size + entry.nbytes > max_bytes:
+        if shards[-1] and sum(other.nbytes for other in shards[-1]) + entry.nbytes > max_bytes:
             shards.append([])
-            size = 0
         shards[-1].append(entry)
-        size += entry.nbytes
-    if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    return {
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, start=1)
-    }
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    return dict(zip(names, shards, strict=True)) if count > 1 else {SINGLE: shards[0]}
 
 
 def _write_side_by_side(files: list[tuple[str, Sequence[WholeWeight]]], directory: Path, ranks: Ranks) -> None:
@@ -231,17 +208,15 @@ class SafetensorsFile:
         header: dict = {"__metadata__": {"format": "pt"}}
         end = 0
         for entry in entries:
-            start, end = end, end + entry.nbytes
-            place = {"dtype": _KINDS[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
-            header[entry.names[0]] = place
+            offsets = [end, end := end + entry.nbytes]
+            header[entry.names[0]] = {"dtype": _KINDS[entry.dtype], "shape": [*entry.shape], "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._write(len(text).to_bytes(8, "little") + text)
 
     def add(self, entry: WholeWeight, tensor: Tensor | None) -> None:
         """tensor: [entry.shape], what was gathered of it; None where it is this rank's alone to read."""
-        tensor = self._attempt(lambda: entry.read(entry.dtype)) if tensor is None else tensor
-        if tensor is None:
+        if tensor is None and (tensor := self._attempt(lambda: entry.read(entry.dtype))) is None:
             return
         tensor = tensor.to(device="cpu", dtype=entry.dtype).contiguous()
         if tuple(tensor.shape) != entry.shape:

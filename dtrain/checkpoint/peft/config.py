@@ -6,7 +6,7 @@ change nothing, or refused by name, all problems at once.
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +14,13 @@ from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.model_directory import CONFIG, has_weights
-from dtrain.base.name_patterns import fullmatch, of_end, pattern_error
-from dtrain.checkpoint.peft.tensors import (
-    ADAPTER_WEIGHTS,
-    PREFIX,
-    adapter_shapes,
-    is_natural,
-    mismatches,
-    no_weights_problem,
-    stored_shapes,
-)
-from dtrain.models.common.adapter_config import (
-    ALL_LINEAR,
-    ENDS,
-    AdapterConfig,
-    by_end,
-    by_pattern,
-    in_tower,
-    linears,
-    modules,
-    out_of_tower,
-    parameter_name,
-    parameters,
-)
+from dtrain.base.name_patterns import endmatch, fullmatch, of_end, pattern_error
+from dtrain.checkpoint.peft import tensors
+from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS, PREFIX, is_natural
+from dtrain.models.common import adapter_config as adapters
+from dtrain.models.common.adapter_config import ALL_LINEAR, ENDS, AdapterConfig, in_tower, out_of_tower, parameter_name
 from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.config_fields import is_number
 
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base_model_name_or_path"
@@ -87,13 +70,17 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str
     directory = Path(section["path"])
     try:
         config = adapter_of(section)
-        stored = stored_shapes(directory)
+        stored = tensors.stored_shapes(directory)
     except UserError as error:
         return str(error).splitlines()
     ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in ENDS}
-    wanted = adapter_shapes(config, model, ends)
-    free, is_tied = partial(_is_saved, config=config), model.tie_word_embeddings
-    return mismatches(directory, stored, wanted, free, is_tied=is_tied)
+    wanted = tensors.adapter_shapes(config, model, ends)
+
+    def may_be_there(name: str) -> bool:  # of a module other than embedding and head that is trained whole
+        module = out_of_tower(name.removeprefix(PREFIX)).rpartition(".")[0]
+        return module not in ENDS and bool(config.saved([module]))
+
+    return tensors.mismatches(directory, stored, wanted, may_be_there, is_tied=model.tie_word_embeddings)
 
 
 def base_of(directory: Path) -> Path:
@@ -118,12 +105,10 @@ def base_of(directory: Path) -> Path:
 
 
 def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> dict[str, Any]:
-    """adapter_config.json of an adapter of a model of this kind, which lies at `base`.
-
-    The targets are the last parts of the adapted layers' names where these mean no others, else the names; of single
-    parameters the last two. The patterns are the adapter's own where they say the same in any order (PEFT sorts them).
-    """
-    known, names = list(parameters(model)), list(linears(model))
+    """adapter_config.json of an adapter of a model of this kind, which lies at `base`. The targets are the last parts
+    of the adapted layers' names where these mean no others, else the names; of single parameters the last two. The
+    patterns are the adapter's own where they say the same in any order (PEFT sorts them)."""
+    known, names = list(adapters.parameters(model)), list(adapters.linears(model))
     single, adapted = config.adapted_parameters(known), config.adapted(names)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
     outer = {name: in_tower(name) if model.is_text_tower else name for name in [*adapted, *single]}
@@ -135,7 +120,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     by_ours = {parameter_name(config.called(name)): parameter_name(theirs) for name, theirs in outer.items()}
     saved = list(config.modules_to_save)
     if model.is_text_tower:
-        saved = sorted(in_tower(name) for name in config.saved(modules(model)))
+        saved = sorted(in_tower(name) for name in config.saved(adapters.modules(model)))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if model.labels is None else "SEQ_CLS",
@@ -163,8 +148,8 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
 
 def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:
     """Patterns in any order that say of PEFT's names what `patterns` say of ours. outer: PEFT's, by ours."""
-    values = {name: by_pattern(patterns, name, otherwise) for name in outer}
-    met = {name: {value for key, value in patterns.items() if by_end(key, outer[name])} for name in outer}
+    values = {name: adapters.by_pattern(patterns, name, otherwise) for name in outer}
+    met = {name: {value for key, value in patterns.items() if endmatch(key, outer[name])} for name in outer}
     if all((met[name] or {otherwise}) == {values[name]} for name in outer):
         return dict(patterns)
     return {re.escape(outer[name]): value for name, value in values.items() if value != otherwise}
@@ -175,14 +160,8 @@ def _whole(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
-def _is_saved(name: str, config: AdapterConfig) -> bool:
-    """Return whether a tensor may be of a module other than embedding and head that is trained whole."""
-    module = out_of_tower(name.removeprefix(PREFIX)).rpartition(".")[0]
-    return module not in ENDS and bool(config.saved([module]))
-
-
 def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
-    """The adapter that a directory's adapter_config.json describes, where it can be read, and what is wrong with it."""
+    """Return the adapter that adapter_config.json describes, where it can be read, and what is wrong with it."""
     file = directory / ADAPTER_CONFIG
     if not file.is_file():
         there = "there is no such directory" if not directory.is_dir() else f"it has no {ADAPTER_CONFIG}"
@@ -194,22 +173,25 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
     except UserError as error:
         return None, [str(error)]
     fields = {key: content.pop(key, default) for key, (default, _, _) in _USED.items()}
-    problems = [
-        f"{file}: {key} is {_brief(value)}, and must be {words}{_reason(key, value)}"
-        for key, value in fields.items()
-        for _, holds, words in [_USED[key]]
-        if not holds(value)
-    ]
+    problems = []
+    for key, (_, holds, words) in _USED.items():
+        if not holds(value := fields[key]):
+            text = repr(value)
+            text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+            problems.append(f"{file}: {key} is {text}, and must be {words}{_reason(key, value)}")
     for key, value in content.items():  # also what a later PEFT adds: set away from "off", it may change numbers
         if key not in _FREE and value not in (None, False, [], {}, ""):
             problems.append(f"{file}: {key}={value!r} is not supported: {_MERGE}")
     if not fields["target_modules"] and not (_is_names(fields["target_parameters"]) and fields["target_parameters"]):
-        problems.append(f"{file}: target_modules must be a list of names of layers, or a regular expression for them")
+        problems.append(f"{file}: target_modules must be {_LAYERS}")
     if not (directory / ADAPTER_WEIGHTS).is_file():
-        problems.append(no_weights_problem(directory))
+        problems.append(tensors.no_weights_problem(directory))
     if problems:
         return None, problems
-    config = _config(fields, _is_of_tower(directory))
+    names: list[str] = []
+    with suppress(UserError):  # told by whoever reads them
+        names = [name.removeprefix(PREFIX) for name in tensors.stored_shapes(directory)]
+    config = _config(fields, is_of_tower=any(out_of_tower(name) != name for name in names))
     if isinstance(config.target, str) and config.layers is not None:
         problems.append(
             f"{file}: layers_to_transform goes with a list of target_modules, not with a pattern: set it null"
@@ -223,51 +205,27 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
     return config, problems
 
 
-def _is_of_tower(directory: Path) -> bool:
-    """Return whether an adapter's tensors are those of a multimodal model's text tower."""
-    try:
-        names = [name.removeprefix(PREFIX) for name in stored_shapes(directory)]
-    except UserError:  # told by whoever reads them
-        return False
-    return any(out_of_tower(name) != name for name in names)
-
-
 # PEFT's names for the fields of an AdapterConfig that a recipe may set too.
-_NAMES = {
-    "rank": "r",
-    "alpha": "lora_alpha",
-    "target": "target_modules",
-    "parameters": "target_parameters",
-    "exclude": "exclude_modules",
-    "rslora": "use_rslora",
-    "dora": "use_dora",
-    "rank_pattern": "rank_pattern",
-    "alpha_pattern": "alpha_pattern",
-    "modules_to_save": "modules_to_save",
-}
+_NAMES = {"rank": "r", "alpha": "lora_alpha", "target": "target_modules", "parameters": "target_parameters"}
+_NAMES |= {"exclude": "exclude_modules", "rslora": "use_rslora", "dora": "use_dora"}
+_NAMES |= {name: name for name in ("rank_pattern", "alpha_pattern", "modules_to_save")}
 
 
 def _config(fields: Mapping[str, Any], is_of_tower: bool) -> AdapterConfig:
-    values = {ours: fields[theirs] for ours, theirs in _NAMES.items() if fields[theirs] not in (None, "", [], {})}
-    values |= {ours: tuple(value) for ours, value in values.items() if isinstance(value, list)}
-    flags = {ours: bool(values.get(ours)) for ours in ("rslora", "dora")}
-    layers = fields["layers_to_transform"]
-    layers = (layers,) if isinstance(layers, int) else tuple(layers) if layers else None
-    dropout = fields["lora_dropout"] or 0.0
-    return AdapterConfig(**{"target": ()} | values | flags, dropout=dropout, layers=layers, in_tower=is_of_tower)
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    values: dict[str, Any] = {"target": (), "dropout": fields["lora_dropout"] or 0.0, "in_tower": is_of_tower}
+    for ours, theirs in _NAMES.items():
+        value = fields[theirs]
+        if value not in (None, "", [], {}):
+            values[ours] = tuple(value) if isinstance(value, list) else value
+    if (layers := fields["layers_to_transform"]) not in (None, []):
+        values["layers"] = tuple(layers) if isinstance(layers, list) else (layers,)
+    return AdapterConfig(**values)
 
 
 def _reason(key: str, value: Any) -> str:
     """Return why the first regular expression of a field is none, in brackets; nothing where none is wrong."""
-    patterns: list[str] = []
-    if key in ("target_modules", "exclude_modules") and isinstance(value, str):
-        patterns = [value]
-    elif key in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
+    patterns = [value] if isinstance(value, str) and key.endswith("_modules") else []
+    if isinstance(value, dict) and key.endswith("_pattern"):
         patterns = [of_end(pattern) for pattern in value]
     error = next((error for pattern in patterns if (error := pattern_error(pattern))), None)
     return "" if error is None else f" ({error})"
@@ -279,21 +237,15 @@ def _contradictions(section: Mapping[str, Any], config: AdapterConfig) -> list[s
     problems = []
     for field, key_there in _NAMES.items():
         key = "target" if field == "parameters" else field
-        value, there = getattr(chosen, field), getattr(config, field)
-        if key in section and _set(value) not in (_set(getattr(plain, field)), _set(there)):
+        values = [getattr(adapter, field) for adapter in (chosen, config, plain)]
+        value, *others = (set(value) if isinstance(value, tuple) else value for value in values)
+        if key in section and value not in others:
+            shown, there = (list(value) if isinstance(value, tuple) else value for value in values[:2])
             problems.append(
-                f"lora.{key} is {_shown(value)}, and {key_there} of {Path(section['path']) / ADAPTER_CONFIG} is "
-                f"{_shown(there)}: leave lora.{key} out, for the adapter has its own"
+                f"lora.{key} is {shown}, and {key_there} of {Path(section['path']) / ADAPTER_CONFIG} is "
+                f"{there}: leave lora.{key} out, for the adapter has its own"
             )
     return problems
-
-
-def _set(value: Any) -> Any:
-    return set(value) if isinstance(value, tuple) else value
-
-
-def _shown(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _is_pattern(value: Any) -> bool:
@@ -302,10 +254,6 @@ def _is_pattern(value: Any) -> bool:
 
 def _is_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_table(value: Any, holds: Callable[[Any], bool]) -> bool:
@@ -321,46 +269,34 @@ def _means_layers(value: Any) -> bool:
         return True
     if not isinstance(patterns, list) or not all(map(_is_pattern, patterns)):
         return False
-    whole = [rf"(?:^|.*?\.){pattern}\.\d+\..*" for pattern in patterns]
-    return any(
-        not pattern_error(pattern) and fullmatch(pattern, "model.layers.0.self_attn.q_proj") for pattern in whole
-    )
+    whole, layer = [rf"(?:^|.*?\.){pattern}\.\d+\..*" for pattern in patterns], "model.layers.0.self_attn.q_proj"
+    return any(not pattern_error(pattern) and fullmatch(pattern, layer) for pattern in whole)
 
 
+_LAYERS = "a list of names of layers, or a regular expression for them"
+_KNOWN = "which is `layers` in the models that dtrain knows"
 # Field -> its default in PEFT, what its value must satisfy, and that in words with the fix.
 _USED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "peft_type": ("LORA", lambda v: v == "LORA", f"LORA: {_MERGE}"),
     "task_type": (None, lambda v: v in (None, "CAUSAL_LM", "SEQ_CLS"), f"CAUSAL_LM or SEQ_CLS: {_MERGE}"),
     "r": (8, lambda v: is_natural(v) and v > 0, "a whole number, at least 1"),
-    "lora_alpha": (8, _is_number, "a number"),
-    "lora_dropout": (0.0, lambda v: v is None or (_is_number(v) and 0 <= v < 1), "a number from 0 up to 1"),
-    "target_modules": (
-        None,
-        lambda v: v is None or _is_pattern(v) or _is_names(v),
-        "a list of names of layers, or a regular expression for them",
-    ),
+    "lora_alpha": (8, is_number, "a number"),
+    "lora_dropout": (0.0, lambda v: v is None or (is_number(v) and 0 <= v < 1), "a number from 0 up to 1"),
+    "target_modules": (None, lambda v: v is None or _is_pattern(v) or _is_names(v), _LAYERS),
     "target_parameters": (None, lambda v: v is None or _is_names(v), "a list of names of parameters, or null"),
-    "exclude_modules": (
-        None,
-        lambda v: not v or _is_pattern(v) or _is_names(v),
-        "a list of names of layers, or a regular expression for them, or null",
-    ),
+    "exclude_modules": (None, lambda v: not v or _is_pattern(v) or _is_names(v), f"{_LAYERS}, or null"),
     "layers_to_transform": (
         None,
         lambda v: v is None or is_natural(v) or (isinstance(v, list) and all(map(is_natural, v))),
         "the numbers of layers, or null",
     ),
-    "layers_pattern": (
-        None,
-        _means_layers,
-        "null, or the name of the list of layers, which is `layers` in the models that dtrain knows",
-    ),
+    "layers_pattern": (None, _means_layers, f"null, or the name of the list of layers, {_KNOWN}"),
     "rank_pattern": (
         None,
         lambda v: _is_table(v, lambda rank: is_natural(rank) and rank > 0),
         "a table of regular expressions for names and ranks",
     ),
-    "alpha_pattern": (None, lambda v: _is_table(v, _is_number), "a table of regular expressions for names and numbers"),
+    "alpha_pattern": (None, lambda v: _is_table(v, is_number), "a table of regular expressions for names and numbers"),
     "use_rslora": (False, lambda v: v in (None, False, True), "true or false"),
     "use_dora": (False, lambda v: v in (None, False, True), "true or false"),
     "modules_to_save": (None, lambda v: v is None or _is_names(v), "a list of ends of names of modules, or null"),

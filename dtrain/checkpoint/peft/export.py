@@ -15,23 +15,21 @@ from dtrain.base.model_directory import CONFIG
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import Sizes
 from dtrain.checkpoint.huggingface.file_rows import joints, places
-from dtrain.checkpoint.huggingface.merged import WholeWeight, folded, merge
+from dtrain.checkpoint.huggingface.merged import WholeWeight, folded, merge, stored_weight
 from dtrain.checkpoint.huggingface.model_files import write_companions
 from dtrain.checkpoint.huggingface.safetensor_files import DTYPES
 from dtrain.checkpoint.huggingface.write import write_files
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, read_adapter_config
 from dtrain.checkpoint.peft.files import AdapterFiles, adapter_weights
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS, adapter_shapes, peft_names
-from dtrain.models.common.adapter_config import AdapterConfig, adaptable, linears
+from dtrain.models.common.adapter_config import AdapterConfig, adaptable, linears, shapes_of
 from dtrain.models.common.decoder import CausalLM
 
 
 class StoredAdapter:
     """The adapter in `directory`. model: of its base, on meta. Raises UserError for one that does not fit that.
-
     adapted: the layers that have one. whole: the linear layers that are trained whole, by their names in files.
-    parameters: the shapes of the model's own, by name.
-    """
+    parameters: the shapes of the model's own, by name."""
 
     def __init__(self, directory: Path, model: CausalLM):
         self.directory, self.model, self.config = directory, model, read_adapter_config(directory)
@@ -47,12 +45,8 @@ class StoredAdapter:
         shapes = dict(self.parameters)
         for name, layer in self.adapted.items():
             for part in self.model.config.parts(name):
-                *experts, rows, columns = self.parameters[f"{part}.weight"]
-                shapes |= {
-                    f"{part}.lora_A": (*experts, layer.rank, columns),
-                    f"{part}.lora_B": (*experts, rows, layer.rank),
-                }
-                shapes[f"{part}.lora_magnitude"] = (rows,)
+                own = shapes_of(self.parameters[f"{part}.weight"], layer.rank, dora=True)
+                shapes |= {f"{part}.{parameter}": shape for parameter, shape in own.items()}
         return shapes
 
     def read(self, name: str) -> Tensor:
@@ -80,12 +74,7 @@ class StoredAdapter:
     def copy(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:
         """Write it to the directory `out` as it is, in `dtype` or its own."""
 
-        def stored_weight(name: str) -> WholeWeight:
-            stored = self.files.stored[name]
-            own = dtype or DTYPES[stored.kind]
-            return WholeWeight([name], torch.Size(stored.shape), own, lambda _: self.files.read(name))
-
-        entries = [stored_weight(name) for name in self.files.stored]
+        entries = [stored_weight(self.files, name, dtype) for name in self.files.stored]
         fields = read_json(self.directory / ADAPTER_CONFIG)
         fields |= {BASE: self._base} if BASE in fields else {}
         text = json.dumps(fields, indent=2) + "\n"
@@ -108,11 +97,10 @@ class StoredAdapter:
         config = AdapterConfig(rank=rank, alpha=rank, dropout=self.config.dropout, target=names)
         form = AdapterFiles(config, self.model.config, self._base)
         sizes: Sizes = {}
-        for module in names:
-            for name, dim in ((f"{module}.lora_A", 0), (f"{module}.lora_B", 1)):
-                stored = self.files.stored[self._outer(name)[0]]
-                shape = (rank, stored.shape[1]) if dim == 0 else (stored.shape[0], rank)
-                sizes[name] = shape, torch.promote_types(DTYPES[stored.kind], torch.float32)
+        for name in (f"{module}.{part}" for module in names for part in ("lora_A", "lora_B")):
+            stored = self.files.stored[self._outer(name)[0]]
+            shape = (rank, stored.shape[1]) if name.endswith("A") else (stored.shape[0], rank)
+            sizes[name] = shape, torch.promote_types(DTYPES[stored.kind], torch.float32)
 
         def read(name: str) -> Tensor:
             scale = self.adapted[name.rpartition(".")[0]].scale

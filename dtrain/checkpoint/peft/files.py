@@ -37,26 +37,25 @@ Read = Callable[[str], Tensor]
 def read_adapter(model: CausalLM, directory: str | Path) -> None:
     """Fill the adapters of `model`, and its modules that they train whole, from an adapter's directory.
 
-    model: with the parameters that the directory's adapter_config.json asks for, on CPU or CUDA, plain tensors or
-    DTensors of any mesh: a rank reads the slices that it holds, cast to the parameter's dtype. No collective.
-
-    Raises one UserError that lists all names that are missing or unexpected, all shapes that differ and all dtypes that
-    are not read; another for damaged files, and for a tied embedding whose two copies differ. Nothing is written then.
+    model: with the parameters that adapter_config.json asks for, on CPU or CUDA, plain tensors or DTensors of any mesh:
+    a rank reads the slices that it holds, cast to the parameter's dtype. No collective. Raises one UserError that lists
+    what `adapter_weights` does; another for damaged files, and for a tied embedding whose two copies differ. Nothing is
+    written then.
     """
     directory = Path(directory)
     config, tensors = read_adapter_config(directory), model_tensors(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if peft_names(name, config, model.config)}
     wanted: dict[str, tuple[int, ...]] = {}
     sources: dict[str, FileRows] = {}
-    copies = []
+    copies: dict[str, str] = {}
     for fused in joints(model, shapes):
         first, *others = peft_names(fused.name, config, model.config)
         shape, rows = places(fused, first, shapes)
         sources |= rows
         wanted |= dict.fromkeys([first, *others], shape)
-        copies += [(first, other) for other in others]
+        copies |= dict.fromkeys(others, first)
     files = adapter_weights(directory, wanted, is_tied=model.config.tie_word_embeddings)
-    for first, second in copies:  # every rank compares all of the two, so that all find the same
+    for second, first in copies.items():  # every rank compares all of the two, so that all find the same
         if files.differ(first, second):
             raise UserError(
                 f"{files.stored[first].file}: {first} and {second} differ, and the model's head is tied to its "
@@ -70,12 +69,12 @@ def read_adapter(model: CausalLM, directory: str | Path) -> None:
 
 
 def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]], *, is_tied: bool = False) -> WeightFiles:
-    """The tensors of an adapter, which are those `wanted`: PEFT's names and shapes. Raises UserError that lists what
-    does not fit. is_tied: the model's head is its embedding."""
+    """The tensors of an adapter, which are those `wanted`: PEFT's names and shapes. Raises UserError that lists all
+    names that are missing or unexpected, all shapes that differ and all dtypes that are not read. is_tied: the model's
+    head is its embedding."""
     files = WeightFiles(directory, ADAPTER_WEIGHTS)
-    problems = mismatches(
-        directory, {name: entry.shape for name, entry in files.stored.items()}, wanted, is_tied=is_tied
-    )
+    shapes = {name: entry.shape for name, entry in files.stored.items()}
+    problems = mismatches(directory, shapes, wanted, is_tied=is_tied)
     problems += [
         f"{entry.file}: dtype: {name} is {entry.kind}; quantized adapters are not read"
         for name, entry in files.stored.items()
@@ -97,8 +96,8 @@ class AdapterFiles:
     def entries(
         self, sizes: Sizes, read: Read, dtype: torch.dtype | None = None, *, collective: bool = False
     ) -> list[WholeWeight]:
-        """Return what is written of tensors with these shapes and dtypes, by parameter name; other names are passed
-        over. A tied embedding under both of PEFT's names. dtype: None for theirs. collective: every rank reads."""
+        """Return what is written of tensors with these shapes and dtypes, by parameter name; others are passed over. A
+        tied embedding has two names. dtype: None for theirs. collective: every rank reads."""
 
         def weight(name: str) -> WholeWeight:
             shape, kept = torch.Size(shape_in_files(name, sizes[name][0])), sizes[name][1]
@@ -112,11 +111,9 @@ class AdapterFiles:
         ]
 
     def beside(self, step: Path, sizes: Sizes, read: Read) -> dict[str, Record]:
-        """Write `adapter/`, synced, into a step's directory that is not yet published, from the step's own tensors; the
-        files' records, under `adapter/NAME`. As `CheckpointStore.save` asks for it."""
-        prefix = "model."
-        own = {name.removeprefix(prefix): size for name, size in sizes.items() if name.startswith(prefix)}
-        directory, entries = step / ADAPTER, self.entries(own, lambda name: read(prefix + name))
+        """Write `adapter/`, synced, into an unpublished step's directory, as `CheckpointStore.save` asks for it."""
+        own = {name.removeprefix("model."): size for name, size in sizes.items() if name.startswith("model.")}
+        directory, entries = step / ADAPTER, self.entries(own, lambda name: read(f"model.{name}"))
         directory.mkdir()
         file = SafetensorsFile(directory / ADAPTER_WEIGHTS, entries)
         for entry in entries:
@@ -148,11 +145,9 @@ def write_adapter(
 
     tensors: by the model's parameter names, [any shape], plain or DTensors; others than the adapter's are passed over.
     base: what base_model_name_or_path says. companions: the directory whose tokenizer and template are copied along;
-    chat_template, held, replace: as of `write_directory`.
-
-    Collective over `ranks` (default: all): one all-gather per sharded tensor. `directory` appears whole or not at all.
-    Raises UserError where it is there and not empty, or cannot be written.
-    """
+    chat_template, held, replace: as of `write_directory`. Collective over `ranks` (default: all): one all-gather per
+    sharded tensor. `directory` appears whole or not at all. UserError where it is there and not empty, or cannot be
+    written."""
     form = AdapterFiles(config, model, base)
     sizes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
@@ -162,5 +157,5 @@ def write_adapter(
         form.finish(new)
         write_companions(new, [] if companions is None else [companions], chat_template, held)
 
-    files = {ADAPTER_WEIGHTS: entries}
-    write_files(files, finish, real(Path(directory)), replace=replace, ranks=ranks or Ranks())
+    out = real(Path(directory))
+    write_files({ADAPTER_WEIGHTS: entries}, finish, out, replace=replace, ranks=ranks or Ranks())

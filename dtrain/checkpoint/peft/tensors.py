@@ -15,6 +15,7 @@ from dtrain.models.common.adapter_config import (
     in_tower,
     is_adapter,
     is_stack,
+    shapes_of,
 )
 from dtrain.models.common.config import STACKS, ModelConfig
 
@@ -25,8 +26,12 @@ _FIRST, _SECOND = STACKS
 
 
 def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str]:
-    """PEFT's names for the parameter `name` of a model of this kind, or for what the files join it in: of an adapter,
-    or of a module that is trained whole; none for another. A tied embedding is written under two."""
+    """PEFT's names for the parameter `name`, or for what the files join it in: of an adapter, or of a module that is
+    trained whole; none for another. A tied embedding is written under two."""
+
+    def outer(inner: str) -> str:
+        return PREFIX + (in_tower(inner) if model.is_text_tower else inner)
+
     module, _, parameter = name.rpartition(".")
     module = model.whole(module)
     if is_adapter(name):
@@ -35,13 +40,9 @@ def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str
             parent, _, stack = module.rpartition(".")
             module = f"{parent}.base_layer" if stack == _FIRST and config.adapted([f"{parent}.{_SECOND}"]) else parent
         kind = "lora_magnitude_vector" if parameter == "lora_magnitude" else f"{parameter}.weight"
-        return [_outer(f"{module}.{kind}", model)]
+        return [outer(f"{module}.{kind}")]
     both = list(ENDS) if model.tie_word_embeddings and module in ENDS else [module]
-    return [_outer(f"{saved_module}.{parameter}", model) for saved_module in both] if config.saved(both) else []
-
-
-def _outer(name: str, model: ModelConfig) -> str:
-    return PREFIX + (in_tower(name) if model.is_text_tower else name)
+    return [outer(f"{saved_module}.{parameter}") for saved_module in both] if config.saved(both) else []
 
 
 def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
@@ -89,18 +90,15 @@ def mismatches(
     *,
     is_tied: bool = False,
 ) -> list[str]:
-    """Return what of an adapter's tensors, by PEFT's names, does not fit a model that wants others; nothing where all
-    do. free: names of tensors that are no mistake beside these. is_tied: the model's head is its embedding."""
-    missing = [
-        f"missing: {name}{_TIED if is_tied and 'lm_head' in name else ''}" for name in wanted if name not in stored
-    ]
-    shapes = [
-        f"shape: {name} is {list(shape)}, the model has {list(wanted[name])}"
-        for name, shape in stored.items()
-        if name in wanted and shape != wanted[name]
-    ]
-    unknown = [name for name in sorted(stored.keys() - wanted) if not free(name)]
-    unexpected = [f"unexpected: {name}{_hint(name)}" for name in unknown]
+    """Return what of an adapter's tensors, by PEFT's names, does not fit a model that wants others. free: names of
+    tensors that are no mistake beside these. is_tied: the model's head is its embedding."""
+    missing, shapes = [], []
+    for name, shape in wanted.items():
+        if name not in stored:
+            missing.append(f"missing: {name}{_TIED if is_tied and 'lm_head' in name else ''}")
+        elif stored[name] != shape:
+            shapes.append(f"shape: {name} is {list(stored[name])}, the model has {list(shape)}")
+    unexpected = [f"unexpected: {name}{_hint(name)}" for name in sorted(stored.keys() - wanted) if not free(name)]
     problems = [problem for group in (missing, shapes, unexpected) for problem in first(group, by_kind=True)]
     return [f"{directory / ADAPTER_WEIGHTS}: {problem}; is it an adapter of this model?" for problem in problems]
 
@@ -123,15 +121,13 @@ def _hint(name: str) -> str:
 def adapter_shapes(
     config: AdapterConfig, model: ModelConfig, parameters: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """PEFT's names and the shapes of an adapter's tensors, for a model of this kind with these parameters of its own:
-    those of adapted layers, and what is trained whole."""
+    """PEFT's names and the shapes of an adapter's tensors, for a model with these parameters of its own: those of
+    adapted layers, and what is trained whole."""
     shapes = adaptable(model)
     wanted = {fused.name: places(fused, fused.name, parameters)[0] for fused in joints(model, parameters)}
     for name, layer in config.adapted(shapes).items():
-        *experts, rows, columns = shapes[name]
-        a, b = (*experts, layer.rank, columns), (*experts, rows, layer.rank)
-        wanted |= {part: shape_in_files(part, shape) for part, shape in ((f"{name}.lora_A", a), (f"{name}.lora_B", b))}
-        wanted |= {f"{name}.lora_magnitude": (rows,)} if config.dora else {}
+        for part, shape in shapes_of(shapes[name], layer.rank, config.dora).items():
+            wanted[f"{name}.{part}"] = shape_in_files(f"{name}.{part}", shape)
     return {outer: shape for name, shape in wanted.items() for outer in peft_names(name, config, model)}
 
 

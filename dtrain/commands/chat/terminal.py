@@ -10,10 +10,10 @@ from dtrain.base.errors import UserError
 from dtrain.commands.chat.conversation import Conversation
 from dtrain.commands.serve.adapters import put_in, read_beside
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
-from dtrain.data.text.template import choose_template
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, load
-from dtrain.inference.request import Request, SamplingParams, check_request
+from dtrain.inference.request import Request, SamplingParams
+from dtrain.inference.sampling import check_request
 from dtrain.run.metrics.terminal import printable
 
 HELP = """/again            draw the last answer anew
@@ -28,7 +28,8 @@ A line that ends with \\ goes on in the next one."""
 def talk(arguments: Namespace) -> None:
     """Hold the conversation of the command's `arguments` to its end. Raises UserError."""
     device = choose_device(arguments.device)
-    model, tokenizer = load(arguments.directory, choose_dtype(arguments.dtype, device), device)
+    loaded = load(arguments.directory, choose_dtype(arguments.dtype, device), device)
+    model, tokenizer = loaded
     if arguments.adapter is not None:
         if model.adapters is not None:
             raise UserError(
@@ -37,7 +38,7 @@ def talk(arguments: Namespace) -> None:
         beside = read_beside(model, arguments.adapter)
         put_in(model, beside)
         model.adapters = beside.adapters
-    template = choose_template(tokenizer.directory, tokenizer.special_tokens, arguments.chat_template)
+    template = loaded.template(arguments.chat_template)
     if template is None:
         raise UserError(
             f"{arguments.directory} has no chat template: give --chat-template FILE, or complete texts with `dtrain "

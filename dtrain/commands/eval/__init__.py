@@ -1,6 +1,6 @@
 """`dtrain eval`: a model's answers to prompts, judged by rewards.
 
 command     the arguments of `dtrain eval`
-evaluate    answers to prompts and their report; rl/judging.py judges them, also for the `eval` of a run
-options     messages about keys of a recipe, with the command's options in their place
+evaluate    answers to prompts and their report, with keys of a recipe as the command's options; rl/judging.py judges
+            them, also for the `eval` of a run
 """

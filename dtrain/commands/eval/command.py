@@ -7,7 +7,6 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.commands.arguments import DIRECTORY, add_device, add_sampling, at_least
-from dtrain.commands.eval.options import in_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +50,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from dtrain.commands.eval.evaluate import as_json, as_table, evaluate
+    from dtrain.commands.eval.evaluate import as_json, as_table, evaluate, in_options
 
     try:
         report = evaluate(arguments)

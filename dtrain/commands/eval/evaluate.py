@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -14,21 +15,20 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.base_weights import step_around
-from dtrain.commands.eval.options import in_options
-from dtrain.data.formats.plain_prompts import evaluated_as, refuse_without_template
+from dtrain.data.formats.encoder import evaluated_as, refuse_without_template
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.sources.files import resolve
-from dtrain.data.text.template import choose_template
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, load
 from dtrain.inference.request import Completion, Request, SamplingParams
-from dtrain.recipe.schema import Reward
-from dtrain.rl.judging import Questions, Report, ScoredAnswer, known, open_judges, plain_prompts_of, read_questions
+from dtrain.recipe.rollouts import Reward
+from dtrain.rl.judging import Questions, Report, ScoredAnswer, open_judges, plain_prompts_of, read_questions
 from dtrain.rl.judging import evaluate as answer_and_judge
+from dtrain.rl.rewards.scoring import known
 from dtrain.run.directory import DATA
-from dtrain.run.eval_section import usual_reward
 from dtrain.run.eval_sets import longest_answer
 from dtrain.run.metrics import records
+from dtrain.run.stages.evals import usual_reward
 
 MANY = 0.2  # of the answers, cut at their longest
 
@@ -45,7 +45,8 @@ def evaluate(arguments: Namespace) -> Report:
         raise UserError(f"--out {out}: there is no directory {out.parent}")
     judges, together = open_judges(rewards, arguments.reward_timeout, partial(print, file=sys.stderr))
     with judges:
-        model, tokenizer = load(arguments.directory, choose_dtype(arguments.dtype, device), device)
+        loaded = load(arguments.directory, choose_dtype(arguments.dtype, device), device)
+        model, tokenizer = loaded
         length = model.config.max_position_embeddings
         new = arguments.max_new_tokens or longest_answer(length)
         if new >= length:
@@ -53,9 +54,7 @@ def evaluate(arguments: Namespace) -> Report:
                 f"--max-new-tokens {new} leaves no room for a prompt within the model's {length} positions: set less"
             )
         options = PromptOptions.within(length, new, arguments.system)
-        template = choose_template(
-            tokenizer.directory, tokenizer.special_tokens, arguments.chat_template, arguments.template_kwargs
-        )
+        template = loaded.template(arguments.chat_template, arguments.template_kwargs)
         refuse_without_template(arguments.prompts_as, template, tokenizer.directory)
         chosen, trained_plain = (arguments.prompts_as, 0) if arguments.prompts_as else trained_as(arguments.directory)
         prompts_as = evaluated_as(chosen, trained_plain, template)
@@ -75,10 +74,9 @@ def evaluate(arguments: Namespace) -> Report:
         questions = Questions(
             rows, arguments.samples, sampling, arguments.seed, options.room, arguments.pass_reward, together
         )
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
-        engine = Engine(model, decode=decode, max_rows=arguments.max_rows)
-        write = partial(_write, out, questions)
-        return answer_and_judge(questions, partial(_drawn, engine), decode, judges, write, ranks=Ranks(alone=True))
+        engine = Engine(model, decode=loaded.decode, max_rows=arguments.max_rows)
+        draw, write = partial(_drawn, engine), partial(_write, out, questions)
+        return answer_and_judge(questions, draw, loaded.decode, judges, write, ranks=Ranks(alone=True))
 
 
 def trained_as(directory: Path) -> tuple[str | None, int]:
@@ -180,3 +178,24 @@ def _shown(value: float, error: float = math.nan) -> str:
     if math.isnan(value):
         return "not known"
     return f"{value:.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
+
+
+# A recipe's key as the shared code writes it -> the command's option.
+_OPTIONS = {
+    r"grpo\.rewards=\[\{fn: (\w+), kwargs: \{(\w+): \.\.\}\}\]": r"""--reward '\1={"\2": ".."}'""",
+    r"grpo\.rewards\[\d+\]\.fn": "--reward",
+    r"grpo\.reward_timeout": "--reward-timeout",
+    r"grpo\.sampling\.max_new_tokens": "--max-new-tokens",
+    r"grpo\.sampling\.(\w+)": r"--\1",
+    r"data\.chat_template": "--chat-template",
+    r"data\.prompts_as": "--prompts-as",
+    r"data\.train\.path": "DATA",
+    r"model\.path": "DIR",
+}
+
+
+def in_options(text: str) -> str:
+    """Return a message about keys of a recipe with the options of this command in their place."""
+    for key, option in _OPTIONS.items():
+        text = re.sub(key, option, text)
+    return text

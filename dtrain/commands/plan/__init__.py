@@ -1,25 +1,22 @@
 """`dtrain plan`: the memory and traffic of each rank of a mesh, at any size, in one process without a GPU.
 
-    plan.make_plan          a recipe, checked, as a plan: memory by part, traffic, an estimate of the time
-    step.plan_step          one rank's step, from a few layers of it
-    trace.trace_step        those layers: the trainer's own step on tensors without memory, traced, on full rows
+    plan.make_plan          a recipe, resolved in a world that is not here, as a plan: memory by part, traffic, time
+    step.plan_step          one rank's step, from a few layers of it: the trainer's own, traced on full rows
     policy                  the policy that steps, on tensors without memory
-    planned_device, kernels how tensors without memory answer as the planned device's would
-    tracer                  sees every operation of the step, and counts its cost
-    memory, collectives     the step's allocations and its messages
+    planned_device          how tensors without memory answer as the planned device's would
+    tracer                  sees every operation of the step, and counts its cost and its messages
+    memory                  the step's allocations
     hardware                devices, links and the estimate
     search                  other meshes and micro-batches, and what would fit
-    command, answer         the command's arguments and its output
-    report                  a plan as text and as JSON
+    command, report         the command's arguments; its output: a plan as text and as JSON
     beside                  the plan that a run shows of itself; children, the processes that all of these work in
 
 Exact, to the byte: parameters, gradients, optimizer state and what the collectives carry; the allocations of every
 operation that torch dispatches, in the order of the trainer's own step, and so their peak, for batches whose rows are
 all full and all trained. On a CPU the step's rows are in it, and gloo's copy of what it reduces and scatters.
 
-Modelled: attention and the fused norm on CUDA (`kernels`); what a kernel allocates inside (cuBLAS, cuDNN, the CPU's
-buffers of products), the allocator's rounding and gaps and NCCL's buffers are left out, which is why a plan's budget is
-less than a device's memory. `train.compile` is planned as if it were off.
-`parallel.cpu_offload` is refused. A rollout of method grpo is not planned, its update is; of an
-evaluation (`eval`) the least that it takes.
+Modelled: attention and the fused norm on CUDA (`planned_device`); what a kernel allocates inside (cuBLAS, cuDNN, the
+CPU's buffers of products), the allocator's rounding and gaps and NCCL's buffers are left out, which is why a plan's
+budget is less than a device's memory. `train.compile` is planned as if it were off. `parallel.cpu_offload` is refused.
+A rollout of method grpo is not planned, its update is; of an evaluation (`eval`) the least that it takes.
 """

@@ -6,11 +6,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from dtrain.base.errors import UserError
-from dtrain.commands.plan.answer import too_much
 from dtrain.commands.plan.children import Child
 from dtrain.commands.plan.hardware import GPUS, USABLE
 from dtrain.commands.plan.plan import make_plan
-from dtrain.commands.plan.report import gib
+from dtrain.commands.plan.report import gib, too_much
 from dtrain.recipe.schema import Recipe
 
 _BEHIND_THE_RUN = 5

@@ -27,9 +27,6 @@ def _plain(gpu: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from dtrain import recipe as config
-    from dtrain.commands.plan.answer import answer, read_recipe
+    from dtrain.commands.plan.report import answer
 
-    recipe = read_recipe(arguments.recipe, arguments.overrides, arguments.world_size)
-    with config.redacted_errors(recipe):
-        answer(recipe, arguments, lambda text: print(config.redact(text, recipe), flush=True))
+    answer(arguments)

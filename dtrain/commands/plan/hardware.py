@@ -1,4 +1,4 @@
-"""Devices of base/gpus.py in torch's units, and the estimate of a step's time by these numbers alone.
+"""Devices of base/gpus.toml in torch's units, and the estimate of a step's time by these numbers alone.
 
 Dense arithmetic without sparsity, in FLOP/s; memory in GiB as the driver reports it; links in bytes per second and
 direction: `inside` of one device to the others of its node (NVLink), `between` of one device's network card.

@@ -1,50 +1,50 @@
 """A recipe on a world of so many devices, as a plan: what fits, what is sent, how long it may take.
 
-`make_plan` checks the recipe as `validate` does, but for the files that only a run reads: config.json is enough.
+`make_plan` resolves the spec of a run, as `validate` does, in a world that is not here, and traces its step. Of the
+files that the recipe names it reads each model's config.json and no other.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from dtrain import models
 from dtrain.base.errors import RecipeError
-from dtrain.base.hardware import OF_FREE
+from dtrain.base.gpus import OF_FREE
 from dtrain.commands.plan.hardware import Hardware, Time, estimate
 from dtrain.commands.plan.step import Step, plan_step
-from dtrain.inference.budget import position_bytes
-from dtrain.inference.kv_cache import slot_size
-from dtrain.methods.spec import spec_of
+from dtrain.inference.kv_cache import position_bytes, slot_size
+from dtrain.methods import method_of
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.flops import flops_per_token, weights_in
+from dtrain.models.common.decoder import flops_per_token, weights_in
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import is_torchs
 from dtrain.parallel.apply import find_plan, in_words
+from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.policy.precision import choose_precision
-from dtrain.policy.trained import choose_trained
-from dtrain.recipe import Sizes, sizes
 from dtrain.recipe.schema import OPTIMIZERS, Recipe, Scheduler
+from dtrain.recipe.world import LARGEST_AUTO, Sizes
 from dtrain.run.eval_sets import longest_answer
+from dtrain.run.host import DryHost
 from dtrain.run.preflight import shapes
+from dtrain.run.spec import RunSpec, World, resolve
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe's step on one rank of a world. device: cuda, or cpu where the recipe says launch.device=cpu.
+    """A recipe's step on one rank of the world of `spec`.
 
     table: the model's tensor-parallel plan, module pattern → style in words, used where tp is more than 1.
     total_parameters, trained_parameters: of the whole model, with its adapter. tokens: of an optimizer step over all
-    ranks, every row full. flops_per_token: `models.common.flops`, as a run's mfu counts. budget: bytes for tensors
+    ranks, every row full. flops_per_token: `models.common.decoder`, as a run's mfu counts. budget: bytes for tensors
     on a device. evaluation: bytes that the longest answer of `eval` takes at least, with what a rank holds between two
     steps; 0 without. assumed: in place of the code that the recipe names.
     """
 
-    recipe: Recipe
-    config: ModelConfig
-    sizes: Sizes
-    device: str
-    dtype: torch.dtype
+    spec: RunSpec
     hardware: Hardware
     budget: int
     step: Step
@@ -61,92 +61,116 @@ class Plan:
     def fits(self) -> bool:
         return max(self.step.peak, self.evaluation) <= self.budget
 
+    @property
+    def device(self) -> str:
+        """Type of the devices: cuda, or cpu where the recipe says launch.device=cpu."""
+        return self.spec.world.device_type
+
     def mfu(self, step_time: float) -> float:
         """Return the share of the devices' peak arithmetic that a step of `step_time` seconds would mean."""
-        peak = self.hardware.arithmetic[self.dtype] * self.sizes.world_size
+        peak = self.hardware.arithmetic[self.spec.precision.compute] * self.spec.world.size
         return self.flops_per_token * self.tokens / (step_time * peak)
 
 
 def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int | None = None) -> Plan:
     """Return the plan of `recipe` on `world_size` ranks. Raises RecipeError if it cannot run there, whatever the
     memory."""
-    recipe = ready(recipe)
-    errors = problems(recipe, world_size)
-    device = "cpu" if recipe.launch.device == "cpu" else "cuda"
-    dtype = choose_precision(recipe.train.dtype, device, recipe.train.masters).compute
-    if device == "cuda" and torch.bfloat16 not in hardware.arithmetic:
-        if dtype is torch.bfloat16:
-            errors.append(
-                f"train.dtype={recipe.train.dtype} means bfloat16, in which a {hardware.name} does not compute: set "
-                "train.dtype=float16 or float32"
-            )
-        recipe = replace(recipe, model=replace(recipe.model, attention="sdpa"))  # flash attention asks for more, too
-    if errors:
-        raise RecipeError(errors)
-    config, world = read_config(recipe.model.directory, spec_of(recipe).labels(recipe)), sizes(recipe, world_size)
-    recipe, assumed = _without_code(recipe)
-    if world.is_open:
-        assumed.append(f"train.global_batch=auto is taken to be {world.global_batch}; data of few rows make it smaller")
-        recipe = replace(recipe, train=replace(recipe.train, global_batch=world.global_batch))
-    model = models.build(config, device="meta")
-    choose_trained(model, recipe, dtype)
-    step = plan_step(recipe, config, world, device=device)
-    spec = spec_of(recipe)
-    table = find_plan(recipe.parallel.custom_plan, model)
+    spec = resolve_plan(recipe, world_size, "cpu" if recipe.launch.device == "cpu" else "cuda", hardware)
+    recipe, model, method = spec.recipe, spec.model, method_of(spec.recipe)
+    assert model is not None
+    step = plan_step(spec)
     return Plan(
-        recipe=recipe,
-        config=config,
-        sizes=world,
-        device=device,
-        dtype=dtype,
+        spec=spec,
         hardware=hardware,
         budget=hardware.budget if budget is None else budget,
         step=step,
-        time=estimate(step, world, hardware),
-        table={pattern: in_words(style) for pattern, style in table.items()},
+        time=estimate(step, spec.sizes, hardware),
+        table={pattern: in_words(style) for pattern, style in find_plan(recipe.parallel.custom_plan, model).items()},
         total_parameters=sum(map(weights_in, model.parameters())),
         trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        tokens=recipe.train.batch * spec.rows_of_a_sample(recipe) * spec.row_length(recipe),
+        tokens=recipe.train.batch * method.rows_of_a_sample() * method.row_length(),
         flops_per_token=flops_per_token(model, recipe.data.max_length),
-        evaluation=_evaluation(recipe, config, world, step, dtype),
-        assumed=tuple(assumed),
+        evaluation=_evaluation(spec, step),
+        assumed=tuple(_assumed(spec)),
     )
 
 
-def _evaluation(recipe: Recipe, config: ModelConfig, sizes: Sizes, step: Step, dtype: torch.dtype) -> int:
+class PlanHost(DryHost):
+    """Host of a plan on devices of a kind, which looks at neither weights nor data."""
+
+    stages = ("model", "optimizer", "sizes")
+
+    def __init__(self, recipe: Recipe, hardware: Hardware | None):
+        super().__init__(awaited=["model.path", *(key for key, _ in method_of(recipe).other_models())])
+        self._hardware = hardware
+
+    def check(self, spec: RunSpec, *_: object) -> bool:
+        """Check the recipe, and its dtype on devices that do not compute in bfloat16; these have no flash attention."""
+        recipe, hardware = spec.recipe, self._hardware
+        self.problems += problems(recipe, spec.world.size)
+        if hardware is None or spec.world.device_type == "cpu" or torch.bfloat16 in hardware.arithmetic:
+            return not self.problems
+        if choose_precision(recipe.train.dtype, "cuda", recipe.train.masters).compute is torch.bfloat16:
+            self.problems.append(
+                f"train.dtype={recipe.train.dtype} means bfloat16, in which a {hardware.name} does not compute: set "
+                "train.dtype=float16 or float32"
+            )
+        spec.recipe = changed(recipe, {"model.attention": "sdpa"})
+        return not self.problems
+
+
+def resolve_plan(recipe: Recipe, world_size: int, device_type: str, hardware: Hardware | None = None) -> RunSpec:
+    """Return the spec of a step of `recipe` on so many devices of a type (cpu or cuda). Raises RecipeError.
+
+    Code that the recipe names by import path gives way to dtrain's own, since only a run imports it: a plan may be of a
+    stranger's. torch's own optimizers are here anyhow.
+    """
+    host = PlanHost(recipe, hardware)
+    spec = resolve(ready(recipe), World(world_size, device_type, is_here=False), host, until="sizes")
+    if host.problems:
+        raise RecipeError(host.problems)
+    overrides: dict[str, Any] = {}
+    if spec.recipe.optimizer.name not in OPTIMIZERS and not is_torchs(spec.recipe.optimizer.name):
+        overrides = {"optimizer.name": "adamw", "optimizer.kwargs": {}}
+    if isinstance(spec.recipe.parallel.custom_plan, str):
+        overrides["parallel.custom_plan"] = None
+    if spec.sizes.is_open:
+        overrides["train.global_batch"] = spec.sizes.global_batch
+    # What a schedule does to the rate changes nothing here.
+    spec.recipe = replace(changed(spec.recipe, overrides), scheduler=Scheduler("constant"))
+    return spec
+
+
+def _assumed(spec: RunSpec) -> Iterator[str]:
+    """Yield notes of what `resolve_plan` put in place of what was written."""
+    name, tensor_plan = spec.written.optimizer.name, spec.written.parallel.custom_plan
+    if name != spec.recipe.optimizer.name:
+        yield f"optimizer.name={name} is not imported: its state is taken to be as large as AdamW's"
+    if tensor_plan != spec.recipe.parallel.custom_plan:
+        yield f"parallel.custom_plan={tensor_plan} is not imported: the model's own plan stands in"
+    if spec.sizes.is_open:
+        yield (f"train.global_batch=auto is taken to be {spec.sizes.global_batch}; data of few rows make it smaller")
+
+
+def _evaluation(spec: RunSpec, step: Step) -> int:
     """Return `Plan.evaluation`, for a prompt that fills `data.max_length`."""
+    recipe, config = spec.recipe, spec.model_config
     if recipe.eval is None:
         return 0
     longest = config.max_position_embeddings
     answer = max(evaluation.sampling.max_new_tokens or longest_answer(longest) for evaluation in recipe.evals.values())
     slots = slot_size(answer) + slot_size(max(1, min(recipe.data.max_length, longest) - answer))
-    return step.parameters + step.state + int(slots * position_bytes(config, dtype, sizes.tp) / OF_FREE)
-
-
-def _without_code(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """Return `recipe` with dtrain's own code in place of the code that it names by import path, and notes of that.
-
-    Only a run imports what a recipe names: a plan may be of a stranger's. torch's own optimizers are here anyhow.
-    """
-    optimizer, parallel, assumed = recipe.optimizer, recipe.parallel, []
-    if optimizer.name not in OPTIMIZERS and not is_torchs(optimizer.name):
-        assumed.append(f"optimizer.name={optimizer.name} is not imported: its state is taken to be as large as AdamW's")
-        optimizer = replace(optimizer, name="adamw", kwargs={})
-    if isinstance(parallel.custom_plan, str):
-        assumed.append(f"parallel.custom_plan={parallel.custom_plan} is not imported: the model's own plan stands in")
-        parallel = replace(parallel, custom_plan=None)
-    # What a schedule does to the rate changes nothing here.
-    return replace(recipe, optimizer=optimizer, parallel=parallel, scheduler=Scheduler("constant")), assumed
+    of_position = position_bytes(config, spec.precision.compute, spec.sizes.tp)
+    return step.parameters + step.state + int(slots * of_position / OF_FREE)
 
 
 def ready(recipe: Recipe) -> Recipe:
     """Return `recipe` with missing keys filled in that a step's size does not depend on: the data, and the length."""
-    data, train = recipe.data, recipe.train
-    if not data.train.path and not data.train.sources:
-        data = replace(data, train=replace(data.train, path="data.jsonl"))
-    if train.steps is None and train.epochs is None:
-        train = replace(train, steps=1)
-    return replace(recipe, data=data, train=train)
+    if not recipe.data.train.path and not recipe.data.train.sources:
+        recipe = changed(recipe, {"data.train": replace(recipe.data.train, path="data.jsonl")})
+    if recipe.train.steps is None and recipe.train.epochs is None:
+        recipe = changed(recipe, {"train.steps": 1})
+    return recipe
 
 
 def problems(recipe: Recipe, world_size: int) -> list[str]:
@@ -158,3 +182,68 @@ def problems(recipe: Recipe, world_size: int) -> list[str]:
             "with parallel.cpu_offload=false, which needs more of the device"
         )
     return errors
+
+
+def changed(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
+    """Return `recipe` with `overrides`, "section.key" → value."""
+    for key, value in overrides.items():
+        section, name = key.split(".")
+        recipe = replace(recipe, **{section: replace(getattr(recipe, section), **{name: value})})
+    return recipe
+
+
+def with_mesh(recipe: Recipe, world: Sizes) -> Recipe:
+    """Return `recipe` on the mesh and with the micro-batch of `world`."""
+    mesh = {f"parallel.{name}": size for name, size in world.shape.items()}
+    return changed(recipe, mesh | {"train.micro_batch": world.micro_batch})
+
+
+def step_of(spec: RunSpec, recipe: Recipe, sizes: Sizes) -> Step:
+    """Return the step of `spec` with the keys of `recipe`, on other sizes."""
+    other = copy(spec)
+    other.recipe, other.sizes = recipe, sizes
+    return plan_step(other)
+
+
+def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recipe:
+    """Return `recipe` as it is, or, if its mesh or micro-batch alone keeps it from `world_size` ranks, on the first of
+    `candidates` that does not."""
+    if not problems(recipe, world_size) or not recipe.model.path:
+        return recipe
+    if problems(with_mesh(recipe, Sizes(1, 1, -1, 1, 1, 1, 1, 1)), 1):
+        return recipe
+    config = read_config(recipe.model.path, method_of(recipe).labels())
+    tried = candidates(recipe, config, world_size, per_node, Counter())
+    fitting = (with_mesh(recipe, world) for world in tried)
+    return next((other for other in fitting if not problems(other, world_size)), recipe)
+
+
+def candidates(
+    recipe: Recipe, config: ModelConfig, world_size: int, per_node: int, counts: Counter[str]
+) -> Iterator[Sizes]:
+    """Yield every mesh and micro-batch that the model and the recipe allow; the others are counted in `counts`."""
+    length, is_open = recipe.data.max_length, recipe.train.global_batch == "auto"
+    total = LARGEST_AUTO if is_open else recipe.train.batch
+    for tp in divisors(world_size):
+        if mesh_problems_of_model(config, tp, recipe.parallel.ep):
+            counts["tp does not fit the model"] += 1
+            continue
+        if tp > per_node:
+            counts["tp is larger than a node"] += 1
+            continue
+        for cp in divisors(world_size // tp):
+            if cp > 1 and length < 2 * cp:
+                counts["cp cuts rows into pieces of nothing"] += 1
+                continue
+            dp = world_size // tp // cp
+            if total % dp:
+                counts["train.global_batch is no multiple of dp"] += 1
+                continue
+            for replicate in divisors(dp):
+                for micro in divisors(total // dp):
+                    accumulation, ep = total // dp // micro, recipe.parallel.ep
+                    yield Sizes(world_size, replicate, dp // replicate, cp, tp, total, micro, accumulation, ep)
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -5,7 +5,9 @@ run on them as it would run on the device.
 
 `PlannedDevice` answers where a tensor is: a meta tensor says the planned device, so that dtrain and torch's optimizers
 choose the kernels and tiles that they would choose there. Whatever is made inside on that device is a meta tensor too,
-and none holds NaN. FSDP is to be set up before: a machine that plans has no such device to open streams on.
+and none holds NaN. FSDP is to be set up before: a machine that plans has no such device to open streams on. Attention
+and the fused norm are computed by what the device's kernels would be, where torch's choice for meta tensors holds
+scores [B, H, S, S]; for the backward they keep what those keep: q, k, v, the output and its log-sum-exp [B, H, S].
 
 `MetaKernels` does what meta tensors cannot: a collective leaves its output as it is, and what the host reads of a
 tensor is one, or True: a step takes the path of a finite gradient norm. A collective of host tensors is the fake
@@ -13,6 +15,7 @@ group's, where every rank holds what this one does.
 """
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +27,101 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtrain.commands.plan.kernels import attention, rms_norm
+from dtrain.attention.kernels import HALF, SdpaKernel, Visibility
+from dtrain.base.batch import Batch, pad_stream
+from dtrain.parallel.context.batch import shard_sequence
+
+aten = torch.ops.aten
+
+
+class PlannedSdpa(SdpaKernel):
+    """The CPU's kernel, which cuts each run of queries to the keys that they see.
+
+    Stand-ins have no values, so a row of the micro-batch on the host says which keys these are; the other rows must be
+    like it. It is cut over cp and padded for tp as they are. rank, size: of cp.
+    """
+
+    def __init__(self, rank: int, size: int):
+        super().__init__()
+        self._rank, self._size = rank, size
+        self._parts: list[Tensor] = []
+
+    def take(self, batch: Batch) -> None:
+        """Take the rows of the forward that follows."""
+        length, cut = batch["input_ids"].shape[1], 2 * self._size if self._size > 1 else 1
+        padded = -(-length // cut) * cut
+        row = torch.stack([pad_stream(name, batch[name][0], padded) for name in ("position_ids", "seq_ids")])  # [2, S]
+        ranks = range(self._size)
+        self._parts = [shard_sequence(row, rank, self._size) for rank in ranks] if self._size > 1 else [row]
+
+    def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
+        """Return the keys that the queries `run` of the host's row see; visible [B, q, K] of stand-ins is not read."""
+        missing = visibility.queries - self._parts[0].shape[1]
+        parts = [torch.cat([part, part.new_tensor([[2**30], [-1]]).expand(2, missing)], 1) for part in self._parts]
+        chunks = [part.chunk(2, 1) for part in parts]
+        keys = torch.cat(
+            [*(head for head, *_ in chunks), *(chunk for _, *tail in reversed(chunks) for chunk in tail)], 1
+        )
+        row = replace(visibility, query_positions=parts[self._rank][:1], key_positions=keys[:1])
+        if row.query_documents is not None:
+            row = replace(row, query_documents=parts[self._rank][1:], key_documents=keys[1:])
+        return super().seen_keys(row.visible(run, torch.device("cpu")), row, run)
+
+
+def attention(
+    device_type: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """scaled_dot_product_attention of q [B, H, Q, hd], k and v [B, kv, K, hd] by the kernel that a device would take.
+
+    cpu: torch's CPU kernel, with or without a mask. cuda: flash attention where nothing but causality hides keys and
+    the dtype is half; else, or with a mask, the memory-efficient one, which takes no grouped heads. float64 never asks
+    for it there (`SdpaKernel`).
+    """
+    if device_type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    if q.dtype in HALF and attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+    bias = None if attn_mask is None else attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def flash_workspace(q: Tensor, k: Tensor, documents: int) -> int:
+    """Return the bytes that flash attention's backward holds beside its gradients, for q [T, H, hd] and k [K, kv, hd]:
+    that of q in float32, rounded up for each document, and under grouped heads those of k and v for each query head."""
+    multiple = 32 if q.shape[2] <= 128 else 64
+    size = -(-q.shape[2] // multiple) * multiple
+    own = (q.shape[0] + 128 * documents) * q.shape[1] * (size + 1) * 4
+    grouped = q.shape[1] != k.shape[1]
+    return own + (2 * k.shape[0] * q.shape[1] * q.shape[2] * k.element_size() if grouped else 0)
+
+
+def rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """CUDA's fused norm of x [..., D] by weight [D], in x's dtype: keeps x and one number for each row, and writes each
+    gradient once."""
+    return _FusedRmsNorm.apply(x, weight, eps)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
 
 _META = torch.device("meta")
 _HOST = torch.device("cpu", 0)  # what real tensors answer, to tell the host from a planned CPU

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.attention.kernels import Kernel
-from dtrain.commands.plan.kernels import PlannedSdpa, planned_kernel
+from dtrain.attention.varlen import VarlenKernel
 from dtrain.commands.plan.memory import LEFT_OUT, Phase
-from dtrain.commands.plan.planned_device import MetaKernels
+from dtrain.commands.plan.planned_device import MetaKernels, PlannedSdpa
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.methods import Method
-from dtrain.methods.distill import DistillMethod
 from dtrain.methods.method import MethodWithReference
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
@@ -29,12 +28,13 @@ from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
-from dtrain.policy.build import lay_out, place_masters
+from dtrain.policy.build import lay_out, place_masters, wants_varlen
+from dtrain.policy.config import PolicyConfig
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Scorer
 from dtrain.policy.teacher import Teacher, beside
-from dtrain.recipe.schema import Recipe
+from dtrain.run.spec import RunSpec
 
 
 class PlannedPolicy(Policy):
@@ -42,9 +42,13 @@ class PlannedPolicy(Policy):
 
     scorer: "_TracedScorer"
 
-    def __init__(self, recipe: Recipe, config: ModelConfig, mesh: Mesh, runtime: Runtime, tracer: Tracer):
-        self.tracer, self.kernel = tracer, planned_kernel(recipe, mesh, runtime.device.type)
-        super().__init__(recipe, config, mesh, runtime, build=partial(_build, self.kernel))
+    def __init__(self, spec: RunSpec, config: ModelConfig, mesh: Mesh, runtime: Runtime, tracer: Tracer):
+        is_varlen = wants_varlen(spec.recipe, spec.precision, spec.world.device_type)
+        # It is not tried out: the device is not here.
+        self.kernel: Kernel = VarlenKernel() if is_varlen else PlannedSdpa(mesh.cp.get_local_rank(), mesh.cp.size())
+        self.tracer = tracer
+        self.build = partial(_build, self.kernel)
+        super().__init__(spec.recipe, config, mesh, runtime, self.build)
         self.scorer = _TracedScorer(self)
         self.gradient_bytes = self.state_bytes = 0
         self.see_all(map(on_device, self.model.parameters()), "parameters")
@@ -60,20 +64,20 @@ class PlannedPolicy(Policy):
 
     def keep_beside(self, method: Method) -> None:
         """Build the other models that a method holds: a reference, a teacher, a reward model."""
-        if method.spec.holds_reference(self.recipe):
-            named = [key for key, _ in method.spec.other_models(self.recipe)]
-            if any(key.endswith(".reference") for key in named) or not isinstance(method, MethodWithReference):
+        if method.holds_reference():
+            has_path = any(key.endswith(".reference") for key, _ in method.other_models())
+            if has_path or not isinstance(method, MethodWithReference):
                 self.reference = Reference(self.model, whole=True, adapters=False)
             else:
                 method.keep_reference(self)
             self.see_all(self.reference.tensors.values() if self.reference else (), "reference")
-        path = method.spec.teacher(self.recipe)
-        if isinstance(method, DistillMethod) and path is not None:
-            method.teacher = Teacher(self, path, partial(_build, self.kernel))
-            self.see_all(method.teacher.model.parameters(), "teacher")
-        path = method.spec.reward_model(self.recipe)
+        path = method.teacher_path()
         if path is not None:
-            self.rates = beside(self, path, read_config(path, labels=0), partial(_build, self.kernel))
+            method.teacher = Teacher(self, path, self.build)
+            self.see_all(method.teacher.model.parameters(), "teacher")
+        path = method.reward_model()
+        if path is not None:
+            self.rates = beside(self, path, read_config(path, labels=0), self.build)
             self.see_all(self.rates.parameters(), "reward model")
 
     def init_optimizer(self, total_steps: int) -> None:
@@ -142,13 +146,13 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
 
 
 def _build(
-    kernel: Kernel, recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
+    kernel: Kernel, recipe: PolicyConfig, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
 ) -> CausalLM:
-    """Build the model as `build_model`, without memory or values. Recomputed activations are not compared with those of
-    the forward: inside an operation nobody answers for the planned device, so the two would say that they lie
-    elsewhere."""
+    """Build the model as `build_model`, without memory or values, its layers as written. Recomputed activations are not
+    compared with those of the forward: inside an operation nobody answers for the planned device, so the two would say
+    that they lie elsewhere."""
     kind = recipe.train.activation_checkpointing
-    recipe = replace(recipe, train=replace(recipe.train, activation_checkpointing="none"))
+    recipe = replace(recipe, train=replace(recipe.train, activation_checkpointing="none", compile=False))
     model = lay_out(recipe, config, mesh, precision, device, kernel)
     checkpoint_activations(model, kind, determinism_check="none")
     place_masters(model, recipe, precision, device)

@@ -1,12 +1,78 @@
-"""A plan as text and as JSON."""
+"""A plan as text and as JSON, the output of `dtrain plan`, and its error for a plan that does not fit."""
 
+import json
+from argparse import Namespace
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from dtrain.commands.plan.hardware import BANDWIDTH
-from dtrain.commands.plan.plan import Plan
-from dtrain.commands.plan.search import Candidate, SearchResult
+from dtrain import recipe as config
+from dtrain.base.errors import RecipeError, UserError
+from dtrain.commands.plan.hardware import BANDWIDTH, GPUS
+from dtrain.commands.plan.plan import Plan, make_plan, on_a_mesh_that_fits, problems, ready
+from dtrain.commands.plan.search import Candidate, SearchResult, search, smallest_change
+from dtrain.methods import recipe_and_problems
+from dtrain.run.preflight import with_local_model
+
+
+def answer(arguments: Namespace) -> None:
+    """Plan the recipe of the command's `arguments`, read as by `dtrain run`, and print the plan.
+
+    A search begins with the recipe's own mesh and micro-batch, or, if so many ranks refuse these, with some that fit.
+    Raises RecipeError with all errors that a plan sees, and UserError if the plan does not fit, with a change that
+    would.
+    """
+    loaded, errors = recipe_and_problems(arguments.recipe, arguments.overrides)
+    recipe, known = with_local_model(loaded), GPUS[arguments.gpu]
+    world_size = arguments.world_size or recipe.launch.nproc
+    hardware = replace(
+        known,
+        per_node=arguments.gpus_per_node or known.per_node,
+        inside=arguments.link_inside * 1e9 if arguments.link_inside else known.inside,  # from GB/s
+        between=arguments.link_between * 1e9 if arguments.link_between else known.between,
+    )
+    if errors:
+        raise RecipeError(list(dict.fromkeys([*errors, *problems(ready(recipe), world_size)])))
+    with config.redacted_errors(recipe):
+        begin, budget = recipe, arguments.memory and int(arguments.memory * 2**30)
+        if arguments.search:
+            if recipe.launch.device == "cpu":
+                raise UserError("launch.device=cpu: --search ranks meshes by the estimate, which knows GPUs only")
+            begin = on_a_mesh_that_fits(ready(recipe), world_size, hardware.per_node)
+        plan = make_plan(begin, world_size, hardware, budget)
+        result = search(plan) if arguments.search else None
+        if arguments.json:
+            more = {"search": search_as_json(result, plan)} if result else {}
+            lines = [json.dumps(as_json(plan, arguments.step_time) | more, indent=2)]
+        else:
+            lines = [text(plan, arguments.step_time), *(["", search_text(result, plan)] if result else [])]
+        print(config.redact("\n".join(lines), recipe), flush=True)
+        if plan.device == "cuda" and not plan.fits:
+            raise UserError(too_much(plan))
+
+
+def too_much(plan: Plan) -> str:
+    """Return the error for a plan that does not fit: by how much, the largest part, and a change that fits."""
+    if plan.evaluation > max(plan.budget, plan.step.peak):
+        return (
+            f"this does not fit: an evaluation takes {gib(plan.evaluation)} at least, and the budget is "
+            f"{gib(plan.budget)}: lower eval.sampling.max_new_tokens, or share the weights among more ranks"
+        )
+    over = plan.step.peak - plan.budget
+    name, size = max(plan.step.parts.items(), key=lambda entry: entry[1])
+    change = smallest_change(plan)
+    fix = (
+        "none of the changes that were tried fits (micro_batch, activation_checkpointing, tp, cp, up to 128 times the "
+        "ranks): take a smaller model, shorter rows, or devices with more memory"
+        if change is None
+        else f"the smallest change that fits is {change[0]}, with a peak of {gib(change[1].peak)}, which "
+        f"leaves {gib(plan.budget - change[1].peak)}"
+    )
+    return (
+        f"this does not fit: the peak is {gib(plan.step.peak)}, {gib(over)} more than the budget of "
+        f"{gib(plan.budget)}; the largest part is {name} ({gib(size)}); {fix}"
+    )
+
 
 _PARTS = (
     ("parameters", "parameters", "{parameters}"),
@@ -43,17 +109,16 @@ def seconds(time: float) -> str:
     return f"{time:,.2f} s" if time >= 0.1 or time == 0 else f"{time * 1e3:,.2f} ms"
 
 
-def moment(plan: Plan) -> str:
-    """Return the phase of the peak as text."""
+def _moment(plan: Plan) -> str:
     phase, _, layer = plan.step.moment
-    where = "" if layer is None else f" of layer {layer + 1} of {plan.config.num_hidden_layers}"
+    where = "" if layer is None else f" of layer {layer + 1} of {plan.spec.model_config.num_hidden_layers}"
     return _PHASES[phase] + where
 
 
 def text(plan: Plan, step_time: float | None = None) -> str:
     """Return a plan as text for people."""
     sections = [_head(plan), _memory(plan), _traffic(plan), _time(plan, step_time)]
-    if plan.sizes.tp > 1:
+    if plan.spec.sizes.tp > 1:
         sections.insert(1, _tensor_parallel(plan))
     if plan.assumed:
         sections.insert(1, "\n".join(plan.assumed))
@@ -61,8 +126,8 @@ def text(plan: Plan, step_time: float | None = None) -> str:
 
 
 def _head(plan: Plan) -> str:
-    recipe, sizes = plan.recipe, plan.sizes
-    dtype = str(plan.dtype).removeprefix("torch.")
+    recipe, sizes = plan.spec.recipe, plan.spec.sizes
+    dtype = str(plan.spec.precision.compute).removeprefix("torch.")
     where = "CPU processes" if plan.device == "cpu" else f"× {plan.hardware.name}"
     size = f"{_millions(plan.total_parameters)} parameters"
     if plan.trained_parameters < plan.total_parameters:
@@ -94,8 +159,8 @@ def _table(rows: Sequence[tuple[str, ...]], right: Collection[int] = ()) -> str:
 
 
 def _tensor_parallel(plan: Plan) -> str:
-    cut = "" if plan.recipe.parallel.sequence_parallel else "out"
-    rows = [(f"Tensor parallel over {plan.sizes.tp} ranks", f"with{cut} sequence parallel")]
+    cut = "" if plan.spec.recipe.parallel.sequence_parallel else "out"
+    rows = [(f"Tensor parallel over {plan.spec.sizes.tp} ranks", f"with{cut} sequence parallel")]
     return _table(rows + [(f"  {pattern}", style) for pattern, style in plan.table.items()])
 
 
@@ -107,13 +172,13 @@ def _memory(plan: Plan) -> str:
         less = gib(step.parameters - step.lightest)
         which = f"rank 0: its shards are the largest, the smallest hold {less} less of the parameters"
     held = f"{gib(step.parameters - step.trained)} of frozen weights, {gib(step.trained)} of trained ones"
-    kept = "" if plan.recipe.parallel.optimizer_offload else "master "
-    where = " on the host, what visits" if plan.recipe.parallel.optimizer_offload else ""
+    kept = "" if plan.spec.recipe.parallel.optimizer_offload else "master "
+    where = " on the host, what visits" if plan.spec.recipe.parallel.optimizer_offload else ""
     words = {
         "parameters": f"this rank's share of the {kept}weights" if step.trained == step.parameters else held,
-        "optimizer": plan.recipe.optimizer.name + where,
+        "optimizer": plan.spec.recipe.optimizer.name + where,
         "gradients": "of whole layers until the last micro-batch is done"
-        if plan.sizes.accumulation > 1 and not plan.recipe.parallel.reduce_each
+        if plan.spec.sizes.accumulation > 1 and not plan.spec.recipe.parallel.reduce_each
         else "this rank's share, as far as it is there, and what is on its way",
     }
     rows = [("Memory of a rank at its peak", "", f"({which})")]
@@ -122,7 +187,7 @@ def _memory(plan: Plan) -> str:
             rows.append((f"  {name}", gib(step.parts[part]), why.format(**words)))
         if part == "parameters" and step.table >= _SHOWN:
             rows.append(("  of these the table", gib(step.table), "of embeddings for each layer (train.freeze)"))
-    rows.append(("  peak", gib(step.peak), moment(plan)))
+    rows.append(("  peak", gib(step.peak), _moment(plan)))
     if plan.device == "cuda":
         free = plan.budget - step.peak
         rows.append(
@@ -174,14 +239,14 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
     step, time = plan.step, plan.time
     measured = {} if step_time is None else {"step_time": step_time, "mfu": plan.mfu(step_time)}
     return {
-        "method": plan.recipe.method,
-        "model": plan.recipe.model.path,
+        "method": plan.spec.recipe.method,
+        "model": plan.spec.recipe.model.path,
         "total_parameters": plan.total_parameters,
         "trained_parameters": plan.trained_parameters,
         "device": plan.device,
         "gpu": plan.hardware.name if plan.device == "cuda" else None,
-        "dtype": str(plan.dtype).removeprefix("torch."),
-        "sizes": asdict(plan.sizes),
+        "dtype": str(plan.spec.precision.compute).removeprefix("torch."),
+        "sizes": asdict(plan.spec.sizes),
         "assumed": list(plan.assumed),
         "tensor_parallel_plan": dict(plan.table),
         "rank": 0,
@@ -192,7 +257,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
             "optimizer_state": step.state,
             "activations": step.activations,
             "peak": step.peak,
-            "peak_moment": moment(plan),
+            "peak_moment": _moment(plan),
             "peak_parts": dict(step.parts),
             "per_layer_table": step.table,
             "lightest_rank_parameters": step.lightest,

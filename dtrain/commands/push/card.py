@@ -1,43 +1,45 @@
-"""The model card of a run: what was trained, on what, how it went, and the recipe without its secrets."""
+"""The model card of a run: what was trained, on what, how it went, with a picture, and the recipe without secrets."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Template
 
 from dtrain import __version__
 from dtrain.base.hub import id_of
-from dtrain.data.sources.hub import is_data_id
+from dtrain.commands.report.run_files import RunFiles
+from dtrain.data.sources.files import is_data_id
+from dtrain.methods import METHODS, method_class
 from dtrain.recipe import secrets
 from dtrain.run.metrics import records
 
 CURVE = "loss.svg"
-METHODS = {
-    "sft": "supervised fine-tuning",
-    "dpo": "direct preference optimization",
-    "kto": "KTO, by replies that are wanted or not",
-    "grpo": "GRPO, by rewards",
-    "distill": "distillation",
-    "reward": "a reward model or classifier",
-}
+WIDTH, HEIGHT, LEFT, BELOW, ABOVE = 640, 320, 60, 40, 16
+MOST = 500  # points of a line; neighbours are averaged beyond that
 # The fields whose last value is in the table of results, if the run has measured them.
 RESULTS = ("loss", "val_loss", "reward_mean", "val_reward_mean", "val_accuracy", "accuracy")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its directory describes it. recipe: the saved one; rows: of metrics.jsonl; data: split -> counts and
-    identity; base: the id of the model that it began from on the hub, None where that is not known."""
+    """A run and its export. step: that the export is of; base: the id of the model that it began from on the hub, None
+    where that is not known."""
 
     name: str
-    recipe: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
-    data: Mapping[str, Mapping[str, Any]]
+    files: RunFiles
     step: int | None
     is_adapter: bool
     base: str | None
+
+    @property
+    def losses(self) -> tuple[Sequence[records.Point], Sequence[records.Point]]:
+        """The training's and the validation's, by step."""
+        return self.files.known("loss"), self.files.known("val_loss")
 
 
 def base_of_recipe(recipe: Mapping[str, Any]) -> str | None:
@@ -58,21 +60,30 @@ def datasets(recipe: Mapping[str, Any]) -> list[str]:
 
 def card(run: Run, theirs: Mapping[str, Any]) -> str:
     """Return README.md of the repository. theirs: the front matter of the one that is there, whose other keys stay."""
+    recipe, method = run.files.recipe, str(run.files.recipe.get("method"))
     front: dict[str, Any] = {"library_name": "peft" if run.is_adapter else "transformers"}
     if run.base is not None:
         front |= {"base_model": run.base, "base_model_relation": "adapter" if run.is_adapter else "finetune"}
-    if named := datasets(run.recipe):
+    if named := datasets(recipe):
         front["datasets"] = named
-    front |= {"pipeline_tag": "text-generation", "tags": ["dtrain", str(run.recipe.get("method"))]}
-    parts = [f"---\n{yaml.safe_dump({**theirs, **front}, sort_keys=False, allow_unicode=True)}---", f"# {run.name}"]
-    parts.append(_about(run))
-    if "license" not in theirs:
-        parts.append(
-            "No license is named yet: the owner of this repository adds one above, as the base model's allows."
-        )
-    parts += _results(run) + _data(run)
-    parts += ["## Recipe", f"```yaml\n{yaml.safe_dump(shown(run.recipe), sort_keys=False, allow_unicode=True)}```"]
-    return "\n\n".join(parts) + "\n"
+    front |= {"pipeline_tag": "text-generation", "tags": ["dtrain", method]}
+    as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
+    return _template("card.md").render(
+        front=as_yaml({**theirs, **front}),
+        run=run,
+        how=method_class(method).about if method in METHODS else method,
+        version=__version__,
+        has_license="license" in theirs,
+        results={name: f"{run.files.curves[name].values[-1]:.4g}" for name in RESULTS if name in run.files.curves},
+        curve=CURVE if any(run.losses) else None,
+        data=run.files.data,
+        recipe=as_yaml(shown(recipe)),
+    )
+
+
+def _template(name: str) -> Template:
+    text = Path(__file__).with_name(f"{name}.jinja").read_text("utf-8")
+    return Template(text, trim_blocks=True, keep_trailing_newline=True)
 
 
 def shown(recipe: Mapping[str, Any]) -> Any:
@@ -94,40 +105,45 @@ def shown(recipe: Mapping[str, Any]) -> Any:
     return tree
 
 
-def _about(run: Run) -> str:
-    kind = "An adapter" if run.is_adapter else "A model"
-    began = f" from [{run.base}](https://huggingface.co/{run.base})" if run.base else ""
-    how = METHODS.get(str(run.recipe.get("method")), str(run.recipe.get("method")))
-    steps = f", after {run.step:,} steps" if run.step is not None else ""
-    return f"{kind} trained{began} by {how} with dtrain {__version__}{steps}."
+def svg(train: Sequence[records.Point], val: Sequence[records.Point]) -> str:
+    """Return the losses as a small picture (SVG), the training's a line, the validation's dots. There is at least one
+    point."""
+    first, last = (find(step for step, _ in [*train, *val]) for find in (min, max))
+    low, high, step = _axis([value for _, value in [*train, *val]])
+
+    def x(at: float) -> str:
+        return f"{LEFT + (WIDTH - LEFT - ABOVE) * ((at - first) / (last - first) if last > first else 0.5):.1f}"
+
+    def y(value: float) -> str:
+        return f"{ABOVE + (HEIGHT - ABOVE - BELOW) * (1 - (value - low) / (high - low)):.1f}"
+
+    values = [low + number * step for number in range(round((high - low) / step) + 1)]
+    ends = [(first, "start"), (last, "end")] if last > first else [(first, "middle")]
+    names = [("training loss", "#2a6fbb", train), ("validation loss", "#d1495b", val)]
+    sizes = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - ABOVE}
+    return _template("curve.svg").render(
+        {**sizes, "top": ABOVE, "bottom": HEIGHT - BELOW},
+        grid=[(y(value), f"{value:.4g}") for value in values],
+        ends=[(x(at), f"{at:g}", anchor) for at, anchor in ends],
+        train=[f"{x(at)},{y(value)}" for at, value in _thinned(train)],
+        val=[(x(at), y(value)) for at, value in _thinned(val)],
+        names=[(name, colour) for name, colour, points in names if points],
+    )
 
 
-def _results(run: Run) -> list[str]:
-    last: dict[str, float] = {}
-    for row in run.rows:
-        last |= {name: row[name] for name in RESULTS if isinstance(row.get(name), int | float)}
-    train, val = records.points(run.rows, "loss"), records.points(run.rows, "val_loss")
-    parts = []
-    if last:
-        parts.append("## Results")
-        lines = [f"| {name} | {value:.4g} |" for name, value in last.items()]
-        parts.append("\n".join(["| last value of | |", "| --- | --- |", *lines]))
-    if train or val:
-        parts.append(f"![The losses over the steps]({CURVE})")
-    return parts
+def _axis(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return round ends around the values, and the distance of the grid lines."""
+    low, high = min(values), max(values)
+    if high <= low:
+        low, high = low - 0.5, high + 0.5
+    raw = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * (1 - 1e-9))
+    return math.floor(low / step) * step, math.ceil(high / step) * step, step
 
 
-def _data(run: Run) -> list[str]:
-    if not run.data:
-        return []
-    lines = [
-        f"| {split} | {counts.get('rows', 0):,} | {counts.get('samples', 0):,} | {counts.get('tokens', 0):,} | "
-        f"`{counts.get('identity', '')}` |"
-        for split, counts in run.data.items()
-    ]
-    note = "The identity is a digest of the tokenized samples: the same data, tokenizer and template give the same."
-    return [
-        "## Data",
-        "\n".join(["| | rows | samples | tokens | identity |", "| --- | --- | --- | --- | --- |", *lines]),
-        note,
-    ]
+def _thinned(points: Sequence[records.Point]) -> list[records.Point]:
+    """Return at most MOST points: the means of neighbours."""
+    size = -(-len(points) // MOST)
+    groups = [points[start : start + size] for start in range(0, len(points), size or 1)]
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]

@@ -14,12 +14,9 @@ from dtrain.base.model_directory import COMPANIONS, CONFIG, INDEX
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
-from dtrain.commands.push import curve
-from dtrain.commands.push.card import CURVE, Run, base_of_recipe, card
-from dtrain.data.sources.hub import README
-from dtrain.data.sources.hub_files import front_of
-from dtrain.run.directory import DATA
-from dtrain.run.metrics import records
+from dtrain.commands.push.card import CURVE, Run, base_of_recipe, card, svg
+from dtrain.commands.report.run_files import RunFiles
+from dtrain.data.sources.hub import README, front_of
 
 WEIGHTS = ".safetensors"
 
@@ -42,7 +39,10 @@ def run(arguments: argparse.Namespace) -> None:
         if value is not None and ("/" not in value or value.startswith(("/", ".", "~"))):
             raise UserError(f"{key}{value} is no model's id on the hub: give OWNER/NAME")
     files = _files(arguments.run / "export")
-    pushed = _read(arguments.run, name, arguments.base, ADAPTER_CONFIG in files)
+    record, step = RunFiles(arguments.run, name), held_by(arguments.run / "export").get("step")
+    record.look_at_record()
+    base = arguments.base or base_of_recipe(record.recipe)
+    pushed = Run(name.split("/")[1], record, step if isinstance(step, int) else None, ADAPTER_CONFIG in files, base)
     if arguments.dry_run:
         print(card(pushed, {}))
         print("\n".join(sorted([*files, README, CURVE])))
@@ -73,16 +73,6 @@ def _files(export: Path) -> dict[str, Path]:
     return files
 
 
-def _read(directory: Path, name: str, base: str | None, is_adapter: bool) -> Run:
-    """Return the run of `directory`. Raises UserError for damaged files."""
-    recipe = records.read_recipe(directory)
-    data = read_json(directory / DATA) if (directory / DATA).is_file() else {}
-    step = held_by(directory / "export").get("step")
-    rows = list(records.rows(directory / "metrics.jsonl"))
-    base = base or base_of_recipe(recipe)
-    return Run(name.split("/")[1], recipe, rows, data, step if isinstance(step, int) else None, is_adapter, base)
-
-
 def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], pushed: Run) -> Any:
     """Make one commit with the files, the card and the curve; it deletes the weights that these replace."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -93,9 +83,8 @@ def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], p
         theirs = front_of(read_text(Path(api.hf_hub_download(name, README, revision=revision)), LARGE), name)
     contents: dict[str, Any] = {path: str(file) for path, file in files.items()}
     contents[README] = card(pushed, theirs).encode()
-    train, val = records.points(pushed.rows, "loss"), records.points(pushed.rows, "val_loss")
-    if train or val:
-        contents[CURVE] = curve.svg(train, val).encode()
+    if any(pushed.losses):
+        contents[CURVE] = svg(*pushed.losses).encode()
     if pushed.is_adapter and pushed.base is not None:
         named = {**read_json(files[ADAPTER_CONFIG]), BASE: pushed.base}  # in place of a directory of this machine
         contents[ADAPTER_CONFIG] = json.dumps(named, indent=2).encode()

@@ -1,22 +1,121 @@
-"""The data of the page's charts, as plain values for JSON: curves, thinned, and histograms of lengths.
+"""The charts that the fields of the metrics make, and their data as plain values for JSON: curves, thinned, and
+histograms of lengths.
 
 A line with more than MOST points is thinned by buckets of neighbours that keep the smallest and the largest value of
 each, so that no extreme is lost; the page says so. A value that is not finite is a gap.
 """
 
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from dtrain.commands.report.measures import Chart, better_of, charts_of, shown
+from dtrain import methods
 from dtrain.commands.report.run_files import Curve, RunFiles
 from dtrain.run.metrics import records
+from dtrain.run.metrics.fields import field_of
 
+LEARNING, EVALUATION, POLICY = "Learning", "Evaluation", "Policy and completions"
+OPTIMIZER, SPEED, OTHER = "Optimizer", "Speed and memory", "Other fields"
+GROUPS = (LEARNING, EVALUATION, POLICY, OPTIMIZER, SPEED, OTHER)
+_NOT_DRAWN = {"step", "epoch"}
+_PASS = re.compile(r"eval_(.+)_pass@(\d+)")
 MOST = 1000  # points of a line
 DASHES = ("solid", "dash", "dot", "dashdot")
 BINS = 24
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart. lines: (field, label of the line); unit: of all lines."""
+
+    group: str
+    title: str
+    lines: tuple[tuple[str, str], ...]
+    unit: str = ""
+
+
+def _chart(group: str, field: str, *lines: tuple[str, str]) -> Chart:
+    """Return a chart of `lines`, titled as the table of fields has `field`."""
+    known = field_of(field)
+    return Chart(group, known.title if known else field, lines, known.unit if known else "")
+
+
+def _alone(group: str, *fields: str) -> list[Chart]:
+    return [_chart(group, field, (field, "training")) for field in fields]
+
+
+_KNOWN = (
+    *_alone(LEARNING, "loss", "token_accuracy", "reward_mean", "accuracy"),
+    Chart(LEARNING, "Rewards of the pairs", (("rewards_chosen", "chosen"), ("rewards_rejected", "rejected"))),
+    *_alone(LEARNING, "rewards_margin", "reward_std", "frac_zero_std"),
+    *_alone(POLICY, "completion_len", "truncated_frac", "kl", "entropy"),
+    Chart(POLICY, "Clipped tokens", (("clip_frac", "all"), ("clip_low", "low"), ("clip_high", "high")), "share"),
+    *_alone(POLICY, "mismatch_kl"),
+    *_alone(OPTIMIZER, "grad_norm", "lr"),
+    *_alone(SPEED, "tokens_per_sec"),
+    _chart(SPEED, "mem_gib", ("mem_gib", "measured")),
+    Chart(
+        SPEED,
+        "Time of a step",
+        (("step_time", "step"), ("data_time", "data"), ("rollout_time", "rollout"), ("train_time", "training")),
+        "s",
+    ),
+    *_alone(SPEED, "mfu", "tokens"),
+)
+
+
+def charts_of(fields: Iterable[str]) -> list[Chart]:
+    """Return the charts of the fields that runs measured, in the order of the page. Each field is in one, `val_x` in
+    that of `x`."""
+    left = dict.fromkeys(field for field in fields if field not in _NOT_DRAWN)
+    charts = []
+    for chart in _KNOWN:
+        lines = [line for line in chart.lines if line[0] in left]
+        lines += [(f"val_{field}", "validation") for field, _ in chart.lines if f"val_{field}" in left]
+        if lines:
+            charts.append(Chart(chart.group, chart.title, tuple(lines), chart.unit))
+            for field, _ in lines:
+                del left[field]
+    joined: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for field in left:
+        if field.startswith("reward/"):
+            joined.setdefault((LEARNING, "Rewards by function"), []).append((field, field.removeprefix("reward/")))
+        elif passed := _PASS.fullmatch(field):
+            joined.setdefault((EVALUATION, f"{passed[1]}: pass@k"), []).append((field, f"pass@{passed[2]}"))
+        elif judged := re.fullmatch(r"eval_(.+)_reward_mean", field):
+            joined.setdefault((EVALUATION, f"{judged[1]}: reward"), []).append((field, "evaluation"))
+        elif field.startswith("eval_"):
+            joined.setdefault((EVALUATION, field.removeprefix("eval_")), []).append((field, "evaluation"))
+        else:
+            base = field.removeprefix("val_")
+            joined.setdefault((OTHER, base), []).append((field, "training" if base == field else "validation"))
+    for (group, title), lines in joined.items():
+        charts.append(_chart(group, title, *lines) if group == OTHER else Chart(group, title, tuple(lines)))
+    return sorted(charts, key=lambda chart: GROUPS.index(chart.group))
+
+
+def learning_curves(method: str) -> Mapping[str, str]:
+    """Return the fields that show what a run of the method learned, with their labels."""
+    return (methods.method_class(method) if method in methods.METHODS else methods.Method).curves
+
+
+def better_of(field: str, method: str) -> Callable | None:
+    """Return `min` or `max`, whichever gives the better of two values of the field; None if neither does, as for GRPO's
+    loss."""
+    if field.startswith("eval_"):
+        return max if field.endswith("_reward_mean") or _PASS.fullmatch(field) else None
+    if field not in learning_curves(method):
+        return None
+    return min if field.removeprefix("val_") == "loss" else max
+
+
+def shown(value: float) -> str:
+    """Return a number as text: four significant digits, thousands with commas."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def thinned(steps: Sequence[float], values: Sequence[float | None]) -> tuple[list, list]:
@@ -43,11 +142,11 @@ def drawn(runs: Sequence[RunFiles]) -> dict[str, Any]:
     return {
         "runs": [run.name for run in runs],
         "axes": [_axes(run) for run in runs],
-        "charts": [_chart(f"chart-{number}", chart, runs) for number, chart in enumerate(charts)],
+        "charts": [_drawn(f"chart-{number}", chart, runs) for number, chart in enumerate(charts)],
     }
 
 
-def _chart(id: str, chart: Chart, runs: Sequence[RunFiles]) -> dict[str, Any]:
+def _drawn(id: str, chart: Chart, runs: Sequence[RunFiles]) -> dict[str, Any]:
     lines, levels, notes = [], [], []
     for number, run in enumerate(runs):
         for at, (field, name) in enumerate(chart.lines):
@@ -56,24 +155,15 @@ def _chart(id: str, chart: Chart, runs: Sequence[RunFiles]) -> dict[str, Any]:
             is_rare = name in ("validation", "evaluation") or field.startswith("eval_")
             dash = DASHES[at % len(DASHES)]
             x, y = thinned(curve.steps, [value if records.is_sound(value) else None for value in curve.values])
-            lines.append(
-                {"run": number, "field": field, "name": name, "dash": dash, "dots": is_rare, "x": x, "y": y}
-                | {"points": len(curve.steps)}
-            )
+            points = len(curve.steps)
+            lines.append(dict(run=number, field=field, name=name, dash=dash, dots=is_rare, x=x, y=y, points=points))
             if text := _summary(curve, better_of(field, run.method)):
                 notes.append({"run": number, "name": name, "text": text})
         if any(field == "mem_gib" for field, _ in chart.lines) and (planned := run.planned_gib) is not None:
             levels.append({"run": number, "name": "planned", "y": planned})
             notes.append({"run": number, "name": "planned", "text": f"{planned:.2f} GiB"})
-    return {
-        "id": id,
-        "group": chart.group,
-        "title": chart.title,
-        "unit": chart.unit,
-        "lines": lines,
-        "levels": levels,
-        "told": notes,
-    }
+    head = {"id": id, "group": chart.group, "title": chart.title, "unit": chart.unit}
+    return {**head, "lines": lines, "levels": levels, "told": notes}
 
 
 def _summary(curve: Curve, better: Callable | None) -> str:
@@ -97,7 +187,7 @@ def _axes(run: RunFiles) -> dict[str, list[float]]:
     """Return the steps, and for each the tokens and the hours of all steps so far."""
     axes: dict[str, list[float]] = {}
     for name, field, unit in (("tokens", "tokens", 1.0), ("hours", "step_time", 3600.0)):
-        if known := (run.curves[field].known if field in run.curves else []):
+        if known := run.known(field):
             sums = list(accumulate(value / unit for _, value in known))
             axes[f"{name}_steps"], axes[name] = thinned([step for step, _ in known], sums)
     return axes
@@ -113,17 +203,14 @@ def histogram(id: str, title: str, unit: str, counted: Sequence[tuple[int, str, 
     lines, notes = [], []
     for number, (run, name, values) in enumerate(counted):
         counts = Counter(int((value - first) // width) for value in values)
-        edges = [first + width * at for at in range(bins + 1)]
-        shares = [counts[at] / len(values) for at in range(bins)]
+        x, points = [first + width * at for at in range(bins + 1)], len(values)
+        y = [counts[min(at, bins - 1)] / points for at in range(bins + 1)]
         dash = DASHES[sum(entry[0] == run for entry in counted[:number]) % len(DASHES)]
-        lines.append(
-            {"run": run, "field": "", "name": name, "dash": dash, "dots": False, "points": len(values)}
-            | {"x": edges, "y": [*shares, shares[-1]]}
-        )
-        mean = sum(values) / len(values)
-        notes.append({"run": run, "name": name, "text": f"mean {shown(mean)}, longest {shown(max(values))}"})
-    chart = {"id": id, "group": "", "title": title, "unit": "share", "lines": lines, "levels": [], "told": notes}
-    return chart | {"steps_of": unit}
+        lines.append(dict(run=run, field="", name=name, dash=dash, dots=False, points=points, x=x, y=y))
+        text = f"mean {shown(sum(values) / points)}, longest {shown(max(values))}"
+        notes.append({"run": run, "name": name, "text": text})
+    head = {"id": id, "group": "", "title": title, "unit": "share", "steps_of": unit}
+    return {**head, "lines": lines, "levels": [], "told": notes}
 
 
 def lengths(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
@@ -135,10 +222,8 @@ def lengths(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
         for number, run in enumerate(runs):
             index: records.Answers = getattr(run, files)
             for step in sorted({min(index.steps), max(index.steps)} if index.steps else ()):
-                values = [
-                    answer.tokens for answer in index.of_step(step) if answer.tokens is not None and answer.tokens >= 0
-                ]
-                if values:
+                tokens = (answer.tokens for answer in index.of_step(step))
+                if values := [count for count in tokens if count is not None and count >= 0]:
                     counted.append((number, f"step {step}", values))
         if counted:
             charts.append(histogram(f"lengths-{files}", title, "tokens", counted))

@@ -6,7 +6,6 @@ from pathlib import Path
 from dtrain.base.errors import UserError, in_words
 from dtrain.base.files import replace_text
 from dtrain.commands.arguments import at_least
-from dtrain.commands.report.measures import bytes_of
 
 RUNS = "runs' directories, such as runs/x; the first gives the page its name"
 
@@ -45,6 +44,8 @@ def run(arguments: argparse.Namespace) -> None:
         replace_text(out, text)
     except OSError as error:
         raise UserError(f"-o {in_words(error)}") from error
-    print(
-        f"wrote {out} ({bytes_of(len(text.encode()))}, {bytes_of(len(library.encode()))} of them the charts' library)"
-    )
+    print(f"wrote {out} ({_bytes(len(text.encode()))}, {_bytes(len(library.encode()))} of them the charts' library)")
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"

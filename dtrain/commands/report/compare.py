@@ -39,7 +39,7 @@ def comparison(runs: Sequence[RunFiles], width: int) -> Iterator[str]:
     fields = dict.fromkeys(field for run in runs for field in run.curves)
     measured = [field for field in fields if field.startswith("eval_") and field.endswith("_reward_mean")]
     for field in [*DRAWN, *measured]:
-        known = [run.curves[field].known if field in run.curves else [] for run in runs]
+        known = [run.known(field) for run in runs]
         every = [point for points in known for point in points]
         for run, points in zip(runs, known, strict=True):
             if lines := plot(points, min(64, max(16, width - 32)), 4, every):

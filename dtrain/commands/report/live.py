@@ -21,6 +21,8 @@ from dtrain.commands.report.run_files import RunFiles
 
 ADDRESS = "127.0.0.1"
 SECONDS = 30.0  # that a client may take to send a request
+HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+HEADERS |= {"Cross-Origin-Resource-Policy": "same-origin", "Content-Security-Policy": "frame-ancestors 'none'"}
 RESTS = 20  # times as long as the last look at the runs took
 
 
@@ -84,12 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         if status != 204:
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
-        for name, value in (
-            ("Cache-Control", "no-store"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("Cross-Origin-Resource-Policy", "same-origin"),
-            ("Content-Security-Policy", "frame-ancestors 'none'"),
-        ):
+        for name, value in HEADERS.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

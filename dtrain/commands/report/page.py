@@ -5,16 +5,23 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from string import Template
 from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from dtrain import __version__
 from dtrain.base.errors import UserError
 from dtrain.commands.report import charts, sections
+from dtrain.commands.report.results import cut, differences, identities, results
 from dtrain.commands.report.run_files import RunFiles
+from dtrain.run.metrics.terminal import printable
 
 MARK = '<meta name="generator" content="dtrain report">'
+_FILES = Path(__file__).parent
 _TITLES = {
     "runs": "Runs",
     "differences": "What differs",
@@ -26,12 +33,23 @@ _TITLES = {
     "recipes": "Recipes",
     "notes": "Notes",
 }
-_CONTROLS = """<div class="controls" id="controls" hidden>
-<label>across <select id="x-axis"><option value="step">steps</option><option value="tokens">tokens</option>
-<option value="hours">hours</option></select></label>
-<label>smooth <input id="smooth" type="range" min="0" max="0.98" step="0.02" value="0"></label>
-<label><input id="log-y" type="checkbox"> logarithmic</label><span class="controls" id="shown-runs" hidden></span></div>
-<noscript><p>The curves need JavaScript; beside each of their titles stands what they come to.</p></noscript>"""
+
+
+def _harmless(value: Any) -> Any:
+    """Return text without control characters and halves of surrogate pairs; Jinja then escapes it."""
+    return value if isinstance(value, Markup) else printable(str(value).replace("\r\n", "\n"))
+
+
+_TEMPLATES = Environment(
+    autoescape=True,
+    finalize=_harmless,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    loader=FileSystemLoader(_FILES),
+)
+_TEMPLATES.filters |= {"commas": "{:,}".format, "cut": cut, "key_of": sections.key_of, "shown": charts.shown}
+_TEMPLATES.filters["as_yaml"] = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
 
 
 def plotly() -> str:
@@ -45,48 +63,29 @@ def plotly() -> str:
 
 def state(runs: Sequence[RunFiles], answers: int) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the data for the page's script, and the HTML of each section, "" for an empty one."""
-    data = charts.drawn(runs)
-    lengths = charts.lengths(runs)
-    html = {
-        "runs": sections.overview(runs),
-        "differences": sections.differing(runs),
-        "curves": sections.charts(data["charts"], runs),
-        "answers": sections.answers(runs, answers),
-        "groups": sections.groups(runs),
-        "lengths": sections.charts(lengths, runs),
-        "mesh": sections.meshes(runs),
-        "recipes": sections.recipes(runs),
-        "notes": sections.notes(runs),
-    }
-    data["charts"] += lengths
-    return data, html
+    data, lengths = charts.drawn(runs), charts.lengths(runs)
+    prompts, num_prompts = sections.prompts(runs, answers)
+    values = {"runs": runs, "curves": data["charts"], "lengths": lengths}
+    values |= {"identities": identities(runs), "results": results(runs), "differences": differences(runs)}
+    values |= {"prompts": prompts, "num_prompts": num_prompts, "most": answers}
+    values |= {"steps": sections.STEPS, "longest": sections.LONGEST}
+    values |= {"groups": sections.groups(runs), "meshes": sections.meshes(runs), "notes": sections.notes(runs)}
+    module = _TEMPLATES.get_template("sections.html").make_module(values)
+    html = {id: str(getattr(module, f"{id}_section")()).strip() for id in _TITLES}
+    return {**data, "charts": data["charts"] + lengths}, html
 
 
 def page(data: dict[str, Any], html: dict[str, str], library: str, seen: str = "") -> str:
     """Return the page of `state`. library: the text of `plotly`. seen: of a page that is live, the mark of that
     state."""
-    form, style, code = (Path(__file__).with_name(f"page.{end}").read_text("utf-8") for end in ("html", "css", "js"))
+    style, code = ((_FILES / name).read_text("utf-8") for name in ("page.css", "page.js"))
     scripts = [_script(library), _script(code)]
-    policy = f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src 'unsafe-inline'; img-src data:"
-    policy += "; base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if seen else "")
-    names = [sections.safe(name) for name in data["runs"]]
-    title = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-    heads = " · ".join(sections.chip(number, name) for number, name in enumerate(data["runs"]))
-    links = "".join(
-        f'<li{_hidden(html[id])}><a href="#{id}">{_TITLES[id]}</a></li>'
-        for id in html
-        if id not in ("recipes", "notes")
-    )
-    body = "".join(
-        f'<section id="{id}"{_hidden(text)}><h2>{_TITLES[id]}</h2>{_CONTROLS if id == "curves" else ""}'
-        f'<div class="body">{text}</div></section>'
-        for id, text in html.items()
-    )
-    return Template(form).substitute(
-        {"seen": seen, "mark": MARK, "policy": policy, "title": title, "style": style, "heads": heads, "links": links},
-        **{"version": __version__, "made": time.strftime("%Y-%m-%d %H:%M"), "body": body, "data": embedded(data)},
-        **{"library": scripts[0], "script": scripts[1]},
-    )
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    sound = {"mark": MARK, "style": style, "data": embedded(data), "library": scripts[0], "script": scripts[1]}
+    sound["hashes"] = " ".join(f"'sha256-{digest}'" for digest in digests)
+    values = {"seen": seen, "names": data["runs"], "titles": _TITLES, "sections": html, "version": __version__}
+    values |= {name: Markup(text) for name, text in sound.items()}
+    return _TEMPLATES.get_template("page.html").render(values, made=time.strftime("%Y-%m-%d %H:%M"))
 
 
 def embedded(data: Any) -> str:
@@ -98,11 +97,3 @@ def embedded(data: Any) -> str:
 def _script(text: str) -> str:
     """Return a script as a browser sees it in a page, so that its digest is right."""
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("</script", "<\\/script")
-
-
-def _hash(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
-def _hidden(text: str) -> str:
-    return "" if text else " hidden"

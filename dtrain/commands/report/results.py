@@ -5,11 +5,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from statistics import median
 from typing import Any
 
-from dtrain.commands.report.measures import EVALUATION, amount, better_of, charts_of, duration, learning_curves, shown
-from dtrain.commands.report.run_files import RunFiles
+from dtrain.commands.report.charts import EVALUATION, better_of, charts_of, learning_curves, shown
+from dtrain.commands.report.run_files import RunFiles, sound
 from dtrain.recipe import secrets
 from dtrain.run.metrics import records
 
@@ -32,6 +33,22 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]} … [{len(text) - most:,} more characters]"
 
 
+def _amount(value: float) -> str:
+    """Return a count as text, such as 12.3 M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e4)):
+        if value >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.1f} {unit}"
+    return f"{value:,.0f}"
+
+
+def _duration(seconds: float) -> str:
+    """Return a time as text, such as 1:02:03 h, 2:03 min, 4.2 s."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    text = str(timedelta(seconds=round(seconds)))
+    return f"{text} h" if seconds >= 3600 else f"{text.removeprefix('0:').lstrip('0') or '0'} min"
+
+
 def identities(runs: Sequence[RunFiles]) -> list[Row]:
     """Return each run's status, method, model, data, mesh, batch, steps, time, versions. Rows that no run has are left
     out."""
@@ -44,25 +61,19 @@ def identities(runs: Sequence[RunFiles]) -> list[Row]:
 def _identity(run: RunFiles) -> dict[str, str]:
     about, at = run.about, run.at
     parameters, trained = run.fact("parameters"), run.fact("trained")
-    size = f", {amount(parameters)} parameters" if parameters else ""
+    size = f", {_amount(parameters)} parameters" if parameters else ""
     if parameters and trained is not None and trained < parameters:
-        size += f", {amount(trained)} of them trained ({trained / parameters:.1%})"
+        size += f", {_amount(trained)} of them trained ({trained / parameters:.1%})"
     train = run.data.get("train")
     counted = train if isinstance(train, dict) else {}
-    counts = [
-        f"{count:,.0f} {name}"
-        for name in ("rows", "tokens")
-        if (count := records.number(counted.get(name))) and records.is_sound(count)
-    ]
-    seconds, tokens = (math.fsum(value for _, value in _known(run, name)) for name in ("step_time", "tokens"))
-    epochs = _known(run, "epoch")
+    counts = [f"{count:,.0f} {name}" for name in ("rows", "tokens") if (count := sound(counted.get(name)))]
+    seconds, tokens = (math.fsum(value for _, value in run.known(name)) for name in ("step_time", "tokens"))
+    epochs = run.known("epoch")
     total = f" of {run.total_steps:,}" if run.total_steps else ""
     started = run.fact("started")
-    when = (
-        f", started {time.strftime('%Y-%m-%d %H:%M', time.localtime(started))}"
-        if started and 0 < started < 1e11
-        else ""
-    )
+    when = ""
+    if started and 0 < started < 1e11:
+        when = f", started {time.strftime('%Y-%m-%d %H:%M', time.localtime(started))}"
     versions = [f"{name} {about[name]}" for name in ("dtrain", "torch") if name in about]
     batch = about.get("batch")
     return {
@@ -75,8 +86,8 @@ def _identity(run: RunFiles) -> dict[str, str]:
         if isinstance(batch, dict)
         else str(at("train", "global_batch") or ""),
         "steps": f"{run.step:,}{total}" + (f", {epochs[-1][1]:.3g} epochs" if epochs else ""),
-        "time": (f"{duration(seconds)} in steps" if seconds else "") + when,
-        "tokens": amount(tokens) if tokens else "",
+        "time": (f"{_duration(seconds)} in steps" if seconds else "") + when,
+        "tokens": _amount(tokens) if tokens else "",
         "computes in": str(about.get("compute") or at("train", "dtype") or ""),
         "versions": ", ".join(versions),
         "directory": str(run.directory),
@@ -139,12 +150,9 @@ def results(runs: Sequence[RunFiles]) -> list[Row]:
     measured = [line for chart in charts_of(fields) if chart.group == EVALUATION for line in chart.lines]
     names |= {field: field.removeprefix("eval_").replace("_", " ") for field, _ in measured if better_of(field, "")}
     rows = [_result(runs, field, name) for field, name in names.items() if field in fields]
-    speed = [_measured(run, "tokens_per_sec", median) for run in runs]
-    memory = [_measured(run, "mem_gib", max) for run in runs]
-    rows.append(Row("tokens/s, median", [_or_none(value, shown) for value in speed], _bests(speed, max)))
-    rows.append(Row("peak memory", [_or_none(value, "{:.2f} GiB".format) for value in memory], _bests(memory, min)))
-    planned = [run.planned_gib for run in runs]
-    rows.append(Row("planned memory", [_or_none(value, "{:.2f} GiB".format) for value in planned]))
+    rows.append(_measured("tokens/s, median", [_of_all(median, run, "tokens_per_sec") for run in runs], shown, max))
+    rows.append(_measured("peak memory", [_of_all(max, run, "mem_gib") for run in runs], "{:.2f} GiB".format, min))
+    rows.append(_measured("planned memory", [run.planned_gib for run in runs], "{:.2f} GiB".format))
     return [row for row in rows if any(row.texts)]
 
 
@@ -152,7 +160,7 @@ def _result(runs: Sequence[RunFiles], field: str, name: str) -> Row:
     texts: list[str] = []
     values: list[float | None] = []
     for run in runs:
-        known, better = _known(run, field), better_of(field, run.method)
+        known, better = run.known(field), better_of(field, run.method)
         if not known:
             texts.append("")
             values.append(None)
@@ -166,28 +174,22 @@ def _result(runs: Sequence[RunFiles], field: str, name: str) -> Row:
         texts.append(text)
         values.append(compared)
     methods = {run.method for run in runs}
-    better = better_of(field, methods.pop()) if len(methods) == 1 else None
-    return Row(name, texts, _bests(values, better) if better is not None else ())
+    return Row(name, texts, _bests(values, better_of(field, methods.pop()) if len(methods) == 1 else None))
 
 
-def _bests(values: Sequence[float | None], better: Callable) -> tuple[int, ...]:
+def _bests(values: Sequence[float | None], better: Callable | None) -> tuple[int, ...]:
     """Return the indices of the best value, if there are several to compare and they differ by more than rounding."""
     values = [None if value is None else float(f"{value:.4g}") for value in values]
     known = [value for value in values if value is not None]
-    if len(known) < 2 or min(known) == max(known):
+    if better is None or len(known) < 2 or min(known) == max(known):
         return ()
     return tuple(index for index, value in enumerate(values) if value == better(known))
 
 
-def _known(run: RunFiles, field: str) -> list[records.Point]:
-    curve = run.curves.get(field)
-    return curve.known if curve is not None else []
-
-
-def _measured(run: RunFiles, field: str, act: Callable) -> float | None:
-    known = [value for _, value in _known(run, field)]
+def _of_all(act: Callable, run: RunFiles, field: str) -> float | None:
+    known = [value for _, value in run.known(field)]
     return act(known) if known else None
 
 
-def _or_none(value: float | None, text: Callable[[float], str]) -> str:
-    return "" if value is None else text(value)
+def _measured(label: str, values: Sequence[float | None], text: Callable, better: Callable | None = None) -> Row:
+    return Row(label, ["" if value is None else text(value) for value in values], _bests(values, better))

@@ -7,6 +7,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
+from dtrain.methods import METHODS
 from dtrain.recipe import secrets
 from dtrain.run.directory import ABOUT, DATA, is_held
 from dtrain.run.metrics import records
@@ -15,24 +16,18 @@ METRICS, SAMPLES, EVALS = "metrics.jsonl", "samples.jsonl", "evals.jsonl"
 
 
 class Curve:
-    """The values of a field by step, in the order of the file; not finite ones among them."""
+    """The values of a field by step, in the order of the file; not finite ones among them. known: the points whose
+    value is sound (`records.is_sound`)."""
 
     def __init__(self) -> None:
         self.steps, self.values = array("d"), array("d")
-        self._known: list[records.Point] | None = None
+        self.known: list[records.Point] = []
 
     def add(self, step: float, value: float) -> None:
         self.steps.append(step)
         self.values.append(value)
-        self._known = None
-
-    @property
-    def known(self) -> list[records.Point]:
-        """The points whose value is sound (`records.is_sound`)."""
-        if self._known is None:
-            both = zip(self.steps, self.values, strict=True)
-            self._known = [(step, value) for step, value in both if records.is_sound(value)]
-        return self._known
+        if records.is_sound(value):
+            self.known.append((step, value))
 
 
 class RunFiles:
@@ -45,52 +40,49 @@ class RunFiles:
         self.directory, self.name = directory, name
         self.samples, self.evals = records.Answers(directory / SAMPLES), records.Answers(directory / EVALS)
         self.metrics = records.Lines(directory / METRICS)
-        self._times = 0
-        self._forget()
+        self._times = self.damaged = 0
+        self.curves: dict[str, Curve] = {}
         self.recipe: dict[str, Any] = {}
         self.data: dict[str, Any] = {}
         self.about: dict[str, Any] = {}
         self.is_running: bool | None = None  # None: not known
 
-    def _forget(self) -> None:
-        self.curves: dict[str, Curve] = {}
-        self.rows = self.damaged = 0
-
     def look(self) -> bool:
         """Read what is new. Return whether anything is new."""
+        return self.look_at_record() | self.samples.look() | self.evals.look()
+
+    def look_at_record(self) -> bool:
+        """Read what is new, without the answers. Return whether anything is new."""
         before = self.recipe, self.data, self.about, self.is_running
         self.recipe = records.read_recipe(self.directory)
         secrets.hide(self.recipe)
-        self.data, self.about = (self._json(name) for name in (DATA, ABOUT))
+        paths = [self.directory / name for name in (DATA, ABOUT)]
+        self.data, self.about = (read_json(path, constants=True) if path.is_file() else {} for path in paths)
         self.is_running = is_held(self.directory)
-        is_new = self.samples.look() | self.evals.look() | self._read_metrics()
-        return is_new or before != (self.recipe, self.data, self.about, self.is_running)
-
-    def _json(self, name: str) -> dict[str, Any]:
-        path = self.directory / name
-        return read_json(path, constants=True) if path.is_file() else {}
+        return self._read_metrics() or before != (self.recipe, self.data, self.about, self.is_running)
 
     def _read_metrics(self) -> bool:
         is_new = False
         for _, line in self.metrics.look():
             if self.metrics.times != self._times:
-                self._times = self.metrics.times
-                self._forget()
+                self._times, self.damaged, self.curves = self.metrics.times, 0, {}
             is_new = True
             row = records.row_of(line) or {}
-            step = records.number(row.get("step"))
-            if step is None or not records.is_sound(step):
+            if (step := sound(row.get("step"))) is None:
                 self.damaged += 1
                 continue
-            self.rows += 1
             for field, raw in row.items():
                 if field != "step" and (value := records.number(raw)) is not None:
                     self.curves.setdefault(field, Curve()).add(step, value)
         return is_new
 
+    def known(self, field: str) -> Sequence[records.Point]:
+        """Return the field's values by step that are sound; none where it was not measured."""
+        return self.curves[field].known if field in self.curves else ()
+
     @property
     def method(self) -> str:
-        return str(self.recipe.get("method", "sft"))
+        return str(self.recipe.get("method", next(iter(METHODS))))
 
     @property
     def step(self) -> int:
@@ -122,8 +114,13 @@ class RunFiles:
 
     def fact(self, name: str) -> float | None:
         """Return a number of about.json; None if there is none that is sound."""
-        value = records.number(self.about.get(name))
-        return value if value is not None and records.is_sound(value) else None
+        return sound(self.about.get(name))
+
+
+def sound(value: Any) -> float | None:
+    """Return a number of a file; None for anything else, and for one that is not sound (`records.is_sound`)."""
+    known = records.number(value)
+    return known if known is not None and records.is_sound(known) else None
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunFiles]:

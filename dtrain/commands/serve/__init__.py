@@ -1,7 +1,7 @@
 """`dtrain serve`: the native engine behind HTTP, in the words of OpenAI's API and of the servers used for RL.
 
-server.py (start, end, threads), slots.py (how many connections) → connection.py (HTTP within limits) → routes.py (who
-may call what) → fields.py and protocol.py (bodies, checked against tables, to requests), answers.py (completions to
+server.py (start, end, threads) → connection.py (HTTP within limits, and how many connections) → routes.py (who may call
+what) → fields.py and protocol.py (bodies, checked against tables, to requests), answers.py (completions to
 bodies, text.py), updates.py (new weights) and adapters.py (an adapter beside them) → worker.py (the one thread that
 owns the engine).
 classify.py has a classifier's routes; command.py the command's arguments; start.py begins it all.

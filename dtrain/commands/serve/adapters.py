@@ -16,7 +16,7 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.peft.config import read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
-from dtrain.commands.serve.fields import FLAG, IGNORED, ApiError, Field, Table, check
+from dtrain.commands.serve.fields import FLAG, IGNORED, ApiError, Field, Table
 from dtrain.commands.serve.protocol import Parser
 from dtrain.commands.serve.updates import VERSION, Updates
 from dtrain.commands.serve.worker import HALF, MODES
@@ -42,16 +42,15 @@ UNLOAD: Table = {
 
 
 class Adapters:
-    """Adapter of the model of `updates`, below whose root its directory must be. `load` and `unload` take an HTTP
-    body and raise ApiError."""
+    """Adapter of the model of `updates`, below whose root its directory must be. `load` and `unload` take a
+    body's fields and raise ApiError."""
 
     def __init__(self, updates: Updates, parser: Parser):
         self.updates, self.worker, self.parser = updates, updates.worker, parser
 
-    def load(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def load(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Load PEFT's files in a directory. {"lora_name", "lora_path", "load_inplace"?, "weight_version"?, "mode"?}.
         load_inplace: the adapter of that name gives way; mode: what becomes of completions under way."""
-        fields = check(body, LOAD)
         name, path = fields["lora_name"], fields["lora_path"]
         self._check_free(name, fields["load_inplace"])
         if not name or not path or name == self.parser.model:
@@ -67,7 +66,7 @@ class Adapters:
             self.updates.count(fields["weight_version"])
 
         self.worker.between_steps(put_in, fields["mode"])
-        return {"success": True, "message": f"loaded {name}", "weight_version": self.worker.version}
+        return self.updates.done(f"loaded {name}")
 
     def begin_with(self, name: str, directory: Path) -> None:
         """Load an adapter from anywhere, before the worker starts. Raises UserError."""
@@ -75,10 +74,9 @@ class Adapters:
             raise UserError(f"--adapter {name}={directory}: name it unlike the model, and serve its base model")
         self.put(name, read_beside(self.updates.model, directory))
 
-    def unload(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def unload(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Unload an adapter. {"lora_name", "mode"?}: completions under way with it end first (wait), or are refused
         (abort)."""
-        fields = check(body, UNLOAD)
         name = fields["lora_name"]
 
         def take_out() -> None:

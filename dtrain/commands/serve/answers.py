@@ -40,12 +40,12 @@ class Answer:
     """The answer to one `Ask`: `whole` from each request's one piece, or `event` by event."""
 
     def __init__(self, ask: Ask, tokenizer: Tokenizer):
-        self.ask, self.tokenizer = ask, tokenizer
-        self.id = f"{'chatcmpl' if self.ask.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.ask, self.tokenizer, self._fields = ask, tokenizer, ask.fields
+        self.id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        self._texts = [TextStream(decode, request.sampling.stop, self.ask.keep_stop) for request in self.ask.requests]
-        self._num_tokens = [0] * len(self.ask.requests)  # of each request
+        decode, keep = partial(tokenizer.decode, skip_special_tokens=True), ask.fields["include_stop_str_in_output"]
+        self._texts = [TextStream(decode, request.sampling.stop, keep) for request in ask.requests]
+        self._num_tokens = [0] * len(ask.requests)  # of each request
         self._begun: set[int] = set()
 
     def whole(self, pieces: Sequence[StreamChunk]) -> dict[str, Any]:
@@ -57,13 +57,13 @@ class Answer:
         """Return the server-sent event of `piece`; b"" if it adds nothing that a client may see yet."""
         choice = self._choice(piece, "delta")
         text = choice["delta"].get("content") if self.ask.chat else choice["text"]
-        if not (text or choice["finish_reason"] or self.ask.logprobs or self.ask.token_ids):
+        if not (text or choice["finish_reason"] or self.ask.logprobs or self._fields["return_token_ids"]):
             return b""
         return server_sent_event({**self._head("chat.completion.chunk"), "choices": [choice]})
 
     def last_events(self) -> bytes:
         """Return the events that end the stream."""
-        if not self.ask.usage:
+        if not self._fields["stream_options"].get("include_usage"):
             return DONE
         return server_sent_event({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()}) + DONE
 
@@ -72,7 +72,7 @@ class Answer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.ask.name}
 
     def _usage(self) -> dict[str, int]:
-        prompt = sum(len(request.prompt) for request in self.ask.requests[:: self.ask.samples])
+        prompt = sum(len(request.prompt) for request in self.ask.requests[:: self._fields["n"]])
         completion = sum(self._num_tokens)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
@@ -83,7 +83,7 @@ class Answer:
         self._num_tokens[piece.index] += len(piece.ids)
         text = stream.push(piece.ids, last=piece.finish is not None)
         if self.ask.echo:
-            text = self.ask.echo[piece.index // self.ask.samples] + text
+            text = self.ask.echo[piece.index // self._fields["n"]] + text
         choice: dict[str, Any] = {"index": piece.index}
         if self.ask.chat:
             choice[speech] = {"role": "assistant", "content": text} if is_first else {"content": text}
@@ -92,7 +92,7 @@ class Answer:
         choice["logprobs"] = self._logprobs(piece) if self.ask.logprobs else None
         choice["finish_reason"] = piece.finish
         choice["stop_reason"] = self._stop_reason(piece, stream)
-        if self.ask.token_ids:
+        if self._fields["return_token_ids"]:
             choice["token_ids"] = piece.ids
             if is_first:
                 choice["prompt_token_ids"] = list(self.ask.requests[piece.index].prompt)
@@ -108,17 +108,12 @@ class Answer:
 
     def _logprobs(self, piece: StreamChunk) -> dict[str, Any]:
         tokens = [self._token(token_id) for token_id in piece.ids]
+        pairs = list(zip(tokens, piece.logprobs, strict=True))
         if self.ask.chat:
-            pairs = zip(tokens, piece.logprobs, strict=True)
-            content = [
-                {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-                for token, logprob in pairs
-            ]
-            return {"content": content}
+            content = [{"token": token, "logprob": logprob, "bytes": list(token.encode())} for token, logprob in pairs]
+            return {"content": [{**entry, "top_logprobs": []} for entry in content]}
         logprobs: list[float | None] = [*piece.logprobs]
-        highest: list[dict[str, float] | None] = [
-            {token: logprob} for token, logprob in zip(tokens, piece.logprobs, strict=True)
-        ]
+        highest: list[dict[str, float] | None] = [{token: logprob} for token, logprob in pairs]
         if (scores := piece.prompt) is not None:  # nothing is before the first token
             tokens = [*map(self._token, self.ask.requests[piece.index].prompt), *tokens]
             logprobs = [None, *scores.logprobs, *logprobs]
@@ -128,7 +123,9 @@ class Answer:
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": None}
 
     def _token(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self.ask.tokens_as_ids else self.tokenizer.decode([token_id])
+        return (
+            f"token_id:{token_id}" if self._fields["return_tokens_as_token_ids"] else self.tokenizer.decode([token_id])
+        )
 
 
 def server_sent_event(body: dict[str, Any]) -> bytes:

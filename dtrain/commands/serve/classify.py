@@ -12,7 +12,7 @@ import torch
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
-from dtrain.commands.serve.fields import IGNORED, TEXT, ApiError, Field, Table, check
+from dtrain.commands.serve.fields import IGNORED, TEXT, ApiError, Field, Table
 from dtrain.commands.serve.protocol import MESSAGE, texts_or_ids
 from dtrain.commands.serve.routes import Gate
 from dtrain.data.formats.formats import read_messages, read_tools
@@ -69,50 +69,33 @@ class ClassifyService(Gate):
     updates = None
 
     def __init__(
-        self,
-        worker: Classifier,
-        encoder: PairEncoder,
-        name: str,
-        names: Sequence[str],
-        key: str | None,
-        hosts: set[str],
+        self, worker: Classifier, encoder: PairEncoder, name: str, names: list[str], key: str | None, hosts: set[str]
     ):
         super().__init__(key, hosts)
         self.worker, self.encoder, self.name, self.names = worker, encoder, name, names
         self.get = {
-            "/health": lambda body: {"status": "ok"},
-            "/v1/models": lambda body: self.models(name, encoder.max_length),
+            "/health": lambda: {"status": "ok"},
+            "/v1/models": lambda: self.models(name, encoder.max_length),
         }
-        self.act = {"/classify": self.classify, "/v1/classify": self.classify}
+        self.act = dict.fromkeys(("/classify", "/v1/classify"), (CLASSIFY, self.classify))
 
-    def classify(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def classify(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return for each text: `scores`, the head's outputs; `probs`, their softmax, of one output the sigmoid;
         `label`, the likeliest output's name."""
-        fields = check(body, CLASSIFY)
         if fields["model"] not in (None, self.name):
             raise ApiError(404, f"the model is {self.name}, not {fields['model'][:80]}", "model")
         rows = self._rows(fields)
         scores = self.worker.rate(rows)  # [n, labels]
         probs = scores.softmax(1) if scores.shape[1] > 1 else scores.sigmoid()
         data = [
-            {
-                "index": index,
-                "label": self.names[int(of_one.argmax())],
-                "probs": of_one.tolist(),
-                "num_classes": len(self.names),
-                "scores": scores[index].tolist(),
-            }
-            for index, of_one in enumerate(probs)
+            {"index": index, "label": self.names[int(of_text.argmax())], "probs": of_text.tolist()}
+            | {"num_classes": len(self.names), "scores": scores[index].tolist()}
+            for index, of_text in enumerate(probs)
         ]
         tokens = sum(map(len, rows))
-        return {
-            "id": f"classify-{secrets.token_hex(12)}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": self.name,
-            "data": data,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
-        }
+        head = {"id": f"classify-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
+        return {**head, "model": self.name, "data": data, "usage": usage}
 
     def _rows(self, fields: Mapping[str, Any]) -> list[list[int]]:
         """Return the ids of each text. Raises ApiError."""

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from dtrain.commands.arguments import DIRECTORY, at_least
+from dtrain.commands.arguments import DIRECTORY, add_device, at_least
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", type=Path, metavar="SHARED", help=watched)
     graced = "seconds to finish what is under way when asked to end (default: 30)"
     parser.add_argument("--grace", type=at_least(0), default=30, metavar="S", help=graced)
-    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    add_device(parser)
 
 
 def _named(text: str) -> tuple[str, Path]:

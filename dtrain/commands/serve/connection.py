@@ -1,4 +1,4 @@
-"""HTTP/1.1 connection: requests read strictly, within limits of size and time, and answers written as JSON.
+"""HTTP/1.1 connections: requests read strictly, within limits of size and time, answers as JSON; and their slots.
 
 Standard library only: uvicorn 0.54 has no deadline for a head or a reader, keeps all connections that say nothing, and
 h11 reads folded lengths and bare LF, so that an ASGI server would leave all of this to us all the same.
@@ -8,6 +8,7 @@ import json
 import re
 import select
 import socket
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class Connection:
             while not self._buffer.strip(b"\r\n"):  # some end a body with them
                 del self._buffer[:]
                 self._receive(until, AT_ONCE)
-        except (TimeoutError, ConnectionError):
+        except ApiError:
             return False
         self.is_answered, self._unread = False, True
         return True
@@ -88,7 +89,7 @@ class Connection:
                 raise ApiError(400, "lines must end with CR LF")
             if len(self._buffer) >= self._limits.head:
                 raise ApiError(431 if b"\r\n" in self._buffer else 414, f"the head may have {self._limits.head} bytes")
-            self._await(until, self._limits.head)
+            self._receive(until, self._limits.head)
         self._head = _parsed(self._buffer[:end].decode("latin-1"))
         del self._buffer[: end + 4]
         self._unread = self._head.length > 0
@@ -100,7 +101,7 @@ class Connection:
         if length and "expect" in head.headers:
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
         while len(self._buffer) < length:
-            self._await(until, min(AT_ONCE, length - len(self._buffer)))
+            self._receive(until, min(AT_ONCE, length - len(self._buffer)))
         raw, self._buffer = self._buffer, self._buffer[length:]
         del raw[length:]
         self._unread = False
@@ -136,7 +137,7 @@ class Connection:
 
     def close(self) -> None:
         """Let the client read the last answer: where bytes of its own are left the system would drop it."""
-        with suppress(OSError):
+        with suppress(OSError, ApiError):
             self.sock.shutdown(socket.SHUT_WR)
             until = time.monotonic() + LINGER_SECONDS
             while self._unread:
@@ -147,24 +148,56 @@ class Connection:
         self.sock.settimeout(self._limits.send_seconds)
         self.sock.sendall(data)
 
-    def _await(self, until: float, most: int) -> None:
-        """Receive more bytes of a request that has begun. Raises ApiError."""
+    def _receive(self, until: float, most: int) -> None:
+        """Receive more bytes. Raises ApiError where none come in time, or the client has hung up."""
+        self.sock.settimeout(max(until - time.monotonic(), 0.001))
+        data = b""
         try:
-            self._receive(until, most)
+            if time.monotonic() >= until:
+                raise TimeoutError
+            data = self.sock.recv(most)
         except TimeoutError as error:
             raise ApiError(408, "the request did not come in time") from error
-        except ConnectionError as error:
-            raise ApiError(400, "the request breaks off") from error
-
-    def _receive(self, until: float, most: int) -> None:
-        """Receive more bytes. Raises TimeoutError, and ConnectionError if the client has hung up."""
-        self.sock.settimeout(max(until - time.monotonic(), 0.001))
-        data = self.sock.recv(most) if time.monotonic() < until else None
-        if data is None:
-            raise TimeoutError
+        except ConnectionError:
+            pass
         if not data:
-            raise ConnectionError("the client is gone")
+            raise ApiError(400, "the request breaks off")
         self._buffer += data
+
+
+class ConnectionSlots:
+    """`count` slots for connections. Thread-safe. evicts: whether the oldest connection that has not shown the key is
+    closed for a new one, where all slots are taken, so that those without a key cannot keep out a client that has it.
+    """
+
+    def __init__(self, count: int, *, evicts: bool):
+        self._count, self._evicts = count, evicts
+        self._taken: dict[socket.socket, bool] = {}  # whether it has shown the key, the oldest connection first
+        self._lock = threading.Lock()
+
+    def take(self, sock: socket.socket) -> bool:
+        """Take a slot for this connection until it leaves or is evicted. Return whether there was one."""
+        with self._lock:
+            if len(self._taken) >= self._count:
+                oldest = next((other for other, has_key in self._taken.items() if not has_key), None)
+                if oldest is None or not self._evicts:
+                    return False
+                del self._taken[oldest]
+                with suppress(OSError):  # its client has gone
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread, which closes it, reads and writes no more
+            self._taken[sock] = False
+            return True
+
+    def keep(self, sock: socket.socket) -> None:
+        """Mark this connection as one that has shown the key, which is not evicted."""
+        with self._lock:
+            if sock in self._taken:
+                self._taken[sock] = True
+
+    def leave(self, sock: socket.socket) -> None:
+        """Give the slot back, before the socket is closed. Without effect if it was evicted."""
+        with self._lock:
+            self._taken.pop(sock, None)
 
 
 def _parsed(text: str) -> RequestHead:

@@ -103,10 +103,8 @@ class Field:
             bounds = f"at least {self.least}" if self.most == math.inf else f"from {self.least} to {self.most}"
             what = f"{name}={shown(value)}" if size is value else f"the length of {name}, {size},"
             raise ApiError(400, f"{what} must be {bounds}", name)
-        alike = (
-            allowed for allowed in self.among or () if isinstance(allowed, bool) == isinstance(value, bool)
-        )  # else 1 is True
-        if self.among is not None and value not in alike:
+        is_flag = isinstance(value, bool)  # 1 is no True
+        if self.among is not None and value not in [item for item in self.among if isinstance(item, bool) == is_flag]:
             rest = f"it may be {', '.join(map(str, self.among))}" if self.among else "leave it out"
             raise ApiError(400, f"{name}={shown(value)}: dtrain serve does not have it; {rest}", name)
         if isinstance(self.of, Field):

@@ -67,6 +67,7 @@ def _variables(value: Any, name: str) -> dict[str, Any]:
 # Values that ask for nothing, of fields that would change the answer and that the engine does not have.
 NONE, ZERO, ONE = Field(among=()), Field(among=(0,)), Field(among=(1,))
 NO, YES, EMPTY = Field(among=(False,)), Field(among=(True,)), Field(among=([],))
+STREAM_OPTIONS: Table = {"include_usage": FLAG, "include_obfuscation": IGNORED, "continuous_usage_stats": NO}
 SAMPLING: Table = {
     "model": TEXT,
     "n": Field(int, 1, 1, 1024),
@@ -82,9 +83,7 @@ SAMPLING: Table = {
     "prompt_index": Field(int, 0, 0, SEED_LIMIT - 1),
     "sample_index": Field(int, 0, 0, SEED_LIMIT - 1),
     "stream": FLAG,
-    "stream_options": Field(
-        dict, {}, of={"include_usage": FLAG, "include_obfuscation": IGNORED, "continuous_usage_stats": NO}
-    ),
+    "stream_options": Field(dict, {}, of=STREAM_OPTIONS),
     "return_token_ids": FLAG,
     "return_tokens_as_token_ids": FLAG,
     "return_routed_experts": FLAG,
@@ -148,20 +147,15 @@ CHAT: Table = {
 
 @dataclass(frozen=True)
 class Ask:
-    """HTTP request: `requests` by prompt, then by sample, of the model `name`, with an adapter or without; and how
-    the answer is to look."""
+    """HTTP request: `requests` by prompt, then by sample, of the model `name`, with an adapter or without. fields: of
+    its body, as SAMPLING has them."""
 
+    fields: Mapping[str, Any]
     name: str
     adapter: str | None
     requests: list[Request]
-    samples: int
     chat: bool
-    stream: bool
-    usage: bool  # in a stream: a last message with the counts
     logprobs: bool
-    token_ids: bool
-    tokens_as_ids: bool
-    keep_stop: bool
     eos_ids: tuple[int, ...]
     echo: tuple[str, ...] = ()  # each prompt's text, where answers begin with it
     likeliest: bool = False  # whether the likeliest token of each place is returned beside it; of completions with echo
@@ -181,18 +175,15 @@ class Parser:
         fields = self._fields(body, COMPLETION)
         if fields["prompt"] is None:
             raise ApiError(400, "prompt must be given: a text, token ids, or a list of either", "prompt")
-        specials, prompts = fields["add_special_tokens"], []
         if len(fields["prompt"]) * fields["n"] > MOST_REQUESTS:
             raise ApiError(400, f"prompt and n make more than {MOST_REQUESTS} completions; ask several times", "prompt")
-        for prompt in fields["prompt"]:
-            prompts.append(tuple(self._encoded(prompt, specials) if isinstance(prompt, str) else prompt))
-            self._check_ids(prompts[-1], "prompt")
+        prompts = [self._prompt(prompt, fields["add_special_tokens"]) for prompt in fields["prompt"]]
         ask = self._ask(fields, prompts, fields["max_tokens"], fields["logprobs"] is not None, chat=False)
         return self._echoing(ask, fields) if fields["echo"] else ask
 
     def _echoing(self, ask: Ask, fields: Mapping[str, Any]) -> Ask:
         """Return `ask` with the prompts in its answers."""
-        if ask.stream:
+        if fields["stream"]:
             raise ApiError(400, "echo=True is not for streams: set stream=False", "echo")
         likeliest = fields["logprobs"] == 1
         if likeliest and fields["max_tokens"] and fields["temperature"]:
@@ -242,26 +233,21 @@ class Parser:
         if max(ids, default=0) >= limit:
             raise ApiError(400, f"{name} has the id {max(ids)}, beyond the model's vocabulary of {limit}", name)
 
-    def _encoded(self, text: str, specials: bool) -> list[int]:
+    def _prompt(self, prompt: str | list[int], specials: bool) -> tuple[int, ...]:
         try:
-            ids = self.tokenizer.encode(text, specials)
+            ids = self.tokenizer.encode(prompt, specials) if isinstance(prompt, str) else prompt
         except UserError as error:
             raise ApiError(400, str(error), "prompt") from error
         if not ids:
             raise ApiError(400, "prompt has no token: a completion needs one at least to follow", "prompt")
-        return ids
+        self._check_ids(ids, "prompt")
+        return tuple(ids)
 
-    def _ask(
-        self, fields: dict[str, Any], prompts: list[tuple[int, ...]], most: int, logprobs: bool, *, chat: bool
-    ) -> Ask:
+    def _ask(self, fields: dict, prompts: list[tuple[int, ...]], most: int, logprobs: bool, *, chat: bool) -> Ask:
         longest = max(map(len, prompts))
         if longest + most > self.max_length:
-            raise ApiError(
-                400,
-                f"the prompt's {longest} tokens and max_tokens={most} make {longest + most}, and the model's context "
-                f"holds {self.max_length}; ask for less",
-                "max_tokens",
-            )
+            what = f"the prompt's {longest} tokens and max_tokens={most} make {longest + most}, and the model's"
+            raise ApiError(400, f"{what} context holds {self.max_length}; ask for less", "max_tokens")
         eos = () if fields["ignore_eos"] else tuple(self.tokenizer.eos_ids)
         sampling = SamplingParams(
             max_new_tokens=most,
@@ -280,17 +266,4 @@ class Parser:
             for sample in range(first_sample, first_sample + fields["n"])
         ]
         name = fields["model"] or self.model
-        return Ask(
-            name=name,
-            adapter=None if name == self.model else name,
-            requests=requests,
-            samples=fields["n"],
-            chat=chat,
-            stream=fields["stream"],
-            usage=fields["stream_options"].get("include_usage", False),
-            logprobs=logprobs,
-            token_ids=fields["return_token_ids"],
-            tokens_as_ids=fields["return_tokens_as_token_ids"],
-            keep_stop=fields["include_stop_str_in_output"],
-            eos_ids=eos,
-        )
+        return Ask(fields, name, None if name == self.model else name, requests, chat, logprobs, eos)

@@ -6,20 +6,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dtrain.commands.serve.adapters import Adapters
+from dtrain.commands.serve.adapters import LOAD, UNLOAD, Adapters
 from dtrain.commands.serve.connection import RequestHead
-from dtrain.commands.serve.fields import IGNORED, ApiError, Field, check
+from dtrain.commands.serve.fields import IGNORED, ApiError, Field, Table
 from dtrain.commands.serve.protocol import Ask, Parser
-from dtrain.commands.serve.updates import Updates
+from dtrain.commands.serve.updates import BUCKET, CHECKSUMS, FROM_DISK, GROUP_NAME, MEETING, TENSORS, Updates
 from dtrain.commands.serve.worker import MODES, EngineThread
 
 ASK_BYTES = 1 << 23  # of the body of a completion: a million token ids
 CONTROL_BYTES = 1 << 24  # names and shapes of all tensors
-PAUSE = {"mode": Field(str, "abort", among=(*MODES, "in_place")), "clear_cache": IGNORED}
+PAUSE: Table = {"mode": Field(str, "abort", among=(*MODES, "in_place")), "clear_cache": IGNORED}
 _HOST = re.compile(r"(\[.*\]|[^:]*?)\.?(:[0-9]*)?")
 _JSON = re.compile(r"application/json(\s*;\s*charset=\"?utf-8\"?)?")
 
-Act = Callable[[Mapping[str, Any]], dict[str, Any]]
+Act = tuple[Table, Callable[[Mapping[str, Any]], dict[str, Any]]]  # the body's fields, and what answers them
 
 
 class Gate:
@@ -33,7 +33,7 @@ class Gate:
     def __init__(self, key: str | None, hosts: set[str]):
         self.key, self.hosts, self.has_control = key, hosts, False
         self._started = int(time.time())
-        self.get: dict[str, Act] = {}
+        self.get: dict[str, Callable[[], dict[str, Any]]] = {}
         self.ask: dict[str, Callable[[Mapping[str, Any]], Ask]] = {}
         self.act: dict[str, Act] = {}
         self.control: dict[str, Act] = {}
@@ -59,12 +59,9 @@ class Gate:
             raise ApiError(400, f"{path} takes no body")
         kind, coding = headers.get("content-type", ""), headers.get("content-encoding", "identity")
         if head.length and not (_JSON.fullmatch(kind.lower()) and coding.lower() == "identity"):
-            what = f"not {kind[:80]!r} and {coding[:80]!r}"
-            raise ApiError(
-                415,
-                f"send a body as Content-Type: application/json, without Content-Encoding, {what} "
-                "(curl: -H 'Content-Type: application/json')",
-            )
+            what = "send a body as Content-Type: application/json, without Content-Encoding, not "
+            curl = "(curl: -H 'Content-Type: application/json')"
+            raise ApiError(415, f"{what}{kind[:80]!r} and {coding[:80]!r} {curl}")
         most = ASK_BYTES if path in self.ask or path in self.act else CONTROL_BYTES
         if head.length > most:
             raise ApiError(413, f"the body has {head.length} bytes, and at most {most} are taken")
@@ -102,30 +99,27 @@ class Service(Gate):
         self.adapters = Adapters(updates, parser)
         self.has_control = key is not None and updates.root is not None
         self.get = {
-            "/health": lambda body: self.health(),
-            "/v1/models": lambda body: self.models(parser.model, parser.max_length, parser.adapters),
-            "/weight_info": lambda body: {"weight_version": worker.version},
-            "/get_world_size": lambda body: {"world_size": 1},
-            "/is_paused": lambda body: {"is_paused": worker.paused},
+            "/health": self.health,
+            "/v1/models": lambda: self.models(parser.model, parser.max_length, parser.adapters),
+            "/weight_info": lambda: {"weight_version": worker.version},
+            "/get_world_size": lambda: {"world_size": 1},
+            "/is_paused": lambda: {"is_paused": worker.paused},
         }
-        self.ask = {
-            "/v1/completions": parser.completion,
-            "/v1/chat/completions": parser.chat,
-        }
+        self.ask = {"/v1/completions": parser.completion, "/v1/chat/completions": parser.chat}
         self.control = {
-            "/pause": self.pause,
-            "/resume": self.resume,
-            "/pause_generation": self.pause,
-            "/continue_generation": self.resume,
-            "/flush_cache": self.flush,
-            "/update_weights_from_disk": updates.from_disk,
-            "/init_weights_update_group": updates.meet,
-            "/destroy_weights_update_group": updates.part,
-            "/update_weights_from_distributed": updates.receive,
-            "/check_weights": updates.check,
-            "/weight_checker": updates.checksums,
-            "/v1/load_lora_adapter": self.adapters.load,
-            "/v1/unload_lora_adapter": self.adapters.unload,
+            "/pause": (PAUSE, self.pause),
+            "/resume": ({}, self.resume),
+            "/pause_generation": (PAUSE, self.pause),
+            "/continue_generation": ({}, self.resume),
+            "/flush_cache": ({"timeout": IGNORED}, self.flush),
+            "/update_weights_from_disk": (FROM_DISK, updates.from_disk),
+            "/init_weights_update_group": (MEETING, updates.meet),
+            "/destroy_weights_update_group": (GROUP_NAME, updates.part),
+            "/update_weights_from_distributed": (BUCKET, updates.receive),
+            "/check_weights": (TENSORS, updates.check),
+            "/weight_checker": (CHECKSUMS, updates.checksums),
+            "/v1/load_lora_adapter": (LOAD, self.adapters.load),
+            "/v1/unload_lora_adapter": (UNLOAD, self.adapters.unload),
         }
 
     def health(self) -> dict[str, Any]:
@@ -133,24 +127,17 @@ class Service(Gate):
             raise ApiError(503, self.worker.failure)
         if self.worker.torn:
             raise ApiError(503, "an update of the weights began and did not end")
-        running, waiting = self.worker.load
-        return {
-            "status": "paused" if self.worker.paused else "ok",
-            "weight_version": self.worker.version,
-            "running": running,
-            "waiting": waiting,
-        }
+        load = dict(zip(("running", "waiting"), self.worker.load, strict=True))
+        return {"status": "paused" if self.worker.paused else "ok", "weight_version": self.worker.version, **load}
 
-    def pause(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def pause(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Pause the server. {"mode"}: keep (SGLang: in_place), wait or abort, vLLM's and SGLang's default."""
-        self.worker.pause(check(body, PAUSE)["mode"].replace("in_place", "keep"))
+        self.worker.pause(fields["mode"].replace("in_place", "keep"))
         return {"status": "paused"}
 
-    def resume(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        check(body, {})
+    def resume(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         self.worker.resume()
         return {"status": "resumed"}
 
-    def flush(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        check(body, {"timeout": IGNORED})
+    def flush(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         return {"success": True, "message": "no keys outlive their completion"}

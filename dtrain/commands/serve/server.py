@@ -20,11 +20,10 @@ from urllib.parse import parse_qsl
 from dtrain.base.errors import Stopped, UserError
 from dtrain.commands.serve.answers import Answer, StreamChunk, server_sent_event
 from dtrain.commands.serve.classify import ClassifyService
-from dtrain.commands.serve.connection import Connection, Limits, RequestHead
-from dtrain.commands.serve.fields import ApiError, read_object
+from dtrain.commands.serve.connection import Connection, ConnectionSlots, Limits, RequestHead
+from dtrain.commands.serve.fields import ApiError, check, read_object
 from dtrain.commands.serve.protocol import Ask
 from dtrain.commands.serve.routes import Service
-from dtrain.commands.serve.slots import ConnectionSlots
 from dtrain.commands.serve.updates import Updates
 from dtrain.commands.serve.worker import Job
 from dtrain.rl.remote.shared_directory import mark_of, newest
@@ -86,7 +85,7 @@ class HttpServer(socketserver.TCPServer):
     def _converse(self, connection: Connection) -> None:
         """Answer one request after the other."""
         while not self.ending and connection.begins():
-            with self._counted():
+            with self._counted(0):
                 try:
                     self._answer(connection, connection.head())
                 except ApiError as error:
@@ -99,15 +98,18 @@ class HttpServer(socketserver.TCPServer):
                         connection.refuse(ApiError(500, "the server has a fault, which its terminal tells"))
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Count a request that is being answered: the server ends when there is none."""
+    def _counted(self, length: int) -> Iterator[None]:
+        """Count a request that is being answered, and the bytes of its body that are being read: the server ends when
+        there is none."""
         with self._idle:
-            self._answering += 1
+            if self._held + length > self.limits.bodies:
+                raise ApiError(503, "the server is reading as much as it may; ask again")
+            self._answering, self._held = self._answering + 1, self._held + length
         try:
             yield
         finally:
             with self._idle:
-                self._answering -= 1
+                self._answering, self._held = self._answering - 1, self._held - length
                 self._idle.notify_all()
 
     def _answer(self, connection: Connection, head: RequestHead) -> None:
@@ -115,7 +117,7 @@ class HttpServer(socketserver.TCPServer):
         service.admit(head)
         if service.has_key(head):
             self._slots.keep(connection.sock)
-        with self._holding(head.length):
+        with self._counted(head.length):
             raw = connection.body(head)
             with self._reading if raw else nullcontext():
                 body = read_object(raw) if raw else {}
@@ -123,28 +125,18 @@ class HttpServer(socketserver.TCPServer):
         if ask is not None:
             assert isinstance(service, Service)
             self._complete(connection, ask, service)
-        elif path in service.get or path in service.act:
-            connection.send(200, (service.get | service.act)[path](body))
+        elif path in service.get:
+            connection.send(200, service.get[path]())
         else:
-            connection.send(200, service.control[path]({**dict(parse_qsl(head.query)), **body}))
-
-    @contextmanager
-    def _holding(self, length: int) -> Iterator[None]:
-        with self._idle:
-            if self._held + length > self.limits.bodies:
-                raise ApiError(503, "the server is reading as much as it may; ask again")
-            self._held += length
-        try:
-            yield
-        finally:
-            with self._idle:
-                self._held -= length
+            query = parse_qsl(head.query) if path in service.control else ()
+            table, act = (service.act | service.control)[path]
+            connection.send(200, act(check({**dict(query), **body}, table)))
 
     def _complete(self, connection: Connection, ask: Ask, service: Service) -> None:
-        job = service.worker.submit(ask.requests, ask.stream, ask.adapter, bool(ask.echo and ask.logprobs))
+        job = service.worker.submit(ask)
         answer = Answer(ask, service.parser.tokenizer)
         try:
-            if ask.stream:
+            if ask.fields["stream"]:
                 self._stream(connection, job, answer)
             else:
                 connection.send(200, answer.whole(list(_pieces(connection, job))))
@@ -167,7 +159,7 @@ class HttpServer(socketserver.TCPServer):
 def _pieces(connection: Connection, job: Job) -> Iterator[StreamChunk]:
     """Yield all pieces of a job. Raises the worker's ApiError, and ConnectionError soon after the client is gone, also
     while pieces keep coming: an answer that is sent whole writes nothing to the client before its end."""
-    left, look = len(job.requests), time.monotonic() + LOOK_SECONDS
+    left, look = len(job.ask.requests), time.monotonic() + LOOK_SECONDS
     while left:
         if time.monotonic() >= look:
             if connection.is_gone():

@@ -3,7 +3,6 @@
 import socket
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
 from ipaddress import ip_address
 
 from dtrain.base.errors import UserError, in_words
@@ -16,10 +15,9 @@ from dtrain.commands.serve.updates import Updates
 from dtrain.commands.serve.worker import EngineThread
 from dtrain.data.formats.pairs import PairEncoder
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
-from dtrain.data.text.template import choose_template
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, load
-from dtrain.rl.remote.http import read_key
+from dtrain.rl.remote.http_client import read_key
 
 
 def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) -> None:
@@ -33,12 +31,13 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
     address = _address(arguments.host, arguments.port, key)
     device = choose_device(arguments.device)
     dtype = choose_dtype(arguments.dtype, device)
-    model, tokenizer = load(arguments.directory, dtype, device, classifiers=True)
+    loaded = load(arguments.directory, dtype, device, classifiers=True)
+    model, tokenizer = loaded
     model.eval()
     most = model.config.max_position_embeddings
     if arguments.max_length is not None and arguments.max_length > most:
         raise UserError(f"--max-length {arguments.max_length}: the model was built for {most} positions")
-    template = choose_template(tokenizer.directory, tokenizer.special_tokens, arguments.chat_template)
+    template = loaded.template(arguments.chat_template)
     length = arguments.max_length or most
     name = arguments.name or str(arguments.directory)
     hosts = {"localhost", "127.0.0.1", "[::1]", arguments.host.lower(), address[0]}
@@ -53,7 +52,7 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
     else:
         engine = Engine(
             model,
-            decode=partial(tokenizer.decode, skip_special_tokens=True),
+            decode=loaded.decode,
             max_rows=arguments.max_rows,
             max_tokens=arguments.max_tokens,
             notes_experts=model.routing is not None,

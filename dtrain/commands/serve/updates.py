@@ -22,7 +22,7 @@ from dtrain.checkpoint.huggingface.file_rows import FusedWeight, joints
 from dtrain.checkpoint.huggingface.merged import merge_in_place
 from dtrain.checkpoint.huggingface.read import check_fit, read_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.commands.serve.fields import COUNT, FLAG, IGNORED, TEXT, ApiError, Field, Table, check
+from dtrain.commands.serve.fields import COUNT, FLAG, IGNORED, TEXT, ApiError, Field, Table
 from dtrain.commands.serve.worker import MODES, EngineThread, Mode
 from dtrain.models.common.decoder import CausalLM
 from dtrain.policy.weight_buckets import GROUP, Info, WeightReceiver
@@ -39,7 +39,7 @@ def _version(value: Any, name: str) -> int:
 
 
 VERSION = Field(use=_version)
-GROUP_NAME = {"group_name": Field(str, GROUP, most=256)}
+GROUP_NAME: Table = {"group_name": Field(str, GROUP, most=256)}
 TENSORS: Table = {
     "names": Field(list, [], of=TEXT),
     "dtypes": Field(list, [], of=Field(among=tuple(DTYPES))),
@@ -53,6 +53,7 @@ UPDATE: Table = {
 }
 FROM_DISK: Table = {**UPDATE, "model_path": Field(str, "", most=4096), "load_format": IGNORED}
 BUCKET: Table = {**UPDATE, **TENSORS, **GROUP_NAME, "load_format": Field(among=("flattened_bucket",))}
+CHECKSUMS: Table = {"action": Field(among=("checksum",))}
 MEETING: Table = {
     **dict.fromkeys(("master_address", "master_port", "rank_offset", "world_size"), COUNT),
     "master_address": TEXT,
@@ -63,7 +64,7 @@ MEETING: Table = {
 
 class Updates:
     """Weight updates of `model`, on the thread of `worker`. root: directories of weights are read below it alone (None:
-    from nowhere). watched: whether `load` is called all the same. The methods take an HTTP body and raise ApiError.
+    from nowhere). watched: whether `load` is called all the same. Handlers take a body's fields and raise ApiError.
 
     Where updates can come, an adapter that the model has is merged into its weights first, which they replace whole.
     is_merged: whether it had one, so that its weights are no base of other adapters.
@@ -77,12 +78,11 @@ class Updates:
         self._groups: dict[str, WeightReceiver] = {}
         self._meeting = threading.Lock()
 
-    def from_disk(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def from_disk(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Read the safetensors of a directory that has its marker. {"model_path", "weight_version"?, "mode"?}."""
-        fields = check(body, FROM_DISK)
         directory = self.below(fields["model_path"], "model_path")
         self.load(directory, fields["weight_version"], _mode(fields))
-        return self._done(f"read {directory}")
+        return self.done(f"read {directory}")
 
     def below(self, path: str, name: str) -> Path:
         """Return the directory at `path`, a field called `name`, which must be below the root. Raises ApiError."""
@@ -101,19 +101,18 @@ class Updates:
 
         def read() -> None:
             check_fit(self.model, WeightFiles(directory))  # where this raises, nothing has changed
-            is_read = False
             try:
                 read_weights(self.model, directory)
-                is_read = True
-            finally:
-                self.worker.torn = not is_read
+            except BaseException:
+                self.worker.torn = True
+                raise
             self.count(version)
 
         self.worker.between_steps(read, mode)
 
-    def check(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def check(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Check that a broadcast of these names, dtypes and shapes would fit, before a group waits for it."""
-        info = self._info(check(body, TENSORS))
+        info = self._info(fields)
         missing = {id(target.parts[0]) for target in self._tensors.values()}
         missing -= {id(self._tensors[name].parts[0]) for name in info}
         if missing:
@@ -121,18 +120,13 @@ class Updates:
             raise ApiError(400, f"the update is missing {len(names)} tensors, the first {names[0]}", "names")
         return {"success": True, "message": f"{len(info)} tensors fit"}
 
-    def checksums(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def checksums(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return each tensor's name and the SHA-256 of its bytes. {"action": "checksum"}, as vLLM has it."""
-        check(body, {"action": Field(among=("checksum",))})
+        sums = self.worker.between_steps(lambda: {key: _sha256(of) for key, of in model_tensors(self.model).items()})
+        return {"checksums": sums}
 
-        def read() -> dict[str, str]:
-            return {name: _sha256(tensor) for name, tensor in model_tensors(self.model).items()}
-
-        return {"checksums": self.worker.between_steps(read)}
-
-    def meet(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def meet(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Join a trainer's group. {"master_address", "master_port", "rank_offset", "world_size", "group_name"?}."""
-        fields = check(body, MEETING)
         address, port, rank, size, _, name = fields.values()
         if None in (address, port, rank, size) or not (port < 1 << 16 and 0 < rank < size):
             raise ApiError(400, "master_address, master_port, rank_offset and a larger world_size are needed")
@@ -144,18 +138,17 @@ class Updates:
             raise ApiError(504, f"no group at {address}:{port}: {_first_line(error)}") from error
         return {"success": True, "message": f"rank {rank} of {size}"}
 
-    def part(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def part(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Leave a trainer's group. {"group_name"?}."""
-        self._groups.pop(check(body, GROUP_NAME)["group_name"], None)
+        self._groups.pop(fields["group_name"], None)
         return {"success": True, "message": "left"}
 
-    def receive(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def receive(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Receive a bucket. {"names", "dtypes", "shapes", "group_name"?, "load_format"?, "weight_version"?, "mode"?}.
 
         Without `load_format: flattened_bucket` each tensor is a message of its own. The bucket with weight_version is
         the last; until it has come nothing is decoded.
         """
-        fields = check(body, BUCKET)
         info, version = self._info(fields), fields["weight_version"]
         receiver = self._groups.get(fields["group_name"])
         if receiver is None:
@@ -176,14 +169,15 @@ class Updates:
 
         # Between two buckets of one update nothing is decoded, so that there is nothing to wait for.
         self.worker.between_steps(read, "keep" if self.worker.torn else _mode(fields))
-        return self._done(f"received {len(info)} tensors")
+        return self.done(f"received {len(info)} tensors")
 
     def count(self, version: int | None) -> None:
         """Set the version of the weights, which are whole again; None for the next one. On the worker's thread."""
         self.worker.version = self.worker.version + 1 if version is None else version
         self.worker.torn = False
 
-    def _done(self, message: str) -> dict[str, Any]:
+    def done(self, message: str) -> dict[str, Any]:
+        """Return the body that answers an update."""
         return {"success": True, "message": message, "weight_version": self.worker.version}
 
     def _info(self, fields: Mapping[str, Any]) -> Info:

@@ -25,6 +25,7 @@ import torch
 from dtrain.base.errors import UserError
 from dtrain.commands.serve.answers import StreamChunk
 from dtrain.commands.serve.fields import ApiError
+from dtrain.commands.serve.protocol import Ask
 from dtrain.inference.engine import Engine, NotFinite
 from dtrain.inference.request import Request
 from dtrain.inference.scores import TokenScores, score_prompts
@@ -45,14 +46,11 @@ ABORTED = "the weights changed under way; ask again"
 
 @dataclass(eq=False)
 class Job:
-    """The requests of one client call. `pieces` gets their tokens, or one ApiError for all: `EngineThread.submit`.
-    scored: whether the prompts' scores too; scores: these, by prompt, of the weights of `scores_version`."""
+    """A client's call. `pieces` gets its requests' tokens, or one ApiError for all: `EngineThread.submit`. scores: of
+    the prompts, where they are asked for, by the weights of `scores_version`."""
 
-    requests: Sequence[Request]
-    stream: bool
-    adapter: str | None = None
-    scored: bool = False
-    scores: dict[tuple[int, ...], TokenScores] = field(default_factory=dict)
+    ask: Ask
+    scores: dict[Sequence[int], TokenScores] = field(default_factory=dict)
     scores_version: int = -1
     pieces: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     is_over: bool = False  # refused, or its client is gone
@@ -65,17 +63,15 @@ class _Row:
 
     job: Job
     index: int
-    prompt: tuple[int, ...]
+    request: Request
     num_sent: int = 0
     version: int = 0
     scores: TokenScores | None = None
 
-
-@dataclass
-class _Act:
-    do: Callable[[], Any]
-    mode: Mode
-    done: Future
+    def send(self, ids: list[int], logprobs: list[float], finish: str | None, routed: str | None = None) -> None:
+        """Send further tokens to the client."""
+        self.num_sent += len(ids)
+        self.job.pieces.put(StreamChunk(self.index, ids, logprobs, finish, self.version, self.scores, routed))
 
 
 class EngineThread(threading.Thread):
@@ -99,7 +95,7 @@ class EngineThread(threading.Thread):
         self._engine, self._most_waiting = engine, most_waiting
         self._changed = threading.Condition()
         self._inbox: deque[_Row] = deque()
-        self._acts: deque[_Act] = deque()
+        self._acts: deque[tuple[Callable[[], Any], Mode, Future]] = deque()
         self._dropped: set[Job] = set()
         self._rows: dict[int, _Row] = {}  # by the engine's ticket
         self._closing: str | None = None  # why no work is taken in
@@ -110,20 +106,18 @@ class EngineThread(threading.Thread):
         """The numbers of sequences in the engine and of those that wait for it."""
         return len(self._rows), len(self._inbox)
 
-    def submit(
-        self, requests: Sequence[Request], stream: bool, adapter: str | None = None, scored: bool = False
-    ) -> Job:
-        """Put requests in the queue, of the model with `adapter` or without. Their job's `pieces` gets one StreamChunk
-        a request, or with `stream` several, the last with a finish; where they are to be `scored` with the prompt's
-        scores. Raises ApiError where the server is full or ends."""
-        job = Job(requests, stream, adapter, scored)
+    def submit(self, ask: Ask) -> Job:
+        """Put the requests of `ask` in the queue. Their job's `pieces` gets one StreamChunk a request, or in a stream
+        several, the last with a finish; with the prompt's scores for an echo with logprobs. Raises ApiError where the
+        server is full or ends."""
+        job = Job(ask)
         with self._changed:
             if self._closing is not None:
                 raise ApiError(503, self._closing)
             busy = sum(self.load)
-            if busy + len(requests) > self._most_waiting:
+            if busy + len(ask.requests) > self._most_waiting:
                 raise ApiError(503, f"the server has {busy} completions to do; ask later")
-            self._inbox.extend(_Row(job, index, tuple(request.prompt)) for index, request in enumerate(requests))
+            self._inbox.extend(_Row(job, index, request) for index, request in enumerate(ask.requests))
             self._changed.notify_all()
         return job
 
@@ -139,13 +133,13 @@ class EngineThread(threading.Thread):
         Raises ApiError: 503 where the worker ends first, 409 where completions under way are paused and `mode` is to
         wait for them.
         """
-        act = _Act(do, mode, Future())
+        done: Future = Future()
         with self._changed:
             if self._ending or self.failure is not None:
                 raise ApiError(503, self._closing or "the server is ending")
-            self._acts.append(act)
+            self._acts.append((do, mode, done))
             self._changed.notify_all()
-        return act.done.result()
+        return done.result()
 
     def pause(self, mode: Mode) -> None:
         """Decode nothing until `resume`; requests are still taken in."""
@@ -188,7 +182,12 @@ class EngineThread(threading.Thread):
                 if not finished:
                     self.failure = self._closing = "the engine has failed; the server's terminal says why"
                 self._ending = True
-                self._fail_all(ApiError(503, self._closing or "the server is ending"))
+                error = ApiError(503, self._closing or "the server is ending")
+                for job in {row.job for row in [*self._rows.values(), *self._inbox]}:
+                    job.pieces.put(error)
+                for _, _, done in self._acts:
+                    if not done.done():
+                        done.set_exception(error)
                 self._changed.notify_all()
 
     def _turn(self) -> bool:
@@ -199,7 +198,7 @@ class EngineThread(threading.Thread):
                 return False
             dropped, self._dropped = self._dropped, set()
         self._cancel(dropped)
-        while self._acts and self._act(self._acts[0]):
+        while self._acts and self._act(*self._acts[0]):
             with self._changed:
                 self._acts.popleft()
         if self._decodes:
@@ -220,21 +219,21 @@ class EngineThread(threading.Thread):
         work = self._decodes and (enters or self._engine.has_work)
         return bool(self._ending or self._acts or self._dropped or work)
 
-    def _act(self, act: _Act) -> bool:
+    def _act(self, do: Callable[[], Any], mode: Mode, done: Future) -> bool:
         """Run an act unless it waits for the completions under way. Return whether it is over."""
-        if act.mode == "wait" and self._rows:
+        if mode == "wait" and self._rows:
             if self._decodes:
                 return False
-            act.done.set_exception(ApiError(409, "completions under way are paused: resume first, or keep or abort"))
+            done.set_exception(ApiError(409, "completions under way are paused: resume first, or keep or abort"))
             return True
-        if act.mode == "abort":
+        if mode == "abort":
             self._cancel({row.job for row in self._rows.values()}, ApiError(503, ABORTED))
         try:
-            act.done.set_result(act.do())
+            done.set_result(do())
         except (UserError, ApiError) as error:
-            act.done.set_exception(error)
+            done.set_exception(error)
         except FAULTS as error:
-            act.done.set_exception(self._fault(error))
+            done.set_exception(self._fault(error))
         return True
 
     def _admit(self) -> None:
@@ -243,16 +242,16 @@ class EngineThread(threading.Thread):
         Engines read a prompt once for all that are under way with it: a request waits while its prompt is in use by
         some that began with other weights.
         """
-        old = {row.prompt for row in self._rows.values() if row.version != self.version}
+        old = {row.request.prompt for row in self._rows.values() if row.version != self.version}
         passed_over: deque[_Row] = deque()
         gone: set[Job] = set()
         with self._changed:  # who asks for the load finds each row here or there
             while self._inbox and len(self._rows) < self._engine.budget.rows:
                 row = self._inbox.popleft()
-                adapter = row.job.adapter
+                adapter = row.job.ask.adapter
                 if row.job.is_over:
                     continue
-                if row.prompt in old or (adapter != self._active and self._rows):
+                if row.request.prompt in old or (adapter != self._active and self._rows):
                     passed_over.append(row)
                     if adapter != self._active:
                         break
@@ -271,33 +270,26 @@ class EngineThread(threading.Thread):
             self._adapter[1].on = adapter is not None
 
     def _enter(self, row: _Row) -> None:
-        request = row.job.requests[row.index]
         try:
-            if row.job.scored:
-                self._engine.check(request, "the request")
-                row.scores = self._scores(row.job)[row.prompt]
-            if request.sampling.max_new_tokens == 0:
-                row.job.pieces.put(self._chunk(row, [], [], "length"))
-                return
-            self._rows[self._engine.add(request)] = row
+            if row.job.ask.echo and row.job.ask.logprobs:
+                self._engine.check(row.request, "the request")
+                row.scores = self._scores(row.job)[row.request.prompt]
+            if row.request.sampling.max_new_tokens == 0:
+                row.send([], [], "length")
+            else:
+                self._rows[self._engine.add(row.request)] = row
         except UserError as error:
             self._cancel({row.job}, ApiError(400, str(error)))
         except FAULTS as error:
             self._cancel({row.job}, self._fault(error))
 
-    def _scores(self, job: Job) -> dict[tuple[int, ...], TokenScores]:
+    def _scores(self, job: Job) -> dict[Sequence[int], TokenScores]:
         """Return the scores of the job's prompts by these weights."""
         if job.scores_version != self.version:
-            prompts = list(dict.fromkeys(tuple(request.prompt) for request in job.requests))
+            prompts = list(dict.fromkeys(request.prompt for request in job.ask.requests))
             scores = score_prompts(self._engine.model, prompts, self._engine.budget.prefill)
             job.scores, job.scores_version = dict(zip(prompts, scores, strict=True)), self.version
         return job.scores
-
-    @staticmethod
-    def _chunk(
-        row: _Row, ids: list[int], logprobs: list[float], finish: str | None, routed: str | None = None
-    ) -> StreamChunk:
-        return StreamChunk(row.index, ids, logprobs, finish, row.version, row.scores, routed)
 
     def _step(self) -> None:
         try:
@@ -314,13 +306,12 @@ class EngineThread(threading.Thread):
             row = self._rows.pop(ticket)
             ids, logprobs = completion.ids[row.num_sent :], completion.logprobs[row.num_sent :]
             routed = None if completion.routed is None else to_npy_text(completion.routed[:-1])
-            row.job.pieces.put(self._chunk(row, ids, logprobs, completion.finish, routed))
+            row.send(ids, logprobs, completion.finish, routed)
         for ticket, row in self._rows.items():
-            if row.job.stream:
+            if row.job.ask.fields["stream"]:
                 ids, logprobs = self._engine.progress(ticket, row.num_sent)
                 if ids:
-                    row.job.pieces.put(self._chunk(row, ids, logprobs, None))
-                    row.num_sent += len(ids)
+                    row.send(ids, logprobs, None)
 
     @staticmethod
     def _fault(error: Exception) -> ApiError:
@@ -341,13 +332,3 @@ class EngineThread(threading.Thread):
             job.is_over = True
             if error is not None:
                 job.pieces.put(error)
-
-    def _fail_all(self, error: ApiError) -> None:
-        for job in {row.job for row in [*self._rows.values(), *self._inbox]}:
-            job.pieces.put(error)
-        for act in self._acts:
-            if not act.done.done():
-                act.done.set_exception(error)
-        self._rows.clear()
-        self._inbox.clear()
-        self._acts.clear()

@@ -1,8 +1,8 @@
 """Rows of a format to samples of token ids and masks.
 
-formats                 the formats of rows, and how each is recognised
-sample, encoder         a conversation or text to ids and mask; what the encoders of all formats share
-preferences, pairs      rows of pairs; pairs to ids
-labelled, labels        replies marked good or bad; classes, numbers and margins
-prompts, plain_prompts  prompts to draw completions for; prompts that are plain strings
+formats   the formats of rows, and how each is recognised
+encoder   what the encoders of all formats share; a conversation or text to ids and mask
+pairs     preferences to the two documents of a pair
+labels    replies marked good or bad; classes, numbers and margins
+prompts   prompts to draw completions for
 """

@@ -1,27 +1,52 @@
-"""Base of all encoders: chunks of rows to samples, the recipe's limits, and the framing of plain strings.
+"""Rows of a data file to token ids and the mask of the tokens that are trained: the base of all encoders, and that of
+single examples. Torch is not imported.
 
-A sample is one document, or the two of a pair; how a row becomes its documents is the encoder's own (sample.py,
-pairs.py, prompts.py). Torch is not imported.
+A sample is one document, or the two of a pair (pairs.py); prompts.py encodes prompts. What is trained of an example, by
+`loss_on` and kind of row:
+
+               messages, sharegpt, alpaca           prompt and completion            text        tokenized
+    assistant  every assistant message              the completion                   everything  as its labels say
+    completion assistant messages after the last    the completion (of messages:     everything  as its labels say
+               user message                         its assistant messages)
+    last       the last assistant message           the completion (of messages:     everything  as its labels say
+                                                    its last assistant message)
+    all        everything                           everything                       everything  as its labels say
+
+A message with `train: false` is never trained. What is trained of an assistant message says `replies.py`. Strings end
+with the EOS token, which is trained, and begin with what the tokenizer's post-processor puts there (BOS, for most);
+templates write their own. A token that holds a trained character is trained.
+
+Prompts that are plain strings are continued as raw text, or put into the chat template: `data.prompts_as` says which,
+text or user. Under user a row is read as if its prompt were a user's message, and its completions an assistant's.
 """
 
 import hashlib
 import json
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
-from dtrain.data.formats.plain_prompts import TEXT, USER
+from dtrain.base.ranges import plural
+from dtrain.data.formats.formats import Conversation, PromptCompletion, Text, TokenizedRow, normalise
 from dtrain.data.sources.files import Chunk, read_rows
-from dtrain.data.text.replies import Messages, Replies
+from dtrain.data.text.replies import Messages, Replies, Span
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 
+TEXT, USER = "text", "user"
+KEY = "data.prompts_as"
+
 NONE: Mapping[str, str] = MappingProxyType({})
 LONG = "longer than data.max_length"
+UNTRAINED = "no trained token"
+CUT = "no trained token within data.max_length"
 
 
 class Part(NamedTuple):
@@ -113,7 +138,7 @@ class RowEncoder:
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.too_long, self.prompts_as = max_length, too_long, prompts_as
         self.part: Part | None = None  # of the rows; None: all of them
-        self._replies = Replies(template) if template else None
+        self._replies: Replies | None = None
         self._affixes: tuple[list[int], list[int]] | None = None
 
     @property
@@ -173,11 +198,13 @@ class RowEncoder:
     @property
     def replies(self) -> Replies:
         """The finder of replies. Raises UserError where the model has no chat template."""
-        if self._replies is None:
+        if self.template is None:
             raise UserError(
                 f"the row is a conversation, and {self.tokenizer.directory} has no chat template; "
                 "name a file with data.chat_template, or take the instruct model's directory"
             )
+        if self._replies is None:
+            self._replies = Replies(self.template)
         return self._replies
 
     def rendered(
@@ -237,3 +264,115 @@ class RowEncoder:
         elif after[-1:] != [self.tokenizer.eos_id]:
             after = [*after, self.tokenizer.eos_id]
         return before, after
+
+
+class Encoder(RowEncoder):
+    """Encoder of rows to samples of one document, trained by `loss_on`: assistant, completion, last or all."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, loss_on: str = "assistant", **limits: Any
+    ):
+        super().__init__(tokenizer, template, **limits)
+        self.loss_on = loss_on
+        self.decides = [loss_on]
+
+    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
+        sample = normalise(self.in_messages(row, name), name)
+        if isinstance(sample, Conversation):
+            return [sample.messages, sample.tools]
+        if isinstance(sample, PromptCompletion):
+            return [sample.prompt, sample.completion]
+        return sample.text if isinstance(sample, Text) else sample.ids
+
+    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        ids, trained = self.encode(normalise(self.in_messages(row, name), name))
+        full = len(ids)
+        if self.drops(full):
+            return LONG
+        reason = CUT if _has_target(trained) else UNTRAINED
+        ids, trained = ids[: self.max_length], trained[: self.max_length]
+        return [Document(ids, trained, full)] if _has_target(trained) else reason
+
+    def encode(self, sample: Conversation | PromptCompletion | Text | TokenizedRow) -> tuple[list[int], bytearray]:
+        """Return token ids and, a byte each, whether they are trained; not yet truncated. Raises UserError."""
+        if isinstance(sample, Conversation):
+            return self._conversation(sample)
+        if isinstance(sample, TokenizedRow):
+            self.check_ids(sample.ids, "input_ids")
+            return sample.ids, bytearray(sample.trained)
+        if isinstance(sample, Text):
+            return self._string(sample.text, 0)
+        start = 0 if self.loss_on == "all" else len(sample.prompt)
+        return self._string(sample.prompt + sample.completion, start)
+
+    def _conversation(self, sample: Conversation) -> tuple[list[int], bytearray]:
+        replies = self.replies
+        messages = replies.with_objects(sample.messages, sample.tools)
+        if self.loss_on == "all":
+            shut = [index for index, flag in enumerate(sample.train) if flag is False]
+            if not shut:
+                ids = self.tokenizer.encode(replies.template.render(messages, sample.tools))
+                return ids, bytearray(b"\1" * len(ids))
+            text, spans = replies.blocks(messages, sample.tools, shut)
+            ids, covered = self._masked(text, spans)
+            return ids, bytearray(1 - inside for inside in covered)
+        text, spans = replies.find(messages, sample.tools, self._wanted(sample))
+        return self._masked(text, spans)
+
+    def _wanted(self, sample: Conversation) -> list[int]:
+        roles = [message["role"] for message in sample.messages]
+        replies = [index for index, role in enumerate(roles) if role == "assistant" and index >= sample.prompt]
+        if self.loss_on == "completion" and not sample.prompt:
+            users = [index for index, role in enumerate(roles) if role == "user"]
+            replies = [index for index in replies if not users or index > users[-1]]
+        if self.loss_on == "last":
+            replies = replies[-1:]
+        return [index for index in replies if sample.train[index] is not False]
+
+    def _masked(self, text: str, spans: Sequence[Span]) -> tuple[list[int], bytearray]:
+        """Return the ids of `text`, and the mask of those that hold a character of a span."""
+        ids, offsets = self.tokenizer.encode_with_offsets(text)
+        trained = bytearray(len(ids))
+        for start, end in spans:
+            first = bisect_right(offsets, start, key=itemgetter(1))
+            last = bisect_left(offsets, end, key=itemgetter(0))
+            trained[first:last] = b"\1" * max(0, last - first)
+        return ids, trained
+
+    def _string(self, text: str, start: int) -> tuple[list[int], bytearray]:
+        ids, trained = self._masked(text, [(start, len(text))])
+        before, after = self.around(ids)
+        return [*before, *ids, *after], bytearray(len(before)) + trained + b"\1" * len(after)
+
+
+def _has_target(trained: bytearray) -> bool:
+    return trained.find(1, 1) > 0  # the first token is nobody's target
+
+
+def evaluated_as(chosen: str | None, trained_plain: int, template: ChatTemplate | None) -> str:
+    """Return how an evaluation reads plain prompts: as `chosen` (`data.prompts_as`), else as the training data's, of
+    which `trained_plain` rows had one, else as a user's messages; without a template as text."""
+    if template is None:
+        return TEXT
+    return chosen or (TEXT if trained_plain else USER)
+
+
+def refuse_without_template(prompts_as: str | None, template: ChatTemplate | None, directory: Path) -> None:
+    """Raise UserError for `user` where the model in `directory` has no chat template."""
+    if prompts_as == USER and template is None:
+        raise UserError(
+            f"{KEY}=user puts prompts into the chat template, and {directory} has none; name a file with "
+            f"data.chat_template, take the instruct model's directory, or set {KEY}=text"
+        )
+
+
+def describe(label: str, count: int, prompts_as: str, template: ChatTemplate | None, is_all: bool = True) -> list[str]:
+    """Return the line that tells what is done with `count` plain prompts, and the key that does the other; none without
+    a prompt or a template. is_all: False where the count is of the first rows alone."""
+    if not count or template is None:
+        return []
+    number, noun = (f"{count:,}", plural(count, "prompt")) if is_all else (f"{count:,} of the first", "prompts")
+    prompts = f"{label}: {number} {noun} as plain text"
+    if prompts_as == USER:
+        return [f"{prompts}: read as a user's message, in the chat template ({KEY}=text: continued as raw text)"]
+    return [f"{prompts}: continued as raw text, without the chat template ({KEY}=user: read as a user's message)"]

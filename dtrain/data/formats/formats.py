@@ -1,19 +1,21 @@
-"""Formats of rows: detection, checks, and normalisation to one shape per kind of training.
+"""Kinds of data files by their suffix; formats of rows: detection, checks, and one shape per kind of training.
 
 The four shapes: `Conversation` (messages, ShareGPT, Alpaca, prompt and completion as messages), `PromptCompletion`
 (prompt and completion as strings), `Text`, and `TokenizedRow` (used as they are). What a pair of a chosen and a
-rejected completion says is in preferences.py, what a prompt says in prompts.py. Torch is not imported.
+rejected completion says is in pairs.py, what a prompt says in prompts.py. Torch is not imported.
 Problems are UserErrors that name the key and the fix; the caller, who knows them, puts file and line in front.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of, loads
 from dtrain.base.ranges import nearest
 
+ENDINGS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}  # of data files
 IGNORE = -100  # a label without loss, as everywhere in the field
 
 # The keys by which a format is known; the first that a row has all of is its format.
@@ -63,6 +65,20 @@ CALL_ROLES = ("function_call", "tool_call")
 ROLE_HINTS = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
 
 
+def ending_of(file: PurePath) -> str:
+    """Return the ending, a key of ENDINGS for a file of rows; that before .gz where the two may stand together."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    is_packed = suffixes[-1:] == [".gz"] and suffixes[-2:-1] not in ([], [".parquet"])
+    return ["", *suffixes][-2 if is_packed else -1]
+
+
+PREFERENCES = (
+    "the rows are preferences, pairs of a chosen and a rejected completion: set method=dpo, which trains on them, "
+    "or give each row messages, or prompt and completion"
+)
+"""The refusal of preferences where a method wants single examples."""
+
+
 @dataclass(frozen=True)
 class Conversation:
     """Messages of a conversation; `train[i]` is the row's mark of messages[i]: True, False, or None without one.
@@ -106,7 +122,7 @@ def detect(row: Mapping[str, Any], kind: str = "examples") -> str | None:
 def describe_unknown(row: Mapping[str, Any], kind: str = "examples") -> str:
     """Return the message for a row in which `detect` found no format."""
     if kind == "examples" and detect(row, "pairs") is not None:
-        return refuse_preference()
+        return PREFERENCES
     single = detect(row, "examples")
     if kind == "pairs" and single is not None:
         labelled = (
@@ -124,14 +140,6 @@ def describe_unknown(row: Mapping[str, Any], kind: str = "examples") -> str:
         f"no known format has the keys {', '.join(map(str, row)) or '(none)'}. The formats and their keys are: "
         f"{known}. Rename the columns of the file"
         + (", or set method=grpo, which trains on prompts" if kind == "examples" and detect(row, "prompts") else "")
-    )
-
-
-def refuse_preference() -> str:
-    """Return the refusal of preferences where a method wants single examples."""
-    return (
-        "the rows are preferences, pairs of a chosen and a rejected completion: set method=dpo, which trains on them, "
-        "or give each row messages, or prompt and completion"
     )
 
 
@@ -162,7 +170,7 @@ def require_keys(row: Mapping[str, Any], name: str, kind: str = "examples") -> N
 def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptCompletion | Text | TokenizedRow:
     """Return `row` of format `name` in its one shape. Raises UserError."""
     if name == "preference":
-        raise UserError(refuse_preference())
+        raise UserError(PREFERENCES)
     require_keys(row, name)
     _refuse_bad_reply(row, name)
     return {
@@ -176,7 +184,6 @@ def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptComplet
 
 
 def _refuse_bad_reply(row: Mapping[str, Any], name: str) -> None:
-    """Raise UserError for KTO's rows with a bad reply: a label that is false."""
     for key in LABELS:
         if name not in ("text", "tokenized") and str(row.get(key)).lower() == "false":
             raise UserError(

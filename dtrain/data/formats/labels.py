@@ -1,26 +1,33 @@
-"""Rows with a number that a model learns to give: an example and its label, a pair and its margin.
+"""Rows with a label: a reply and whether it is wanted; an example and a pair with a number that a model learns to give.
 
-An example is any row of formats.FORMATS with a column `label`; all of its text is read. A pair is a row of preferences,
-whose `margin` is 0 where it has none. The score of a document is read at its last token. So a conversation is encoded
-as transformers encodes it, with what its template writes behind the last turn; and what is too long loses its
-beginning, never its end. Torch is not imported.
+A row with a reply has a prompt and a completion in any format of single examples, and `label` (or LLaMA-Factory's
+`kto_tag`): true or false. What is trained is the completion; of a conversation the assistant's messages after the last
+user message. A row of preferences becomes two samples: the chosen completion, which is wanted, and the rejected one.
+
+An example with a number is any row of formats.FORMATS with a column `label`; all of its text is read. A pair is a row
+of preferences, whose `margin` is 0 where it has none. The score of a document is read at its last token. So a
+conversation is encoded as transformers encodes it, with what its template writes behind the last turn; and what is too
+long loses its beginning, never its end. Torch is not imported.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.ranges import is_number
-from dtrain.data.formats.encoder import LONG, Document, RowEncoder
-from dtrain.data.formats.formats import Conversation, normalise
+from dtrain.base.ranges import is_number, shown
+from dtrain.data.formats.encoder import LONG, Document, Encoder, RowEncoder
+from dtrain.data.formats.formats import LABELS, Conversation, normalise
 from dtrain.data.formats.pairs import PairEncoder
-from dtrain.data.formats.sample import Encoder
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from dtrain.data.rows.cache import Samples
+
 EMPTY = "no token"
 ENDS = "to their ends"  # else a cache from before would be read, whose documents end with their last turn
+_WORDS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # as CSV and tables have them
 
 
 @dataclass(frozen=True)
@@ -111,3 +118,47 @@ class LabelledTextEncoder(RowEncoder):
     def _unlabelled(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row without its label, which elsewhere says whether a reply is good."""
         return {key: value for key, value in row.items() if key != self.label.column}
+
+
+class LabelledEncoder(Encoder):
+    """Encoder of rows of replies, whose column `label` is kept: true for a wanted reply."""
+
+    keeps_columns = True
+    marks = ("labelled",)
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, **limits: Any):
+        super().__init__(tokenizer, template, loss_on="completion", **limits)
+        self._pairs = PairEncoder(tokenizer, template, **limits)
+
+    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
+        if name == "preference":
+            return self._pairs.content_of(row, name)
+        wanted, rest = read_label(row)
+        return [super().content_of(rest, name), wanted]
+
+    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        if name == "preference":
+            pair = self._pairs.documents_of(row, name)
+            return pair if isinstance(pair, str) else [pair[0].keeping(label=True), pair[1].keeping(label=False)]
+        wanted, rest = read_label(row)
+        documents = super().documents_of(rest, name)
+        return documents if isinstance(documents, str) else [document.keeping(label=wanted) for document in documents]
+
+
+def read_label(row: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Return whether the row's reply is wanted, and the row without its label. Raises UserError."""
+    named = [key for key in LABELS if row.get(key) is not None]
+    if not named:
+        raise UserError(
+            "the row has no label: kto needs label: true or false beside each reply (kto_tag, or another column by "
+            "data.train.columns={label: NAME})"
+        )
+    wanted = _WORDS.get(str(row[named[0]]).lower())
+    if wanted is None:
+        raise UserError(f"{named[0]} is {shown(row[named[0]])}: it must be true (the reply is wanted) or false")
+    return wanted, {key: value for key, value in row.items() if key not in LABELS}
+
+
+def is_wanted(samples: "Samples", index: int) -> bool:
+    """Return whether the reply of a sample of `LabelledEncoder` is wanted."""
+    return samples.row(index)["columns"]["label"]

@@ -1,11 +1,24 @@
-"""Rows of preferences to the two documents of a pair: the prompt with the chosen, and with the rejected completion.
+"""Rows of preferences, in one shape, to the two documents of a pair: the prompt with the chosen, and with the rejected
+completion.
+
+    prompt, chosen, rejected                    all strings, or all lists of messages (with `tools`, `system`)
+    prompt a string, the others messages        the prompt is a user message
+    prompt messages, the others strings         the completions are assistant messages
+    chosen, rejected                            whole conversations, or whole strings, that share their beginning
+    question, chosen, rejected                  replies to a user's message (also `input` alone, as in orca_dpo_pairs)
+    conversations, chosen, rejected             replies to a conversation, as LLaMA-Factory has them
+    instruction, chosen, rejected               replies to a user's message with Alpaca's `input` and `history`
+    prompt_ids, chosen_ids, rejected_ids        token ids, used as they are; the completions do not repeat the prompt
+
+Completions that repeat the messages of an explicit prompt lose them. A completion of messages begins with an assistant
+message.
 
 Where the completions begin. A template or a tokenizer may write the end of a prompt otherwise once something follows
 it (thinking that is dropped, tokens that merge). So the prompt of a pair is the longest beginning, in tokens, that the
 prompt alone, prompt + chosen and prompt + rejected have in common; without a prompt of its own, that the other two
 have. Every token behind it is trained, in both documents, through the token that ends the turn; the white space that
-a template writes after that one is left out, as in sample.py. A prompt of messages is rendered with the generation
-prompt; plain strings are framed as sample.py frames them. At least one token stays in the prompt and in each
+a template writes after that one is left out, as in encoder.py. A prompt of messages is rendered with the generation
+prompt; plain strings are framed as encoder.py frames them. At least one token stays in the prompt and in each
 completion: a document's first token is predicted from nothing.
 
 What is too long loses the beginning of its prompt, as much as the longer completion asks for and all but one token at
@@ -14,17 +27,192 @@ most, the same in both documents; then each completion loses its end. Documents 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.data.formats.encoder import LONG, Document, RowEncoder
-from dtrain.data.formats.plain_prompts import USER
-from dtrain.data.formats.preferences import ChatPair, TextPair, TokenPair, normalise_pair, shared_length
+from dtrain.base.json_files import kind_of
+from dtrain.data.formats.encoder import LONG, USER, Document, RowEncoder
+from dtrain.data.formats.formats import (
+    read_integers,
+    read_messages,
+    read_question,
+    read_string,
+    read_tools,
+    require_keys,
+)
 from dtrain.data.text.replies import Messages
 
+Message = dict[str, Any]
+# The columns of a prompt where there is no `prompt`. Beside replies alone they are never passed over.
+PROMPT_NAMES = ("conversations", "instruction", "question", "input", "query")
 Ids = list[int]
 EQUAL = "chosen and rejected are the same tokens"
 EQUAL_CUT = "chosen and rejected are the same tokens within data.max_length"
+
+
+@dataclass(frozen=True)
+class ChatPair:
+    """Two ways in which the conversation `prompt` goes on; none of the three lists is empty."""
+
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class TextPair:
+    """Two ways in which the text `prompt` goes on. None: the prompt is what chosen and rejected begin with alike."""
+
+    prompt: str | None
+    chosen: str
+    rejected: str
+
+
+@dataclass(frozen=True)
+class TokenPair:
+    """Two ways in which `prompt` goes on, in token ids, used as they are."""
+
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+
+
+def normalise_pair(row: Mapping[str, Any], name: str) -> ChatPair | TextPair | TokenPair:
+    """Return `row` of format `name` (preference or tokenized) in its shape. Raises UserError."""
+    require_keys(row, name, "pairs")
+    if name == "tokenized":
+        return TokenPair(*(_ids(row[key], key) for key in ("prompt_ids", "chosen_ids", "rejected_ids")))
+    values = (row.get(key) for key in ("prompt", "chosen", "rejected"))  # a single message is a list of it
+    lists: list[Any] = [[value] if isinstance(value, dict) else value for value in values]
+    prompt, chosen, rejected = lists
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise UserError(
+            f"chosen is {kind_of(chosen)} and rejected {kind_of(rejected)}; both must be strings, or both lists of "
+            "messages"
+        )
+    if prompt is None and isinstance(chosen, str):
+        prompt = _other_prompt(row)
+    if isinstance(chosen, str) and not isinstance(prompt, list):
+        return _texts(row, prompt, chosen, rejected)
+    return _chats(row, prompt, chosen, rejected)
+
+
+def shared_length(first: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of entries that both begin with."""
+    limit = min(len(first), len(other))
+    return next((at for at in range(limit) if first[at] != other[at]), limit)
+
+
+def _other_prompt(row: Mapping[str, Any]) -> list[Message] | None:
+    """Return the prompt of a row with replies alone, whose column has another name; None where there is none."""
+    names = [name for name in PROMPT_NAMES if row.get(name) and not (name == "input" and row.get("instruction"))]
+    if names == ["conversations"]:
+        return read_messages(row["conversations"], "conversations")[0]
+    if names == ["instruction"]:
+        return read_question(row)
+    if names in (["question"], ["input"]):
+        return [{"role": "user", "content": read_string(row[names[0]], names[0])}]
+    if names:
+        raise UserError(
+            f"beside chosen and rejected the row has {', '.join(names)}: say which is the prompt, by "
+            f"data.train.columns={{prompt: {names[0]}}} for example"
+        )
+    return None
+
+
+def _ids(value: Any, key: str) -> list[int]:
+    ids = read_integers(value, key)
+    if not ids:
+        raise UserError(
+            f"{key} is empty; a completion's first token is predicted from the prompt, so each of prompt_ids, "
+            "chosen_ids and rejected_ids needs one token at least"
+        )
+    if any(token < 0 for token in ids):
+        raise UserError(f"{key} holds a negative id")
+    return ids
+
+
+def _texts(row: Mapping[str, Any], prompt: Any, chosen: str, rejected: str) -> TextPair:
+    for name in ("tools", "system"):
+        if row.get(name):
+            raise UserError(
+                f"{name} goes with messages, and the row's prompt and completions are strings; "
+                f"give them as lists of messages, or set data.prompts_as=user, or remove {name}"
+            )
+    if prompt is not None:
+        return TextPair(read_string(prompt, "prompt"), chosen, rejected)
+    if not chosen or not rejected or chosen[0] != rejected[0]:
+        raise UserError(
+            f"chosen and rejected do not begin alike, and the row has no prompt (only {', '.join(map(str, row))}); "
+            "name the prompt's column prompt"
+        )
+    return TextPair(None, chosen, rejected)
+
+
+def _chats(row: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> ChatPair:
+    chosen, chosen_marks = _completion(chosen, "chosen")
+    rejected, rejected_marks = _completion(rejected, "rejected")
+    if prompt is None and _replies_only(chosen, rejected):
+        prompt = _other_prompt(row)
+    if prompt is None:
+        start = _shared(chosen, rejected)
+        if not start:
+            raise UserError(
+                "chosen and rejected do not begin with the same message, and the row has no prompt; "
+                "give it one, named prompt"
+            )
+        before = chosen[:start]
+    elif isinstance(prompt, str):
+        # Some files hold the prompt twice: as a string, and as the first messages of both completions.
+        start = 0 if _replies_only(chosen, rejected) else _shared(chosen, rejected)
+        before = chosen[:start] if start else [{"role": "user", "content": prompt}]
+        if start and not any(message.get("content", "").strip() == prompt.strip() for message in before):
+            raise UserError(
+                "prompt is a string that is none of the messages which chosen and rejected begin with; "
+                "remove prompt, or these messages"
+            )
+    else:
+        before = read_messages(prompt, "prompt")[0]
+        repeated = chosen[: len(before)] == before == rejected[: len(before)]
+        start = len(before) if repeated else 0
+    for messages, marks, key in ((chosen, chosen_marks, "chosen"), (rejected, rejected_marks, "rejected")):
+        _check_completion(messages, marks, start, key)
+    system = row.get("system")
+    if system and before[0]["role"] != "system":
+        before = [{"role": "system", "content": read_string(system, "system")}, *before]
+    return ChatPair(before, chosen[start:], rejected[start:], read_tools(row))
+
+
+def _completion(value: Any, key: str) -> tuple[list[Message], list[bool | None]]:
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}], [None]
+    return read_messages(value, key)
+
+
+def _replies_only(chosen: list[Message], rejected: list[Message]) -> bool:
+    return chosen[0]["role"] == rejected[0]["role"] == "assistant"
+
+
+def _shared(chosen: list[Message], rejected: list[Message]) -> int:
+    """Return the number of messages that both begin with; each keeps one of its own."""
+    return min(shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+
+
+def _check_completion(messages: list[Message], marks: list[bool | None], start: int, key: str) -> None:
+    if len(messages) <= start:
+        raise UserError(f"{key} has no message beyond the prompt's; give it a reply")
+    if messages[start]["role"] != "assistant":
+        raise UserError(
+            f"{key}[{start}] is a {messages[start]['role']} message, and a completion begins with an assistant "
+            "message: chosen and rejected may differ from a reply on, not before"
+        )
+    if False in marks[start:]:
+        raise UserError(
+            f"{key}[{start + marks[start:].index(False)}] asks not to be trained, which pairs cannot: all of a "
+            "completion counts; remove the mark"
+        )
 
 
 class PairEncoder(RowEncoder):
@@ -55,7 +243,6 @@ class PairEncoder(RowEncoder):
         ]
 
     def _pair(self, row: Mapping[str, Any], name: str) -> ChatPair | TextPair | TokenPair:
-        """Return the pair of a row. Raises UserError."""
         pair = normalise_pair(self.in_messages(row, name), name)
         if isinstance(pair, TextPair) and self.prompts_as == USER:
             raise UserError(

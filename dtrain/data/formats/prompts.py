@@ -2,7 +2,7 @@
 
     messages, sharegpt      the conversation through its last user (or tool) message; the answer after it is a column
     prompt                  a list of messages, or a string, which is the beginning of a text, or a user's message
-                            (plain_prompts.py); `completion` is a column
+                            (encoder.py); `completion` is a column
     question                a user's message, as in GSM8K's files (question, answer)
     instruction, input      a user's message, as in Alpaca's files; `output` is a column
     prompt_ids              token ids, used as they are
@@ -21,7 +21,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of
-from dtrain.data.formats.encoder import LONG, Document, RowEncoder
+from dtrain.data.formats.encoder import LONG, Document, Encoder, RowEncoder
 from dtrain.data.formats.formats import (
     PROMPT_FORMATS,
     read_instruction,
@@ -31,7 +31,6 @@ from dtrain.data.formats.formats import (
     read_tools,
     require_keys,
 )
-from dtrain.data.formats.sample import Encoder
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.data.text.tool_format import learn_tool_format
@@ -88,7 +87,6 @@ def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = Non
 
 
 def _chat(row: Mapping[str, Any], name: str) -> tuple[list[Message], dict[str, Any]]:
-    """Return the messages to answer, and the columns beside them."""
     if name == "question":
         messages = [{"role": "user", "content": read_string(row["question"], "question")}]
         return messages, _columns(row, "question")
@@ -114,7 +112,6 @@ def _check_end(messages: Sequence[Message], key: str) -> None:
 
 
 def _text_of(answer: Any) -> str | None:
-    """Return the text of an answer in messages or as a string."""
     if isinstance(answer, list) and answer and isinstance(answer[-1], Mapping):
         answer = answer[-1].get("content")
     return answer if isinstance(answer, str) else None

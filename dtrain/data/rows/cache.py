@@ -11,7 +11,7 @@ chosen and rejected; n counts documents:
     columns.bin   uint8   where an encoder keeps them: columns of each row as JSON, one behind the other
     column_offsets.bin    int64, n + 1 offsets of them
     left_out.txt          every row that is no sample, and why
-    meta.json             counts, fingerprint, sizes, digests of all files; written last (cache_seal.py)
+    meta.json             counts, sizes, digests of all files, the cache's name, a checksum of itself; written last
 
 It is built beside its place, synced and renamed, so that a kill leaves no half cache; a lock file, held by flock and so
 released with its holder, lets one process build while others wait. Every run reads it against its digests first: what
@@ -39,27 +39,42 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dtrain.base.errors import UserError
-from dtrain.base.files import lock, publish
-from dtrain.base.identity import digests
-from dtrain.base.json_files import digest
-from dtrain.base.ranks import Ranks
+from dtrain.base.files import lock, publish, sync, write_new
+from dtrain.base.json_files import OWN, digest, read_json
+from dtrain.base.ranks import Ranks, digests, view
 from dtrain.data.formats.encoder import LONG, EncodedChunk, Part, RowEncoder
-from dtrain.data.rows.cache_seal import META, drop_damaged, is_whole, seal
-from dtrain.data.rows.order import Share
 from dtrain.data.rows.pool import Job, Pool
 from dtrain.data.sources.files import read_chunks
 
+META = "meta.json"
 VERSION = 6
 SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
 NAMED = 20  # rows left out that messages name; left_out.txt has all
-ARRAYS = {
-    "tokens.bin": torch.int32,
-    "trained.bin": torch.uint8,
-    "offsets.bin": torch.int64,
-    "origins.bin": torch.int64,
-}
+ARRAYS = {"tokens.bin": torch.int32, "trained.bin": torch.uint8, "offsets.bin": torch.int64, "origins.bin": torch.int64}
 COUNTS = "rows truncated too_long untrained trained_tokens tokens_cut others plain_prompts".split()
 COLUMNS = {"columns.bin": torch.uint8, "column_offsets.bin": torch.int64}
+
+
+@dataclass(frozen=True)
+class Share:
+    """A source's samples, `first` and `count` of them, and the times that each appears in an epoch."""
+
+    first: int
+    count: int
+    weight: float = 1.0
+
+    @property
+    def copies(self) -> int:
+        return int(self.weight)
+
+    @property
+    def extra(self) -> int:
+        """Number of samples that appear once more."""
+        return round((self.weight - self.copies) * self.count)
+
+    @property
+    def total(self) -> int:
+        return self.copies * self.count + self.extra
 
 
 @dataclass(frozen=True)
@@ -87,6 +102,7 @@ class Samples:
     """Samples of a cache. `samples[i]` is the list of its documents, each (ids int32 [s], trained bool [s]).
 
     documents_per_sample   1, or 2 for preferences: chosen, rejected
+    noun                   name of the samples, in the plural
     meta                   content of meta.json: rows, samples, truncated, too_long, untrained, tokens, left_out ...
     shares                 the samples of each source, with its weight
     fingerprint            a hash of ids, masks, weights and documents per sample
@@ -103,6 +119,7 @@ class Samples:
             if name in self.meta["sizes"]
         )
         self._origins = origins.view(-1, 3)
+        self.noun: str = self.meta["noun"]
         self.documents_per_sample: int = self.meta["documents_per_sample"]
         counts = self.meta["per_source"]
         starts = accumulate(counts[:-1], initial=0)
@@ -119,11 +136,6 @@ class Samples:
         """Counts of rows, samples and tokens, and the identity."""
         counts = {name: self.meta[name] for name in ("rows", "samples", "tokens", "trained_tokens", "plain_prompts")}
         return {**counts, "identity": self.identity}
-
-    @property
-    def noun(self) -> str:
-        """Name of the samples, in the plural."""
-        return self.meta["noun"]
 
     def __len__(self) -> int:
         return self.meta["samples"]
@@ -283,14 +295,8 @@ class _Writer:
 
 
 def _build(
-    directory: Path,
-    sources: Sequence[Source],
-    encoder: RowEncoder,
-    num_workers: int | None,
-    progress: bool,
-    label: str,
+    directory: Path, sources: Sequence[Source], encoder: RowEncoder, num_workers: int | None, progress: bool, label: str
 ) -> dict[str, Any]:
-    """Write the files of a cache, and return the content of its meta.json."""
     files = [(number, file) for number, source in enumerate(sources) for file in source.files]
     size = sum(file.stat().st_size for _, file in files)
     workers = num_workers or _cores()
@@ -350,7 +356,6 @@ def _cores() -> int:
 def _refuse_nothing(
     writer: _Writer, files: Sequence[tuple[int, Path]], label: str, noun: str, part: Part | None
 ) -> None:
-    """Raise UserError, with the reason, where there is no sample."""
     if writer.samples:
         return
     names = ", ".join(str(file) for _, file in files[:3]) + (", ..." if len(files) > 3 else "")
@@ -374,3 +379,85 @@ def _refuse_nothing(
         fix = "data.loss_on and the roles of the messages say what is trained; `dtrain preview` shows it"
     what = "teaches a preference" if is_pair else "has a trained token"
     raise UserError(f"{label}: not one of {rows} rows {what} ({names}); {file}:{line}, for one: {reason}. Fix: {fix}")
+
+
+def seal(directory: Path, key: str, meta: dict[str, Any]) -> None:
+    """Sync the files of `directory` to disk, and write `meta` there with their digests and the cache's `key`."""
+    files = sorted(directory.iterdir())
+    for file in files:
+        sync(file)
+    contents = digests(files, ranks=Ranks(alone=True))
+    meta = {**meta, "key": key, "digests": {file.name: content for file, content in zip(files, contents, strict=True)}}
+    write_new(directory / META, json.dumps({**meta, "checksum": digest(meta)}, indent=1))
+
+
+def is_whole(place: Path) -> bool:
+    """Return whether the cache is there, by its meta.json and the sizes of its files; their content is not read."""
+    try:
+        _read_meta(place)
+    except UserError:
+        return False
+    return True
+
+
+def drop_damaged(place: Path, ranks: Ranks) -> list[str]:
+    """Delete the cache at `place` where a file is not as it was written; return the damage, a line for each machine.
+
+    Every file is read, once on each machine. Raises UserError on every rank where a damaged cache cannot be deleted.
+    Collective over `ranks`: five or six all-gathers of objects.
+    """
+    damage = _damage(place, ranks)
+    views = ranks.every(lambda: None if damage is None else view([place.parent]))
+    is_first = views.index(views[ranks.rank]) == ranks.rank  # of those that see this directory
+
+    def drop() -> str | None:
+        if damage is None or not is_first:
+            return None
+        try:
+            with lock(place):
+                problem = _damage(place, Ranks(alone=True))  # again, for another run may have made it anew
+                if problem is not None:
+                    shutil.rmtree(place) if place.is_dir() and not place.is_symlink() else place.unlink()
+                return None if problem is None else f"the cache {place} is damaged ({problem})"
+        except OSError as error:
+            raise UserError(
+                f"the cache {place} is damaged ({damage}), and cannot be deleted ({error.strerror}): delete it, or "
+                "set data.cache_dir to another place"
+            ) from error
+
+    return [line for line in ranks.every(drop) if line is not None]
+
+
+def _damage(place: Path, ranks: Ranks) -> str | None:
+    """Return the damage of the cache at `place` on this machine; None where it is whole or absent. Collective."""
+    damage, written = None, {}
+    if os.path.lexists(place):
+        try:
+            written = _read_meta(place)["digests"]
+        except UserError as error:
+            damage = str(error)
+    try:
+        contents = digests([place / name for name in written], ranks=ranks)
+    except UserError as error:  # raised on every rank: a disk may fail to read what it has
+        return damage or str(error)
+    for (name, content), actual in zip(written.items(), contents, strict=True):
+        if content != actual:
+            damage = damage or f"{place / name}: its content is not what was written"
+    return damage
+
+
+def _read_meta(place: Path) -> dict[str, Any]:
+    """Return meta.json of the cache at `place`. Raises UserError where it, or a file's size, is not as written."""
+    file = place / META
+    meta = read_json(file, most=OWN, constants=True)
+    if meta.pop("checksum", None) != digest(meta):
+        raise UserError(f"{file}: its content is not what was written")
+    if meta["key"] != place.name:
+        raise UserError(f"{file}: it is of the cache {meta['key']}")
+    for name, size in meta["sizes"].items():
+        path = place / name
+        if not path.is_file():
+            raise UserError(f"{path}: there is no such file")
+        if (actual := path.stat().st_size) != size:
+            raise UserError(f"{path}: it has {actual} bytes instead of {size}")
+    return meta

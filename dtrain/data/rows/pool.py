@@ -23,8 +23,6 @@ Job = tuple[Chunk, str, Mapping[str, str]]  # rows, their format, their names of
 
 
 class _Process(subprocess.Popen[bytes]):
-    """A worker, with both of its pipes."""
-
     stdin: IO[bytes]
     stdout: IO[bytes]
 

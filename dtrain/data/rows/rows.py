@@ -3,9 +3,14 @@
 Rows are a function of the samples, the seed, the epoch and max_length alone: no rank, mesh or batch size enters.
 Epochs follow one another, each in an order of its own and packed anew. A data-parallel rank takes its share of a global
 batch by arithmetic; torchdata moves and prefetches it. The only state is the cursor that each batch carries.
+
+The order of an epoch is a function of (seed, epoch, position) that needs no memory: a permutation of [0, n) is a
+Feistel network over the next power of four, walked until it lands inside ("cycle walking"; Black and Rogaway, Ciphers
+with Arbitrary Finite Domains, 2002). Its round function is SplitMix64's mixer.
 """
 
 import signal
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain, islice
@@ -17,13 +22,108 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dtrain.base.batch import IGNORE, ROW_STREAMS
 from dtrain.base.errors import UserError
-from dtrain.base.randomness import key
-from dtrain.data.rows.cache import Samples
-from dtrain.data.rows.order import Order, deal, pack, permute
+from dtrain.base.randomness import key, mix
+from dtrain.data.rows.cache import Samples, Share
 
+ROUNDS = 8
 WINDOW = 4096  # samples packed together; bounds what packing holds in memory
 
 Row = dict[str, Tensor]
+
+
+def permute(positions: Tensor, size: int, permutation: int) -> Tensor:
+    """Map `positions` by the permutation of 0 ... size - 1 with that key. Both int64 [n], each below `size`."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+
+    def once(values: Tensor) -> Tensor:
+        left, right = values >> half, values & mask
+        for number in range(ROUNDS):
+            left, right = right, left ^ (mix(right + key(permutation, number)) & mask)
+        return (left << half) | right
+
+    result = once(positions)
+    outside = result >= size
+    while bool(outside.any()):
+        result[outside] = once(result[outside])
+        outside = result >= size
+    return result
+
+
+class Order:
+    """The samples of one epoch.
+
+    A source of weight w gives every sample ⌊w⌋ times, and round((w − ⌊w⌋) · count) of them once more: the next so many
+    of one order drawn from the seed, around and around, so that after any number of epochs no sample is more than one
+    visit ahead of another. Shuffled, all of these are permuted together; else they come source by source.
+    """
+
+    def __init__(self, shares: Sequence[Share], *, seed: int, epoch: int, shuffle: bool):
+        self.shares, self.seed, self.epoch, self.shuffle = tuple(shares), seed, epoch, shuffle
+        self.total = sum(share.total for share in self.shares)
+
+    def samples(self, start: int, stop: int) -> Tensor:
+        """Return the sample at each position in [start, stop), int64 [stop - start], fewer where the epoch ends."""
+        positions = torch.arange(start, min(stop, self.total))
+        if self.shuffle:
+            positions = permute(positions, self.total, key("order", self.seed, self.epoch))
+        result = torch.empty_like(positions)
+        base = 0
+        for number, share in enumerate(self.shares):
+            inside = (positions >= base) & (positions < base + share.total)
+            local = positions[inside] - base
+            chosen = local >= share.copies * share.count
+            sample = local % max(1, share.count)
+            if bool(chosen.any()):
+                drawn = local[chosen] - share.copies * share.count
+                drawn = (drawn + self.epoch * share.extra) % share.count
+                sample[chosen] = permute(drawn, share.count, key("choice", self.seed, number))
+            result[inside] = share.first + sample
+            base += share.total
+        return result
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Best-fit-decreasing bin packing: bins of indices into `lengths`, every index in one bin, no bin above `capacity`.
+
+    The longest first, each into the fullest bin that still has room for it (of equals, the first opened), else into
+    a new one. Within a bin the indices ascend; the bins stand in the order of their first index.
+
+    Raises ValueError for a length above `capacity`.
+    """
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (room left, bin), ascending
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        if length > capacity:
+            raise ValueError(f"a sample of {length} tokens does not fit into a row of {capacity}")
+        place = bisect_left(room, (length, -1))
+        if place < len(room):
+            left, number = room.pop(place)
+            bins[number].append(index)
+        else:
+            left, number = capacity, len(bins)
+            bins.append([index])
+        insort(room, (left - length, number))
+    for members in bins:
+        members.sort()
+    return sorted(bins)
+
+
+def deal(costs: Sequence[float], places: int, most: int | None = None) -> list[list[int]]:
+    """Deal indices to places, each place's ascending: the dearest first, each to the place with the least so far.
+
+    most: items that a place takes at most (None: any number). At most 4/3 of the best (R. L. Graham, Bounds on
+    multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969).
+    """
+    shares: list[list[int]] = [[] for _ in range(places)]
+    loads = [0.0] * places
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        free = [place for place in range(places) if most is None or len(shares[place]) < most]
+        place = min(free, key=lambda place: (loads[place], place))
+        loads[place] += costs[index]
+        shares[place].append(index)
+    return [sorted(share) for share in shares]
 
 
 class Cursor(NamedTuple):
@@ -50,6 +150,7 @@ class Rows:
     capacity    tokens that a packed row has room for: max_length for each document of one sample
     shuffle     False: the order of the files, and rows in the order of their first sample within a window
     epochs      None: without end
+    fingerprint a hash of the tokens that these rows are made of: another one means other data
     """
 
     samples: Samples
@@ -61,15 +162,11 @@ class Rows:
     epochs: int | None = None
 
     def __post_init__(self) -> None:
+        self.fingerprint = self.samples.fingerprint
         self.capacity = self.max_length * self.samples.documents_per_sample
         self._counts: dict[tuple[int, int], int] = {}  # (epoch, window) → its rows, as far as known
         if self._order(0).total == 0:
             raise UserError("the weights of data.train.sources leave no row in an epoch; raise them")
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the tokens that these rows are made of: another one means other data."""
-        return self.samples.fingerprint
 
     def rows_in_epoch(self, epoch: int) -> int:
         """Return the number of placements in `epoch`. Packed, this packs the whole epoch by its lengths, once."""
@@ -142,12 +239,10 @@ class Rows:
         return -(-self._order(epoch).total // WINDOW)
 
     def _lengths(self, epoch: int, window: int) -> tuple[Tensor, Tensor]:
-        """Return the samples of a window in the epoch's order, and their lengths."""
         samples = self._order(epoch).samples(window * WINDOW, (window + 1) * WINDOW)
         return samples, self.samples.lengths(samples)
 
     def _window(self, epoch: int, window: int) -> list[list[int]]:
-        """Return the samples of each placement of a window."""
         samples, lengths = self._lengths(epoch, window)
         if not self.packing:
             return [[index] for index in samples.tolist()]
@@ -255,7 +350,6 @@ class Batches:
             number += 1
 
     def _share(self, group: list[Placement]) -> list[Placement]:
-        """Return this rank's placements."""
         if not self.by_length:
             return group[self.dp_rank :: self.dp_size]
         samples = torch.tensor([placement.samples[0] for placement in group])

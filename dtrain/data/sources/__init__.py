@@ -1,8 +1,8 @@
 """Sources of data: files, globs, URLs and datasets of the hub.
 
-sources               a recipe's data to rows: `open_rows`
-files, file_kinds     rows of JSON Lines, JSON, CSV and parquet files
-columns               a file's columns under our names
-hub, hub_files        datasets of the hub; the files of a split
-urls                  files behind URLs
+sources   a recipe's data to rows: `open_rows`
+files     the files of a path; rows of JSON Lines, JSON, CSV and parquet files
+columns   a file's columns under our names
+hub       datasets of the hub; the files of a split
+urls      files behind URLs
 """

@@ -17,14 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dtrain.base import json_files
 from dtrain.base.errors import UserError
+from dtrain.base.hub import is_id
 from dtrain.base.ranges import nearest
 from dtrain.data.formats import formats
+from dtrain.data.formats.formats import ENDINGS, ending_of
 from dtrain.data.sources.columns import how_to_map, lacking, renamed
-from dtrain.data.sources.file_kinds import KINDS, ending_of
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
@@ -47,6 +48,35 @@ class Chunk:
     size: int
 
 
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
+class Pick(NamedTuple):
+    """A part of a dataset: `split` of `subset` (None: its default) at `revision` (None: its main branch)."""
+
+    split: str = "train"
+    subset: str | None = None
+    revision: str | None = None
+
+    @classmethod
+    def of(cls, source: Any) -> "Pick":
+        """Return the part that a source of the recipe names."""
+        default = cls()
+        split, subset, revision = (getattr(source, name, getattr(default, name)) for name in cls._fields)
+        return cls(str(split), subset, revision)
+
+    def options(self) -> str:
+        """Return the options of `dtrain download` for this part."""
+        options = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        return "".join(f" --{name} {value}" for name, value in options.items())
+
+
+def is_data_id(path: str) -> bool:
+    """Return whether `path` reads as a dataset's id on the hub. A file of that name comes first."""
+    return not any(path.lower().endswith((kind, f"{kind}.gz")) for kind in ENDINGS) and is_id(path)
+
+
 def entries(split: Any, key: str) -> list[tuple[Any, str]]:
     """Return the sources of data.train or data.val, by its field names as attributes, and the key of each."""
     if split.sources:
@@ -55,10 +85,7 @@ def entries(split: Any, key: str) -> list[tuple[Any, str]]:
 
 
 def resolve(
-    paths: str | Sequence[str],
-    key: str = "data.train.path",
-    source: Any = None,
-    cache_dir: str | Path | None = None,
+    paths: str | Sequence[str], key: str = "data.train.path", source: Any = None, cache_dir: str | Path | None = None
 ) -> list[Path]:
     """Return the files that `paths` (one or several paths, globs, ids of the hub or URLs) mean, in the order given, a
     glob's sorted.
@@ -77,7 +104,7 @@ def resolve(
 
 
 def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> list[Path]:
-    if "://" in path:
+    if is_url(path):
         from dtrain.data.sources import urls
 
         if cache_dir is None:
@@ -93,15 +120,14 @@ def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> 
         if not names:
             raise UserError(f"{key}: no file matches {path}")
         return names
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+    if is_data_id(path):
         from dtrain.data.sources import hub
 
-        if hub.is_data_id(path):
-            pick = hub.Pick.of(source)
-            files = hub.cached(path, pick, key.removesuffix(".path"))
-            if files is None:
-                raise UserError(hub.absent(path, pick, key))
-            return files
+        pick = Pick.of(source)
+        files = hub.cached(path, pick, key.removesuffix(".path"))
+        if files is None:
+            raise UserError(hub.absent(path, pick, key))
+        return files
     parts = re.split(r"[,;\s]+", path)
     several = f": several are written [{','.join(parts)}]" if len(parts) > 1 and Path(parts[0]).is_file() else ""
     raise UserError(f"{key}: there is no file {path}{several or _instead(expanded)}")
@@ -119,12 +145,12 @@ def _instead(file: Path) -> str:
 def kind_of(file: Path, key: str = "data.train.path") -> str:
     """Return json, csv or parquet, by the file's ending."""
     ending = ending_of(file)
-    kind = KINDS.get(ending)
+    kind = ENDINGS.get(ending)
     if kind is None:
         table = ending in (".tsv", ".tab", ".xlsx", ".xls", ".ods")
         raise UserError(
-            f"{key}: {file} is none of the files that dtrain reads: {', '.join(KINDS)}, all but the last also as .gz; "
-            + ("save the table as .csv, with commas" if table else _PLAIN_TEXT)
+            f"{key}: {file} is none of the files that dtrain reads: {', '.join(ENDINGS)}, all but the last also as "
+            ".gz; " + ("save the table as .csv, with commas" if table else _PLAIN_TEXT)
         )
     return kind
 
@@ -188,7 +214,6 @@ def read_rows(
 
 
 def _mend(text: str, name: str) -> str:
-    """Return the hint for a line that is not JSON, where it shows its cause."""
     if text.strip() in ("{", "["):
         return f". If an object goes on over several lines, `jq -c . {name} > rows.jsonl` puts each on one"
     if text.lstrip("{ ")[:1] in ("\u2018", "\u201c", "\u00ab"):
@@ -214,7 +239,7 @@ def formats_of(files: Sequence[Path], name: str, kind: str, columns: Mapping[str
     """Return the format of each file: `name`, or where that is auto that of its first row, to which the encoder holds
     all others. Raises UserError."""
     if name == "preference" and kind in ("examples", "prompts"):
-        raise UserError(f"{files[0]}: {formats.refuse_preference()}")
+        raise UserError(f"{files[0]}: {formats.PREFERENCES}")
     if name != "auto" and name not in formats.KINDS[kind]:
         raise UserError(f"{files[0]}: {formats.refuse_single(name, kind)}")
     if name != "auto" and not columns:
@@ -252,7 +277,6 @@ def _first_character(stream: Stream) -> bytes:
 
 
 def _chunks(file: Path, rows: Iterator[tuple[int, Any, int]]) -> Iterator[Chunk]:
-    """Gather (line, row, size) triples into chunks."""
     gathered: list[tuple[int, Any]] = []
     size = 0
     for line, row, row_size in rows:

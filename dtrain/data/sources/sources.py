@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import plural
-from dtrain.data.formats.encoder import LONG, EncodedChunk, Part, RowEncoder
+from dtrain.data.formats.encoder import LONG, TEXT, EncodedChunk, Part, RowEncoder, describe, refuse_without_template
 from dtrain.data.formats.formats import CHAT_FORMATS, FORMATS, KINDS
-from dtrain.data.formats.plain_prompts import TEXT, describe, refuse_without_template
 from dtrain.data.rows.cache import Samples, Source, open_cache
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources.files import entries, formats_of, read_chunks, resolve
@@ -26,9 +25,9 @@ Say = Callable[[str], None]
 
 # Kind of sample -> module and class that make it of a row, loaded when a method needs it, and the options of its own.
 ENCODERS = {
-    "examples": ("dtrain.data.formats.sample", "Encoder", ["loss_on"]),
+    "examples": ("dtrain.data.formats.encoder", "Encoder", ["loss_on"]),
     "pairs": ("dtrain.data.formats.pairs", "PairEncoder", []),
-    "labelled": ("dtrain.data.formats.labelled", "LabelledEncoder", []),
+    "labelled": ("dtrain.data.formats.labels", "LabelledEncoder", []),
     "prompts": ("dtrain.data.formats.prompts", "PromptEncoder", ["options"]),
     "examples with labels": ("dtrain.data.formats.labels", "LabelledTextEncoder", ["label"]),
     "pairs with labels": ("dtrain.data.formats.labels", "LabelledPairEncoder", ["label"]),
@@ -149,7 +148,6 @@ def _opened(
     cache_dir: str | Path | None = None,
     say: Say = lambda line: None,
 ) -> tuple[list[Source], RowEncoder]:
-    """Return the sources of a split, and the encoder of their rows. Raises UserError."""
     train, is_part = split == "train", isinstance(section.val, float)
     whence = "train" if is_part else split
     tell = say if whence == split else lambda line: None  # whoever opened the other part has said it
@@ -163,7 +161,6 @@ def _opened(
 
 
 def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | None) -> list[Source]:
-    """Return the sources of data.train or data.val, their formats detected and printed. Raises UserError."""
     sources = []
     if split is None:
         raise UserError(f"{key} is null: name its data with {key}.path")
@@ -202,11 +199,7 @@ def _encoder(
         tokenizer.directory, tokenizer.special_tokens, section.chat_template, section.template_kwargs
     )
     refuse_without_template(section.prompts_as, template, tokenizer.directory)
-    limits = {
-        "max_length": section.max_length,
-        "too_long": section.too_long,
-        "prompts_as": section.prompts_as or TEXT,
-    }
+    limits = {"max_length": section.max_length, "too_long": section.too_long, "prompts_as": section.prompts_as or TEXT}
     module, name, own = ENCODERS[kind if label is None else f"{kind} with labels"]
     options = {"label": label, "options": prompts, "loss_on": section.loss_on}
     options = {option: options[option] for option in own} | limits
@@ -236,7 +229,7 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
     noun = samples.noun
     trained = "" if noun == "prompts" else f", {meta['trained_tokens']:,} of them trained"
     made = noun.removesuffix("s") if meta["samples"] == 1 else noun
-    rows = f"{meta['rows']:,} {plural(meta['rows'], 'row')}"
+    rows = f"{meta['rows']:,} {'row' if meta['rows'] == 1 else 'rows'}"
     lines = [f"{label}: {meta['samples']:,} {made} of {rows}, {meta['tokens']:,} tokens{trained}"]
     if meta.get("others"):
         lines[0] += f" (data.val is a share: {meta['others']:,} rows are of the other part)"

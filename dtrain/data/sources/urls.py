@@ -33,10 +33,6 @@ class Remote(NamedTuple):
     size: int | None
 
 
-def is_url(path: str) -> bool:
-    return "://" in path
-
-
 def find(url: str, key: str, cache_dir: Path) -> list[Remote]:
     """Return the files of a URL, or of a pattern of one, sorted. Nothing is copied. Raises UserError with `key`."""
     with _url_errors(url, key):
@@ -91,7 +87,6 @@ def _remote(system: Any, path: str, info: dict[str, Any], url: str, cache_dir: P
 
 
 def _copy(remote: Remote) -> None:
-    """Copy a file beside its place, then rename it."""
     folder = remote.copy.parent
     beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
     try:
@@ -110,7 +105,6 @@ def _list_of(url: str, cache_dir: Path) -> Path:
 
 
 def _keep(url: str, cache_dir: Path, remotes: list[Remote]) -> None:
-    """Note the copies that the URL meant last."""
     place = _list_of(url, cache_dir)
     with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False) as beside:
         beside.write("".join(f"{remote.copy.relative_to(cache_dir)}\n" for remote in remotes))

@@ -186,7 +186,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return counted
 
     def _weighed_arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return the arguments of a call, weighed; an iterator as a list."""
         if not kwargs and _PLAIN.issuperset(map(type, args)):
             return args, kwargs
         arguments = [self._whole(value) for value in args]
@@ -291,7 +290,6 @@ class Counting(NodeTransformer):
 
 
 def _is_shallow(node: nodes.Expr) -> bool:
-    """Return whether a comparison with `node` ends at the first look."""
     return isinstance(node, nodes.Const) or (isinstance(node, nodes.List | nodes.Dict) and not node.items)
 
 

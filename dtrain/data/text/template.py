@@ -248,7 +248,6 @@ def choose_template(
 
 
 def _named(entries: Any) -> dict[Any, Any]:
-    """Return the templates of a list by their names; empty where it is none."""
     is_sound = isinstance(entries, list) and all(
         isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries
     )
@@ -268,7 +267,6 @@ def _named_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def _in_blocks(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose content, a string, stands behind its thoughts, in parts."""
     if "reasoning_content" not in message or message["role"] != "assistant":
         return message
     parts = [{"type": "thinking", "thinking": message["reasoning_content"]}]

@@ -166,7 +166,6 @@ def _backend(directory: Path, text: str, config: Mapping[str, Any]) -> Backend:
 
 
 def _added(file: Path, written: Any) -> list[tuple[int, dict[str, Any]]]:
-    """Return the tokens of `added_tokens_decoder`, by their ids."""
     entries = written.items() if isinstance(written, dict) else [("", written)]
     for key, token in entries:
         if not (key.isdecimal() and len(key) < 10 and isinstance(token, dict) and _is_text(token.get("content"))):
@@ -206,7 +205,6 @@ def _ids(file: Mapping[str, Any], key: str) -> list[int]:
 
 
 def _missing(directory: Path) -> str:
-    """Return the message for a `directory` without a tokenizer, with what to do."""
     slow = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (directory / name).is_file()]
     if not slow:
         return (

@@ -105,7 +105,6 @@ def misfit(value: Any, schema: Mapping[str, Any], place: str) -> str | None:
 
 
 def _inside(value: Any, schema: Mapping[str, Any], place: str) -> Iterator[str]:
-    """Yield the problems of the parts of a list or an object."""
     parts: list[tuple[Any, Any, str]] = []
     if isinstance(value, list):
         parts = [(part, schema.get("items"), f"{place}[{number}]") for number, part in enumerate(value)]
@@ -138,7 +137,6 @@ def _value(text: str, at: int) -> tuple[Any, str | None, int]:
 
 
 def _of_json(text: str, at: int) -> tuple[ToolCall, int]:
-    """Return the call that begins as JSON at a place of `text`, and its end."""
     value, problem, end = _value(text, at)
     return _call(value, problem), end
 

@@ -86,7 +86,6 @@ def _behind(plain: str, text: str) -> str:
 
 
 def _conversation(replies: Replies, tools: Messages, count: int) -> Messages:
-    """Return a question and a turn of so many calls. Raises UserError where the template leaves calls out."""
     calls = [_call(f"call{number:05}", NAME, _ARGUMENTS) for number in range(count)]
     return _objects(replies, tools, [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}])
 

@@ -1,14 +1,15 @@
-"""The Kullback-Leibler divergence between two models' next-token distributions, straight from their hidden states and
-heads: the logits of either exist one tile of tokens at a time.
+"""The Kullback-Leibler and the generalized Jensen-Shannon divergence between two models' next-token distributions,
+straight from their hidden states and heads: the logits of either exist one tile of tokens at a time.
 
-Its weights are known before (each token counts the same), so the gradient is formed in the forward as in `hidden`:
-three matrix products of the student's head and one of the teacher's, where computing the tiles again in a backward
-would take four and two. Three tiles of logits are held at once.
+The weights are known before (each token counts the same), so the gradient is formed in the forward as in
+`weighted_sum`: three matrix products of the student's head and one of the teacher's, where computing the tiles again in
+a backward would take four and two. Three tiles of logits are held at once.
 
-`forward_kl`, `reverse_kl` and `mixed_kl` are the same of log-probabilities.
+`forward_kl`, `reverse_kl`, `mixed_kl` and `generalized_jsd` are the same of log-probabilities.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -73,96 +74,156 @@ def kl_sum_from_hidden_states(
     sizes.
     """
     check_share(forward_share)
-    tokens, others, group = tiles_of_both(student, teacher, index, shard, rows_per_tile)
-    scalings = Scaling(temperature, student.softcap), Scaling(temperature, teacher.softcap)
-    forward, reverse = _kl_sums(tokens, others, scalings, forward_share, group).unbind()
-    return KlSums(tokens.with_gradient(forward_share * forward + (1 - forward_share) * reverse), forward, reverse)
 
-
-def tiles_of_both(
-    student: HeadInput, teacher: HeadInput, index: Tensor, shard: VocabShard | None, rows: int | None
-) -> tuple[TiledSum, TiledSum, Group]:
-    """The tokens of either model in tiles of `rows` (None: as many as fit), and the group of the vocabulary's parts.
-    Raises ValueError for vocabularies of two sizes."""
-    if len(student.weight) != len(teacher.weight):
-        held = len(student.weight), len(teacher.weight)
-        raise ValueError(f"the student's head has {held[0]} tokens here, the teacher's {held[1]}")
-    shard = shard or WHOLE
-    rows = rows or tile_rows_of(student.weight, shard)
-    dtype = torch.promote_types(compute_dtype(student.hidden.dtype), teacher.hidden.dtype)
-    tokens = TiledSum(student.hidden, student.weight, index, rows, dtype)
-    with torch.no_grad():
-        return tokens, TiledSum(teacher.hidden, teacher.weight, index, rows, dtype), shard.group
-
-
-def check_share(forward_share: float) -> None:
-    if not 0 <= forward_share <= 1:
-        raise ValueError(f"forward_share={forward_share}: the forward KL's share lies between 0 and 1")
-
-
-@torch.no_grad()
-def _kl_sums(
-    tokens: TiledSum, others: TiledSum, scalings: tuple[Scaling, Scaling], forward_share: float, group: Group
-) -> Tensor:
-    """The two divergences [2]; leaves the gradient of their mix with `tokens`."""
-    sums = torch.zeros(2, dtype=tokens.dtype, device=tokens.hidden.device)
-    memory = tokens.memory(3)
-    for (tile, mine), (_, theirs) in zip(tokens.tiles(), others.tiles(), strict=True):
-        scratch, gap, p = (tensor[: len(mine)] for tensor in memory)  # [t, V/tp]
-        logits = scalings[0].logits_(product(mine, tokens.operand.t(), out=scratch))
-        slope = scalings[0].slope(logits) if tokens.wants_gradient else None
-        students = part_stats(logits, gap)  # gap: log q of the part alone
-        logits = scalings[1].logits_(product(theirs, others.operand.t(), out=scratch))
-        teachers = part_stats(logits, p)  # p: log p of the part alone
-        q = torch.exp(gap, out=scratch)
+    def of_tile(students: Stats, teachers: Stats, wants_gradient: bool, q: Tensor, gap: Tensor, p: Tensor) -> _OfTile:
+        """Return the two divergences; `gap` and `p` hold log q and log p of the part alone."""
+        torch.exp(gap, out=q)
         gap.sub_(p)  # log q − log p
         p.exp_()
         forward, reverse = -torch.linalg.vecdot(p, gap), torch.linalg.vecdot(q, gap)  # no tensor of products between
-        merged = _merge(students, teachers, forward, reverse, group)
-        sums += torch.stack([merged.forward.sum(), merged.reverse.sum()])
-        if not tokens.wants_gradient:
-            continue
+        forward, reverse, student_share, teacher_share, log_ratio = _merge(students, teachers, forward, reverse, group)
+        sums = torch.stack([forward.sum(), reverse.sum()])
+        if not wants_gradient:
+            return sums, None
         # dKL(p||q)/dz = q − p;  dKL(q||p)/dz = q · (log q − log p − KL(q||p)).
-        offset = (merged.log_ratio - merged.reverse) * (1 - forward_share) + forward_share
-        grad = gap.mul_(1 - forward_share).add_(offset[:, None]).mul_(q).mul_(merged.student_share[:, None])
-        grad.addcmul_(p, merged.teacher_share[:, None], value=-forward_share)
-        if slope is not None:
-            grad.mul_(slope)
-        tokens.add_gradient(grad, tile, mine)
-    return sums
+        offset = (log_ratio - reverse) * (1 - forward_share) + forward_share
+        grad = gap.mul_(1 - forward_share).add_(offset[:, None]).mul_(q).mul_(student_share[:, None])
+        return sums, grad.addcmul_(p, teacher_share[:, None], value=-forward_share)
+
+    group = (shard or WHOLE).group
+    tokens, sums = _sums_over_tiles(student, teacher, index, temperature, shard, rows_per_tile, of_tile, 2)
+    forward, reverse = sums.unbind()
+    return KlSums(tokens.with_gradient(forward_share * forward + (1 - forward_share) * reverse), forward, reverse)
 
 
-class _Merged(NamedTuple):
-    """Divergences over the whole vocabulary, [t] each; and this rank's shares of the probability and
-    log(student's share / teacher's), by which log q − log p differs from that of the part alone."""
+def jsd_sum_from_hidden_states(
+    student: HeadInput,
+    teacher: HeadInput,
+    index: Tensor,
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    shard: VocabShard | None = None,
+    rows_per_tile: int | None = None,
+) -> KlSums:
+    """Σ over tokens index [T] of beta · KL(p_teacher || m) + (1 − beta) · KL(p_student || m), where
+    m = beta · p_teacher + (1 − beta) · p_student (Agarwal et al., arXiv:2306.13649, equation 1).
 
-    forward: Tensor
-    reverse: Tensor
-    student_share: Tensor
-    teacher_share: Tensor
-    log_ratio: Tensor
+    Arguments, values, gradients, `shard` and errors as `kl_sum_from_hidden_states`; two all-gathers of four numbers per
+    token and tile. Four tiles of logits are held at once. Raises ValueError for a beta outside (0, 1).
+    """
+    check_beta(beta)
+
+    def of_tile(
+        students: Stats, teachers: Stats, wants_gradient: bool, mixed: Tensor, log_q: Tensor, log_p: Tensor, q: Tensor
+    ) -> _OfTile:
+        """The KL in either direction and the divergence."""
+        if group_size(group) > 1:
+            log_student, log_teacher, _ = gather_pair(students, teachers, group)
+            log_q.add_(log_student[group_rank(group), :, None])  # of the whole vocabulary
+            log_p.add_(log_teacher[group_rank(group), :, None])
+        torch.add(log_q, math.log1p(-beta), out=mixed)
+        torch.logaddexp(mixed, torch.add(log_p, math.log(beta), out=q), out=mixed)
+        above = torch.sub(log_q, mixed, out=mixed)  # log q − log m
+        torch.exp(log_q, out=q)
+        gap = log_p.sub_(log_q)  # log p − log q
+        reverse, by_student = -torch.linalg.vecdot(q, gap), torch.linalg.vecdot(q, above)
+        p = log_q.add_(gap).exp_()
+        forward = torch.linalg.vecdot(p, gap)
+        by_teacher = torch.linalg.vecdot(p, gap.add_(above))  # log p − log m
+        parts = torch.stack([forward, reverse, by_student, by_teacher])
+        if group_size(group) > 1:
+            parts = all_gather(parts[None], 0, group).sum(0)
+        forward, reverse, by_student, by_teacher = parts
+        sums = torch.stack([forward.sum(), reverse.sum(), (beta * by_teacher + (1 - beta) * by_student).sum()])
+        # d/dz = (1 − beta) · q · (log q − log m − KL(q || m)): what the mixture's own change adds sums to nothing.
+        return sums, above.sub_(by_student[:, None]).mul_(q).mul_(1 - beta) if wants_gradient else None
+
+    group = (shard or WHOLE).group
+    tokens, sums = _sums_over_tiles(student, teacher, index, temperature, shard, rows_per_tile, of_tile, 3)
+    forward, reverse, total = sums.unbind()
+    return KlSums(tokens.with_gradient(total), forward, reverse)
 
 
-def _merge(students: Stats, teachers: Stats, forward: Tensor, reverse: Tensor, group: Group) -> _Merged:
-    """Merge the ranks' parts by one all-gather of the two softmaxes' maximum and log-sum and of the divergences of the
-    parts alone."""
+def check_share(share: float, name: str = "forward_share") -> None:
+    if not 0 <= share <= 1:
+        raise ValueError(f"{name}={share}: the forward KL's share lies between 0 and 1")
+
+
+def check_beta(beta: float) -> None:
+    if not 0 < beta < 1:
+        raise ValueError(f"beta={beta}: the teacher's share of the mixture lies between 0 and 1")
+
+
+_OfTile = tuple[Tensor, Tensor | None]  # sums over the tile's tokens [2 or 3], and the gradient by the logits [t, V/tp]
+
+
+def _sums_over_tiles(
+    student: HeadInput,
+    teacher: HeadInput,
+    index: Tensor,
+    temperature: float,
+    shard: VocabShard | None,
+    rows: int | None,
+    of_tile: Callable[..., _OfTile],
+    count: int,
+) -> tuple[TiledSum, Tensor]:
+    """Return the student's tokens, which have the gradients of all tiles, and the `count` sums over tiles of `rows`
+    (None: as many as fit).
+
+    of_tile: takes the statistics of the student and the teacher in this rank's part, whether there is a gradient, and
+    count + 1 tensors [t, V/tp]: memory, log q and log p of the part alone, and more memory. The gradient is written
+    over them. Raises ValueError for vocabularies of two sizes.
+    """
+    if len(student.weight) != len(teacher.weight):
+        held = len(student.weight), len(teacher.weight)
+        raise ValueError(f"the student's head has {held[0]} tokens here, the teacher's {held[1]}")
+    scaling, others_scaling = Scaling(temperature, student.softcap), Scaling(temperature, teacher.softcap)
+    rows = rows or tile_rows_of(student.weight, shard or WHOLE)
+    dtype = torch.promote_types(compute_dtype(student.hidden.dtype), teacher.hidden.dtype)
+    tokens = TiledSum(student.hidden, student.weight, index, rows, dtype)
+    with torch.no_grad():
+        others = TiledSum(teacher.hidden, teacher.weight, index, rows, dtype)
+        sums = torch.zeros(count, dtype=dtype, device=tokens.hidden.device)
+        memory = tokens.memory(count + 1)
+        for (tile, mine), (_, theirs) in zip(tokens.tiles(), others.tiles(), strict=True):
+            scratch, log_q, log_p, *more = (tensor[: len(mine)] for tensor in memory)  # [t, V/tp]
+            logits = scaling.logits_(product(mine, tokens.operand.t(), out=scratch))
+            slope = scaling.slope(logits) if tokens.wants_gradient else None
+            students = part_stats(logits, log_q)
+            teachers = part_stats(others_scaling.logits_(product(theirs, others.operand.t(), out=scratch)), log_p)
+            values, grad = of_tile(students, teachers, tokens.wants_gradient, scratch, log_q, log_p, *more)
+            sums += values
+            if grad is not None:
+                tokens.add_gradient(grad if slope is None else grad.mul_(slope), tile, mine)
+    return tokens, sums
+
+
+def gather_pair(students: Stats, teachers: Stats, group: Group, *more: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return every rank's log share of the student's and of the teacher's probability, [ranks, ...] each, from both
+    models' statistics [...] of this rank's part; and `more` [...] of every rank, [n, ranks, ...]. One all-gather."""
+    message = torch.stack([students.m, students.l, teachers.m, teachers.l, *more])
+    gathered = all_gather(message[None], 0, group).transpose(0, 1)  # [4 + n, ranks, ...]
+    log_student, log_teacher = (merge(Stats(*gathered[i : i + 2].unbind()))[1] for i in (0, 2))
+    return log_student, log_teacher, gathered[4:]
+
+
+def _merge(
+    students: Stats, teachers: Stats, forward: Tensor, reverse: Tensor, group: Group
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The divergences over the whole vocabulary from those of the parts alone, [t] each; this rank's shares of the
+    student's and the teacher's probability; and log(student's share / teacher's), by which log q − log p differs from
+    that of the part alone."""
     if group_size(group) == 1:
         ones = torch.ones_like(forward)
-        return _Merged(forward, reverse, ones, ones, torch.zeros_like(forward))
+        return forward, reverse, ones, ones, torch.zeros_like(forward)
     rank = group_rank(group)
-    message = torch.stack([students.m, students.l, teachers.m, teachers.l, forward, reverse])
-    gathered = all_gather(message[None], 0, group).transpose(0, 1)  # [6, ranks, t]
-    log_student, log_teacher = (merge(Stats(*gathered[i : i + 2].unbind()))[1] for i in (0, 2))
+    log_student, log_teacher, (forward, reverse) = gather_pair(students, teachers, group, forward, reverse)
     student, teacher = log_student.exp(), log_teacher.exp()
     log_ratio = torch.where(log_student.isinf() | log_teacher.isinf(), 0, log_student - log_teacher)
     # KL of the whole is each part's share times the part's KL plus the log of the shares' ratio.
-    return _Merged(
-        (teacher * (gathered[4] - log_ratio)).sum(0),
-        (student * (gathered[5] + log_ratio)).sum(0),
-        student[rank],
-        teacher[rank],
-        log_ratio[rank],
-    )
+    forward, reverse = (teacher * (forward - log_ratio)).sum(0), (student * (reverse + log_ratio)).sum(0)
+    return forward, reverse, student[rank], teacher[rank], log_ratio[rank]
 
 
 def forward_kl(student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
@@ -200,8 +261,7 @@ def mixed_kl(
     log_outside: float = -100.0,
 ) -> Tensor:
     """weight · forward_kl + (1 − weight) · reverse_kl, [..., K] -> [...]; weight in [0, 1], else ValueError."""
-    if not 0 <= weight <= 1:
-        raise ValueError(f"weight={weight}: the forward KL's share lies between 0 and 1")
+    check_share(weight, "weight")
     reverse = reverse_kl(student_logprobs, teacher_logprobs, student_neg_entropy, log_outside)
     return weight * forward_kl(student_logprobs, teacher_logprobs) + (1 - weight) * reverse
 
@@ -210,8 +270,7 @@ def generalized_jsd(student_logprobs: Tensor, teacher_logprobs: Tensor, beta: fl
     """beta · KL(teacher || m) + (1 − beta) · KL(student || m), m = beta · teacher + (1 − beta) · student, over the last
     dimension, [..., K] -> [...] (arXiv:2306.13649, equation 1); beta in (0, 1), else ValueError. What the student gives
     to tokens beyond the K meets a teacher of probability 0 there."""
-    if not 0 < beta < 1:
-        raise ValueError(f"beta={beta}: the teacher's share of the mixture lies between 0 and 1")
+    check_beta(beta)
     own, other = math.log1p(-beta), math.log(beta)
     mixed = torch.logaddexp(student_logprobs + own, teacher_logprobs + other)
     outside = 1 - student_logprobs.exp().sum(-1)

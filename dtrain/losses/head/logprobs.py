@@ -2,7 +2,7 @@
 
 Tiles over tokens and vocabulary; per tile one matrix product and the row statistics of `vocabulary`, merged over
 tiles and then over ranks. The backward computes the tiles again: four products of the head in all, and no more memory
-than a tile beside the two gradients. For a sum with known weights `hidden.weighted_logprob_sum` needs three.
+than a tile beside the two gradients. For a sum with known weights `weighted_sum` needs three.
 """
 
 from dataclasses import dataclass
@@ -174,7 +174,10 @@ class _HiddenLogprobs(torch.autograd.Function):
                 target_logit[some] += pick(logits, column, here, tiles.dtype).squeeze(1)
                 second = logits if head.fields > 2 else None
                 parts.append(part_stats(logits, tiles.memory(some, ids, 1), second, squares=head.squares))
-            packed[:, some] = _merged(parts)
+            whole = parts[0]
+            if len(parts) > 1:
+                whole, _ = merge(Stats(*torch.stack([part.pack() for part in parts], 1).unbind()))
+            packed[:, some] = whole.pack()
         merged = merge_over(Stats(*packed.unbind()), len(weight), head.shard.group, target_logit[None])
         stats, _, (target_logit,), vocabulary = merged
         valid = (targets >= 0) & (targets < vocabulary)
@@ -198,13 +201,9 @@ class _HiddenLogprobs(torch.autograd.Function):
         hidden, weight, local, is_mine, valid, index, lse, entropy = ctx.saved_tensors
         head = ctx.head
         tiles = _Tiles(head, len(lse), hidden, weight)
-        grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
-        upstream = _Upstream(
-            torch.where(valid, grad_logprobs, 0).to(tiles.dtype),
-            None if grad_entropy is None else torch.where(valid, grad_entropy, 0).to(tiles.dtype),
-            lse,
-            entropy,
-        )
+        by_logprob = torch.zeros_like(lse) if grad_logprobs is None else torch.where(valid, grad_logprobs, 0)
+        by_logprob = by_logprob.to(tiles.dtype)[:, None]  # [T, 1]
+        by_entropy = None if grad_entropy is None else torch.where(valid, grad_entropy, 0).to(tiles.dtype)[:, None]
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.zeros_like(hidden) if wants_hidden else None
         weight_grad = torch.zeros(weight.shape, dtype=tiles.dtype, device=weight.device) if wants_weight else None
@@ -217,8 +216,17 @@ class _HiddenLogprobs(torch.autograd.Function):
                 part = weight[ids].to(tiles.operand)
                 logits = head.logits_(product(rows, part.t(), out=tiles.memory(some, ids, 0)))
                 slope = head.slope(logits)
-                column, here = _in_tile(local[some], is_mine[some], ids)
-                grad = upstream.to_logits_(logits, tiles.memory(some, ids, 1), some, column, here)
+                # d log p_t / dz_v = [v = t] − p_v;  dH / dz_v = −p_v · (log p_v + H).
+                logp = logits.sub_(lse[some, None])
+                if by_entropy is None:
+                    grad = logp.exp_().mul_(-by_logprob[some])
+                else:
+                    p = torch.exp(logp, out=tiles.memory(some, ids, 1))
+                    factor = logp.add_(entropy[some, None]).mul_(-by_entropy[some])
+                    grad = p.mul_(factor.sub_(by_logprob[some]))
+                if grad.shape[1]:
+                    column, here = _in_tile(local[some], is_mine[some], ids)
+                    grad.scatter_add_(1, column, by_logprob[some] * here)
                 if slope is not None:
                     grad.mul_(slope)
                 grad = grad.to(tiles.operand)
@@ -229,32 +237,6 @@ class _HiddenLogprobs(torch.autograd.Function):
             if hidden_grad is not None:
                 hidden_grad[some if index is None else index[some]] = rows_grad.to(hidden.dtype)
         return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
-
-
-@dataclass
-class _Upstream:
-    """The incoming gradients [T] (None: none of the entropies) and the softmax's log Σ exp and entropy [T]."""
-
-    logprobs: Tensor
-    entropies: Tensor | None
-    lse: Tensor
-    entropy: Tensor | None
-
-    def to_logits_(self, logits: Tensor, scratch: Tensor, some: slice, column: Tensor, here: Tensor) -> Tensor:
-        """The gradient of a tile of logits, in its memory or in the scratch's.
-
-        d log p_t / dz_v = [v = t] − p_v;  dH / dz_v = −p_v · (log p_v + H).
-        """
-        logp = logits.sub_(self.lse[some, None])
-        if self.entropies is None or self.entropy is None:
-            grad = logp.exp_().mul_(-self.logprobs[some, None])
-        else:
-            p = torch.exp(logp, out=scratch)
-            factor = logp.add_(self.entropy[some, None]).mul_(-self.entropies[some, None])
-            grad = p.mul_(factor.sub_(self.logprobs[some, None]))
-        if grad.shape[1]:
-            grad.scatter_add_(1, column, self.logprobs[some, None] * here)
-        return grad
 
 
 class _Tiles:
@@ -298,10 +280,3 @@ def _in_tile(local: Tensor, is_mine: Tensor, ids: slice) -> tuple[Tensor, Tensor
     """The shard's columns [t] of targets as columns [t, 1] of a tile, and whether they are there."""
     here = is_mine & (local >= ids.start) & (local < ids.stop)
     return torch.where(here, local - ids.start, 0)[:, None], here[:, None]
-
-
-def _merged(parts: list[Stats]) -> Tensor:
-    """The statistics of tiles side by side as those of all of them, [2..4, t]."""
-    if len(parts) == 1:
-        return parts[0].pack()
-    return merge(Stats(*torch.stack([part.pack() for part in parts], 1).unbind()))[0].pack()

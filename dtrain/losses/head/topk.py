@@ -1,8 +1,10 @@
 """A teacher's likeliest tokens straight from its hidden states, and a student's divergence from them straight from its
-own: the logits of either exist one tile of tokens at a time. The gradient is formed in the forward, as in `hidden`.
+own: the logits of either exist one tile of tokens at a time. The gradient is formed in the forward, as in
+`weighted_sum`.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -88,53 +90,40 @@ def topk_kl_sum_from_hidden_states(
     shard = shard or WHOLE
     rows = rows_per_tile or tile_rows_of(student.weight, shard)
     tokens = TiledSum(student.hidden, student.weight, index, rows, compute_dtype(student.hidden.dtype))
-    loss = _Loss(forward_share, jsd_beta, temperature, zero_outside)
-    scaling = Scaling(temperature, student.softcap)
-    total, inside = _topk_kl_sums(tokens, teacher_logits, teacher_ids, scaling, loss, shard).unbind()
-    return TopkKlSums(tokens.with_gradient(total), inside)
 
-
-class _Loss(NamedTuple):
-    forward_share: float
-    jsd_beta: float | None
-    temperature: float
-    zero_outside: bool
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self.zero_outside and self.forward_share < 1 and self.jsd_beta is None
-
-    def __call__(self, at_ids: Tensor, lse: Tensor, neg_entropy: Tensor | None, teacher_logits: Tensor) -> Tensor:
+    def divergence(teacher_logits: Tensor, at_ids: Tensor, lse: Tensor, neg_entropy: Tensor | None = None) -> Tensor:
         """The student's logits at the ids [t, K], log Σ exp of all of them [t] and negative entropy [t] -> [t]."""
-        teacher = (teacher_logits.to(at_ids.dtype) / self.temperature).log_softmax(-1)
-        student = at_ids - lse[:, None] if self.zero_outside else at_ids.log_softmax(-1)
-        if self.jsd_beta is not None:
-            return generalized_jsd(student, teacher, self.jsd_beta)
+        teacher = (teacher_logits.to(at_ids.dtype) / temperature).log_softmax(-1)
+        student = at_ids - lse[:, None] if zero_outside else at_ids.log_softmax(-1)
+        if jsd_beta is not None:
+            return generalized_jsd(student, teacher, jsd_beta)
         value = torch.zeros_like(lse)
-        if self.forward_share > 0:
-            value = value + self.forward_share * forward_kl(student, teacher)
-        if self.forward_share < 1:
-            value = value + (1 - self.forward_share) * reverse_kl(student, teacher, neg_entropy)
+        if forward_share > 0:
+            value = value + forward_share * forward_kl(student, teacher)
+        if forward_share < 1:
+            value = value + (1 - forward_share) * reverse_kl(student, teacher, neg_entropy)
         return value
 
-    def slopes(
-        self, at_ids: Tensor, lse: Tensor, neg_entropy: Tensor | None, teacher_logits: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The loss [t], and its derivatives by logits at the ids, log Σ exp and (where given) negative entropy."""
-        leaves = [value.detach().requires_grad_() for value in (at_ids, lse, neg_entropy) if value is not None]
-        with torch.enable_grad():
-            value = self(leaves[0], leaves[1], None if neg_entropy is None else leaves[2], teacher_logits)
-            gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True, materialize_grads=True)
-        return value.detach(), list(gradients)
+    needs_entropy = zero_outside and forward_share < 1 and jsd_beta is None
+    scaling = Scaling(temperature, student.softcap)
+    sums = _topk_kl_sums(tokens, teacher_logits, teacher_ids, scaling, divergence, needs_entropy, shard)
+    total, inside = sums.unbind()
+    return TopkKlSums(tokens.with_gradient(total), inside)
 
 
 @torch.no_grad()
 def _topk_kl_sums(
-    tokens: TiledSum, teacher_logits: Tensor, ids: Tensor, scaling: Scaling, loss: _Loss, shard: VocabShard
+    tokens: TiledSum,
+    teacher_logits: Tensor,
+    ids: Tensor,
+    scaling: Scaling,
+    divergence: Callable[..., Tensor],
+    needs_entropy: bool,
+    shard: VocabShard,
 ) -> Tensor:
-    """The loss and the probability inside [2]; leaves the loss's gradient with `tokens`."""
+    """Return the divergence and the probability inside [2]; its gradient is left with `tokens`."""
     sums = torch.zeros(2, dtype=tokens.dtype, device=tokens.hidden.device)
-    memory = tokens.memory(2 + loss.needs_entropy)
+    memory = tokens.memory(2 + needs_entropy)
     for tile, mine in tokens.tiles():
         scratch, held, *third = (tensor[: len(mine)] for tensor in memory)  # [t, V/tp]
         logits = scaling.logits_(product(mine, tokens.operand.t(), out=held))
@@ -144,9 +133,13 @@ def _topk_kl_sums(
         stats = part_stats(logits, scratch, *third)  # scratch: log p, or third: p, of the part alone
         whole, log_share, summed, _ = merge_over(stats, logits.shape[1], shard.group, at_ids.t())
         at_ids, share = summed.t() - whole.m[:, None], log_share.exp()  # with the maximum at 0, as l has it
-        values, (by_ids, by_lse, *by_entropy) = loss.slopes(at_ids, whole.l, whole.neg_entropy, teacher_logits[tile])
+        leaves = [leaf.detach().requires_grad_() for leaf in (at_ids, whole.l, whole.neg_entropy) if leaf is not None]
+        with torch.enable_grad():
+            values = divergence(teacher_logits[tile], *leaves)
+            slopes = torch.autograd.grad(values.sum(), leaves, allow_unused=True, materialize_grads=True)
+        by_ids, by_lse, *by_entropy = slopes
         inside = (at_ids - whole.l[:, None]).exp().sum()
-        sums += torch.stack([values.sum(), inside])
+        sums += torch.stack([values.detach().sum(), inside])
         if not tokens.wants_gradient:
             continue
         # d lse / dz = p;  d Σ p·log p / dz = p · (log p − Σ p·log p).

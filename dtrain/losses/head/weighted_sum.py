@@ -5,7 +5,7 @@ forward, tile by tile: three matrix products of the head instead of the four tha
 and no more memory than one tile of logits beside the two gradients.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,21 @@ from dtrain.losses.head.vocabulary import (
     shard_sizes,
     tile_rows,
 )
-from dtrain.losses.token.formulas import TokenLossFn
+
+TokenLossFn = Callable[[Tensor], Tensor]
+"""A loss of tokens: log-probabilities [t] to losses [t], each by its own log-probability alone. It is called tile by
+tile, and autograd gives its derivative: any differentiable function, of which what is detached is a constant. The sum
+over the global batch's trained tokens is divided by their number. `token.options` has the names and options."""
+
+
+def nll(logprobs: Tensor) -> Tensor:
+    """−log p."""
+    return -logprobs
+
+
+def dft(logprobs: Tensor) -> Tensor:
+    """−p · log p, p a constant (DFT: Wu et al., arXiv:2508.05629, equation 9)."""
+    return -logprobs.exp().detach() * logprobs
 
 
 def head_tile_rows(columns: int, device_type: str) -> int:
@@ -130,7 +144,7 @@ def token_loss_sums(
     """Σᵢ loss(log p[targets[i]]) over the tokens i, p = softmax(softcap(hidden[index[i]] · weightᵀ)), and how many of
     the targets are the likeliest token.
 
-    loss: log-probabilities [t] to losses [t], each by its own log-probability alone; see `losses.token`.
+    loss: see `TokenLossFn`.
     label_smoothing: ε, from 0 to below 1: (1 − ε) of it, and ε of the mean of −log p over the vocabulary, the target
     included (Szegedy et al., arXiv:1512.00567, section 7).
 

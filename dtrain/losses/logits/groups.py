@@ -1,5 +1,5 @@
 """Small helpers over the caller's groups: where a shard begins, sums, and the context-parallel helpers that NeMo-RL's
-users know, on `parallel.layout`'s head-tail layout.
+users know, on `parallel.context.batch`'s head-tail layout.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dtrain.losses.head.vocabulary import Group, group_rank, group_size
 from dtrain.parallel.collectives import gather_along, leave_region
-from dtrain.parallel.context.layout import gather_sequence, shard_sequence
+from dtrain.parallel.context.batch import gather_sequence, shard_sequence
 
 Bounds = tuple[int | Tensor, int | Tensor]  # the ids [start, end) of a shard
 
@@ -59,7 +59,7 @@ def group_all_reduce_sum_with_grad(x: Tensor, group: Group) -> Tensor:
 
 @torch.no_grad()
 def group_all_reduce_sum(x: Tensor, group: Group) -> Tensor:
-    """`group_all_reduce_sum_with_grad` of x [...] without a gradient: for counts and other constants."""
+    """`group_all_reduce_sum_with_grad` of x [...], for constants: no gradient."""
     return group_all_reduce_sum_with_grad(x, group).detach()
 
 
@@ -80,9 +80,7 @@ class AllGatherCPTensor:
         return gather_sequence(tensor, cp_group, seq_dim)
 
 
-def allgather_cp_sharded_tensor(tensor: Tensor, cp_group: Group, seq_dim: int = 1) -> Tensor:
-    """`AllGatherCPTensor.apply`: [..., S/cp, ...] -> [..., S, ...], gradients are summed over cp."""
-    return AllGatherCPTensor.apply(tensor, cp_group, seq_dim)
+allgather_cp_sharded_tensor = AllGatherCPTensor.apply
 
 
 def _get_tokens_on_this_cp_rank(input_ids: Tensor, cp_rank: int, cp_size: int, seq_dim: int = 1) -> Tensor:

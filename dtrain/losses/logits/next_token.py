@@ -1,5 +1,5 @@
 """Log-probabilities of the next tokens from logits in each layout that a model hands out: vocabulary-parallel with
-groups, DTensor, plain. Targets come unshifted here, and are shifted inside.
+groups, DTensor, plain, packed; and after top-k and top-p. Targets come unshifted here, and are shifted inside.
 """
 
 import torch
@@ -7,12 +7,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
+from dtrain.losses.head.filtered import Exchange, SampledLogprob
 from dtrain.losses.head.logprobs import TrainingSamplingParams, need_top_k_or_top_p_filtering
-from dtrain.losses.head.vocabulary import Group, group_size
+from dtrain.losses.head.vocabulary import Group, group_rank, group_size
 from dtrain.losses.logits.groups import Bounds, allgather_cp_sharded_tensor, shard_bounds, shard_like
-from dtrain.losses.logits.logprob import logprob_at
-from dtrain.losses.logits.sampling import sampled_logprobs
-from dtrain.parallel.collectives import all_gather
+from dtrain.losses.logits.logprob import check_chunk, logprob_at
+from dtrain.parallel.collectives import all_gather, gather_along
+from dtrain.parallel.context.batch import held_positions, sequence_of
 from dtrain.parallel.placement import chunk_bounds
 
 NO_TARGET = -1  # no id of any vocabulary: log-probability 0.0 and no gradient
@@ -31,12 +32,12 @@ def logprobs_of_targets(
     """log p(target) [B, S] from a shard of the logits [B, S, V/tp], filtered and in chunks where that is asked for."""
     if sampling_params is not None and need_top_k_or_top_p_filtering(sampling_params):
         top_k, top_p = sampling_params.top_k, sampling_params.top_p
-        return sampled_logprobs(logits, target, group, top_k, top_p, chunk_size, inference_only)
+        sampled = ChunkedDistributedLogprobWithSampling
+        return sampled.apply(logits, target, group, top_k, top_p, chunk_size, inference_only)
     return logprob_at(logits, target.unsqueeze(-1), start, end, group, chunk_size, inference_only).squeeze(-1)
 
 
 def next_tokens(ids: Tensor) -> Tensor:
-    """[B, S] -> the token after each, NO_TARGET at the end."""
     return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], NO_TARGET)], 1)
 
 
@@ -60,16 +61,8 @@ def from_parallel_logits_to_logprobs(
     divide.
     """
     following = shard_like(next_tokens(target), vocab_parallel_logits.shape[1], cp_group)
-    logprobs = logprobs_of_targets(
-        vocab_parallel_logits,
-        following,
-        vocab_start_index,
-        vocab_end_index,
-        tp_group,
-        inference_only,
-        chunk_size,
-        sampling_params,
-    )
+    arguments = (vocab_start_index, vocab_end_index, tp_group, inference_only, chunk_size, sampling_params)
+    logprobs = logprobs_of_targets(vocab_parallel_logits, following, *arguments)
     return allgather_cp_sharded_tensor(logprobs, cp_group, seq_dim=1)[:, : target.shape[1] - 1]
 
 
@@ -221,3 +214,142 @@ def get_next_token_logprobs_from_logits(
         chunk_size=chunk_size,
         sampling_params=sampling_params,
     )
+
+
+def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: Group) -> Tensor:
+    """[rows, V/tp] on every rank -> [rows/tp, V]: rank r gets the r-th part of the rows, cut as torch.chunk cuts.
+
+    One all-to-all, and one exchange of shard sizes on the host. No gradient. Raises ValueError for other than 2-D.
+    """
+    if vocab_parallel_logits.dim() != 2:
+        raise ValueError(f"[rows, V/tp] is needed, this is a 2D function; it got {tuple(vocab_parallel_logits.shape)}")
+    exchange = Exchange(vocab_parallel_logits.shape[1], tp_group, vocab_parallel_logits.device)
+    return exchange.whole_rows(vocab_parallel_logits)
+
+
+def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: Group) -> Tensor:
+    """[rows/tp, V] on every rank -> [rows, V/tp], the inverse of `all_to_all_vp2sq`; the vocabulary is cut as
+    torch.chunk cuts. One all-to-all, and one exchange of row counts on the host. No gradient.
+    """
+    if seq_parallel_logits.dim() != 2:
+        raise ValueError(f"[rows/tp, V] is needed, this is a 2D function; it got {tuple(seq_parallel_logits.shape)}")
+    # The exchange that undoes it has rows and columns in each other's place.
+    exchange = Exchange(len(seq_parallel_logits), tp_group, seq_parallel_logits.device)
+    return exchange.whole_rows(seq_parallel_logits.t()).t().contiguous()
+
+
+class DistributedLogprobWithSampling:
+    """log p(target) under top-k / top-p filtering, from logits with a cut vocabulary."""
+
+    @staticmethod
+    def apply(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        tp_group: Group,
+        top_k: int | None,
+        top_p: float,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """logits [B, S, V/tp], target [B, S] global ids -> [B, S] on every rank, float32 (float64 from float64).
+
+        The rule is `apply_top_k_top_p`'s. A filtered target: −inf and a zero gradient row; a target outside [0, V): 0.0
+        and a zero gradient. One softmax [B·S/tp, V] is saved for the backward. Forward: one all-to-all, one all-reduce
+        of B·S numbers, one exchange of shard sizes on the host; backward: one all-to-all.
+        """
+        chunked = ChunkedDistributedLogprobWithSampling
+        return chunked.apply(vocab_parallel_logits, target, tp_group, top_k, top_p, None, inference_only)
+
+
+class ChunkedDistributedLogprobWithSampling:
+    """`DistributedLogprobWithSampling` in chunks: less memory, and the backward filters again."""
+
+    @staticmethod
+    def apply(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        tp_group: Group,
+        top_k: int | None,
+        top_p: float,
+        chunk_size: int | None,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Return what `DistributedLogprobWithSampling.apply` does, [B, S]; extra memory O(chunk_size · V), chunk_size
+        in sequence positions. Per chunk one all-to-all, in the backward two.
+        """
+        check_chunk(chunk_size)
+        logits = vocab_parallel_logits.detach() if inference_only else vocab_parallel_logits
+        return SampledLogprob.apply(logits, target, tp_group, top_k, top_p, chunk_size)
+
+
+def from_parallel_logits_to_logprobs_packed_sequences(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    cu_seqlens_padded: Tensor,
+    unpacked_seqlen: int,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    group: Group,
+    inference_only: bool = False,
+    cp_group: Group = None,
+    chunk_size: int | None = None,
+    sampling_params: TrainingSamplingParams | None = None,
+    target_is_pre_rolled: bool = False,
+) -> Tensor:
+    """logits [1, T/cp, V/tp], target [1, T] unshifted, cu_seqlens_padded [B + 1] -> [B, unpacked_seqlen − 1]: log p of
+    the token after each position of each sequence, 0 beyond its end; an empty sequence gives a row of zeros.
+
+    Sequence b is the span between cu_seqlens_padded[b] and [b + 1]; every cp rank holds its head and tail chunk of
+    each, one sequence after the other. target_is_pre_rolled: target [1, T/cp] is shifted and cut already.
+    Under cp the incoming gradient is summed over cp. Collectives: those of the log-probabilities over `group`, one
+    all-gather over cp. Raises ValueError where shapes do not fit; RuntimeError (on CUDA a device assertion) where 2·cp
+    does not divide a sequence's length, the spans go beyond T, or unpacked_seqlen is shorter than a sequence.
+    """
+    size, local = group_size(cp_group), vocab_parallel_logits.shape[1]
+    tokens = local * size
+    if target.shape[-1] != (local if target_is_pre_rolled else tokens):
+        raise ValueError(
+            f"target has {target.shape[-1]} tokens, the logits {local} on each of {size} cp ranks, "
+            f"target_is_pre_rolled={target_is_pre_rolled}"
+        )
+    ends = cu_seqlens_padded.to(vocab_parallel_logits.device, torch.int64)
+    # Tokens after the last sequence are one more, which is not returned.
+    ends = torch.cat([ends, ends.new_full((1,), tokens)])
+    _check(ends, size, unpacked_seqlen)
+    starts, lengths = ends[:-2], ends.diff()[:-1]
+    if target_is_pre_rolled:
+        following = target.flatten()
+    else:
+        following = _next_in_sequence(target.flatten(), ends)
+        if size > 1:
+            following = following[held_positions(ends, tokens, group_rank(cp_group), size)]
+    arguments = (vocab_start_index, vocab_end_index, group, inference_only, chunk_size, sampling_params)
+    logprobs = logprobs_of_targets(vocab_parallel_logits, following[None], *arguments).squeeze(0)  # [T/cp]
+    if size > 1:
+        logprobs = gather_along(logprobs, 0, cp_group)  # [T], rank after rank
+        held = torch.cat([held_positions(ends, tokens, rank, size) for rank in range(size)])
+        places = torch.empty_like(held).scatter_(0, held, torch.arange(tokens, device=held.device))
+        logprobs = logprobs.index_select(0, places)
+    offsets = torch.arange(unpacked_seqlen - 1, device=ends.device)
+    inside = offsets < lengths[:, None] - 1  # [B, unpacked_seqlen − 1]
+    if not tokens:
+        return logprobs.new_zeros(inside.shape)
+    places = torch.where(inside, starts[:, None] + offsets, 0)
+    return torch.where(inside, logprobs.index_select(0, places.flatten()).view(places.shape), 0)
+
+
+def _check(ends: Tensor, cp_size: int, unpacked_seqlen: int) -> None:
+    lengths = ends.diff()
+    rise = (lengths >= 0).all() & (ends[0] == 0)
+    torch._assert_async(rise, "cu_seqlens_padded must rise from 0 to at most the number of packed tokens")
+    fits = (lengths[:-1] <= unpacked_seqlen).all()
+    torch._assert_async(fits, "unpacked_seqlen is shorter than a packed sequence; nothing is cut off")
+    if cp_size > 1:
+        even = (lengths % (2 * cp_size) == 0).all()
+        torch._assert_async(even, f"a packed length is no multiple of {2 * cp_size}, 2·cp; nothing is dropped")
+
+
+def _next_in_sequence(target: Tensor, ends: Tensor) -> Tensor:
+    """[T] -> the token after each in its own sequence, NO_TARGET at its end."""
+    positions = torch.arange(len(target), device=target.device)
+    last = positions + 1 == ends[1:][sequence_of(positions, ends)]
+    return torch.where(last, NO_TARGET, target.roll(-1))

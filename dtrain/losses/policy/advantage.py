@@ -44,10 +44,8 @@ def advantages(
     for key, word, known in (("baseline", baseline, get_args(Baseline)), ("scale", scale, get_args(Scale))):
         if word not in known:
             raise ValueError(f"{key}={word!r}; there are {', '.join(known)}")
-    values = _values(rewards)
-    ids = _ids(groups, len(values))
+    values, ids, by_group = _grouped(rewards, groups)
     everyone = _Known(values)
-    by_group = _by_group(values, ids)
 
     def of(value: float, own: _Known) -> float:
         compared = {"group": own, "leave_one_out": own, "batch": everyone, "none": None}[baseline]
@@ -90,9 +88,7 @@ def zero_variance_groups(rewards: Tensor, groups: Groups) -> Tensor:
     For dynamic sampling (DAPO: Yu et al., arXiv:2503.14476, section 3.2), which leaves them out, and for the fraction
     that is logged. Arguments and errors as in `advantages`.
     """
-    values = _values(rewards)
-    ids = _ids(groups, len(values))
-    by_group = _by_group(values, ids)
+    _, ids, by_group = _grouped(rewards, groups)
     return torch.tensor([by_group[group].is_constant for group in ids], dtype=torch.bool)
 
 
@@ -136,11 +132,14 @@ class _Known:
         return self._without[value]
 
 
-def _by_group(values: Sequence[float], ids: Sequence[int]) -> dict[int, _Known]:
+def _grouped(rewards: Tensor, groups: Groups) -> tuple[list[float], list[int], dict[int, _Known]]:
+    """The rewards and the group of each completion, and the rewards that are known of each group."""
+    values = _values(rewards)
+    ids = _ids(groups, len(values))
     members: dict[int, list[float]] = {}
     for value, group in zip(values, ids, strict=True):
         members.setdefault(group, []).append(value)
-    return {group: _Known(of_group) for group, of_group in members.items()}
+    return values, ids, {group: _Known(of_group) for group, of_group in members.items()}
 
 
 def _values(rewards: Tensor) -> list[float]:

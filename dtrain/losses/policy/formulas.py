@@ -5,7 +5,9 @@ r is π(token)/π_old(token), or a sequence's geometric mean of it (`importance_
 (ε_low, ε_high) the clip. The gradient through r is that of the probability unless a formula stops it with sg[...]. A
 loss is a number per token; a sequence's loss stands at each of its tokens, so that the mean over them is it.
 
-After the losses: the divergence from a reference, and what corrects for completions that π_old did not draw.
+Before the losses: sums over the sequences of a micro-batch, in padded rows, packed rows, and the parts of both that a
+context-parallel rank holds. After them: the divergence from a reference, and what corrects for completions that π_old
+did not draw.
 """
 
 import math
@@ -14,17 +16,66 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.losses.policy.sequences import Sequences
+from dtrain.base.batch import sum_by_document
+from dtrain.parallel.collectives import enter_region, leave_region
 
 _SMALLEST_WEIGHT = math.log(1e-8)  # VESPO's floor of a log weight
 _LARGEST_LOG = 20.0  # and its ceiling
 
 
+class RowSequences:
+    """Sequences that are the rows of mask [n, S], true at the tokens that count. No collective.
+
+    lengths [sequences]: masked-in tokens of each sequence, int64, whole on every rank.
+    """
+
+    def __init__(self, mask: Tensor):
+        self._shape = mask.shape
+        self.lengths = mask.long().sum(1)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Σ over each sequence, [..., n, S] -> [..., n]"""
+        return values.sum(-1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """At each token its sequence's value, [..., n] -> [..., n, S]"""
+        return values.unsqueeze(-1).expand(*values.shape[:-1], *self._shape)
+
+
+class Documents:
+    """Sequences that are the documents of packed or padded rows, or the parts of them that a cp rank holds.
+
+    ids [n, S] int64: `batch.document_ids`, −1 on padding; count: documents of the micro-batch, whole. mask [n, S]: true
+    at the tokens that count. group: the cp group, None for none. Making one and each `sum` costs an all-reduce over it,
+    and the backward of `sum` another: the true derivative where each cp rank's loss is that of its own tokens.
+    """
+
+    def __init__(self, ids: Tensor, count: int, mask: Tensor, group: dist.ProcessGroup | None = None):
+        self._ids, self._count = ids, count
+        self._group = None if group is None or group.size() == 1 else group
+        self.lengths = self.sum(mask.long())
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Σ over each sequence, [..., n, S] -> [..., count], whole on every rank that has a part of it"""
+        sums = sum_by_document(values, self._ids, self._count)
+        return sums if self._group is None else enter_region(leave_region(sums, self._group), self._group)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[..., count] -> [..., n, S]"""
+        padded = torch.cat([values.new_zeros(*values.shape[:-1], 1), values], -1)  # the first: padding
+        return padded[..., self._ids + 1]
+
+
+Sequences = RowSequences | Documents
+
+
 @dataclass(frozen=True)
 class Tokens:
-    """Inputs of a policy loss for a micro-batch, [n, S] each; masked-out places hold zeros.
+    """Inputs of a policy loss for a micro-batch, [n, S] each, in max(float32, the dtype of logps); 0 where nothing is
+    known. Only logps, what is made of them, and entropies have a gradient.
 
     logps, log_ratio, ratio: 0 also where the token cannot be drawn any more (π = 0); ratio is of the level asked for,
     log_ratio of the token. correction: weights π_old/π_sampler, None for none.
@@ -35,10 +86,16 @@ class Tokens:
     log_ratio: Tensor
     ratio: Tensor
     advantages: Tensor
+    mask: Tensor
     possible: Tensor  # the mask less the tokens with π = 0
     sequences: Sequences
     clip: Sequence[float]
-    correction: "Correction | None" = None
+    correction: "Correction | None"
+    reference: Tensor | None
+    has_reference: Tensor
+    sampler: Tensor | None
+    is_sampled: Tensor
+    entropies: Tensor | None
 
 
 class Correction(NamedTuple):
@@ -247,7 +304,6 @@ def correction(
     sampling_logps: Tensor,
     known: Tensor,
     sequences: Sequences,
-    *,
     mode: str,
     smallest: float | None,
     largest: float | None,

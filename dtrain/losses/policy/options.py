@@ -80,18 +80,9 @@ SHARED: Mapping[str, Any] = MappingProxyType(
         "sampling_clip_max": 3.0,
     }
 )
-"""Options of every loss, and their defaults: TRL 1.16's where it has them.
-
-importance_sampling_level   what r is: token, π/π_old; sequence, the geometric mean over the sequence (GSPO,
-                            arXiv:2507.18071, equation 7); sequence_token, sg[that]·π/sg[π] (equation 14). None: the
-                            loss's own. r enters the KL term too
-kl_estimator, kl_gradient   of the term β·KL(π ‖ π_ref): `formulas.kl_term`
-old_kl_coef                 c of the term c·(log π/π_old)², normalised as the loss (Kimi K2.5, arXiv:2602.02276)
-entropy_coef                c of −c · mean entropy over the tokens, whatever the loss's normalisation
-top_entropy_quantile        ρ: only the tokens among the ρ of highest entropy keep their policy loss (Wang et al.,
-                            arXiv:2506.01939); the entropy term is over them too, the KL term over all
-off_policy_mask_threshold   leaves out sequences of negative advantage that have drifted off: `formulas`
-sampling_correction, ..     weights π_old/π_sampler where the sampler's log-probabilities are given: there too
+"""Options of every loss, and their defaults: TRL 1.16's where it has them. losses/README.md says what each does. r of
+the importance sampling level (GSPO, arXiv:2507.18071, equations 7 and 14) enters the KL term too; the entropy term is
+over the tokens that top_entropy_quantile keeps, whatever the loss's normalisation, the KL term over all.
 """
 
 _BOUND: Range = (lambda v: v is None or (is_number(v) and v > 0), "a finite number above 0, or null")

@@ -8,7 +8,6 @@ whole.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,6 +17,8 @@ from torch import Tensor
 from dtrain.base.ranges import NUMBER, hint, is_number, sizes_for
 from dtrain.losses.policy import formulas
 from dtrain.losses.policy.formulas import (
+    RowSequences,
+    Sequences,
     Tokens,
     bounded_exp,
     correction,
@@ -28,7 +29,6 @@ from dtrain.losses.policy.formulas import (
     off_policy_mask,
 )
 from dtrain.losses.policy.options import LOSSES, RANGES, SHARED, PolicyLoss, is_clip
-from dtrain.losses.policy.sequences import Sequences
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,11 @@ class PolicySpec:
         whole = read | dict(self.options)
         object.__setattr__(self, "clip", tuple(float(bound) for bound in self.clip))
         object.__setattr__(self, "options", MappingProxyType(whole))
-        self._check_combinations(whole)
-
-    def _check_combinations(self, options: Mapping[str, Any]) -> None:
-        if options.get("delta") is not None and options.get("dual_clip") is not None:
+        if whole.get("delta") is not None and whole.get("dual_clip") is not None:
             raise ValueError("delta and dual_clip bound the same ratio: give one of them")
-        if self.loss.by_sequence and options["top_entropy_quantile"] < 1:
+        if self.loss.by_sequence and whole["top_entropy_quantile"] < 1:
             raise ValueError(f"top_entropy_quantile: {self.name} is a loss of whole sequences, which keep all tokens")
-        smallest, largest = options["sampling_clip_min"], options["sampling_clip_max"]
+        smallest, largest = whole["sampling_clip_min"], whole["sampling_clip_max"]
         if smallest is not None and largest is not None and smallest >= largest:
             raise ValueError(f"sampling_clip_min={smallest} must be below sampling_clip_max={largest}")
 
@@ -161,142 +158,120 @@ def policy_terms(
     (the sampler does not know) the weight is 1. Any other NaN reaches the loss. The gradient of a mask without a token
     is zero. Raises ValueError for what `spec` needs and is not given.
     """
-    known = _Known.of(logps, old_logps, mask.bool(), ref_logps, sampling_logps, entropies)
-    advantages = _at(known.mask, advantages.detach(), known.logps.dtype)
-    tokens = _tokens(spec, known, advantages, sequences)
+    tokens = _tokens(spec, logps, old_logps, advantages, mask.bool(), sequences, ref_logps, sampling_logps, entropies)
     own = {name: spec.options[name] for name in spec.loss.options}
     surrogate = getattr(formulas, spec.loss.function)(tokens, **own)
-    loss, kept, is_near = _loss_of_tokens(spec, known, tokens, surrogate.loss, entropy_threshold)
+    loss, kept, is_near = _loss_of_tokens(spec, tokens, surrogate.loss, entropy_threshold)
     if spec.loss.normalisation == "sequences":
         loss = loss / sequences.spread(sequences.lengths.clamp(min=1))
-    total = torch.where(known.mask, loss, 0.0).sum() / spec.divisor(counts)
+    total = torch.where(tokens.mask, loss, 0.0).sum() / spec.divisor(counts)
     if spec.options["entropy_coef"]:
         among = counts.tokens if counts.high_entropy_tokens is None else counts.high_entropy_tokens
-        bonus = torch.where(kept, _given(known.entropies, _NEEDS_ENTROPIES), 0.0).sum() / _or_one(among)
+        bonus = torch.where(kept, _given(tokens.entropies, _NEEDS_ENTROPIES), 0.0).sum() / _or_one(among)
         total = total - spec.options["entropy_coef"] * bonus
-    return total, _metric_sums(known, tokens, surrogate[1:], is_near)
+    return total, _metric_sums(tokens, surrogate[1:], is_near)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """Streams of a micro-batch [n, S] in max(float32, the dtype of logps), 0 where nothing is known, and masks [n, S]
-    of where something is: possible, for π and π_old; has_reference; is_sampled. Only logps and entropies have a
-    gradient.
-    """
+def _tokens(
+    spec: PolicySpec,
+    logps: Tensor,
+    old_logps: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    sequences: Sequences,
+    ref_logps: Tensor | None,
+    sampling_logps: Tensor | None,
+    entropies: Tensor | None,
+) -> Tokens:
+    """Return what the surrogates read: the streams, ratios at the level of importance sampling, and the weights for the
+    mismatch of the sampler, where it is known."""
 
-    logps: Tensor
-    old_logps: Tensor
-    mask: Tensor
-    possible: Tensor
-    reference: Tensor | None
-    has_reference: Tensor
-    sampler: Tensor | None
-    is_sampled: Tensor
-    entropies: Tensor | None
+    def at(where: Tensor, values: Tensor) -> Tensor:
+        """`values` [n, S] in the dtype of arithmetic where `where` [n, S] holds, 0 elsewhere."""
+        return torch.where(where, values.to(dtype), 0.0)
 
-    @classmethod
-    def of(
-        cls,
-        logps: Tensor,
-        old_logps: Tensor | None,
-        mask: Tensor,
-        ref_logps: Tensor | None,
-        sampling_logps: Tensor | None,
-        entropies: Tensor | None,
-    ) -> "_Known":
-        at = partial(_at, dtype=torch.promote_types(logps.dtype, torch.float32))
-        old_logps = logps if old_logps is None else old_logps
-        possible = is_known(old_logps, is_known(logps, mask))
-        has_reference, is_sampled = is_known(ref_logps, possible), is_known(sampling_logps, possible)
-        reference = None if ref_logps is None else at(has_reference, ref_logps.detach())
-        sampler = None
-        if sampling_logps is not None:
-            is_sampled = is_sampled & ~sampling_logps.isnan()
-            sampler = at(is_sampled, sampling_logps.detach())
-        old = at(possible, old_logps.detach())
-        known_entropies = None if entropies is None else at(possible, entropies)
-        logps = at(possible, logps)
-        return cls(logps, old, mask, possible, reference, has_reference, sampler, is_sampled, known_entropies)
-
-
-def _at(where: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `values` [n, S] in `dtype` where `where` [n, S] holds, 0 elsewhere."""
-    return torch.where(where, values.to(dtype), 0.0)
-
-
-def _tokens(spec: PolicySpec, known: _Known, advantages: Tensor, sequences: Sequences) -> Tokens:
-    """Return what the surrogates read: ratios at the level of importance sampling, and the weights for the mismatch of
-    the sampler, where it is known."""
-    options, log_ratio = spec.options, known.logps - known.old_logps
-    level = options["importance_sampling_level"] or spec.loss.level
-    ratio = _ratio(level, known.logps, log_ratio, known.possible, sequences)
-    weights = None
-    if known.sampler is not None:
-        weights = correction(
-            known.old_logps,
-            known.sampler,
-            known.is_sampled,
-            sequences,
-            mode=options["sampling_correction"],
-            smallest=options["sampling_clip_min"],
-            largest=options["sampling_clip_max"],
-        )
-    possible, clip = known.possible, spec.clip
-    return Tokens(known.logps, known.old_logps, log_ratio, ratio, advantages, possible, sequences, clip, weights)
+    options, dtype = spec.options, torch.promote_types(logps.dtype, torch.float32)
+    old_logps = logps if old_logps is None else old_logps
+    possible = is_known(old_logps, is_known(logps, mask))
+    has_reference, is_sampled = is_known(ref_logps, possible), is_known(sampling_logps, possible)
+    reference = None if ref_logps is None else at(has_reference, ref_logps.detach())
+    logps, old_logps = at(possible, logps), at(possible, old_logps.detach())
+    sampler = weights = None
+    if sampling_logps is not None:
+        is_sampled = is_sampled & ~sampling_logps.isnan()
+        sampler = at(is_sampled, sampling_logps.detach())
+        bounds = options["sampling_clip_min"], options["sampling_clip_max"]
+        weights = correction(old_logps, sampler, is_sampled, sequences, options["sampling_correction"], *bounds)
+    log_ratio = logps - old_logps
+    return Tokens(
+        logps=logps,
+        old_logps=old_logps,
+        log_ratio=log_ratio,
+        ratio=_ratio(options["importance_sampling_level"] or spec.loss.level, logps, log_ratio, possible, sequences),
+        advantages=at(mask, advantages.detach()),
+        mask=mask,
+        possible=possible,
+        sequences=sequences,
+        clip=spec.clip,
+        correction=weights,
+        reference=reference,
+        has_reference=has_reference,
+        sampler=sampler,
+        is_sampled=is_sampled,
+        entropies=None if entropies is None else at(possible, entropies),
+    )
 
 
 def _loss_of_tokens(
-    spec: PolicySpec, known: _Known, tokens: Tokens, loss: Tensor, entropy_threshold: Tensor | float | None
+    spec: PolicySpec, tokens: Tokens, loss: Tensor, entropy_threshold: Tensor | float | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the loss [n, S] of a surrogate with what `spec` masks, weighs and adds; the tokens kept [n, S]; and those
     of sequences near enough to the sampler [n, S], None where none is left out."""
-    options, kept, is_near = spec.options, known.mask, None
+    options, kept, is_near = spec.options, tokens.mask, None
     if options["off_policy_mask_threshold"] is not None:
-        drawn, by = known.old_logps, known.possible
-        if known.sampler is not None:
-            drawn, by = known.sampler, known.is_sampled
+        drawn, by = tokens.old_logps, tokens.possible
+        if tokens.sampler is not None:
+            drawn, by = tokens.sampler, tokens.is_sampled
         threshold = options["off_policy_mask_threshold"]
-        is_near = off_policy_mask(known.logps, drawn, tokens.advantages, by, tokens.sequences, threshold)
+        is_near = off_policy_mask(tokens.logps, drawn, tokens.advantages, by, tokens.sequences, threshold)
         loss = torch.where(is_near, loss, 0.0)
     if options["top_entropy_quantile"] < 1:
-        deciding = _given(known.entropies, _NEEDS_ENTROPIES)
+        deciding = _given(tokens.entropies, _NEEDS_ENTROPIES)
         if entropy_threshold is None:
             raise ValueError("top_entropy_quantile needs entropy_threshold: top_entropy_threshold of the global batch")
-        kept = known.mask & (deciding >= entropy_threshold)
+        kept = tokens.mask & (deciding >= entropy_threshold)
         loss = torch.where(kept, loss, 0.0)
     if tokens.correction is not None and not spec.loss.corrects_itself:
         loss = loss * tokens.correction.weights
     if spec.beta:
-        ref_logps = _given(known.reference, f"beta={spec.beta} needs ref_logps")
-        kl = kl_term(known.logps, ref_logps, tokens.ratio, options["kl_estimator"], options["kl_gradient"])
-        loss = loss + spec.beta * torch.where(known.has_reference, kl, 0.0)
+        ref_logps = _given(tokens.reference, f"beta={spec.beta} needs ref_logps")
+        kl = kl_term(tokens.logps, ref_logps, tokens.ratio, options["kl_estimator"], options["kl_gradient"])
+        loss = loss + spec.beta * torch.where(tokens.has_reference, kl, 0.0)
     if options["old_kl_coef"]:
         loss = loss + options["old_kl_coef"] * tokens.log_ratio.square()
     return loss, kept, is_near
 
 
 @torch.no_grad()
-def _metric_sums(
-    known: _Known, tokens: Tokens, clipped: Sequence[Tensor | None], is_near: Tensor | None
-) -> dict[str, Tensor]:
+def _metric_sums(tokens: Tokens, clipped: Sequence[Tensor | None], is_near: Tensor | None) -> dict[str, Tensor]:
     """Return the sums that `MEANS` is made from; clipped: the tokens [n, S] that a bound below and above cut."""
     nowhere = torch.zeros_like(tokens.ratio)
     low, high = (nowhere if part is None else part.to(nowhere) for part in clipped)
-    old_logps, logps, weights = known.old_logps, known.logps, tokens.correction
-    sums = _sums(known.possible, "known_tokens", approx_kl=k3_of(old_logps, logps), ratio=tokens.ratio)
-    sums |= _sums(known.mask, "tokens", clip_low=low, clip_high=high)
-    if known.reference is not None:
-        sums |= _sums(known.has_reference, "kl_tokens", kl=k3_of(logps, known.reference))
-    if known.entropies is not None:
-        sums |= _sums(known.possible, "entropy_tokens", entropy=known.entropies)
-    if known.sampler is not None:
-        gap, drift = (known.sampler - old_logps).abs(), k3_of(known.sampler, old_logps)
-        sums |= _sums(known.is_sampled, "sampled_tokens", mismatch_kl=drift, mismatch_abs=gap)
+    old_logps, logps, weights = tokens.old_logps, tokens.logps, tokens.correction
+    sums = _sums(tokens.possible, "known_tokens", approx_kl=k3_of(old_logps, logps), ratio=tokens.ratio)
+    sums |= _sums(tokens.mask, "tokens", clip_low=low, clip_high=high)
+    if tokens.reference is not None:
+        sums |= _sums(tokens.has_reference, "kl_tokens", kl=k3_of(logps, tokens.reference))
+    if tokens.entropies is not None:
+        sums |= _sums(tokens.possible, "entropy_tokens", entropy=tokens.entropies)
+    if tokens.sampler is not None:
+        gap, drift = (tokens.sampler - old_logps).abs(), k3_of(tokens.sampler, old_logps)
+        sums |= _sums(tokens.is_sampled, "sampled_tokens", mismatch_kl=drift, mismatch_abs=gap)
     if weights is not None:
         outside = weights.outside.to(logps.dtype)
-        sums |= _sums(known.mask, "corrected_tokens", correction=weights.weights, oob_frac=outside)
+        sums |= _sums(tokens.mask, "corrected_tokens", correction=weights.weights, oob_frac=outside)
     if is_near is not None:
-        sums |= _sums(known.mask, "tokens", off_policy_frac=(~is_near).to(logps.dtype))
+        sums |= _sums(tokens.mask, "tokens", off_policy_frac=(~is_near).to(logps.dtype))
     return sums
 
 
@@ -340,3 +315,71 @@ def _given(value: Tensor | None, needs: str) -> Tensor:
 def _or_one(count: Any) -> Any:
     """A count to divide by: 1 in the place of 0."""
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
+
+
+def policy_loss(
+    name: str,
+    logps: Tensor,
+    old_logps: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip: tuple[float, float] = (0.2, 0.2),
+    ref_logps: Tensor | None = None,
+    beta: float = 0.0,
+    sampling_logps: Tensor | None = None,
+    entropies: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
+    max_completion_length: int | None = None,
+    entropy_threshold: Tensor | float | None = None,
+    entropy_tokens: Tensor | float | None = None,
+    **options: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of B completions, a scalar, and its metrics, by the loss's name in `options.LOSSES`.
+
+    logps, old_logps, ref_logps, sampling_logps, entropies [B, T]; advantages [B] or [B, T]; mask [B, T], true or 1 at
+    the completions' tokens. `policy_terms` says what each is, which may be None, and what infinities mean. clip is
+    (ε_low, ε_high), beta the weight of the KL term, options those of the loss and of `options.SHARED`.
+
+    normalizer: what the loss's sum is divided by, for a batch that is a part of a larger one: its tokens (bnpo, dapo,
+    cispo, vespo, dppo_tv, dppo_kl, reinforce), its sequences (grpo, gspo, gspo_token, sapo, luspo, gmpo), or its
+    sequences times the longest completion (dr_grpo). Default: this batch's own; dr_grpo's length is
+    max_completion_length, T by default. entropy_threshold, entropy_tokens: of the larger batch, by
+    `top_entropy_threshold`, for top_entropy_quantile; entropy_tokens also divides the entropy term.
+
+    metrics: `terms.MEANS` as means over this batch, without gradient. Computed in max(float32, the dtype of
+    logps). No collective. Raises ValueError for an unknown name or option, a value out of its range, and what the loss
+    needs and is not given.
+    """
+    spec = PolicySpec(name, clip, beta, options)
+    for key, value in (("logps", logps), ("mask", mask)):
+        if value.dim() != 2 or value.shape != logps.shape:
+            raise ValueError(f"{key} {tuple(value.shape)}: logps and mask must be [B, T] of one shape")
+    if advantages.shape not in (logps.shape[:1], logps.shape):
+        raise ValueError(f"advantages {tuple(advantages.shape)}: [B] or [B, T] with logps {tuple(logps.shape)}")
+    if advantages.dim() == 1:
+        advantages = advantages[:, None].expand(logps.shape)
+    is_token = mask.bool()
+    if spec.options["top_entropy_quantile"] < 1 and entropies is not None and entropy_threshold is None:
+        entropy_threshold, entropy_tokens = top_entropy_threshold(
+            entropies.detach()[is_token], spec.options["top_entropy_quantile"]
+        )
+    length = logps.shape[1] if max_completion_length is None else max_completion_length
+    counts = Counts(is_token.sum(), logps.shape[0], length, entropy_tokens)
+    if normalizer is not None:
+        by_tokens = spec.loss.normalisation == "tokens"
+        counts = counts._replace(max_completion_length=1, **{"tokens" if by_tokens else "sequences": normalizer})
+    loss, sums = policy_terms(
+        spec,
+        logps,
+        old_logps,
+        advantages,
+        is_token,
+        RowSequences(is_token),
+        counts,
+        ref_logps=ref_logps,
+        sampling_logps=sampling_logps,
+        entropies=entropies,
+        entropy_threshold=entropy_threshold,
+    )
+    return loss, means(sums)

@@ -1,7 +1,6 @@
-"""Preference losses: formulas, their table of options, and unpaired ones.
+"""Preference losses: formulas and their table of options.
 
-formulas    losses of pairs, a function each
+formulas    a function each, of pairs and of replies marked good or bad
 losses      `preference_loss`: a loss by name; weights and combinations
 options     the table of names, options and ranges
-unpaired    losses of replies marked good or bad
 """

@@ -30,7 +30,7 @@ class Pairs:
 
     @property
     def chosen_ratio(self) -> Tensor:
-        """log(π/π_ref) of the chosen completions, [B]."""
+        """[B]: log(π/π_ref)."""
         return self.chosen - self.ref_chosen
 
     @property
@@ -231,13 +231,9 @@ def score(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     f'(π/π_ref) where DPO has log(π/π_ref); only differences of scores of one prompt mean anything, for a constant of
     the prompt is left out.
 
-    reverse_kl        log t
-    forward_kl        1 − 1/t
-    js_divergence     log(2t/(1 + t))
-    alpha_divergence  (t^(α − 1) − 1)/(α − 1): forward_kl at α = 0, reverse_kl, the limit, at α = 1
-
-    α as in TRL 1.16, f_alpha_divergence_coef. The paper's α, and that of TRL 0.24, is 1 − this one. Exponents beyond
-    the dtype's range count as its largest, 80 in float32 (as in TRL) and 700 in float64, with a zero gradient there.
+    losses/README.md has the scores by name. alpha_divergence is forward_kl at α = 0, and reverse_kl, the limit, at
+    α = 1; the paper's α, and that of TRL 0.24, is 1 − this one, TRL 1.16's. Exponents beyond the dtype's range count as
+    its largest, 80 in float32 (as in TRL) and 700 in float64, with a zero gradient there.
     """
     if divergence == "reverse_kl" or (divergence == "alpha_divergence" and abs(alpha - 1) < 1e-6):
         return log_ratio
@@ -245,3 +241,18 @@ def score(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
         return math.log(2) + F.logsigmoid(log_ratio)
     power = -1.0 if divergence == "forward_kl" else alpha - 1
     return torch.expm1((power * log_ratio).clamp(max=_LARGEST_EXPONENT[log_ratio.dtype])) / power
+
+
+def kto(rewards: Tensor, divergence: Tensor) -> tuple[Tensor, Tensor]:
+    """1 − σ(r − z) where the reply is wanted, 1 − σ(z − r) where it is not, [replies] each (Ethayarajh et al.,
+    arXiv:2402.01306, equation 8 with λ apart).
+
+    rewards r = β · log(p / p_ref) of the reply [replies]; divergence z = β · KL, a scalar and a constant.
+    """
+    return (divergence - rewards).sigmoid(), (rewards - divergence).sigmoid()
+
+
+def apo_zero_unpaired(rewards: Tensor, divergence: Tensor) -> tuple[Tensor, Tensor]:
+    """1 − σ(r) where the reply is wanted, σ(r) where it is not (D'Oosterlinck et al., arXiv:2408.06266, APO-zero's two
+    terms). `divergence` is not read."""
+    return (-rewards).sigmoid(), rewards.sigmoid()

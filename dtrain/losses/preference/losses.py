@@ -215,7 +215,7 @@ def _pairs(
     lengths: tuple[Tensor | None, Tensor | None],
     options: Mapping[str, Any],
 ) -> Pairs:
-    chosen, rejected, ref_chosen, ref_rejected = logps
+    chosen, _, ref_chosen, ref_rejected = logps
     divergence = {key: options.get(key, default) for key, default in DIVERGENCE.items()}
     if (ref_chosen is None) != (ref_rejected is None):
         missing = "ref_chosen_logps" if ref_chosen is None else "ref_rejected_logps"
@@ -229,16 +229,7 @@ def _pairs(
     if len(set(shapes)) > 1 or len(shapes[0]) != 1:
         raise ValueError(f"log-probabilities and lengths are one number per pair, [B] each; their shapes are {shapes}")
     dtype = torch.promote_types(chosen.dtype, torch.float32)
-    ref_chosen, ref_rejected = (
-        torch.zeros_like(chosen) if logp is None else logp.to(chosen.device) for logp in logps[2:]
-    )
-    chosen_lengths, rejected_lengths = (torch.ones_like(chosen) if length is None else length for length in lengths)
-    return Pairs(
-        chosen.to(dtype),
-        rejected.to(dtype),
-        ref_chosen.to(dtype),
-        ref_rejected.to(dtype),
-        chosen_lengths,
-        rejected_lengths,
-        **divergence,
-    )
+    zeros, ones = torch.zeros_like(chosen, dtype=dtype), torch.ones_like(chosen)
+    known = [zeros if logp is None else logp.to(chosen.device, dtype) for logp in logps]
+    counts = [ones if length is None else length for length in lengths]
+    return Pairs(known[0], known[1], known[2], known[3], counts[0], counts[1], **divergence)

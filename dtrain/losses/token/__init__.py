@@ -1,5 +1,1 @@
-"""Losses of supervised fine-tuning, token by token: formulas and their table of options.
-
-formulas    a function for each loss
-options     the table of names, options and ranges
-"""
+"""Losses of supervised fine-tuning, token by token: the table of their names, options and ranges."""

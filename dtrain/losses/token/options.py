@@ -1,7 +1,7 @@
 """The losses of supervised fine-tuning by name: what each computes, and its options with their defaults and ranges. The
 one table of them, for the functions and for a recipe's check. No torch.
 
-The functions are in `formulas`.
+The functions are in `head.weighted_sum`.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from dtrain.base.ranges import Range
 class TokenLoss:
     """A loss of `sft.loss`.
 
-    function: its name in `formulas`. options: what it reads beside the log-probabilities, with the defaults.
+    function: its name in `head.weighted_sum`. options: what it reads beside the log-probabilities, with the defaults.
     smooths: whether `sft.label_smoothing` has a meaning: the loss is a cross-entropy, which takes any target.
     """
 

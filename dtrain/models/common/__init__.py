@@ -2,13 +2,11 @@
 
 config                       a model's sizes
 config_fields, model_fields, rope_config, quantization_config    reading them from config.json
-decoder, functions           layers and whole decoders; norms, activations, rotary embedding
+decoder, functions           layers and whole decoders, their operations; norms, activations, rotary embedding
 cache                        the interface of a KV cache to the models
 moe, routing                 mixtures of experts; their router and its balance loss
 adapters, adapter_config     what an adapter computes; which layers have one, and of what rank
-nf4, nf4_config              weights in 4 bits; what they ask of a model
+nf4                          weights in 4 bits
 compiled                     the parts of a layer that are compiled
-init                         starting values
-flops                        operations of training
 tower                        the text model of a multimodal checkpoint
 """

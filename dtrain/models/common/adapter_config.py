@@ -9,7 +9,7 @@ lists name them, as PEFT's target_parameters do.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +78,6 @@ class AdapterConfig:
         return [name for name in modules if any(self.called(name).endswith(end) for end in self.modules_to_save)]
 
     def targets(self, name: str) -> bool:
-        """Return whether `target` and `exclude` mean the module of this name."""
         called = self.called(name)
         is_wanted = self.target == ALL_LINEAR or matches(called, self.target)
         return is_wanted and not (self.exclude and matches(called, self.exclude))
@@ -108,14 +107,21 @@ class AdapterConfig:
         return LoraLayer(rank, alpha / math.sqrt(rank) if self.rslora else alpha / rank)
 
 
+def shapes_of(shape: Sequence[int], rank: int, dora: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an adapter's parameters by name: of a weight of this shape, [out, in] or experts'
+    [E, out, in]."""
+    *experts, rows, columns = shape
+    shapes: dict[str, tuple[int, ...]] = {"lora_A": (*experts, rank, columns), "lora_B": (*experts, rows, rank)}
+    return shapes | ({"lora_magnitude": (rows,)} if dora else {})
+
+
 def is_stack(name: str) -> bool:
-    """Return whether a module of the files of this name is a stack of experts."""
+    """Return whether it is the name of a stack of experts in files."""
     return name.rpartition(".")[0].endswith(".experts")
 
 
 def is_parameter(name: str) -> bool:
-    """Return whether a module of the files of this name is no linear layer in transformers: a stack of experts or a
-    router."""
+    """Return whether it is the name of a stack of experts or a router, no linear layer in transformers."""
     return is_stack(name) or name.endswith(_ROUTER)
 
 
@@ -131,12 +137,12 @@ def _is_of_experts(entry: str) -> bool:
 
 
 def in_tower(name: str) -> str:
-    """Return what a multimodal model calls the part of its text tower that is `name` in a text model."""
+    """Return what a multimodal model calls the part of its text tower that a text model calls `name`."""
     return re.sub(r"^model\.", _TOWER, name)
 
 
 def out_of_tower(name: str) -> str:
-    """Return what a text model calls the part of a multimodal model's text tower that is `name` there."""
+    """Undo `in_tower`."""
     return "model." + name.removeprefix(_TOWER) if name.startswith(_TOWER) else name
 
 
@@ -147,14 +153,9 @@ def matches(name: str, wanted: Names) -> bool:
     return any(name == entry or name.endswith(f".{entry}") for entry in wanted)
 
 
-def by_end(pattern: str, name: str) -> bool:
-    """Return whether a key of `rank_pattern` or `alpha_pattern` means the module of this name."""
-    return endmatch(pattern, name)
-
-
 def by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    """Return what `patterns` say of the module of this name: the first that means it counts."""
-    return next((value for pattern, value in patterns.items() if by_end(pattern, name)), otherwise)
+    """Return what a `rank_pattern` or `alpha_pattern` says of the module of this name: its first key that means it."""
+    return next((value for pattern, value in patterns.items() if endmatch(pattern, name)), otherwise)
 
 
 def is_adapter(name: str) -> bool:
@@ -163,19 +164,14 @@ def is_adapter(name: str) -> bool:
 
 
 def adaptable(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """[out, in] of every linear layer of the decoder of `config`, then of its `parameters`, by the module's name in
-    files, as transformers has it."""
+    """[out, in] of every linear layer of the decoder, then of its `parameters`, by the module's name in files."""
     return {**linears(config), **parameters(config)}
 
 
-def parameters(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def parameters(config: ModelConfig, all_of_them: bool = False) -> dict[str, tuple[int, ...]]:
     """[E, out, in] of the stacks of experts of `config`, and [E, in] of its routers that are no linear layers, as far
-    as they may have an adapter: stacks that the files have turned (gpt-oss) get none."""
-    return {} if config.experts is not None and config.experts.turned else _sparse(config)
-
-
-def _sparse(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    if (experts := config.experts) is None:
+    as they may have an adapter: stacks that the files have turned (gpt-oss) get none. all_of_them: these too."""
+    if (experts := config.experts) is None or (experts.turned and not all_of_them):
         return {}
     count, inner, hidden = experts.count, experts.inner, config.hidden_size
     parent = "experts" if experts.beside else "mlp.experts"
@@ -187,8 +183,7 @@ def _sparse(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """[out, in] of every linear layer of the decoder of `config`, by its module's name in files, in the model's
-    order."""
+    """[out, in] of every linear layer of `config`'s decoder, by its module's name in files, in the model's order."""
     hidden, own = config.hidden_size, config.per_layer
     table = {} if own is None else {"model.per_layer_model_projection": (config.num_hidden_layers * own.size, hidden)}
     layers = {
@@ -214,11 +209,14 @@ def _of_layer(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]:
         layer = {f"linear_attn.in_proj_{part}": (size, hidden) for part, size in rows.items()}
         layer["linear_attn.out_proj"] = (hidden, values)
     parent, down = ("shared_mlp", "output_linear") if "input_linear" in config.fused else ("mlp", "down_proj")
-    mlp = {f"{parent}.{name}": (inner, hidden) for name in ("gate_proj", "up_proj")} | {
-        f"{parent}.{down}": (hidden, inner)
-    }
-    if not config.has_mlp(number):
-        mlp = _of_shared_expert(config)  # the others are stacks, and the router is no linear layer, as in PEFT
+    mlp = {f"{parent}.{name}": (inner, hidden) for name in ("gate_proj", "up_proj")}
+    mlp[f"{parent}.{down}"] = (hidden, inner)
+    if config.experts is not None and not config.has_mlp(number):
+        # The others are stacks, and the router is no linear layer, as in PEFT.
+        shared, mlp = config.experts.shared, {}
+        if shared:
+            mlp = {f"mlp.shared_expert.{name}": (shared, hidden) for name in ("gate_proj", "up_proj")}
+            mlp |= {"mlp.shared_expert.down_proj": (hidden, shared), "mlp.shared_expert_gate": (1, hidden)}
     if config.experts is not None and config.experts.beside and config.is_sparse(number):
         mlp["router.proj"] = (config.experts.count, hidden)
     if (own := config.per_layer) is not None:
@@ -228,13 +226,6 @@ def _of_layer(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]:
         whole = config.whole(name)
         joined[whole] = joined.get(whole, (0, columns))[0] + rows_of, columns
     return joined
-
-
-def _of_shared_expert(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    shared, hidden = 0 if config.experts is None else config.experts.shared, config.hidden_size
-    rows = {"gate_proj": (shared, hidden), "up_proj": (shared, hidden), "down_proj": (hidden, shared)}
-    of_expert = {f"mlp.shared_expert.{name}": shape for name, shape in rows.items()}
-    return {**of_expert, "mlp.shared_expert_gate": (1, hidden)} if shared else {}
 
 
 def modules(config: ModelConfig) -> list[str]:
@@ -255,15 +246,13 @@ def modules(config: ModelConfig) -> list[str]:
         for name in [*norms, *more.get(kind, [])]
         if config.key_sources[number] == number or not name.endswith("k_norm")
     ]
-    sparse: list[str] = []
     if config.experts is not None and config.experts.beside:
-        sparse = [f"sparse.{name}" for name in ("router", "pre_feedforward_layernorm_2")]
+        sparse = ["sparse.router", "sparse.pre_feedforward_layernorm_2"]
         sparse += ["post_feedforward_layernorm_1", "post_feedforward_layernorm_2"]
-    numbers = () if config.experts is None else config.experts.layers
-    of_layers += [f"model.layers.{number}.{name}" for number in numbers for name in sparse]
+        of_layers += [f"model.layers.{number}.{name}" for number in config.experts.layers for name in sparse]
     if config.per_layer is not None:
         of_layers += ["model.embed_tokens_per_layer", "model.per_layer_projection_norm"]
     if config.has_sinks:
         of_layers += [f"model.layers.{number}.self_attn.scores" for number in range(config.num_hidden_layers)]
     ends = ENDS if config.labels is None else (ENDS[0], "score")
-    return [*ends, "model.norm", *linears(config), *_sparse(config), *of_layers]
+    return [*ends, "model.norm", *linears(config), *parameters(config, all_of_them=True), *of_layers]

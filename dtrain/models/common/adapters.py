@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dtrain.base.batch import Batch, document_ids, documents, sum_by_document
 from dtrain.base.randomness import key, mix, uniform
-from dtrain.models.common.adapter_config import PARAMETERS, AdapterConfig, adaptable
+from dtrain.models.common.adapter_config import PARAMETERS, AdapterConfig, adaptable, shapes_of
 from dtrain.models.common.decoder import CausalLM, Linear
 from dtrain.models.common.moe import ExpertLinear, Router, grouped
 from dtrain.parallel.placement import local_slices, local_tensor
@@ -133,9 +133,8 @@ Adapted = Linear | ExpertLinear | Router
 
 def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> AdapterState:
     """Give `model`, on meta and before it lies on a mesh, the parameters of `config`: beside the weight [out, in] of
-    each adapted layer lora_A [r, in], lora_B [out, r] and with DoRA lora_magnitude [out]; beside experts' [E, out, in]
-    lora_A [E, r, in] and lora_B [E, out, r]. Layers that the files join share A, as the adapter of the joined layer has
-    it. seed: of dropout."""
+    each adapted layer, or experts' [E, out, in], those of `shapes_of`. Layers that the files join share A, as the
+    adapter of the joined layer has it. seed: of dropout."""
     state = AdapterState(config, dropout=config.dropout, seed=seed)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
     numbers = {name: number for number, name in enumerate(path for path in layers if isinstance(layers[path], Linear))}
@@ -143,12 +142,8 @@ def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> Adapt
         first, *others = model.config.parts(name)
         for part in (first, *others):
             layer = layers[part]
-            *experts, rows, columns = layer.weight.shape
-            shapes: dict[str, tuple[int, ...]]
-            shapes = {"lora_A": (*experts, lora.rank, columns), "lora_B": (*experts, rows, lora.rank)}
-            shapes |= {"lora_magnitude": (rows,)} if config.dora else {}
             dtype = layer.weight.dtype
-            for parameter, shape in shapes.items():
+            for parameter, shape in shapes_of(layer.weight.shape, lora.rank, config.dora).items():
                 layer.register_parameter(parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
             layer.lora_A = layers[first].lora_A
             if isinstance(layer, Linear):
@@ -160,9 +155,8 @@ def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> Adapt
 
 def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
     """The layers of `model` with an adapter, by name."""
-    return {
-        name: layer for name, layer in model.named_modules() if isinstance(layer, Adapted) and layer.adapter is not None
-    }
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
+    return {name: layer for name, layer in layers.items() if layer.adapter is not None}
 
 
 def remove_adapters(model: nn.Module) -> None:

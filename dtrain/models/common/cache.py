@@ -22,22 +22,14 @@ class Cached(Protocol):
     bare: bool
 
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        held: bool = False,
-        sinks: Tensor | None = None,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False, sinks: Tensor | None = None
     ) -> Tensor:
         """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]. held: whether `layer` has kept k and v already in
         this forward, and another layer reads them. sinks [H]: as kernels take them."""
         ...
 
     def linear_mask(self, width: int) -> "LinearMask | None":
-        """Return the mask of convolutions of this width over whole prompts; None where each row goes on by one
-        token."""
+        """Return the mask of convolutions of this width over whole prompts; None where rows go on by one token."""
         ...
 
     def states(self, layer: int) -> tuple[Tensor, ...]:

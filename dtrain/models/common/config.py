@@ -10,8 +10,6 @@ __all__ = ["FULL", "LINEAR", "SLIDING", "KeyHeads", "LinearAttention", "ModelCon
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts, and what they join
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-
-
 LINEAR = "linear_attention"
 
 
@@ -34,8 +32,7 @@ class LinearAttention:
         return self.value_heads * self.value_dim
 
     @property
-    def state(self) -> int:
-        """Elements of one row's state."""
+    def state(self) -> int:  # elements of one row's
         return self.value_heads * self.key_dim * self.value_dim
 
 
@@ -167,7 +164,6 @@ class ModelConfig:
         return None if self.linear is None else self.linear.key_heads
 
     def heads_of(self, kind: str) -> KeyHeads:
-        """Return the key heads of layers of type `kind`."""
         return self.key_heads.get(kind) or KeyHeads(self.num_key_value_heads, self.head_dim)
 
     @property
@@ -184,7 +180,6 @@ class ModelConfig:
         return tuple(index if index < own else last[kind] for index, kind in enumerate(self.layer_types))
 
     def is_sparse(self, layer: int) -> bool:
-        """Return whether the MLP of a layer, by its number, is a mixture of experts."""
         return self.experts is not None and layer in self.experts.layers
 
     def has_mlp(self, layer: int) -> bool:
@@ -199,7 +194,6 @@ class ModelConfig:
         return dense | {size for size in sparse if size}
 
     def inner_size(self, layer: int) -> int:
-        """Return the inner size of the MLP of a layer, by its number."""
         own = self.num_hidden_layers - self.shared_layers
         return self.intermediate_size * (self.shared_width if layer >= own else 1)
 
@@ -210,7 +204,7 @@ class ModelConfig:
         for index, (kind, source) in enumerate(zip(self.layer_types, self.key_sources, strict=True)):
             if self.experts is not None and self.is_sparse(index):
                 widths += self.experts.count * (3 * self.experts.inner + 1)
-                widths += (3 * self.experts.shared + 1) if self.experts.shared else 0
+                widths += 3 * self.experts.shared + bool(self.experts.shared)
             if self.has_mlp(index):
                 widths += 3 * self.inner_size(index)
             if kind == LINEAR and self.linear is not None:
@@ -223,6 +217,6 @@ class ModelConfig:
         if self.labels is not None:
             vocabulary = (self.vocab_size + self.labels) * hidden
         if self.per_layer is not None:
-            widths += (self.num_hidden_layers + 2 * self.num_hidden_layers) * self.per_layer.size
+            widths += 3 * self.num_hidden_layers * self.per_layer.size
             vocabulary += self.per_layer.vocab * self.num_hidden_layers * self.per_layer.size
         return hidden * widths + vocabulary

@@ -57,14 +57,14 @@ class Fields:
     def over(self, defaults: Mapping[str, Any]) -> Self:
         """The same fields, with `defaults` where one is missing or null."""
         set_here = {key: value for key, value in self._values.items() if value is not None or key not in defaults}
-        fields = type(self)({**defaults, **set_here}, self.problems, self._prefix)
-        fields._used = self._used
-        return fields
+        return self._with({**defaults, **set_here})
 
     def without(self, key: str) -> Self:
         """The same fields without `key`."""
-        others = {name: value for name, value in self._values.items() if name != key}
-        fields = type(self)(others, self.problems, self._prefix)
+        return self._with({name: value for name, value in self._values.items() if name != key})
+
+    def _with(self, values: Mapping[str, Any]) -> Self:
+        fields = type(self)(values, self.problems, self._prefix)
         fields._used = self._used
         return fields
 
@@ -80,14 +80,10 @@ class Fields:
         return self._values.get(key)
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        value = self._or_default(key, default)
-        if value is None:
-            return minimum
-        most = SIZES.get(key, LARGEST)
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= most:
-            self.problem(f"{key} {shown(value)}: must be a whole number of at least {minimum} and at most {most}")
-            return minimum
-        return value
+        value, most = self._or_default(key, default), SIZES.get(key, LARGEST)
+        fits = isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= most
+        words = f": must be a whole number of at least {minimum} and at most {most}"
+        return self._if_it(fits, key, value, minimum, words)
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
         """Return what `integer` does; None where there is neither a field nor a default."""
@@ -98,14 +94,9 @@ class Fields:
     ) -> float:
         """A number above `least` and up to `most`; zero: or 0."""
         value = self._or_default(key, default)
-        if value is None:
-            return most
-        wrong_kind = isinstance(value, bool) or not isinstance(value, int | float)
-        if wrong_kind or not (least < value <= most or (zero and value == 0)):  # NaN is neither
-            or_zero = ", or 0" if zero else ""
-            self.problem(f"{key} {shown(value)}: must be a number above {least:g} and at most {most:g}{or_zero}")
-            return most
-        return float(value)
+        fits = is_number(value) and (least < value <= most or (zero and value == 0))  # NaN is neither
+        words = f": must be a number above {least:g} and at most {most:g}{', or 0' if zero else ''}"
+        return float(self._if_it(fits, key, value, most, words))
 
     def optional_number(self, key: str, *, zero: bool = False) -> float | None:
         """Return what `number` does; None where there is no field."""
@@ -113,36 +104,27 @@ class Fields:
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._or_default(key, default)
-        if not isinstance(value, bool):
-            self.problem(f"{key} {shown(value)}: must be true or false")
-            return default
-        return value
+        return self._if_it(isinstance(value, bool), key, value, default, ": must be true or false")
 
     def choice(self, key: str, choices: tuple[str, ...], default: str | None) -> str:
         value = self._or_default(key, default)
-        if value in choices:
-            return value
-        if value is not None:
-            self.problem(f"{key} {shown(value)} is not implemented; there are: {', '.join(choices)}")
-        return choices[0]
+        words = f" is not implemented; there are: {', '.join(choices)}"
+        return self._if_it(value in choices, key, value, choices[0], words)
 
     def token(self, key: str, default: int | None = None) -> int | None:
         """A token id, of a list the first; null is none, and only a missing field takes the default."""
         value: Any = self.get(key) if key in self else default
         if isinstance(value, list):
             value = value[0] if value else None
-        if value is None or _is_token(value):
-            return value
-        self.problem(f"{key} {shown(value)}: must be a token id")
-        return None
+        return self._if_it(_is_token(value), key, value, None, ": must be a token id")
 
     def tokens(self, key: str) -> tuple[int, ...]:
         value = self.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(map(_is_token, values)):
-            self.problem(f"{key} {shown(value)}: must be a token id or a list of them")
-            return ()
-        return tuple(values)
+        if all(map(_is_token, values)):
+            return tuple(values)
+        self.problem(f"{key} {shown(value)}: must be a token id or a list of them")
+        return ()
 
     def dtype(self) -> str | None:
         """Read the dtype: transformers 5 writes `dtype`, 4 `torch_dtype`; "auto" says nothing."""
@@ -157,8 +139,7 @@ class Fields:
             self.problem(f"{key} {shown(self._values[key])}: {reason}")
 
     def refuse_the_rest(self) -> None:
-        """Add a problem for every field not asked for, unless it is harmless, private to transformers or switched
-        off."""
+        """Add a problem for every field not asked for, unless it is harmless or switched off."""
         for key, value in self._values.items():
             if key not in self._used and key not in HARMLESS and value:
                 name = shown(key)[1:-1]
@@ -169,6 +150,16 @@ class Fields:
         if value is None and default is None:
             self.problem(f"{key} is missing")
         return default if value is None else value
+
+    def _if_it(self, fits: bool, key: str, value: Any, otherwise: Any, words: str) -> Any:
+        """Return `value` if it fits; else what to go on with, `otherwise`, and a problem of these words."""
+        if not fits and value is not None:
+            self.problem(f"{key} {shown(value)}{words}")
+        return value if fits else otherwise
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_token(value: Any) -> bool:

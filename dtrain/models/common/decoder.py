@@ -2,10 +2,9 @@
 
 A forward makes what all layers of one kind share once (rotary tables, the kernel's form of the mask) and hands it down:
 `layer(hidden, rotary, mask, cache)`; with a cache there is no mask, for it attends by itself. A layer is two functions
-of tensors, before attention and after it, which `compiled` compiles; attention itself is never compiled: what it
-is handed is each micro-batch's own. Letters: B rows, S
-tokens, D hidden size, H query heads, kv key heads, hd head size, F MLP size, V vocabulary; heads and F are counted from
-the projections' outputs, which may be one rank's share.
+of tensors, before attention and after it, which `compiled` compiles; attention, handed each micro-batch's own, is not.
+Letters: B rows, S tokens, D hidden size, H query heads, kv key heads, hd head size, F MLP size, V vocabulary; heads and
+F are counted from the projections' outputs, which may be one rank's share.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.attention.kernels import Kernel
-from dtrain.attention.visibility import Visibility
+from dtrain.attention.kernels import Kernel, Visibility
 from dtrain.base.batch import PADDING_DOCUMENT
 from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope
 from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, gated, rotate, rounded, tables
 from dtrain.models.common.model_fields import ModelFields
-from dtrain.parallel.placement import LocalParameters
+from dtrain.parallel.experts import expert_parameters
 from dtrain.parallel.tensor import (
     Block,
+    LocalParameters,
     ParallelModel,
     ScoreHead,
     Stack,
@@ -64,13 +63,7 @@ DECODER_PLAN = {
     "model.norm": "sequence",
     "lm_head": "vocab_head",
 }
-
-
-def plan_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of `plan` that names modules of this model; of a classifier its head, too."""
-    names = [name for name, _ in model.named_modules()]
-    styles = {**plan, "score": "score_head"}
-    return {pattern: style for pattern, style in styles.items() if any(fnmatchcase(name, pattern) for name in names)}
+QK_NORMS = {"model.layers.*.self_attn.q_norm": "head_norm", "model.layers.*.self_attn.k_norm": "head_norm"}
 
 
 class PlainWeight:
@@ -116,23 +109,21 @@ class Linear(LocalParameters, nn.Linear):
 
 
 class Mixer(Block):
-    """Base of the modules by which a layer mixes tokens: `project` before, `forward` between tokens, `output` after."""
+    """Base of the modules by which a layer mixes tokens. `project`, before: hidden [B, S, D], normed, and the rotary
+    tables to what `forward` takes before the mask; `forward`, between tokens; `output`, after: to [B, S, D]."""
 
-    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
-        """hidden [B, S, D], normed -> what `forward` takes before the mask"""
-        raise NotImplementedError
-
-    def output(self, mixed: Tensor) -> Tensor:
-        """Map what `forward` gives to [B, S, D]"""
-        raise NotImplementedError
+    project: Callable[[Tensor, Rotary], tuple[Tensor, ...]]
+    output: Callable[[Tensor], Tensor]
 
 
 class Attention(Mixer):
-    """Grouped-query attention (arXiv:2305.13245) with rotary positions. `kernel` is set when the model is built."""
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions. `kernel` is set when the model is built.
+    qk_norm: of the heads of q and k, in a family that norms them."""
 
     kernel: Kernel
+    qk_norm: type[nn.Module] | None = None
 
-    def __init__(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None = None):
+    def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         heads = config.heads_of(config.layer_types[index])
         self.index = index
@@ -144,8 +135,8 @@ class Attention(Mixer):
         self.v_proj = Linear(hidden, heads.count * heads.size, bias=config.qkv_bias)
         self.k_proj.key_heads = self.v_proj.key_heads = heads.count
         self.o_proj = Linear(query, hidden, bias=config.o_bias)
-        self.q_norm = qk_norm(heads.size, config.rms_norm_eps) if qk_norm else None
-        self.k_norm = qk_norm(heads.size, config.rms_norm_eps) if qk_norm else None
+        self.q_norm = self.qk_norm(heads.size, config.rms_norm_eps) if self.qk_norm else None
+        self.k_norm = self.qk_norm(heads.size, config.rms_norm_eps) if self.qk_norm else None
 
     def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
@@ -199,7 +190,7 @@ class Layer(nn.Module):
     without."""
 
     self_attn: Attention
-    input_layernorm: "RMSNorm"
+    input_layernorm: RMSNorm
     regions: "tuple[Region, Region] | None" = None
     is_sparse = False  # whether its MLP is a mixture of experts, and takes which tokens are real
 
@@ -207,52 +198,47 @@ class Layer(nn.Module):
     def mixer(self) -> Mixer:
         return self.self_attn
 
-    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def before(self, hidden: Tensor, *rotary: Tensor) -> tuple[Tensor, ...]:
         """hidden [B, S, D], the rotary tables [B or 1, S, 1, hd] -> q [B, S, H, hd], k and v [B, S, kv, hd], or what
         else the mixer takes"""
-        return self.mixer.project(self.input_layernorm(hidden), (cos, sin))
+        return self.mixer.project(self.input_layernorm(hidden), rotary)
 
-    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """hidden [B, S, D] as the layer had it, attended [B, S, H · hd] -> [B, S, D]"""
+    def after(self, hidden: Tensor, attended: Tensor, *real: Tensor) -> Tensor:
+        """hidden [B, S, D] as the layer had it, attended [B, S, H · hd] -> [B, S, D]; real: of a sparse layer, as
+        `SparseMLP` takes it"""
         raise NotImplementedError
 
-    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None) -> Tensor:
-        """hidden [B, S, D] -> [B, S, D]"""
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None, *real: Tensor) -> Tensor:
+        """hidden [B, S, D] -> [B, S, D]; real: as `after` takes it"""
         before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
-        return after(hidden, self.mixer(*before(hidden, *rotary), mask, cache))
+        return after(hidden, self.mixer(*before(hidden, *rotary), mask, cache), *real)
 
 
 class PreNormLayer(Layer):
-    """A norm before attention and one before the MLP, each in its residual branch. A family with another mixer makes it
-    in `add_mixer`, one with another MLP in `add_mlp`."""
+    """A norm before attention and one before the MLP, each in its residual branch. A family has its own `attention` and
+    `norm`, makes another mixer in `add_mixer`, and another MLP in `add_mlp`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        qk_norm: type[nn.Module] | None = None,
-        norm: type["RMSNorm"] | None = None,
-    ):
+    attention: type[Attention] = Attention
+    norm: type[RMSNorm] = RMSNorm
+
+    def __init__(self, config: ModelConfig, index: int):
         super().__init__()
-        norm = norm or RMSNorm
-        self.add_mixer(config, index, qk_norm)
-        self.add_mlp(config)
-        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.add_mixer(config, index)
+        self.add_mlp(config, index)
+        self.input_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
 
-    def add_mixer(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None) -> None:
-        """Give the layer its mixer: attention."""
-        self.self_attn = Attention(config, index, qk_norm)
+    def add_mixer(self, config: ModelConfig, index: int) -> None:
+        self.self_attn = self.attention(config, index)
 
-    def add_mlp(self, config: ModelConfig) -> None:
-        """Give the layer its MLP."""
+    def add_mlp(self, config: ModelConfig, index: int) -> None:
         self.mlp: Block = GatedMLP(config)
 
-    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    def after(self, hidden: Tensor, attended: Tensor, *real: Tensor) -> Tensor:
         """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.mixer.output(attended)
         del attended  # the MLP needs its memory
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden), *real)
 
 
 class Decoder(Stack):
@@ -262,6 +248,7 @@ class Decoder(Stack):
     kernel: Kernel
     flash_delta: "FlashDelta | None" = None
     delta_note: str = ""
+    linear_mask: Callable[..., Any]  # of a family with linear attention: seq_ids [B, S], tokens, cache, packing -> mask
 
     def __init__(
         self,
@@ -325,7 +312,7 @@ class Decoder(Stack):
         if real is None and tokens is not None and tokens < length:
             real = (torch.arange(length, device=device) < tokens).expand(len(input_ids), -1)
         handed: list[Handed] = [
-            (rotary[kind], masks[kind], cache, *((real,) if layer.is_sparse else ()))
+            (rotary[kind], masks[kind], cache, *((real,) if layer.is_sparse and real is not None else ()))
             for layer, kind in zip(cast(list[Layer], list(self.layers)), config.layer_types, strict=True)
         ]
         return self.norm(self.through(hidden, input_ids, handed, cache is not None and cache.bare))
@@ -339,7 +326,6 @@ class Decoder(Stack):
 
     @property
     def takes_packing(self) -> bool:
-        """Return whether what it attends with computes from a `Packing`, where there is one."""
         return self.kernel.takes_packing or self.flash_delta is not None
 
     def turns(
@@ -347,11 +333,6 @@ class Decoder(Stack):
     ) -> Rotary:
         """`tables` of positions [B or 1, S], for layers with this rope; a family may add what else these take."""
         return tables(rope, head_dim, positions, dtype, held)
-
-    def linear_mask(self, seq_ids: Tensor | None, tokens: int, cache: Cached | None, packing: "Packing | None") -> Any:
-        """Return what layers of linear attention need of a forward, of a family that has some; seq_ids [B, S], tokens
-        and packing as `states` takes them."""
-        raise NotImplementedError
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         hidden = self.embed_tokens(input_ids)
@@ -361,7 +342,8 @@ class Decoder(Stack):
 class CausalLM(ParallelModel):
     """A decoder and its head; the families derive from it. Built by `models.build`, never by hand.
 
-    config: the ModelConfig; plan: module pattern -> tensor-parallel style; initial: parameter pattern (first match) ->
+    config: the ModelConfig; plan: module pattern -> tensor-parallel style, of a class those that its models lack too;
+    initial: parameter pattern (first match) ->
     "normal" (std config.initializer_range), "ones", "zeros" or "decay" (the logarithm of a uniform number).
     """
 
@@ -372,27 +354,29 @@ class CausalLM(ParallelModel):
     routing: "Routing | None" = None  # what sparse layers share
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
     uncompiled: str | None = None  # why layers that were to be compiled are not
+    layer: Callable[[ModelConfig, int], nn.Module] = PreNormLayer  # of a family without a decoder of its own
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        """Return the config that the fields of a config.json describe; every field is used, known to change nothing,
-        or one of `fields.problems`. Where it is absent the default is transformers' for the family."""
+        """Return the config that a config.json's fields describe; every field is used, known to change nothing, or one
+        of `fields.problems`. Where it is absent the default is transformers' for the family."""
         raise NotImplementedError
 
-    def __init__(self, config: ModelConfig, decoder: Decoder):
+    def __init__(self, config: ModelConfig, decoder: Decoder | None = None):
         super().__init__()
         self.config = config
-        self.model = decoder
+        self.model = decoder or Decoder(config, type(self).layer)
         if config.labels is None:
             self.lm_head = VocabHead(config.hidden_size, config.vocab_size, bias=False)
         else:
             self.score = ScoreHead(config.hidden_size, config.labels, bias=False)
-            self.plan = plan_of(self, self.plan)
+        names = [name for name, _ in self.named_modules()]
+        styles = {**self.plan, "score": "score_head"}
+        self.plan = {key: style for key, style in styles.items() if any(fnmatchcase(name, key) for name in names)}
         self.tie_weights()
 
     @property
     def head(self) -> VocabHead | ScoreHead:
-        """The head: of a classifier its `config.labels` scores; else the vocabulary's."""
         return self.lm_head if self.config.labels is None else self.score
 
     def tie_weights(self) -> None:
@@ -430,15 +414,9 @@ class CausalLM(ParallelModel):
         """
         return self.logits(self.model(input_ids, position_ids, seq_ids, cache))
 
-    def hidden_states(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        seq_ids: Tensor | None = None,
-        cache: Cached | None = None,
-    ) -> Tensor:
+    def hidden_states(self, *inputs: Any, **named: Any) -> Tensor:
         """[B, S, D] after the final norm; arguments as in `forward`."""
-        return self.model(input_ids, position_ids, seq_ids, cache)
+        return self.model(*inputs, **named)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] after the final norm -> logits [..., V], of a classifier its outputs [..., labels]."""
@@ -448,10 +426,8 @@ class CausalLM(ParallelModel):
 
     def next_logits(self, input_ids: Tensor, cache: Cached) -> Tensor:
         """[B, V] in the weights' dtype, whole on every tp rank: what follows the tokens [B, S] that are read with
-        `cache`, of each row the one that `cache.last` names.
-
-        Under FSDP a registered forward method. Collectives: the layers', and under tp one all-gather of the logits.
-        """
+        `cache`, of each row the one that `cache.last` names. Under FSDP a registered forward method. Collectives: the
+        layers', and under tp one all-gather of the logits."""
         hidden = self.model(input_ids, cache=cache)  # [B, S, D]
         if cache.last is not None:
             hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), cache.last, None]
@@ -466,12 +442,9 @@ class CausalLM(ParallelModel):
         packing: "Packing | None" = None,
     ) -> Any:
         """`fn(hidden [B, S/cp, D], head_weight [V/tp, D] or [labels, D/tp])`'s result: how a loss reaches the head
-        without whole logits.
-        packing: of the whole rows, for a decoder that `takes_packing`.
-
-        Under FSDP it must be registered as a forward method, or the head's weight is one rank's shard. The caller
-        applies config.final_logit_softcapping.
-        """
+        without whole logits. packing: of the whole rows, for a decoder that `takes_packing`. Under FSDP it must be
+        registered as a forward method, or the head's weight is one rank's shard. The caller applies
+        config.final_logit_softcapping."""
         # Not self.hidden_states: registered too, it may give the root's weights back, and the head's are needed yet.
         hidden = self.model(input_ids, position_ids, seq_ids, packing=packing)
         return fn(hidden, self.head.local("weight"))
@@ -482,8 +455,7 @@ class CausalLM(ParallelModel):
 
     @property
     def carried_checkpoint_names(self) -> tuple[str, ...]:
-        """Patterns (re.fullmatch) of tensors in the files that are parts which dtrain does not train, a vision tower:
-        an export has them as they are."""
+        """Patterns (re.fullmatch) of tensors of parts that dtrain does not train: an export has them as they are."""
         return ()
 
     @property
@@ -491,3 +463,37 @@ class CausalLM(ParallelModel):
         """Patterns (re.fullmatch) of tensors in the files that are no parameters of this model, and no mistake."""
         head = (r"lm_head\..*",) if self.config.has_new_head else ()
         return (r".*\.rotary_emb\.inv_freq", *head)  # the first: a buffer that transformers once saved
+
+
+def flops_per_token(model: CausalLM, seq_len: int) -> float:
+    """Return the training FLOPs per token of `model` in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in
+    reach); 4 for a frozen parameter, whose gradient is not computed. Of experts those count that a token goes to.
+
+    A linear layer's state of K·V a head takes three products a token, whatever the length: 18·Hv·K·V.
+    PaLM's count (arXiv:2204.02311, appendix B): N leaves out the input embedding, attention is counted over all
+    keys of the row or window, though a causal query sees half of them on average; recomputation is not counted.
+    """
+    config = model.config
+    lookups = [] if config.tie_word_embeddings else [model.model.embed_tokens.weight]
+    if (table := getattr(model.model, "embed_tokens_per_layer", None)) is not None:
+        lookups.append(table.weight)
+    products = [parameter for parameter in model.parameters() if not any(parameter is table for table in lookups)]
+    share = {} if config.experts is None else dict.fromkeys(expert_parameters(model), config.experts.share)
+    count = sum(
+        weights_in(parameter) * (6 if parameter.requires_grad else 4) * share.get(parameter, 1)
+        for parameter in products
+    )
+    window = config.sliding_window or seq_len
+    reach = [
+        model.model.head_sizes[kind] * (min(seq_len, window) if kind == SLIDING else seq_len)
+        for kind in config.layer_types
+        if kind != LINEAR
+    ]
+    states = 0 if config.linear is None else config.layer_types.count(LINEAR) * config.linear.state
+    return count + 12.0 * config.num_attention_heads * sum(reach) + 18.0 * states
+
+
+def weights_in(parameter: Tensor) -> int:
+    """Return how many weights of a model the parameter, [any shape], is: two for a byte of codes, none for scales
+    (`nf4`)."""
+    return parameter.numel() * {torch.uint8: 2, torch.int32: 0}.get(parameter.dtype, 1)

@@ -19,19 +19,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dtrain.models.common.rope_config import Rope
-from dtrain.parallel.placement import LocalParameters
+from dtrain.parallel.tensor import LocalParameters
 
 aten = torch.ops.aten
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / sqrt(mean(x², last dimension) + eps) · weight (arXiv:1910.07467), all in x's dtype: float32 or float64.
-
-    x [..., D]; weight [D] or None.
-    """
-    if x.is_cuda:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return _RmsNorm.apply(x, weight, eps)
+    """x [..., D] / sqrt(mean(x², last dimension) + eps) · weight [D] or none (arXiv:1910.07467), all in x's dtype:
+    float32 or float64."""
+    return F.rms_norm(x, x.shape[-1:], weight, eps) if x.is_cuda else _RmsNorm.apply(x, weight, eps)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -190,16 +186,13 @@ def tables(
     rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Any, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """cos and sign·sin, each [B or 1, S, 1, turned] in `dtype`, for positions [B or 1, S]; `rotate` wants both. turned:
-    the dimensions of a head that are rotated, all or its first ones.
-
-    Computed in max(float32, dtype). held: where the frequencies on the device stay for the next call, of like sizes.
-    """
+    the dimensions of a head that are rotated, all or its first ones. Computed in max(float32, dtype). held: where the
+    frequencies on the device stay for the next call, of like sizes."""
     wide, held = torch.promote_types(dtype, torch.float32), {} if held is None else held
     turned = head_dim if rope.kind == "proportional" else int(head_dim * rope.share)
     if (rope, turned) not in held:
         held[rope, turned] = frequencies(rope, turned, wide).to(positions.device, non_blocking=True)
-    turn = held[rope, turned]
-    angles = positions[..., None].to(wide) * turn  # [B, S, turned / 2]
+    angles = positions[..., None].to(wide) * held[rope, turned]  # [B, S, turned / 2]
     cos, sin = angles.cos() * rope.table_scale, angles.sin() * rope.table_scale
     return torch.cat([cos, cos], -1).to(dtype).unsqueeze(2), torch.cat([-sin, sin], -1).to(dtype).unsqueeze(2)
 
@@ -214,6 +207,5 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 
 def rounded(scale: float, dtype: torch.dtype) -> float:
-    """Return the factor of embeddings in `dtype`. Rounded first, as the checkpoints were trained: 50.6 is 50.5 in
-    bfloat16."""
+    """Return the factor of embeddings rounded to `dtype`, as checkpoints were trained: 50.6 is 50.5 in bfloat16."""
     return torch.tensor(scale, dtype=dtype, device="cpu").item()

@@ -1,7 +1,6 @@
 """`ModelFields`: the fields of a config.json, and what families read alike: sizes, types of layers, windows, experts, a
 text tower. Imports no torch."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,11 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_pytorch_tanh",  # the same formula, written out
     "relu": "relu",
 }
+# What files of multimodal models say of their other parts.
+_OTHER_PARTS = """vision_config audio_config initializer_range language_model_only mm_tokens_per_image
+vision_soft_tokens_per_image boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id boa_token_id
+eoa_token_id eoa_token_index image_token_id video_token_id audio_token_id vision_token_id vision_start_token_id
+vision_end_token_id projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size""".split()
 
 
 class ModelFields(Fields):
@@ -32,9 +36,10 @@ class ModelFields(Fields):
         head_dim: int | None = None,
         pad: int | None = None,
         tie: bool = False,
+        bias: bool | None = None,
     ) -> dict[str, Any]:
         """Read what every family reads in the same way; the keywords are its own defaults (activation: the key, its
-        default)."""
+        default; bias: that of `attention_bias`, of all four projections, None where it is not read)."""
         hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
         # A missing key takes the family's default, null means one for each query head.
         kv_heads = self.integer("num_key_value_heads", heads if "num_key_value_heads" in self else kv_heads or heads)
@@ -54,7 +59,8 @@ class ModelFields(Fields):
         self.must_be_off("use_bidirectional_attention", "only causal attention is implemented")
         if self.get("is_causal") not in (None, True):
             self.problem(f"is_causal {shown(self.get('is_causal'))}: only causal attention is implemented")
-        return {
+        biases = {} if bias is None else dict.fromkeys(("qkv_bias", "o_bias"), self.flag("attention_bias", bias))
+        return biases | {
             "architecture": architecture,
             "vocab_size": vocab,
             "hidden_size": hidden,
@@ -79,8 +85,11 @@ class ModelFields(Fields):
     def with_one_rope(
         self, share: float | None = None, scales_queries: bool = False, kinds: tuple[str, ...] = KINDS, **values: Any
     ) -> ModelConfig:
-        """Return the config of `values` and the rope that all layers share, once no field is left over; share,
-        scales_queries, kinds: as `read_rope` takes them."""
+        """Return the config of `values` and the rope that all layers share (share, scales_queries, kinds: as of
+        `read_rope`), once no field is left over. Without `layer_types` all layers see the window, or all tokens."""
+        if "layer_types" not in values:
+            window, count = values.setdefault("sliding_window", None), values["num_hidden_layers"]
+            values["layer_types"] = self.layer_types(count, [FULL if window is None else SLIDING] * count, fixed=True)
         positions, head_dim = values["max_position_embeddings"], values["head_dim"]
         rope = read_rope(self, positions, head_dim, share, scales_queries, kinds)
         if rope.kind == "longrope":
@@ -104,16 +113,6 @@ class ModelFields(Fields):
         else:
             return tuple(written)
         return tuple(default)
-
-    def biases(self, default: bool = False) -> dict[str, bool]:
-        """Read `attention_bias`, of all four projections."""
-        bias = self.flag("attention_bias", default)
-        return {"qkv_bias": bias, "o_bias": bias}
-
-    def layers_alike(self, count: int, window: int | None = None) -> dict[str, Any]:
-        """Return `layer_types` and `sliding_window` of a family whose layers all see the window, or all tokens."""
-        types = self.layer_types(count, [FULL if window is None else SLIDING] * count, fixed=True)
-        return {"layer_types": types, "sliding_window": window}
 
     def experts(
         self,
@@ -148,21 +147,21 @@ class ModelFields(Fields):
             self.problem("layer_types has sliding_attention, but no sliding_window is set")
         return window
 
-    def text_tower(
-        self, architecture: str, read: "Callable[[ModelFields], ModelConfig]", tie: bool = False
-    ) -> ModelConfig:
-        """Return what `read` makes of `text_config`, as part of a multimodal model; tie: the family's default of
-        tie_word_embeddings."""
+    def text_tower(self, architecture: str, model: Any) -> ModelConfig:
+        """Return what `model`, a `TextTower`, reads of `text_config`, as part of a multimodal model."""
+        self.known(*_OTHER_PARTS)
         text = self.get("text_config") or {}
+        if not text and model.may_be_flat:
+            return replace(model.read(self), architecture=architecture, is_text_tower=True)
         if not isinstance(text, dict):
             self.problem(f"text_config {shown(text)} is no object")
             text = {}
         # The files' own end-of-turn tokens stand at the top, beside those of the text model.
         outer = {key: self.get(key) for key in ("eos_token_id", "torch_dtype", "dtype") if self.get(key) is not None}
-        tied = None if self.get("tie_word_embeddings") is None else self.flag("tie_word_embeddings", tie)
+        tied = None if self.get("tie_word_embeddings") is None else self.flag("tie_word_embeddings", model.is_tied)
         if tied is not None and text.get("tie_word_embeddings", tied) != tied:
             self.problem("tie_word_embeddings is not the same at the top and in text_config")
         self.refuse_the_rest()
         inner = ModelFields({**text, **outer}, self.problems, prefix="text_config.")
-        config = read(inner.over({"tie_word_embeddings": tie if tied is None else tied}))
+        config = model.read(inner.over({"tie_word_embeddings": model.is_tied if tied is None else tied}))
         return replace(config, architecture=architecture, is_text_tower=True)

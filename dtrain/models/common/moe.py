@@ -14,15 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import Experts as Sizes
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import GatedMLP, Linear, PreNormLayer, Rotary
+from dtrain.models.common.decoder import GatedMLP, Linear, PreNormLayer
 from dtrain.models.common.functions import ACTIVATIONS, clamped, gated
 from dtrain.models.common.routing import Routing
 from dtrain.parallel.experts import Experts, collect, on_host, spread
-from dtrain.parallel.placement import LocalParameters
-from dtrain.parallel.tensor import Block
+from dtrain.parallel.tensor import Block, LocalParameters
 
 if TYPE_CHECKING:
     from dtrain.models.common.adapters import ParameterAdapter
@@ -183,26 +181,14 @@ def by_expert(chosen: Tensor, count: int, real: Tensor | None) -> tuple[Tensor, 
 
 
 class SparseLayer(PreNormLayer):
-    """A layer whose MLP is sparse."""
+    """A layer whose MLP is sparse, where the config has it so."""
 
-    is_sparse = True
-
-    def add_mlp(self, config: ModelConfig) -> None:
-        """Give the layer its MLP."""
-        assert config.experts is not None
-        self.mlp = SparseMLP(config, config.experts)
-
-    def after(self, hidden: Tensor, attended: Tensor, real: Tensor | None = None) -> Tensor:
-        """Override `Layer.after`; real: as `SparseMLP` takes it"""
-        hidden = hidden + self.mixer.output(attended)
-        del attended  # the MLP needs its memory
-        return hidden + self.mlp(self.post_attention_layernorm(hidden), real)
-
-    def forward(
-        self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None, real: Tensor | None = None
-    ) -> Tensor:
-        """Override `Layer.forward`; real: as `SparseMLP` takes it"""
-        return self.after(hidden, self.mixer(*self.before(hidden, *rotary), mask, cache), real)
+    def add_mlp(self, config: ModelConfig, index: int) -> None:
+        self.is_sparse = config.is_sparse(index)
+        if self.is_sparse and config.experts is not None:
+            self.mlp = SparseMLP(config, config.experts)
+        else:
+            super().add_mlp(config, index)
 
 
 def grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -217,7 +203,7 @@ class _Grouped(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
         if _is_fused(x, weight):
-            return F.grouped_mm(x, weight.transpose(1, 2), offs=_ends(counts))
+            return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
         out = x.new_empty(len(x), weight.shape[1])
         for index, (rows, result) in _runs(counts, x, out):
             torch.mm(rows, weight[index].t(), out=result)
@@ -229,10 +215,9 @@ class _Grouped(torch.autograd.Function):
         grad = grads[0].contiguous()
         of_x = of_weight = None
         if _is_fused(x, weight):
-            if ctx.needs_input_grad[0]:
-                of_x = F.grouped_mm(grad, weight, offs=_ends(counts))
-            if ctx.needs_input_grad[1]:
-                of_weight = F.grouped_mm(grad.t(), x, offs=_ends(counts))
+            ends = counts.cumsum(0, dtype=torch.int32)
+            of_x = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
+            of_weight = F.grouped_mm(grad.t(), x, offs=ends) if ctx.needs_input_grad[1] else None
             return of_x, of_weight, None
         if ctx.needs_input_grad[0]:
             of_x = torch.empty_like(x)
@@ -256,10 +241,6 @@ def _is_fused(x: Tensor, weight: Tensor) -> bool:
     # Its rows begin at multiples of 16 bytes, which those of an adapter's rank may not.
     is_aligned = not any(size * x.element_size() % 16 for size in weight.shape[1:])
     return x.is_cuda and is_aligned and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-
-
-def _ends(counts: Tensor) -> Tensor:
-    return counts.cumsum(0, dtype=torch.int32)
 
 
 def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[int, tuple[Tensor, ...]]]:

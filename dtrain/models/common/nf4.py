@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from dtrain.models.common.adapter_config import linears
 from dtrain.models.common.decoder import CausalLM, Linear
-from dtrain.models.common.nf4_config import BLOCK
-from dtrain.models.common.quantization_config import skips
+from dtrain.models.common.quantization_config import BLOCK, skips
 
 PARTS = CODES, SCALES = "weight_codes", "weight_scales"  # a layer's parameters, in place of its weight
 LEVELS = (
@@ -90,12 +89,9 @@ class NF4Weight:
 
 def quantize_linears(model: CausalLM, dtype: torch.dtype, except_for: Collection[str] = ()) -> None:
     """Let the linear layers of `model`'s decoder, on meta and before it lies on a mesh, hold their weights [out, in] as
-    an `NF4Weight` does, in two frozen parameters.
-
-    dtype: what they compute in. except_for: the names in files of layers that stay as they are, beside those that the
-    model's own checkpoint leaves so. Sizes must fit (`nf4_config.quantize_problems`).
-    `read_weights` fills the parameters.
-    """
+    an `NF4Weight` does, in two frozen parameters, which `read_weights` fills. dtype: what they compute in. except_for:
+    the names in files of layers that stay as they are, beside those that the model's own checkpoint leaves so. Sizes
+    must fit (`quantization_config.quantize_problems`)."""
     config = model.config
     torch.compiler.assume_constant_result(_pairs)  # here, because it loads torch._dynamo
     for name in linears(config):
@@ -128,8 +124,7 @@ def _levels(device: torch.device) -> Tensor:
 
 
 def _pairs(device: torch.device, is_planned: bool) -> Tensor:
-    """[256, 2] float32: the levels of a byte's two weights. is_planned: for tensors on meta, which in a plan name the
-    device that is planned."""
+    """[256, 2] float32: the levels of a byte's two weights. is_planned: on meta, which in a plan names the device."""
     return _pairs_once(device, is_planned)
 
 

@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain.models.common.config_fields import Fields, shown
+from dtrain.models.common.config_fields import Fields, is_number, shown
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of one kind of layer. `kind`: default, linear, llama3, yarn, longrope or proportional; the other
+    """Rotary embedding of one kind of layer. kind: default, linear, llama3, yarn, longrope or proportional; the other
     fields belong to some.
 
     share: of each head's dimensions, its first ones, that are rotated (partial_rotary_factor); of a proportional one
@@ -33,16 +33,6 @@ class Rope:
     factors: tuple[float, ...] = ()
 
 
-# The parameters that each kind reads, beside rope_theta.
-_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    "proportional": ("factor",),
-    "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
-}
-
 KINDS = ("default", "linear", "llama3", "yarn")  # of every family that says no other
 
 
@@ -60,10 +50,7 @@ def read_rope(
     written = fields.get("rope_scaling") or written or {}
     theta = read_base(fields, "rope_theta", 10_000.0)
     original = fields.optional_integer("original_max_position_embeddings")
-    if share is None:
-        _whole_heads(fields)
-    else:
-        share = _share(fields, share)
+    share = _share(fields, share)
     rope = rope_of(fields, "rope_parameters", written, theta, max_positions, kinds, original, share, scales_queries)
     turned = int(head_dim * rope.share)
     if rope.kind == "longrope" and len(rope.factors) != turned // 2:
@@ -94,13 +81,13 @@ def read_ropes_by_kind(
     }
 
 
-def _whole_heads(fields: Fields) -> None:
+def _share(fields: Fields, default: float | None) -> float | None:
+    """Return the share of a head that is rotated; None in an architecture that rotates whole heads alone."""
+    if default is not None:
+        return fields.number("partial_rotary_factor", default, most=1.0)
     if (partial := fields.number("partial_rotary_factor", 1.0)) != 1.0:
         fields.problem(f"partial_rotary_factor {partial}: only whole heads are rotated in this architecture")
-
-
-def _share(fields: Fields, default: float) -> float:
-    return fields.number("partial_rotary_factor", default, most=1.0)
+    return None
 
 
 def read_base(fields: Fields, key: str, default: float) -> float:
@@ -134,15 +121,12 @@ def rope_of(
         fields.problem(f"{where}: rope type {shown(kind)} is not implemented; there are: {', '.join(kinds)}")
         return Rope()
     theta = read_base(inner, "rope_theta", theta)
-    if share is None:
-        _whole_heads(inner)
-    share = 1.0 if share is None else _share(inner, share)
+    share = _share(inner, share)
     length = 0
     if kind in ("llama3", "yarn", "longrope") or scales_queries:
         length = original or inner.integer("original_max_position_embeddings", max_positions)
-    reads = _PARAMETERS.get(kind, ())
-    values: dict[str, Any] = {}
-    if "factor" in reads:
+    values: dict[str, Any] = {} if share is None else {"share": share}
+    if kind != "default":
         # Some leave the factor to the two lengths: DeepSeek's YaRN, and Phi.
         ratio = max_positions / max(length, 1)
         default = {"yarn": ratio, "longrope": ratio, "proportional": 1.0}.get(kind)
@@ -155,47 +139,39 @@ def rope_of(
         values["beta_fast"] = inner.number("beta_fast", 32.0, zero=True) or 32.0  # 0 is read as unset
         values["beta_slow"] = inner.number("beta_slow", 1.0, zero=True) or 1.0
         values["truncate"] = inner.flag("truncate", True)
-        values["table_scale"] = _yarn_scale(inner, values["factor"])
+        values["table_scale"] = _attention_factor(inner, kind, values["factor"], length)
     if kind == "longrope":
         values["factors"] = _factors(inner, "short_factor")
         if len(_factors(inner, "long_factor")) != len(values["factors"]):
             inner.problem("short_factor and long_factor are not of one length")
-        values["table_scale"] = _longrope_scale(inner, values["factor"], length)
+        values["table_scale"] = _attention_factor(inner, kind, values["factor"], length)
     if scales_queries:
         inner.known("max_position_embeddings")
         values["query_beta"] = inner.number("llama_4_scaling_beta", zero=True)
     inner.refuse_the_rest()
-    return Rope(kind=kind, theta=theta, share=share, original_max_positions=length, **values)
+    return Rope(kind=kind, theta=theta, original_max_positions=length, **values)
 
 
-def _yarn_scale(fields: Fields, factor: float) -> float:
-    """YaRN's attention factor as transformers infers it: 0.1·ln(factor) + 1, or DeepSeek's ratio of two such terms."""
-    attention_factor = fields.optional_number("attention_factor")
-    mscale = fields.optional_number("mscale", zero=True)
-    mscale_all_dim = fields.optional_number("mscale_all_dim", zero=True)
-    if attention_factor is not None:
-        return attention_factor
+def _attention_factor(fields: Fields, kind: str, factor: float, length: int) -> float:
+    """Return what the file says, or what transformers infers: LongRoPE's √(1 + ln(factor) / ln(length)), YaRN's
+    0.1·ln(factor) + 1, or DeepSeek's ratio of two such terms."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+    written = fields.optional_number("attention_factor")
+    if kind == "longrope":
+        inferred = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(length, 2)))
+    else:
+        over, under = (fields.optional_number(key, zero=True) for key in ("mscale", "mscale_all_dim"))
+        inferred = scale(over) / scale(under) if over and under else scale(1.0)
+    return inferred if written is None else written
 
 
 def _factors(fields: Fields, key: str) -> tuple[float, ...]:
     written = fields.get(key)
     numbers = written if isinstance(written, list) else [written]
-    if any(
-        isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= 1e6 for number in numbers
-    ):
+    if not all(is_number(number) and 0 < number <= 1e6 for number in numbers):
         fields.problem(f"{key} {shown(written)}: must be a list of numbers above 0 and at most 1e+06")
         return ()
     return tuple(map(float, numbers))
-
-
-def _longrope_scale(fields: Fields, factor: float, length: int) -> float:
-    """The attention factor of LongRoPE, √(1 + ln(factor) / ln(length)) where the file does not give it."""
-    attention_factor = fields.optional_number("attention_factor")
-    if attention_factor is not None:
-        return attention_factor
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(length, 2)))

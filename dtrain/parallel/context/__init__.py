@@ -1,9 +1,8 @@
 """Context parallel: batches in the head-tail layout, and the contexts and flat batches known by name.
 
-layout, packed_layout    head-tail pieces of a sequence; of each of several packed ones
-batch                    a batch cut over cp, and put together again
-train_context            `get_train_context`, `create_context_parallel_ctx`, `make_cp_batch_and_ctx`
-thd                      packed batches as one run of tokens: `make_cp_batch_for_te`
+batch           a batch cut over cp to the head-tail layout, and put together again
+train_context   `get_train_context`, `create_context_parallel_ctx`, `make_cp_batch_and_ctx`
+thd             packed batches as one run of tokens: `make_cp_batch_for_te`
 
 Names are imported when they are used.
 """

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.parallel.context.layout import mesh_rank
-from dtrain.parallel.context.packed_layout import held_positions, sequence_of
+from dtrain.parallel.context.batch import held_positions, mesh_rank, sequence_of
 
 CONSUMED = ("seq_lens", "seq_lens_padded", "attention_mask", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
 

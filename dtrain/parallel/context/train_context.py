@@ -15,8 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dtrain.base.batch import STREAMS
 from dtrain.parallel import context as public
-from dtrain.parallel.context.batch import pad_right
-from dtrain.parallel.context.layout import mesh_rank, shard_sequence
+from dtrain.parallel.context.batch import mesh_rank, pad_right, shard_sequence
 from dtrain.parallel.context.thd import make_cp_batch_for_te
 
 ROTATIONS = (None, "allgather", "alltoall", "addtoall", "ring")
@@ -134,7 +133,6 @@ class _KernelWatch:
             self.stop()
 
     def check(self) -> None:
-        """Raise RuntimeError where modules were called and none has such a kernel."""
         if self.model is not None and not self.has_kernel and not self._holds_kernel(self.model):
             raise RuntimeError(
                 f"{type(self.model).__name__} ran inside a context-parallel context, and none of dtrain's "
@@ -238,5 +236,4 @@ def _build_position_ids(batch: dict[str, Tensor], device: torch.device) -> dict[
 
 
 def _submesh(device_mesh: Any, name: str) -> Any:
-    """The dimension `name` of a mesh, or of a mapping that stands in for one; None where it has none."""
     return device_mesh[name] if name in (getattr(device_mesh, "mesh_dim_names", None) or ()) else None

@@ -1,132 +1,210 @@
-"""Episodes of several turns with an engine. Token-exact: nothing that was sampled is ever encoded again."""
+"""Completions in several turns: a recipe's environments, or its tools, which rank 0 calls, with an engine that all
+ranks call. Token-exact: nothing that was sampled is ever encoded again."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
-from dtrain.data.text.tool_calls import FAILED
-from dtrain.inference.request import Completion, Request, SamplingParams
-from dtrain.rl.environments.observations import Observation, Observations
+from dtrain.base.ranks import Ranks
+from dtrain.base.run_context import RunContext
+from dtrain.data import Tokenizer
+from dtrain.data.text.replies import QUESTION, REPLY
+from dtrain.data.text.template import ChatTemplate, choose_template
+from dtrain.data.text.tool_format import ToolFormat, learn_tool_format
+from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine, SamplingParams
+from dtrain.recipe.rollouts import RolloutSection
+from dtrain.recipe.schema import Data
+from dtrain.rl.collect import Sample
+from dtrain.rl.environments.stepping import EnvironmentReply, Environments, Observation, Turn
+from dtrain.rl.rewards.find import find
+from dtrain.rl.tools import tool_schemas
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
+
+# Of a text that is far too long its beginning is tokenised: so many characters for each id that is needed, and so many
+# ids more than needed, since those at the end, of 1024 characters or more, may be others where the text goes on.
+CHARACTERS, MARGIN = 8, 4096
 
 
-class Environment(Protocol):
-    """Environment of one episode. done: whether the episode is over; read after each step."""
+class Observations:
+    """Encoder of what an environment says, so that it can stand behind sampled tokens.
 
-    done: bool
-
-    def step(self, completion: str) -> float | None:
-        """Take a completion's text, without special tokens. Returns what it earns, None for no opinion."""
-
-    def observe(self) -> Observation:
-        """Return what the model reads before its next completion: a text, which becomes a user's message where the
-        prompt is a conversation, or messages."""
-
-    # It may have `end() -> float | None` too: no more completions come, though it is not done; and `metrics`, a dict of
-    # numbers that are reported beside what the episode earned.
-
-
-class TurnEngine(Protocol):
-    """Engine of the turns. Collective on a mesh: every rank passes all requests and gets all completions."""
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
-
-
-@dataclass
-class Episode:
-    """Tokens behind a prompt: completions and what the environment put between them.
-
-    ids, sampled, logprobs [s] each: tokens, whether the model drew them, and with what log-probability (0 where not).
-    earned: Σ of the steps' rewards, None where no step had one. turns: completions drawn; longest: tokens of the
-    longest, infinite where one was cut. calls, failures: answers of tools that were read, and those among them that say
-    that a call failed. metrics: the environment's, as they were last. finish: stop, the environment was done; length, a
-    completion was cut or the sequence is full; turns, there were as many as may be; lost, the environment failed, and
-    earned is None since nobody knows the whole of it. version: the oldest weights that a token was drawn with, where
-    the engine knows. routed: as `Completion` has it, of each token what the first turn that read it says.
+    In a conversation it is what the chat template writes between a reply's own text and the next one: the end of the
+    turn, where the model has not written it, the messages, and the generation prompt. That is learnt from a
+    conversation of a question, a reply and these messages. template None: the prompts are plain texts, and so are the
+    observations. calls: how tools are called, where they are; their answers come first in an
+    observation that has any.
     """
 
-    prompt: Sequence[int]
-    ids: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    earned: float | None = None
-    turns: int = 0
-    longest: float = 0
-    calls: int = 0
-    failures: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    finish: Literal["stop", "length", "turns", "lost"] = "turns"
-    version: int | None = None
-    routed: "Tensor | None" = field(default=None, compare=False)
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, calls: ToolFormat | None = None):
+        self.tokenizer, self._template, self._calls = tokenizer, template, calls
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
-        """Append tokens of the model, with their log-probabilities, or of the environment."""
-        self.ids += ids
-        self.sampled += [logprobs is not None] * len(ids)
-        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+    def text_of(self, completion: Completion) -> str:
+        """Return the text of a completion, without special tokens; where tools are, with them, since they may mark a
+        call, and behind the opening of the thinking that the prompt ends with."""
+        text = self.tokenizer.decode(completion.ids, skip_special_tokens=self._calls is None)
+        return f"<think>{text}" if self._calls is not None and self._calls.thinks else text
+
+    def encode(self, observation: Observation, completion: Completion, room: float = math.inf) -> list[int]:
+        """Return the ids that follow `completion`. Of an observation of more than `room` ids it may be the first
+        ones alone, more than `room`. Raises UserError as the template does."""
+        if self._template is not None:
+            messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+            text = self._behind_a_reply(self._template, messages)
+        elif isinstance(observation, str):
+            text = observation
+        else:
+            raise UserError("it observed messages: that needs a prompt of messages and a chat template")
+        length = CHARACTERS * (room + MARGIN)
+        while length < len(text):
+            ids = self._behind_a_completion(text[: int(length)], completion)
+            if len(ids) > room + MARGIN:
+                return ids[:-MARGIN]
+            length *= CHARACTERS
+        return self._behind_a_completion(text, completion)
+
+    def _behind_a_completion(self, text: str, completion: Completion) -> list[int]:
+        """Return the ids of `text`, without the end of the turn where the model has written it."""
+        ids = self._behind_a_word(text)
+        if self._template is None:
+            return ids
+        ends = set(self.tokenizer.eos_ids)
+        has_ended = bool(completion.ids) and completion.ids[-1] in ends
+        end = next((index for index, token in enumerate(ids) if token in ends), None)
+        if has_ended and end is not None and not self.tokenizer.decode(ids[:end]).strip():
+            return ids[end + 1 :]
+        return ids
+
+    def _behind_a_reply(self, template: ChatTemplate, messages: Sequence[dict[str, Any]]) -> str:
+        if self._calls is not None and messages[0]["role"] == "tool":
+            return self._calls.behind_a_call(messages)
+        reply = {"role": "assistant", "content": REPLY}
+        text = template.render([QUESTION, reply, *messages], add_generation_prompt=True)
+        _, reply_text, rest = text.partition(REPLY)
+        if not reply_text or not rest.strip():
+            raise UserError(f"the chat template, {template.origin}, writes nothing after a reply")
+        return rest
+
+    def _behind_a_word(self, text: str) -> list[int]:
+        """Return the ids of `text` where it continues a text: some tokenizers put a space in front of what they begin
+        with."""
+        head, whole = self.tokenizer.encode(REPLY), self.tokenizer.encode(REPLY + text)
+        return whole[len(head) :] if whole[: len(head)] == head else self.tokenizer.encode(text)
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Input of environment `number`: a completion's text, and whether nothing is read after it. room: tokens that are
-    left of the sequence behind it."""
+class Episodes:
+    """Plays requests as episodes in environments, which ranks other than 0 do not have. Collective."""
 
-    number: int
-    text: str
-    is_last: bool
-    room: float = math.inf
+    environments: Environments | None
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    calls: ToolFormat | None
+    max_turns: int
+    max_length: int
+    ranks: Ranks
+    has_tools_in_rows: bool = False
+
+    def play(
+        self,
+        engine: RolloutEngine,
+        requests: Sequence[Request],
+        rows: Sequence[Mapping[str, Any]],
+        version: int,
+        ask_stop: AskStop | None = None,
+    ) -> list[Sample]:
+        """Play an episode for each request, whose data row the environment is made with; in their order. Raises
+        UserError as `environments` does, and Interrupted as `engine` does."""
+        calls = self.calls
+        if self.has_tools_in_rows and (
+            tools := next(filter(None, (row["columns"].get("tools") for row in rows)), None)
+        ):
+            calls = learn_tool_format(self.template, tools)
+            form = (calls.form, calls.is_single)
+            rows = [{**row, "columns": {**row["columns"], "calls": form}} for row in rows]
+
+        def make() -> None:
+            if self.environments is not None:
+                seeds = [environment_seed(request) for request in requests]
+                self.environments.make([(dict(row), seed) for row, seed in zip(rows, seeds, strict=True)])
+
+        self.ranks.first(make)
+        is_chat = bool(rows) and isinstance(rows[0]["prompt"], list) and isinstance(rows[0]["prompt"][0], Mapping)
+        samples = run_episodes(
+            partial(engine.generate, ask_stop=ask_stop, version=version),
+            requests,
+            self.environments,
+            Observations(self.tokenizer, self.template if is_chat else None, calls),
+            max_turns=self.max_turns,
+            max_length=self.max_length,
+            first=self.ranks.first,
+        )
+        if self.environments is not None:
+            self.environments.forget()
+        return samples
 
 
-@dataclass(frozen=True)
-class EnvironmentReply:
-    """Reply of an environment to one completion: what it earned, whether that was all, the ids that are read next
-    (none after the last), with how many answers of tools and failures among them. is_lost: nothing of that is known, or
-    there will be no more. metrics: the environment's."""
+def open_episodes(section: RolloutSection, data: Data, tokenizer: Tokenizer, run: RunContext) -> Episodes | None:
+    """Open the environments of `section`, or its tools, in their own process, on rank 0 alone; the run closes it. None
+    where it has neither. Collective. Raises UserError."""
+    if not section.has_episodes:
+        return None
+    library = section.verifiers
+    template = choose_template(tokenizer.directory, tokenizer.special_tokens, data.chat_template, data.template_kwargs)
+    tools = tool_schemas(section.tools) if section.tools else []
+    calls = learn_tool_format(template, [schema for _, schema in tools]) if tools else None
+    ranks = Ranks()
 
-    earned: float | None = None
-    done: bool = False
-    ids: Sequence[int] = ()
-    is_lost: bool = False
-    calls: int = 0
-    failures: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    def start() -> Environments | None:
+        if not ranks.is_first:
+            return None
+        arguments: dict[str, Any] = {"path": section.environment}
+        if calls is not None:
+            sources = [(find(tool.fn, "tool") if tool.fn else tool.mcp, schema["function"]) for tool, schema in tools]
+            options = (sources, calls.form, calls.is_single, section.tool_output)
+            arguments = {"path": "dtrain.rl.environments.tools:Toolbox", "options": options, "whose": "grpo.tools"}
+        if library.name is not None:
+            path = "dtrain.rl.environments.verifiers:Library"
+            library_options = (library.name, library.args, tokenizer.special_texts)
+            arguments = {"path": path, "options": library_options, "whose": "grpo.verifiers"}
+        environments = Environments(
+            **arguments, timeout=section.environment_timeout, threads=section.environment_threads, say=run.metrics.say
+        )
+        return run.stack.enter_context(environments)
 
-
-class Steps(Protocol):
-    """Environments numbered as the requests are: `stepping.Environments`."""
-
-    def step(self, turns: Sequence[Turn], encode: Callable[[int, Observation], list[int]]) -> list[EnvironmentReply]:
-        """Return a reply to each turn. encode: ids of an observation, from its index in `turns`; raises UserError."""
+    environments, has_own = ranks.together(start), library.name is not None
+    return Episodes(environments, tokenizer, template, calls, section.max_turns, data.max_length, ranks, has_own)
 
 
 def run_episodes(
-    engine: TurnEngine,
+    draw: Callable[[list[Request]], list[Completion]],
     requests: Sequence[Request],
-    environments: Steps | None,
+    environments: Environments | None,
     observations: Observations,
     *,
     max_turns: int,
     max_length: int,
     first: Callable[[Callable[[], Any]], Any] = lambda act: act(),
-) -> list[Episode]:
+) -> list[Sample]:
     """Run an episode for each of N requests, all turns of one round in one call of the engine; in their order.
 
-    requests: the first turns; their SamplingParams are each turn's, cut to what max_length leaves of the sequence,
-    prompt included. A later turn has the same prompt_index and sample_index and the seed `turn_seed(seed, turn)`, so
-    that its draws depend on these and its own positions alone. environments: N; on other ranks than the one on which
-    `first` runs what it is given they are not read and may be None. first: runs a function on one rank and gives its
-    result on every rank (`Ranks.first`); once for each round.
+    draw: an engine's `generate`; collective on a mesh. requests: the first turns; their SamplingParams are each turn's,
+    cut to what max_length leaves of the sequence, prompt included. A later turn has the same prompt_index and
+    sample_index and the seed `turn_seed(seed, turn)`, so that its draws depend on these and its own positions alone.
+    environments: N; on other ranks than the one on which `first` runs what it is given they are not read and may be
+    None. first: runs a function on one rank and gives its result on every rank (`Ranks.first`); once for each round.
 
     A completion that was cut (finish "length") is still stepped, so that what it earned is known, and ends its episode
     as cut even where the environment is done. An observation that leaves no room for a completion is left out. An
     environment that is lost ends its episode behind the completion that it was given. Raises UserError as
     `environments` does, and ValueError for a prompt that leaves no room.
     """
-    episodes = [Episode(request.prompt) for request in requests]
+    samples = [Sample(request.prompt) for request in requests]
     full = [len(request.prompt) for request in requests if len(request.prompt) >= max_length]
     if full:
         raise ValueError(f"a prompt of {max(full)} tokens leaves no room within max_length={max_length}")
@@ -134,23 +212,21 @@ def run_episodes(
     for turn in range(max_turns):
         if not live:
             break
-        drawn = engine.generate([_turn(requests[number], episodes[number], turn, max_length) for number in live])
+        drawn = draw([_turn(requests[number], samples[number], turn, max_length) for number in live])
         for number, completion in zip(live, drawn, strict=True):
-            _take(episodes[number], completion)
-
+            samples[number].take(completion)
         is_last_round = turn + 1 == max_turns
 
         def answer(
             live: list[int] = live, drawn: list[Completion] = drawn, is_last_round: bool = is_last_round
         ) -> list[EnvironmentReply]:
-            if environments is None:
-                raise ValueError("this rank asks the environments, and was given none")
+            assert environments is not None, "the rank that asks them has them"
             turns = [
                 Turn(
                     number,
                     observations.text_of(completion),
                     is_last_round or completion.finish == "length",
-                    _room(episodes[number], max_length),
+                    max_length - samples[number].length,
                 )
                 for number, completion in zip(live, drawn, strict=True)
             ]
@@ -162,32 +238,25 @@ def run_episodes(
 
         going_on = []
         for number, completion, reply in zip(live, drawn, first(answer), strict=True):
-            episode = episodes[number]
-            episode.calls += reply.calls
-            episode.failures += reply.failures
-            episode.metrics = reply.metrics
+            sample = samples[number]
+            sample.calls += reply.calls
+            sample.failures += reply.failures
+            sample.metrics = reply.metrics
             if reply.earned is not None:
-                episode.earned = (episode.earned or 0.0) + reply.earned
+                sample.earned = (sample.earned or 0.0) + reply.earned
             if reply.is_lost:
-                episode.earned, episode.finish = None, "lost"
+                sample.earned, sample.finish = None, "lost"
             elif completion.finish == "length":
-                episode.finish = "length"
+                sample.finish = "length"
             elif reply.done:
-                episode.finish = "stop"
-            elif not is_last_round and len(reply.ids) >= _room(episode, max_length):
-                episode.finish = "length"
+                sample.finish = "stop"
+            elif not is_last_round and len(reply.ids) >= max_length - sample.length:
+                sample.finish = "length"
             elif not is_last_round:
-                episode.add(reply.ids)
+                sample.add(reply.ids)
                 going_on.append(number)
         live = going_on
-    return episodes
-
-
-def tool_answers(observation: Observation) -> tuple[int, int]:
-    """Return the number of tools' answers in an observation, and of those that say that a call failed."""
-    messages = [] if isinstance(observation, str) else observation
-    answers = [str(message.get("content")) for message in messages if message["role"] == "tool"]
-    return len(answers), sum(text.startswith(FAILED) for text in answers)
+    return samples
 
 
 def environment_seed(request: Request) -> int:
@@ -201,26 +270,8 @@ def turn_seed(seed: int, turn: int) -> int:
     return seed if turn == 0 else key(seed, turn) % 2**64
 
 
-def _room(episode: Episode, max_length: int) -> int:
-    return max_length - len(episode.prompt) - len(episode.ids)
-
-
-def _turn(request: Request, episode: Episode, turn: int, max_length: int) -> Request:
-    room = _room(episode, max_length)
-    sampling: SamplingParams = replace(request.sampling, max_new_tokens=min(request.sampling.max_new_tokens, room))
+def _turn(request: Request, sample: Sample, turn: int, max_length: int) -> Request:
+    most = min(request.sampling.max_new_tokens, max_length - sample.length)
+    sampling: SamplingParams = replace(request.sampling, max_new_tokens=most)
     seed = turn_seed(request.seed, turn)
-    return replace(request, prompt=[*episode.prompt, *episode.ids], sampling=sampling, seed=seed)
-
-
-def _take(episode: Episode, completion: Completion) -> None:
-    episode.add(completion.ids, completion.logprobs)
-    episode.turns += 1
-    episode.longest = max(episode.longest, completion.longest)
-    routed, before = completion.routed, episode.routed
-    if routed is not None and before is not None:  # a later turn may have read a prompt anew, with other roundings
-        is_known = before[:, 0, 0] >= 0
-        routed = routed.clone()
-        routed[: len(before)][is_known] = before[is_known]
-    episode.routed = routed
-    known = [version for version in (episode.version, completion.version) if version is not None]
-    episode.version = min(known, default=None)
+    return replace(request, prompt=[*sample.prompt, *sample.ids], sampling=sampling, seed=seed)

@@ -1,24 +1,49 @@
 """Environments in one worker process that may hang, crash or be killed without harm to the run."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.rl.child import Outcome
-from dtrain.rl.environments.calls import total
-from dtrain.rl.environments.episodes import EnvironmentReply, Turn, tool_answers
-from dtrain.rl.environments.observations import Observation
-from dtrain.rl.environments.timeout_pool import MOST_LATE
+from dtrain.data.text.tool_calls import FAILED
+from dtrain.rl.environments.calls import MOST_LATE, total
 from dtrain.rl.rewards.find import find
-from dtrain.rl.worker import Lost, Worker
+from dtrain.rl.worker import Lost, Outcome, Worker
 
 GRACE = 5.0  # seconds behind the timeout after which the process itself hangs, in C say, and not one of its threads
 KEY = "grpo.environment_timeout"
 
+Observation = str | Sequence[dict[str, Any]]
 Failures = dict[tuple[str, str], list[str]]  # by stage and cause: what went wrong, of each environment
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Input of environment `number`: a completion's text, and whether nothing is read after it. room: tokens that are
+    left of the sequence behind it."""
+
+    number: int
+    text: str
+    is_last: bool
+    room: float = math.inf
+
+
+@dataclass(frozen=True)
+class EnvironmentReply:
+    """Reply of an environment to one completion: what it earned, whether that was all, the ids that are read next
+    (none after the last), with how many answers of tools and failures among them. is_lost: nothing of that is known, or
+    there will be no more. metrics: the environment's."""
+
+    earned: float | None = None
+    done: bool = False
+    ids: Sequence[int] = ()
+    is_lost: bool = False
+    calls: int = 0
+    failures: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Environments(Worker):
@@ -131,7 +156,7 @@ class Environments(Worker):
         self._live.clear()
         if self._is_alive:
             try:
-                list(self._ask("forget", grace=self._grace))
+                list(self.ask("forget", grace=self._grace))
             except Lost as lost:
                 self._tell("end", str(lost), f"{self._whose}: their process {lost} when they were over")
 
@@ -139,7 +164,7 @@ class Environments(Worker):
         """Start another process where this one is gone, or has threads that hang and slow it down for ever."""
         if self._is_alive:
             with suppress(Lost):
-                (stuck,) = self._ask("stuck", grace=self._grace)
+                (stuck,) = self.ask("stuck", grace=self._grace)
                 if stuck:
                     self._kill()
         self._ensure()
@@ -149,7 +174,7 @@ class Environments(Worker):
         answers: dict[int, Outcome] = {number: {} for number in numbers}
         if content:
             try:
-                for number, answer in self._ask(method, content, grace=self._grace):
+                for number, answer in self.ask(method, content, grace=self._grace):
                     answers[number] = answer
             except Lost as lost:
                 for answer in answers.values():
@@ -177,3 +202,10 @@ class Environments(Worker):
 
     def _loss(self, count: int) -> str:
         return f"\nwhat {count} of {self._count} episodes earned is unknown"
+
+
+def tool_answers(observation: Observation) -> tuple[int, int]:
+    """Return the number of tools' answers in an observation, and of those that say that a call failed."""
+    messages = [] if isinstance(observation, str) else observation
+    answers = [str(message.get("content")) for message in messages if message["role"] == "tool"]
+    return len(answers), sum(text.startswith(FAILED) for text in answers)

@@ -15,8 +15,8 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
 from dtrain.data.text.tool_calls import FAILED, UNREAD, Parameters, ToolCall, misfit, read_calls
-from dtrain.rl.child import attempt, shown
 from dtrain.rl.environments.mcp import ToolServer
+from dtrain.rl.worker import attempt, shown
 
 
 class Toolbox:

@@ -17,8 +17,8 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.data.text.tool_calls import read_calls
-from dtrain.rl.child import shown
 from dtrain.rl.rewards.find import find_verifiers
+from dtrain.rl.worker import shown
 
 Message = dict[str, Any]
 OPENINGS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]")  # what is before the first of them is a turn's text

@@ -1,11 +1,9 @@
 """Completions from servers (vLLM, SGLang, `dtrain serve`), new weights to them, and a model that judges.
 
-training                servers as the engine of a training run
+training                servers as the engine of a training run; the next rollout while training goes on
 http, dialects          many requests to many servers; the requests of each kind
 http_client             one HTTP call
-prefetch                the next rollout while training goes on
-publish                 new weights, by broadcast or through a directory
-adapter                 an adapter alone, through a directory
+publish                 new weights, or an adapter alone, by broadcast or through a directory
 judge                   a reward: another model's points
 shared_directory        that directory, as trainer and servers share it
 """

@@ -5,7 +5,6 @@ the fewest under way. No torch; on a mesh one rank calls `generate` and shares w
 """
 
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
 from dtrain.rl.remote.dialects import DIALECTS, AdapterVersion, Call, Dialect, recognise
-from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError
+from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, read_key
 
 if TYPE_CHECKING:
     from dtrain.rl.routed import RoutedReader
@@ -59,16 +58,6 @@ class ServerClient:
             if adapter is not None:
                 self.loaded.setdefault(adapter, 0)
             self.version, self.failures, self.rest_until = version, 0, 0.0
-
-
-@dataclass
-class _Place:
-    """A place for one call at a server, and the weights to draw with. others: whether there are more servers."""
-
-    server: ServerClient
-    others: bool
-    version: int | None
-    adapter: str | None
 
 
 @dataclass
@@ -320,12 +309,13 @@ class HttpEngine:
     def _complete(self, requests: Sequence[Request], stop: threading.Event) -> list[Completion]:
         tries = _Tries(time.monotonic() + self.timeout, stop)
         while True:
-            place = self._choose(tries)
-            server, version = place.server, place.version
+            server, has_others, version, adapter = self._choose(tries)
             # Half of the time that is left for this try, while another server could be asked after it.
-            seconds = tries.seconds / 2 if place.others else tries.seconds
+            seconds = tries.seconds / 2 if has_others else tries.seconds
             try:
-                completions = self._ask(place, requests, seconds)
+                completions = self._ask(server, adapter, requests, seconds)
+                if adapter is not None and server.dialect.names_versions:  # the name tells the version, not the base's
+                    completions = [replace(completion, version=version) for completion in completions]
                 for completion, request in zip(completions, requests, strict=True):
                     _check(completion, request.sampling.max_new_tokens, version)
             except RetryableError as error:
@@ -336,15 +326,16 @@ class HttpEngine:
             finally:
                 with self._changed:
                     server.busy -= 1
-                    if place.adapter is not None:
-                        server.loaded[place.adapter] -= 1
+                    if adapter is not None:
+                        server.loaded[adapter] -= 1
                     self._changed.notify_all()
             with self._changed:
                 server.failures = 0
             return [c if c.version is not None else replace(c, version=version) for c in completions]
 
-    def _ask(self, place: _Place, requests: Sequence[Request], seconds: float) -> list[Completion]:
-        server, adapter = place.server, place.adapter
+    def _ask(
+        self, server: ServerClient, adapter: str | None, requests: Sequence[Request], seconds: float
+    ) -> list[Completion]:
         path, body = server.dialect.body(requests, server.model, adapter)
         if self._routed is not None:
             body = body | server.dialect.routed_fields
@@ -354,14 +345,11 @@ class HttpEngine:
             if adapter is None or error.status != 404:
                 raise
             raise RetryableError(f"{error} (it had the adapter {adapter}): was it restarted?") from error
-        completions = self._with_routed(server, answer, requests, self._read(server, answer, requests))
-        if adapter is None or not server.dialect.names_versions:
-            return completions
-        # The name tells the version, not the base's.
-        return [replace(completion, version=place.version) for completion in completions]
+        return self._with_routed(server, answer, requests, self._read(server, answer, requests))
 
-    def _choose(self, tries: _Tries) -> _Place:
-        """Wait for a server that may be asked, the one with the fewest calls, and take a place there."""
+    def _choose(self, tries: _Tries) -> tuple[ServerClient, bool, int | None, str | None]:
+        """Wait for a server that may be asked, the one with the fewest calls, and take a place there. Return it,
+        whether there are more, and the version and the adapter to draw with."""
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -369,7 +357,12 @@ class HttpEngine:
                     raise UserError("the client was closed while completions were under way")
                 able = [s for s in self.servers if s.behind is None and tries.count(s.client.url) <= self.retries]
                 if not able or now > tries.until:
-                    raise UserError(self._given_up(tries))
+                    late = [s for s in self.servers if s.behind]
+                    behind = [f"{s.client.url} did not take the last weights: {s.behind}" for s in late]
+                    raise UserError(
+                        f"no server gave completions within {self.timeout:.0f} s "
+                        f"({'; '.join([tries.summary(), *behind])}); start them again and resume the run"
+                    )
                 free = [server for server in able if not server.is_held]
                 ready = [server for server in free if server.rest_until <= now]
                 if ready:
@@ -377,14 +370,8 @@ class HttpEngine:
                     server.busy += 1
                     if server.adapter is not None:
                         server.loaded[server.adapter] += 1
-                    return _Place(server, len(able) > 1, server.version, server.adapter)
+                    return server, len(able) > 1, server.version, server.adapter
                 self._changed.wait(max(0.01, min([tries.until, *(server.rest_until for server in free)]) - now))
-
-    def _given_up(self, tries: _Tries) -> str:
-        behind = [f"{s.client.url} did not take the last weights: {s.behind}" for s in self.servers if s.behind]
-        reasons = "; ".join([tries.summary(), *behind])
-        waited = f"within {self.timeout:.0f} s"
-        return f"no server gave completions {waited} ({reasons}); start them again and resume the run"
 
     def _failed(self, server: ServerClient, tries: _Tries, error: RetryableError) -> None:
         tries.note(server.client.url, error)
@@ -450,19 +437,6 @@ def group(requests: Sequence[Request], most: int | None = None) -> list[list[int
         else:
             groups.append([index])
     return groups
-
-
-def read_key(file: str | Path | None) -> str | None:
-    """Return the API key that is the only line of `file`. Raises UserError."""
-    if file is None:
-        return None
-    try:
-        key = Path(file).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: the API key cannot be read ({error})") from error
-    if not re.fullmatch("[!-~]+", key):
-        raise UserError(f"{file} must hold one line, the API key, of letters, digits and signs without a space")
-    return key
 
 
 def _pause(count: int) -> float:

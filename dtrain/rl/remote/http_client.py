@@ -2,15 +2,20 @@
 
 import http.client
 import json
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from dtrain.base.errors import UserError, in_words
+
+if TYPE_CHECKING:
+    pass
 
 CONNECT_SECONDS = 10.0
 LARGEST = 1 << 32  # bytes of an answer; the experts of many long completions are some hundred MB
@@ -70,7 +75,9 @@ class HttpClient:
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, TimeoutError) or time.monotonic() >= until:
                 raise RetryableError(f"no answer within {seconds:.0f} s") from error
-            raise RetryableError(_describe(error)) from error
+            if isinstance(error, http.client.IncompleteRead):
+                raise RetryableError(f"the answer broke off after {len(error.partial)} bytes") from error
+            raise RetryableError(in_words(error) or type(error).__name__) from error
         finally:
             connection.close()
         return _read(response.status, raw, is_json)
@@ -138,7 +145,14 @@ def _message(answer: Any) -> str:
     return str(answer) or "no explanation"
 
 
-def _describe(error: Exception) -> str:
-    if isinstance(error, http.client.IncompleteRead):
-        return f"the answer broke off after {len(error.partial)} bytes"
-    return in_words(error) or type(error).__name__
+def read_key(file: str | Path | None) -> str | None:
+    """Return the API key that is the only line of `file`. Raises UserError."""
+    if file is None:
+        return None
+    try:
+        key = Path(file).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: the API key cannot be read ({error})") from error
+    if not re.fullmatch("[!-~]+", key):
+        raise UserError(f"{file} must hold one line, the API key, of letters, digits and signs without a space")
+    return key

@@ -18,8 +18,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
-from dtrain.rl.remote.http import read_key
-from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError
+from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, read_key
 
 LOOK_SECONDS = 10.0  # for a server to say that it is there
 IN_A_ROW = 3  # answers that a judge fails to judge before the rest of a call is not asked: it is down

@@ -1,13 +1,16 @@
-"""Publishers of new weights to the servers of an `HttpEngine`, by a shared directory or by a broadcast.
+"""Publishers of new weights to the servers of an `HttpEngine`: whole ones or an adapter by a shared directory, or whole
+ones by a broadcast.
 
-Both are collective over the run's ranks; only rank 0 has the engine, the others pass None. An error on rank 0 is a
+All are collective over the run's ranks; only rank 0 has the engine, the others pass None. An error on rank 0 is a
 UserError on every rank, after all of them have gathered every weight: none is left in a collective.
 """
 
+import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,17 @@ from torch import Tensor, nn
 from dtrain.base.addresses import listen, own_address
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.training_state import model_tensors
+from dtrain.checkpoint.huggingface.merged import folded, gathered
 from dtrain.checkpoint.huggingface.write import write_directory
+from dtrain.checkpoint.peft.files import write_adapter
+from dtrain.models.common.adapter_config import AdapterConfig, is_adapter
+from dtrain.models.common.adapters import adapted_layers
+from dtrain.models.common.decoder import CausalLM
+from dtrain.parallel.fsdp import reshard_model
 from dtrain.policy.weight_buckets import BUCKET_BYTES, MEETING, Info, buckets, flatten, weight_group
 from dtrain.policy.weights import WeightSender
-from dtrain.rl.remote.dialects import Dialect, Post
+from dtrain.rl.remote.dialects import AdapterVersion, Dialect, Post
 from dtrain.rl.remote.http import HttpEngine, ServerClient
 from dtrain.rl.remote.http_client import ClientError, RetryableError
 from dtrain.rl.remote.shared_directory import mark, prune, step_directory
@@ -262,3 +272,47 @@ def _first_error(futures: list[Future]) -> None:
     done, _ = wait(futures, MEETING.total_seconds() * 2, return_when=FIRST_EXCEPTION)
     for future in done:
         future.result()
+
+
+class AdapterPublisher(Publisher):
+    """Publisher that writes the adapter to `shared`/step-N, marked when it is whole, and has the servers load it.
+
+    shared: a directory that trainer and servers see under the same path. base: the directory of the model that the
+    adapter is of. Two step-N stay: those that a server may still draw with are among them.
+    """
+
+    def __init__(self, shared: Path, base: Path, config: AdapterConfig, engine: HttpEngine | None):
+        super().__init__(engine, None)
+        self.shared, self.base, self.config = Path(shared).absolute(), base, config
+        self._run = secrets.token_hex(4)  # servers keep names, and what they know by them, from run to run
+
+    def publish(self, model: CausalLM, version: int) -> None:
+        """Write the adapter of `model` and have the servers load it. Collective; one all-gather per sharded tensor of
+        the adapter. Raises UserError where the directory cannot be written or no server took it."""
+        config, tensors = served(model, self.config)
+        directory = step_directory(self.shared, version)
+        write_adapter(directory, tensors, config, model.config, str(self.base), replace=True, ranks=self.ranks)
+        adapter = AdapterVersion(directory, version, f"{self._run}-{directory.name}", config.rank)
+        self._announce(directory, version, lambda: self.engine.update_adapter(adapter))
+
+
+@torch.no_grad()
+def served(model: CausalLM, config: AdapterConfig) -> tuple[AdapterConfig, Mapping[str, Tensor]]:
+    """Return the adapter of `model` as servers read it: tensors by parameter name, A [r, in], B [out, r], as they lie.
+
+    Where ranks or scales differ between layers, or the scale is rsLoRA's: every A and B filled up with zeros to one
+    rank, the scale in B, all of them whole. Collective: one all-gather then per sharded tensor.
+    """
+    reshard_model(model)
+    tensors = {name: tensor for name, tensor in model_tensors(model).items() if is_adapter(name)}
+    is_plain = not (config.rslora or config.rank_pattern or config.alpha_pattern)
+    if is_plain or config.dora:
+        return config, tensors
+    layers, tensors = adapted_layers(model), {name: gathered(tensor) for name, tensor in tensors.items()}
+    rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A"))
+    for name, tensor in tensors.items():
+        adapter = layers[name.rpartition(".")[0]].adapter
+        assert adapter is not None
+        tensors[name] = folded(name, tensor, rank, adapter.scale)
+    plain = replace(config, rank=rank, alpha=float(rank), rslora=False, rank_pattern={}, alpha_pattern={})
+    return plain, tensors

@@ -1,32 +1,36 @@
-"""Servers as the engine of a training run: they get the weights whenever these change; rank 0 alone talks to them."""
+"""Servers as the engine of a training run: they get the weights whenever these change, and may draw the next rollout
+while training goes on; rank 0 alone talks to them. A completion's staleness is the trainer's version of the weights
+less the completion's."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from dtrain.base.errors import Interrupted, Unavailable, UserError
 from dtrain.base.ranks import Ranks
 from dtrain.base.run_context import RunContext
 from dtrain.checkpoint.peft.config import adapter_of
-from dtrain.inference.request import AskStop, Completion, Request
+from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
 from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.policy import Policy
-from dtrain.recipe.schema import Grpo, Lora
-from dtrain.rl.remote.adapter import MERGED, AdapterPublisher, refusal
-from dtrain.rl.remote.http import HttpEngine
-from dtrain.rl.remote.prefetch import RolloutPrefetcher
-from dtrain.rl.remote.publish import DirectoryPublisher, StreamPublisher
+from dtrain.recipe.rollouts import RolloutSection
+from dtrain.recipe.schema import Lora
+from dtrain.rl.remote.http import HttpEngine, wait_for
+from dtrain.rl.remote.publish import AdapterPublisher, DirectoryPublisher, StreamPublisher
 from dtrain.rl.routed import RoutedReader
 
+MERGED = "grpo.server.weights=directory sends merged weights"
 
-class OverHttp:
+
+class OverHttp(RolloutEngine):
     """Servers as an engine, which get the weights whenever these have changed. Rank 0 alone talks to them.
 
     A version of the weights is the number of optimizer steps behind them. Raises Unavailable, on every rank, where the
     servers fail, and Interrupted where rank 0 is asked to stop while they come up.
     """
 
-    def __init__(self, grpo: Grpo, policy: Policy, run: RunContext, base: Path, lora: Lora | None):
+    def __init__(self, grpo: RolloutSection, policy: Policy, run: RunContext, base: Path, lora: Lora | None):
         section = grpo.server
         self.policy, self.offload, self.ranks = policy, grpo.offload, Ranks()
         self._prefetcher: RolloutPrefetcher | None = None
@@ -87,7 +91,9 @@ class OverHttp:
             files = self._publisher = DirectoryPublisher(shared, base, engine, dtype=dtype)
             self._publish = lambda version: files.publish(policy.model, version)
 
-    def generate(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], ask_stop: AskStop | None = None, *, version: int = 0
+    ) -> list[Completion]:
         try:
             if self._published != version:
                 self._publish(version)
@@ -131,8 +137,7 @@ def _choose_way(
     directory of whole weights; says which, and why. is_rounded: whether the adapter is trained beside weights in 4
     bits, which are not those that servers have; is_held: beside weights that are in the run's checkpoints alone. Raises
     UserError where `adapter` was asked for and cannot be."""
-    if engine is None:
-        raise ValueError("rank 0 talks to the servers, and was given none")
+    assert engine is not None, "rank 0 talks to the servers"
     if config is None or requested not in ("auto", "adapter"):
         return "directory" if requested == "auto" else requested
     held = "its base is in this run's checkpoints alone (checkpoint.init_from, model.init), where no server finds it"
@@ -148,3 +153,85 @@ def _choose_way(
     say("the servers get the adapter alone, which they all take; " + (f"{rounded}: " if is_rounded else "") + MERGED)
     say("  the adapter is right beside the weights of model.path: start servers again that an earlier run gave others")
     return "adapter"
+
+
+class RolloutPrefetcher:
+    """Prefetcher of one rollout at a time, on one rank, drawn in a thread.
+
+    max_off_policy_steps: the staleness that `take` lets pass; 0 draws everything that older weights drew again.
+    """
+
+    def __init__(self, engine: HttpEngine, max_off_policy_steps: int, say: Callable[[str], None] = lambda line: None):
+        self.engine, self.most, self.say = engine, max_off_policy_steps, say
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._drawing: Future[list[Completion]] | None = None
+        self.requests: list[Request] = []
+
+    @property
+    def is_under_way(self) -> bool:
+        """True while a rollout was begun and not taken."""
+        return self._drawing is not None
+
+    def begin(self, requests: Sequence[Request], version: int) -> None:
+        """Draw `requests` in a thread. version: the trainer's, for completions without one from the engine."""
+        if self.is_under_way:
+            raise ValueError("a rollout is under way: take it first")
+        self.requests = list(requests)
+        self._drawing = self._thread.submit(self._draw, self.requests, version)
+
+    def take(self, version: int, ask_stop: AskStop | None = None) -> list[Completion]:
+        """Wait for the rollout that was begun and return its completions, in order, each at most `max_off_policy_steps`
+        older than the trainer's `version`. Those that are older are dropped and drawn again, with the weights of now.
+
+        Raises what the engine raised, UserError where what it draws now is too old as well, and Interrupted soon after
+        `ask_stop` says yes: the rollout is then lost.
+        """
+        if self._drawing is None:
+            raise ValueError("no rollout is under way: begin one first")
+        drawing, self._drawing = self._drawing, None
+        wait_for([drawing], ask_stop)
+        completions = drawing.result()
+        old = [index for index, age in enumerate(_ages(completions, version)) if age > self.most]
+        if old:
+            self.say(f"{len(old)} of {len(completions)} completions are more than {self.most} steps old: drawn again")
+            again = self._draw([self.requests[index] for index in old], version, ask_stop)
+            for index, completion in zip(old, again, strict=True):
+                completions[index] = completion
+            oldest = max(_ages(again, version))
+            if oldest > self.most:
+                raise UserError(
+                    f"the engine draws with version {version - oldest} of the weights and the trainer has {version}: "
+                    f"give it the weights before a rollout, or raise max_off_policy_steps={self.most}"
+                )
+        return completions
+
+    def close(self) -> None:
+        """Wait for what is under way and forget it; close the engine first to end it at once."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._drawing = None
+
+    def _draw(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
+        completions = self.engine.generate(requests, ask_stop)
+        return [c if c.version is not None else replace(c, version=version) for c in completions]
+
+
+def _ages(completions: Sequence[Completion], version: int) -> list[int]:
+    """Return how much older than `version` each completion is; all have a version here."""
+    return [version - c.version for c in completions if c.version is not None]
+
+
+def refusal(engine: HttpEngine, config: AdapterConfig) -> str | None:
+    """Return why the servers cannot take an adapter of this kind; None where they can. Raises UserError."""
+    if config.modules_to_save:
+        return f"no server takes what is trained beside the adapter, lora.modules_to_save={[*config.modules_to_save]}"
+    if config.parameters:
+        return f"no server is known to take adapters of experts, lora.target={[*config.parameters]}"
+    strict = next((server for server in engine.servers if not server.dialect.dora), None)
+    if config.dora and strict is not None:
+        return f"{strict.client.url}: {strict.dialect.name} takes no DoRA"
+    lacking = engine.lacks_adapters()
+    if lacking is None:
+        return None
+    ranks = config.rank, *config.rank_pattern.values()
+    starts = dict.fromkeys(server.dialect.start_with(max(ranks)) for server in engine.servers)
+    return f"{lacking}: {'; '.join(starts)}"

@@ -11,16 +11,11 @@ also name a class, which is made with the options and then called.
 
     find, options                   an import path or a name to a function; the options of those of our own
     columns                         whether a reward can work with the data's columns
-    scoring, calls                  `Rewards` scores with a list of them, in a process of its own; the service there
-    math_exact, math_answers        those that come with dtrain: right answers, and reading them
-    text_exact, regex, json_valid   words, patterns, JSON
-    numeric                         numbers that are close
-    format_tags, length_penalty     layout, length
-    cosine_length                   right answers by their length
-    repetition_penalty              n-grams that repeat
+    scoring                         `Rewards` scores with a list of them, in a process of its own; the service there
+    right_answers, math_answers     those that come with dtrain: right answers, and reading them
+    form                            patterns, layout, JSON, length, repetition
     python_tests, code_sandbox      code that passes tests; the walls that it runs behind
-    sandboxed, remote_calls         the program inside them; calls between the test and the code
-    plain_values                    values that such a call carries
+    remote_calls, plain_values      the program inside them and its calls; values that such a call carries
 
 `judge`, another model's points over HTTP, is in `dtrain.rl.remote`.
 """

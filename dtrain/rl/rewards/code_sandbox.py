@@ -6,7 +6,7 @@ users, processes, networks, messages and names. No capability is left. A seccomp
 process, and refuses changes of modes and attributes and memory that no limit counts, such as System V's. Limits of
 memory, time, files and threads hold inside. Linux on x86-64 and ARM64 alone.
 
-A test in Python is two such processes (`sandboxed`): one runs the code, the other the test, which calls the code
+A test in Python is two such processes (`remote_calls`): one runs the code, the other the test, which calls the code
 through pipes. The exit status of the second decides. A program is one, and its output is compared here.
 """
 
@@ -34,7 +34,7 @@ _START_SECONDS = 60.0  # until the walls stand
 _SPARE_SECONDS = 5.0  # of clock beside the seconds of work
 _SCRATCH_BYTES = 16 << 20
 _OUTPUT_BYTES = 1 << 20
-_MODULES = tuple(f"dtrain.rl.rewards.{name}" for name in ("plain_values", "remote_calls", "sandboxed"))
+_MODULES = tuple(f"dtrain.rl.rewards.{name}" for name in ("plain_values", "remote_calls"))
 _BOOT = """
 import marshal, os, sys, types
 os.write(2, b"+")  # the walls stand
@@ -133,7 +133,9 @@ class _Process:
             command = [os.path.realpath(getattr(sys, "_base_executable", sys.executable)), "-I", "-S", "-c", _BOOT]
             passed = [job, *self._pipes]
             if self._has_walls:
-                seccomp = _readable(_seccomp_filter())
+                seccomp, writer = os.pipe()  # whose buffer holds the filter
+                os.write(writer, _seccomp_filter())
+                os.close(writer)
                 ends.callback(os.close, seccomp)
                 command = [*walls, "--seccomp", str(seccomp), "--", *command]
                 passed.append(seccomp)
@@ -238,14 +240,6 @@ def _seccomp_filter() -> bytes:
     rules += [(0x15, 0, 4, _CLONE[column]), (0x20, 0, 0, 16), (0x45, 1, 0, 0x10000)]
     rules += [(6, 0, 0, refuse), (6, 0, 0, allow), (6, 0, 0, allow)]
     return b"".join(struct.pack("HBBI", *rule) for rule in rules)
-
-
-def _readable(content: bytes) -> int:
-    """Return the reading end of a pipe that holds `content`, which must fit into the pipe's buffer."""
-    reader, writer = os.pipe()
-    os.write(writer, content)
-    os.close(writer)
-    return reader
 
 
 @cache

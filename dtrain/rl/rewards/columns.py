@@ -2,9 +2,11 @@
 not tell."""
 
 import ast
+import inspect
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.rl.rewards.find import BUILT_IN, NO_REWARD, definition, find_file
-from dtrain.rl.worker import Lost, Worker
+from dtrain.rl.worker import Lost, Outcome, Worker, attempt
 
 OWN = ("prompts", "completions", "completion_ids")
 """Arguments of a reward beside the columns of the data."""
@@ -61,9 +63,11 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[s
         made_with, node = _signature(makes) or Signature([]), call
     called = _signature(node)
     if called is None:
+        service, key, say = "dtrain.rl.rewards.columns:Look", "grpo.reward_timeout", partial(print, file=sys.stderr)
         try:
-            with _Look(name, module, function) as process:
-                made_with, called = process.signatures()
+            with Worker(service, module, function, what=f"reward {name}", timeout=60.0, key=key, say=say) as process:
+                ((makes, calls),) = process.ask("signatures")
+            made_with, called = makes and Signature(**makes), Signature(**calls)
         except (UserError, Lost) as problem:
             return str(problem)
     lacking = [key for key in made_with.needs if key not in options] if made_with else []
@@ -106,18 +110,27 @@ def _listed(columns: Collection[str]) -> str:
     return ", ".join(key for key in columns if key not in OWN) or "none"
 
 
-class _Look(Worker):
-    """A process that has imported a reward, and has neither made nor called it."""
+class Look:
+    """Service that reads the signatures of one reward before a run: of what it is made and called with. It neither
+    makes nor calls it."""
 
-    def __init__(self, name: str, module: str, function: str):
-        service, key, say = "dtrain.rl.rewards.calls:Look", "grpo.reward_timeout", partial(print, file=sys.stderr)
-        super().__init__(service, module, function, what=f"reward {name}", timeout=60.0, key=key, say=say)
+    def load(self, module: str, function: str) -> list[Outcome]:
+        return [attempt(self._load, module, function)]
 
-    def signatures(self) -> tuple[Signature | None, Signature]:
-        """Return the signatures of the reward's constructor, None for a function, and of its call. Raises Lost."""
-        (answer,) = self._ask("signatures")
-        makes, calls = answer
-        return makes and Signature(**makes), Signature(**calls)
+    def signatures(self) -> list[tuple[dict[str, Any] | None, dict[str, Any]]]:
+        return [self._signatures]
+
+    def _load(self, module: str, function: str) -> None:
+        path = f"{module}.{function}"
+        self._signatures: tuple[dict[str, Any] | None, dict[str, Any]]
+        reward = getattr(import_module(module), function)
+        if not isinstance(reward, type):
+            self._signatures = None, asdict(signature_of(path, reward))
+        elif any("__call__" in vars(base) for base in reward.__mro__):
+            made_with, called_with = signature_of(path, reward), signature_of(path, reward.__call__, skip=1)
+            self._signatures = asdict(made_with), asdict(called_with)
+        else:
+            raise UserError(f"reward {path} is a class without __call__, {NO_REWARD}")
 
 
 def _method(node: ast.ClassDef, name: str) -> ast.AST | None:
@@ -134,20 +147,30 @@ def _signature(node: ast.AST | None) -> Signature | None:
     """Return the signature of a function's definition; None where the source does not tell."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or getattr(node, "decorator_list", []):
         return None
-    takes = node.args
-    by_place = [argument.arg for argument in takes.posonlyargs]
-    names = [*by_place, *(argument.arg for argument in takes.args)]
-    bare = names[: len(names) - len(takes.defaults)]
-    defaults = zip(takes.kwonlyargs, takes.kw_defaults, strict=True)
-    of_keywords = [(argument.arg, default is None) for argument, default in defaults]
+    takes, none = deepcopy(node.args), ast.Constant(None)
+    for argument in ast.walk(takes):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    takes.defaults = [none] * min(len(takes.defaults), len(takes.posonlyargs) + len(takes.args))
+    takes.kw_defaults = [default and none for default in takes.kw_defaults]
+    alike = ast.fix_missing_locations(ast.Expression(ast.Lambda(takes, none)))  # nothing of the source is run
+    return signature_of("", eval(compile(alike, "", "eval")))
+
+
+def signature_of(path: str, function: Any, skip: int = 0) -> Signature:
+    """Return the signature of a callable. skip: how many parameters to leave out at the beginning. Raises UserError for
+    what has no signature."""
+    try:
+        parameters = [*inspect.signature(function).parameters.values()][skip:]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"reward {path} cannot be called by names ({error}), {NO_REWARD}") from None
+    bare = [p for p in parameters if p.default is p.empty]
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return Signature(
-        needs=[*(key for key in bare if key not in by_place), *(key for key, is_bare in of_keywords if is_bare)],
-        may=[
-            *(key for key in names[len(bare) :] if key not in by_place),
-            *(k for k, is_bare in of_keywords if not is_bare),
-        ],
-        by_place=[key for key in bare if key in by_place],
-        takes_all=takes.kwarg is not None,
+        needs=[p.name for p in bare if p.kind in by_name],
+        may=[p.name for p in parameters if p.default is not p.empty and p.kind in by_name],
+        by_place=[p.name for p in bare if p.kind is p.POSITIONAL_ONLY],
+        takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
 
 

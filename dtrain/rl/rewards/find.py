@@ -15,13 +15,14 @@ from dtrain.base.errors import UserError
 from dtrain.base.import_paths import search_path
 from dtrain.base.ranges import nearest
 
-_NAMES = (
-    *("math_exact", "text_exact", "numeric", "regex", "format_tags", "json_valid"),
-    *("length_penalty", "cosine_length", "repetition_penalty"),
-)
+_MODULES = {
+    **dict.fromkeys(("math_exact", "text_exact", "numeric"), "right_answers"),
+    **dict.fromkeys(("regex", "format_tags", "json_valid", "length_penalty"), "form"),
+    **{"cosine_length": "right_answers", "repetition_penalty": "form"},
+}
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
-        **{name: f"dtrain.rl.rewards.{name}:{name}" for name in _NAMES},
+        **{name: f"dtrain.rl.rewards.{module}:{name}" for name, module in _MODULES.items()},
         "python_tests": "dtrain.rl.rewards.python_tests:PythonTests",
         "judge": "dtrain.rl.remote.judge:Judge",
     }

@@ -7,7 +7,7 @@ Any other name has to be an import path, `module.function` or `module:function`,
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
@@ -21,14 +21,13 @@ OF_JUDGE = ("url", "model", "rubric")
 """Options of judge that stand beside `fn`."""
 
 
-def _options(path: str) -> Mapping[str, Any]:
-    """Return the keywords of a reward of our own, and their defaults."""
-    module, _, function = path.partition(":")
-    parameters = inspect.signature(getattr(import_module(module), function)).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
-REWARDS: Mapping[str, Mapping[str, Any]] = MappingProxyType({name: _options(path) for name, path in BUILT_IN.items()})
+REWARDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        name: {p.name: p.default for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+        for name, path in BUILT_IN.items()
+        for signature in [inspect.signature(resolve_name(path))]
+    }
+)
 """Name -> its options and their defaults."""
 
 FORMER_NAMES: Mapping[str, str] = MappingProxyType({"isolated": "allow_full_access"})

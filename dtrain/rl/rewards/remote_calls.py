@@ -1,25 +1,31 @@
-"""Calls between the process of a completion's code and the process of a test, in both directions.
+"""The processes of `code_sandbox`, a program, the code of a completion or the test that calls the code, and the calls
+between the last two, in both directions. They run without dtrain beside them.
 
-The test decides, so its side trusts nothing: it builds plain values (`plain_values`) and stand-ins for the code's
-objects, lets the code call only functions that the test handed over, and ends, failed, at any other message. It runs
-inside the processes of `code_sandbox`, without dtrain beside it.
+The process of the test alone decides: it ends with `PASSED` where the test runs to its end. It never runs code of the
+completion, and the process of the completion never sees the test. So its side trusts nothing: it builds plain values
+(`plain_values`) and stand-ins for the code's objects, lets the code call only functions that the test handed over, and
+ends, failed, at any other message.
 """
 
+import ast
+import builtins
 import copy
 import functools
 import importlib
 import io
 import operator
 import os
+import resource
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 from dtrain.rl.rewards.plain_values import ERRORS, Codec, Shared, from_line, refill, to_line
 
-FAILED = 1
-"""Exit status of a test that does not pass."""
+PASSED, FAILED = 0, 1  # exit status of a test
+_FILE_BYTES = 1 << 20  # of a file, what a program prints included
 _CONTAINERS = (list, dict, set, bytearray)
 # Special methods that an object has where its class has them. They show the code nothing but the object itself, keys
 # and arguments: what is compared or computed with it stays with the test.
@@ -180,22 +186,20 @@ class CodeSide(Side):
             for part in filter(None, node["name"].split(".")):
                 value = getattr(value, part)
         else:
-            value = Callback(self, handle)
+            value = self._callback()
             if node["kind"] == "iterator":
                 self._of_the_test[id(value)] = value, handle
                 value = _items_of(value)
         self._of_the_test[id(value)] = value, handle
         return value
 
+    def _callback(self) -> Callable[..., Any]:
+        """Return a function of the test, for the code to call."""
 
-class Callback:
-    """A function of the test, for the code to call."""
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            return self.request("call", call, arguments, keywords)
 
-    def __init__(self, side: CodeSide, handle: int):
-        self._side, self._handle = side, handle
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._side.request("call", self, arguments, keywords)
+        return call
 
 
 def _contents_of(value: Any) -> Any:
@@ -403,3 +407,79 @@ def _name_in_library(value: Any) -> tuple[str, str] | None:
     except AttributeError:
         return None
     return (module, name) if is_there else None
+
+
+def main(job: dict[str, Any]) -> None:
+    """Run a job. role: program, code or test. code, test: texts. incoming, outgoing: the descriptors of the pipes
+    between code and test. memory: bytes of addresses; seconds: of processor. has_walls: in a sandbox."""
+    seconds = max(1, round(job["seconds"]))
+    limits = {"AS": job["memory"], "CPU": seconds, "FSIZE": _FILE_BYTES, "NOFILE": 64, "CORE": 0}
+    if job["has_walls"] and tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 14):
+        limits["NPROC"] = 64  # threads; older kernels count those of the user outside too
+    for name, limit in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+    sys.argv[:] = ["solution"]
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as `site` has them
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    if job["role"] == "program":
+        exec(compile(job["code"], "solution", "exec"), module.__dict__)
+        return
+    incoming, outgoing = os.fdopen(job["incoming"], "rb"), os.fdopen(job["outgoing"], "wb")
+    if job["role"] == "code":
+        CodeSide(incoming, outgoing, job["code"], module).serve()
+    try:
+        _run_test(job["test"], TestSide(incoming, outgoing), module)
+    except BaseException:  # SystemExit too: only its end passes a test
+        os._exit(FAILED)
+    os._exit(PASSED)
+
+
+def _run_test(test: str, side: TestSide, module: types.ModuleType) -> None:
+    """Run a test whose unknown names are the code's."""
+    tree = ast.parse(test)
+    side.request("run")
+    solution = sys.modules["solution"] = types.ModuleType("solution")
+
+    def attribute(name: str) -> Any:
+        try:
+            return side.request("global", name)
+        except KeyError:
+            raise AttributeError(f"the completion defines no {name}") from None
+
+    solution.__dict__["__getattr__"] = attribute
+    module.__dict__["__builtins__"] = _Names(side)
+    for name in _ambiguous_names(tree):
+        with suppress(KeyError):  # it is the built-in one
+            module.__dict__[name] = side.request("global", name)
+    exec(compile(tree, "test", "exec"), module.__dict__)
+
+
+class _Names(dict[str, Any]):
+    """Names that a test does not define: Python's own, then modules of the standard library, then the code's."""
+
+    def __init__(self, side: TestSide):
+        super().__init__(vars(builtins))
+        self._side = side
+
+    def __missing__(self, name: str) -> Any:
+        if name in sys.stdlib_module_names:
+            return importlib.import_module(name)
+        return self._side.request("global", name)
+
+
+def _ambiguous_names(tree: ast.Module) -> set[str]:
+    """Return names of Python's own that must mean the code's, since the test uses no other name of the code: `sum`,
+    where a completion is asked to write a function `sum`."""
+    nodes = [*ast.walk(tree)]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    defined = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    defined |= {node.name for node in nodes if isinstance(node, definitions)}
+    defined |= {(node.asname or node.name).partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
+    defined |= {str(node.name) for node in nodes if isinstance(node, ast.ExceptHandler)}
+    free = {node.id for node in names} - defined
+    uses_solution = any(isinstance(node, ast.ImportFrom) and node.module == "solution" for node in nodes)
+    is_clear = uses_solution or "solution" in defined
+    own = {name for name in free if hasattr(builtins, name) or name in sys.stdlib_module_names}
+    return set() if is_clear or free - own else own

@@ -1,23 +1,22 @@
-"""Completions to rewards, in one worker process that may hang, crash or be killed without harm to the run."""
+"""Completions to rewards, in one worker process that may hang, crash or be killed without harm to the run: `Rewards`
+outside, `RewardCalls` inside, from a module's and a function's name to a callable, from a call to checked numbers."""
 
+import asyncio
+import importlib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from dtrain.rl.child import Outcome
+from dtrain.base.errors import UserError
+from dtrain.rl.rewards.columns import signature_of, takes_more
 from dtrain.rl.rewards.find import find
-from dtrain.rl.worker import Lost, Worker
+from dtrain.rl.worker import Lost, Outcome, Worker, attempt, reward_of, shown
 
-
-class Spec(Protocol):
-    """A reward of a checked recipe, where no `fn` is None: `recipe.schema.Reward`, or anything alike."""
-
-    fn: str | None
-    weight: float
-
-    @property
-    def options(self) -> dict[str, Any]: ...
+if TYPE_CHECKING:
+    from dtrain.recipe.rollouts import Reward
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,9 @@ class Scores:
 class Rewards(Worker):
     """Rewards by name or import path, loaded in a process of their own.
 
-    specs: each with fn, weight and options. timeout: seconds that one reward may take over one call of `score`, and
-    `key` that of the recipe. say: called, once for each cause, with why a reward has no values. Two rewards of one name
-    are numbered.
+    specs: of a checked recipe, where no `fn` is None. timeout: seconds that one reward may take over one call of
+    `score`, and `key` that of the recipe. say: called, once for each cause, with why a reward has no values. Two
+    rewards of one name are numbered.
 
     Raises UserError where a name or path is not there, or a module or class of the user's cannot be loaded. Not for
     several threads at once.
@@ -42,7 +41,7 @@ class Rewards(Worker):
 
     def __init__(
         self,
-        specs: Sequence[Spec],
+        specs: Sequence["Reward"],
         *,
         timeout: float = 60.0,
         say: Callable[[str], None] = print,
@@ -53,7 +52,7 @@ class Rewards(Worker):
         self._paths = {name: str(spec.fn) for name, spec in zip(names, specs, strict=True)}
         where = [(*find(str(spec.fn)), dict(spec.options or {})) for spec in specs]
         super().__init__(
-            "dtrain.rl.rewards.calls:RewardCalls",
+            "dtrain.rl.rewards.scoring:RewardCalls",
             dict(zip(self._weights, where, strict=True)),
             what=f"the rewards ({', '.join(self._weights)})",
             timeout=timeout,
@@ -98,7 +97,7 @@ class Rewards(Worker):
         while num_answered < len(self._weights):
             try:
                 self._ensure()
-                for answer in self._ask("score", batch, num_answered):
+                for answer in self.ask("score", batch, num_answered):
                     num_answered += 1
                     yield answer
             except Lost as lost:
@@ -135,7 +134,7 @@ def _hint(error: str) -> str:
     return "\ncompletions are strings here: write completion where TRL has completion[0]['content']"
 
 
-def names_of(specs: Sequence[Spec]) -> list[str]:
+def names_of(specs: Sequence["Reward"]) -> list[str]:
     """Return the names of the rewards: the last word of the path, the second of the same name numbered."""
     names: list[str] = []
     for spec in specs:
@@ -143,3 +142,82 @@ def names_of(specs: Sequence[Spec]) -> list[str]:
         taken = sum(other == name or other.startswith(f"{name}#") for other in names)
         names.append(f"{name}#{taken + 1}" if taken else name)
     return names
+
+
+def passes(samples: int) -> list[int]:
+    """Return the k of the pass@k that so many answers to a prompt give: powers of two, and their number."""
+    return sorted({*(2**power for power in range(samples.bit_length()) if 2**power <= samples), samples})
+
+
+def pass_at(k: int, samples: int, right: int) -> float:
+    """Return the chance that k of `samples` completions, of which `right` pass, have one that does."""
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+Batch = Mapping[str, Sequence[Any]]  # prompts, completions, completion_ids, and the data's columns
+
+
+class RewardCalls:
+    """Service of the rewards' process, whose methods a `Worker` calls."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, Callable[..., Any]] = {}
+
+    def load(self, rewards: Mapping[str, tuple[str, str, Mapping[str, Any]]]) -> list[Outcome]:
+        """Load the rewards; yields one outcome. rewards: name -> module, function, options."""
+        return [attempt(lambda: self.functions.update({name: load(*where) for name, where in rewards.items()}))]
+
+    def score(self, batch: Batch, first: int) -> Iterator[Outcome]:
+        """Yield the values of each reward from the one at place `first` on: numbers and None. A reward with an
+        attribute `missed` says there why some of the last values are not known."""
+        for name, function in [*self.functions.items()][first:]:
+            outcome = attempt(call, name, function, batch)
+            missed = getattr(function, "missed", None)
+            yield outcome | {"missed": str(missed)} if missed else outcome
+
+
+def load(module: str, function: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the callable with its options bound; a class is made with them first. Raises UserError for what cannot be
+    called or has no signature; whatever the module raises passes."""
+    reward = getattr(importlib.import_module(module), function)
+    made = reward(**options) if isinstance(reward, type) else partial(reward, **options) if callable(reward) else reward
+    signature_of(f"{module}.{function}", made)
+    return made
+
+
+def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | None]:
+    """Return the function's numbers for the completions of `batch`, NaN as None.
+
+    It is called with what its signature takes. Raises UserError where it takes a column that the data does not have, or
+    gives something else than one finite number or None for each completion; whatever it raises itself passes.
+    """
+    takes = signature_of(name, function)
+    if missing := [key for key in takes.needs if key not in batch]:
+        raise UserError(takes_more(name, missing, batch))
+    bound = function.keywords if isinstance(function, partial) else {}
+    names = batch if takes.takes_all else {*takes.needs, *takes.may}
+    result = function(**{key: values for key, values in batch.items() if key in names and key not in bound})
+    if inspect.isawaitable(result):
+        result = asyncio.run(_awaited(result))
+    count = len(batch["completions"])
+    if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__iter__") or not hasattr(result, "__len__"):
+        raise UserError(f"reward {name} gave {shown(result)}; a list of {count} numbers or None is needed")
+    if len(result) != count:
+        raise UserError(f"reward {name} gave {len(result)} values for {count} completions; one each is needed")
+    try:
+        return [reward_of(value, " for a completion") for value in result]
+    except UserError as error:
+        raise UserError(f"reward {name} {error}") from None
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def known(value: Any) -> Any:
+    """Return `value` for JSON, with None in place of a NaN; of a mapping, of its values."""
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if isinstance(value, dict):
+        return {key: known(item) for key, item in value.items()}
+    return value

@@ -3,13 +3,11 @@
 fields    the table of a row's fields: units, meanings, order
 metrics   the rows of a run
 sinks     metrics.jsonl, TensorBoard, Weights & Biases
-progress  the terminal
-terminal  a stranger's words made harmless, small plots of curves
+terminal  the bar and the lines of a run, words made harmless, small plots
 records   what was written, read again
 """
 
 from dtrain.base.gpus import peak_flops
-from dtrain.base.hardware import memory_gib, model_flops_utilisation
-from dtrain.run.metrics.metrics import Recorder, build, lacking
+from dtrain.run.metrics.metrics import Recorder, build, lacking, memory_gib, model_flops_utilisation
 
 __all__ = ["Recorder", "build", "lacking", "memory_gib", "model_flops_utilisation", "peak_flops"]

@@ -1,16 +1,21 @@
 """Metrics: the rows of a run, handed to every sink and the terminal; the fields of a row and their order."""
 
 import importlib.util
+import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from dtrain.base.errors import UserError
+from dtrain.base.gpus import peak_flops
 from dtrain.base.json_files import loads
 from dtrain.run.metrics.fields import ROW_ORDER
-from dtrain.run.metrics.progress import Progress
 from dtrain.run.metrics.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
+from dtrain.run.metrics.terminal import Progress
+
+if TYPE_CHECKING:
+    import torch
 
 Number = int | float
 
@@ -33,6 +38,7 @@ class Recorder:
     ):
         self._sinks = list(sinks)
         self._samples, self._answers = samples, answers
+        self._beside = [sink for sink in (samples, answers) if sink is not None]  # files beside the record
         self._total_steps: int | None = None
         self._progress = progress
         self._every = every
@@ -87,11 +93,6 @@ class Recorder:
         """Take the answers of one set after `step` out again. Before the first row."""
         if self._answers is not None:
             self._answers.cut(lambda line: (row := loads(line))["step"] != step or row.get("set") != name)
-
-    @property
-    def _beside(self) -> list[Sink]:
-        """The files beside the record."""
-        return [sink for sink in (self._samples, self._answers) if sink is not None]
 
     def say(self, text: str) -> None:
         """A line on the terminal, above the progress bar. Silent on other ranks than 0."""
@@ -176,3 +177,29 @@ def lacking(section) -> list[str]:
 
 def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
+
+
+def model_flops_utilisation(
+    flops_per_token: float, tokens_per_sec: float, world_size: int, device: "torch.device", compute_dtype: "torch.dtype"
+) -> float | None:
+    """Return the share of the devices' peak that the model's own arithmetic takes (PaLM, arXiv:2204.02311, appendix B).
+
+    flops_per_token: training FLOPs, recomputation not counted; tokens_per_sec: over all ranks. None where no peak is
+    known: off CUDA, for a device that is not in the table (base/gpus.toml), for dtypes other than bfloat16 and float16.
+    """
+    import torch
+
+    if device.type != "cuda" or compute_dtype not in (torch.bfloat16, torch.float16):
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(device), str(compute_dtype).removeprefix("torch."))
+    return None if peak is None else flops_per_token * tokens_per_sec / (peak * world_size)
+
+
+def memory_gib(device: "torch.device") -> float:
+    """Return this rank's peak memory so far, in GiB: allocated on the device for CUDA, else the resident set."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -1,56 +1,160 @@
 """Stage data: the rows of the splits, as the run reads them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtrain.data import Rows, open_rows
-from dtrain.methods.spec import spec_of
-from dtrain.run.host import Host
+from dtrain.data.sources import columns, urls
+from dtrain.data.sources.files import Pick, entries, formats_of, is_data_id, is_url, kind_of
+from dtrain.data.sources.files import resolve as find_files
+from dtrain.methods import method_of
+from dtrain.recipe.schema import DataSource, Source
+from dtrain.run.host import Host, problems_of
+from dtrain.run.preflight import absent_data, paths_of
+from dtrain.run.spec import RunSpec
 
-if TYPE_CHECKING:
-    from dtrain.run.spec import RunSpec
+DIGESTS = {"train": "data.fingerprint", "val": "data.val.fingerprint"}  # of the rows of each split
 
 
-def resolve(spec: "RunSpec", host: Host) -> bool:
+def _sections(spec: RunSpec) -> Iterator[tuple[str, DataSource]]:
+    """Yield the key and the section of each split that has files of its own."""
+    for key, section in (("data.train", spec.recipe.data.train), ("data.val", spec.recipe.data.val)):
+        if isinstance(section, DataSource):
+            yield key, section
+
+
+def check_keys(spec: RunSpec) -> list[str]:
+    """Check each split's sources: paths, formats that the method takes, names of columns."""
+    recipe, method, problems = spec.recipe, method_of(spec.recipe), []
+    label = method.label()
+    unknown = partial(columns.unknown, more=[label.column] if label else [])
+    for key, split in _sections(spec):
+        problems += _paths(split, key)
+        for at, source in [(key, split), *_listed(key, split)]:
+            if (why := method.refuses(source.format)) is not None:
+                problems.append(f"{at}.format={source.format}: {why}")
+            problems += unknown(source.columns, method.kind, source.format, f"{at}.columns")
+        problems += [
+            f"{key}.{option} goes with {key}.path: give each of {key}.sources its own"
+            for option in ("columns", "split", "subset", "revision")
+            if split.sources and getattr(split, option) != getattr(DataSource(), option)
+        ]
+    if recipe.data.val is None and recipe.train.validate_every is not None:
+        problems.append(
+            f"train.validate_every={recipe.train.validate_every} needs a validation set: set data.val.path, "
+            "or data.val=0.05 for a share of the training rows, or train.validate_every=null"
+        )
+    return problems
+
+
+def _listed(key: str, split: DataSource) -> list[tuple[str, Source]]:
+    return [(f"{key}.sources[{index}]", source) for index, source in enumerate(split.sources or [])]
+
+
+def _paths(split: DataSource, key: str) -> list[str]:
+    if split.sources is None:
+        return [] if split.path else [f"{key}.path is missing: set it to a file, a glob or a list of them"]
+    problems = [] if split.sources else [f"{key}.sources is empty: give it at least one {{path, format, weight}}"]
+    if split.path:
+        problems.append(f"{key}.path and {key}.sources are both set: sources replace path, so set one of them to null")
+    missing = [at for at, source in _listed(key, split) if not source.path]
+    return problems + [f"{at}.path is missing: set it to a file, a glob or a list of them" for at in missing]
+
+
+def notes(spec: RunSpec) -> list[str]:
+    """Return a note on rows that are kept out of training for nothing."""
+    share = spec.recipe.data.val
+    unused = f"note: data.val={share} keeps rows out of training; set train.validate_every to be told their loss"
+    return [unused] if isinstance(share, float) and spec.recipe.train.validate_every is None else []
+
+
+def check_files(spec: RunSpec) -> list[str]:
+    """Check that each source's files are there, and the first row of each."""
+    problems: list[str] = []
+    for key, split in _sections(spec):
+        for source, at in entries(split, key):
+            problems += of_no_hub(source, at) + problems_of(_check_formats, spec, source, at)
+    return problems
+
+
+def _check_formats(spec: RunSpec, source: Source, key: str) -> None:
+    files, method = files_here(spec, source, key), method_of(spec.recipe)
+    if files and method.refuses(source.format) is None:  # else check_keys says why
+        formats_of(files, source.format, method.kind, source.columns, f"{key}.columns")
+
+
+def of_no_hub(source: Source, key: str) -> list[str]:
+    """Return keys for datasets of the hub where no path is one."""
+    named = [f"{key}.{option.split(' ')[0]}" for option in Pick.of(source).options().split(" --")[1:]]
+    if not source.path or not named or any(map(is_data_id, paths_of(source))):
+        return []
+    return [f"{' and '.join(named)}: for datasets of the Hugging Face hub (owner/name), and {key}.path names files"]
+
+
+def files_here(spec: RunSpec, source: Source, key: str) -> list[Path]:
+    """Return the files of a source that are here. Raises UserError."""
+    if not source.path or f"{key}.path" in {
+        at for at, _, _ in absent_data(spec.recipe)
+    }:  # check_keys or not_here tells
+        return []
+    named = [path for path in paths_of(source) if not _is_away(spec, path, f"{key}.path")]
+    return find_files(named, f"{key}.path", source, spec.recipe.cache) if named else []
+
+
+def _is_away(spec: RunSpec, path: str, key: str) -> bool:
+    """Return whether a URL is still to be copied: its files are then there, and of a kind that is read. Raises
+    UserError."""
+    remotes = urls.away(path, key, spec.recipe.cache) if is_url(path) else []
+    for remote in remotes:
+        kind_of(remote.copy, key)
+    return bool(remotes)
+
+
+def resolve(spec: RunSpec, host: Host) -> bool:
     """Open the rows of data.train and data.val; the first process of a run to come tokenises, the others wait for its
-    cache."""
+    cache. A dry run has had its look at them: `first_rows`."""
+    if host.is_dry:
+        return True
     open_splits(spec, spec.recipe.cache, host.recorder.say, host.ranks.is_first)
     for split, rows in spec.rows.items():
         host.ranks.same(rows.fingerprint, f"data.{split} is not the same on every host")
     spec.is_data_read = True
-    if "val" in spec.rows:
-        spec.identities["data.val.fingerprint"] = spec.rows["val"].samples.identity
-    spec.identities["data.fingerprint"] = spec.rows["train"].samples.identity
-    spec.plain_prompts = spec.rows["train"].samples.meta["plain_prompts"]
     return True
 
 
-def splits(spec: "RunSpec") -> list[str]:
+def splits(spec: RunSpec) -> list[str]:
     """Return the names of the splits that the recipe has."""
     return ["train"] if spec.recipe.data.val is None else ["train", "val"]
 
 
-def row_options(spec: "RunSpec", cache_dir: Path | None) -> dict[str, Any]:
+def row_options(spec: RunSpec, cache_dir: Path | None) -> dict[str, Any]:
     """Return the arguments of `open_rows` and `looks` that follow from a recipe. Raises UserError."""
-    recipe, method = spec.recipe, spec_of(spec.recipe)
+    recipe, method = spec.recipe, method_of(spec.recipe)
     return {
         "kind": method.kind,
-        "prompts": method.prompts(recipe),
-        "label": method.label(recipe),
+        "prompts": method.prompts(),
+        "label": method.label(),
         "seed": recipe.run.seed,
-        "tokenizer": spec.tokenizer,
+        "tokenizer": spec.source.tokenizer,
         "cache_dir": cache_dir,
     }
 
 
-def open_splits(spec: "RunSpec", cache_dir: Path | None, say: Callable[[str], None], progress: bool) -> None:
-    """Open the rows of the splits, tokenised or from the cache; data.val is packed as data.train is. All or none are
-    set. Raises UserError."""
+def open_splits(
+    spec: RunSpec,
+    cache_dir: Path | None,
+    say: Callable[[str], None],
+    progress: bool,
+    names: Sequence[str] | None = None,
+) -> None:
+    """Open the rows of the splits of these names, None for all, tokenised or from the cache; data.val is packed as
+    data.train is. All or none are set. Raises UserError."""
     recipe, options = spec.recipe, row_options(spec, cache_dir)
     opened: dict[str, Rows] = {}
-    for split in splits(spec):
+    for split in names or splits(spec):
         opened[split] = open_rows(
             recipe.data, split=split, epochs=recipe.train.epochs, say=say, progress=progress, **options
         )
@@ -59,3 +163,5 @@ def open_splits(spec: "RunSpec", cache_dir: Path | None, say: Callable[[str], No
             recipe = replace(recipe, data=replace(recipe.data, packing=is_packed))
     spec.recipe, spec.rows = recipe, opened
     spec.columns = {split: rows.samples.column_names() for split, rows in opened.items()}
+    spec.identities |= {DIGESTS[split]: rows.samples.identity for split, rows in opened.items()}
+    spec.plain_prompts = opened["train"].samples.meta["plain_prompts"]

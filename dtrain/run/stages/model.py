@@ -1,73 +1,136 @@
-"""Stage model: precision, the models and the optimizer on meta, digests of what the run reads at its start. Of weights
-the headers are read; nothing is allocated.
+"""Stage model: precision, the model on meta, digests of what the run reads at its start. Of weights the headers are
+read; nothing is allocated.
 """
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
 
 from dtrain import models
 from dtrain.base.errors import UserError
+from dtrain.base.model_directory import INDEX, files_of_weights, has_weights
+from dtrain.base.name_patterns import unmatched
 from dtrain.checkpoint.huggingface.read import check_fit
-from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.methods.spec import REWARD_MODEL, spec_of
-from dtrain.optim.update import NAMES, WHOLE_PARAMETERS_ONLY, build_optimizer, cannot_step_shards, is_torchs
+from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
+from dtrain.checkpoint.peft.config import base_of, is_adapter_directory
+from dtrain.checkpoint.peft.tensors import read_header
+from dtrain.methods import method_of
+from dtrain.models.common import quantization_config
+from dtrain.models.common.adapter_config import modules
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.trained import choose_trained
+from dtrain.run import resume
 from dtrain.run.host import Host
+from dtrain.run.preflight import model_ids
+from dtrain.run.spec import RunSpec
 
-if TYPE_CHECKING:
-    from dtrain.run.spec import RunSpec
+WEIGHTS = ("weight", "bias")
+SMALL_WEIGHTS = 256 << 20  # bytes that a dry run reads whole
 
 
-def resolve(spec: "RunSpec", host: Host) -> bool:
-    """Build the models and the optimizer on meta, on the first rank; read the digests of what the run reads."""
+def check_keys(spec: RunSpec) -> list[str]:
+    """Check that the recipe names a model."""
+    missing = "model.path is missing: set it to a local directory with config.json, weights and tokenizer"
+    return [] if spec.recipe.model.path else [missing]
+
+
+def check_models(spec: RunSpec) -> list[str]:
+    """Check config.json, and the keys that choose among what it has. Raises UserError for a file that is no model."""
+    recipe, path = spec.recipe, spec.recipe.model.path
+    if not path or any(key == "model.path" for key, _, _ in model_ids(recipe)):
+        return []
+    if is_adapter_directory(path):
+        return [_is_an_adapter(spec.source.path)]
+    model, quantize = spec.model_config, "none" if recipe.lora is None else recipe.lora.quantize
+    problems = quantization_config.quantize_problems(model, quantize, max(recipe.parallel.tp, 1))
+    problems = [f"model.path={path}: {problem}" if problem.startswith("its ") else problem for problem in problems]
+    if model.experts is None and recipe.moe.balance > 0:
+        problems.append(f"moe.balance={recipe.moe.balance}: this model has no experts; leave it out")
+    problems += method_of(recipe).model_problems(model)
+    parts = [f"{module}.{kind}" for name in modules(model) for module in model.parts(name) for kind in WEIGHTS]
+    return problems + unmatched(recipe.train.parameter_patterns, parts)
+
+
+def _is_an_adapter(directory: Path) -> str:
+    try:
+        base, why = str(base_of(directory)), ""
+    except UserError as error:
+        base, why = "BASE", f" ({error})"
+    return (
+        f"model.path={directory} is an adapter in PEFT's layout, not a model: set model.path={base} and "
+        f"lora.path={directory} to go on from it{why}"
+    )
+
+
+def check_files(spec: RunSpec) -> list[str]:
+    """Check the headers of the weights."""
+    is_read = spec.source.any_config is not None and spec.recipe.model.init == "pretrained"
+    if not is_read or "model.path" in spec.awaited:
+        return []
+    return weight_problems(spec.source.path, ", or model.init=scratch to start from random ones")
+
+
+def weight_problems(directory: Path, otherwise: str = "", key: str = "model.path") -> list[str]:
+    """Return what is wrong with the headers of a model's files, one line each; `check_fit` compares them with the
+    model."""
+    index = directory / INDEX
+    if not has_weights(directory):
+        bins = " (pytorch_model.bin is a pickle, which dtrain does not open)" if any(directory.glob("*.bin")) else ""
+        return [
+            f"{directory} has neither model.safetensors nor {index.name}{bins}: "
+            f"set {key} to a directory with weights{otherwise}"
+        ]
+    try:
+        wanted = files_of_weights(directory) or {}
+    except UserError as error:
+        return [str(error)]
+    missing = [name for name in sorted(wanted) if not (directory / name).is_file()]
+    if missing:
+        return [f"{index} names files that are not there: {', '.join(missing)}; download the model again"]
+    problems = []
+    for name, tensors in wanted.items():
+        try:
+            lacking = sorted(set(tensors) - read_header(directory / name)[0].keys())
+        except UserError as error:
+            problems.append(f"{key}: {error}")
+            continue
+        if lacking:
+            first = f"first {lacking[0]}; download the model again"
+            problems.append(f"{directory / name} is without {len(lacking)} tensors that {INDEX} places there, {first}")
+    return problems
+
+
+def resolve(spec: RunSpec, host: Host) -> bool:
+    """Build the model on meta, on the first rank; read the digests of what the run reads."""
     recipe, world = spec.recipe, spec.world
     if host.known:
         return True
     spec.precision = choose_precision(recipe.train.dtype, world.device_type, recipe.train.masters)
-    config = host.ask(models.read_config, recipe.model.directory, spec_of(recipe).labels(recipe))
-    if config is None:
-        return False
-    spec.model_config = config
-    host.first(partial(_build, spec, "model.path" not in host.awaited))
-    for key, path in spec_of(recipe).other_models(recipe):
-        if key not in host.awaited:
-            host.first(partial(_check_other_model, Path(path), is_classifier=key == REWARD_MODEL))
-    host.first(partial(_build_optimizer, spec))
-    host.identify(spec)
+    host.first(partial(_build, spec))
+    host.ask(_identify, spec, host)
     return True
 
 
-def _build(spec: "RunSpec", has_weights: bool) -> None:
-    """Put the model on meta, as every rank builds it, once the headers of its weights fit it; has_weights: False where
-    these are not here yet. Raises UserError."""
+def _build(spec: RunSpec) -> None:
+    """Put the model on meta, as every rank builds it, once the headers of its weights fit it. Raises UserError."""
     recipe, compute = spec.recipe, spec.precision.compute
     model = models.build(spec.model_config, dtype=spec.precision.master, device="meta")
     choose_trained(model, recipe, compute)
     if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):
         plan = find_plan(recipe.parallel.custom_plan, model)
         styles_of(model, plan, sequence_parallel=recipe.parallel.sequence_parallel)
-    if recipe.model.init == "pretrained" and has_weights:
+    if recipe.model.init == "pretrained" and "model.path" not in spec.awaited:
         check_fit(model, WeightFiles(recipe.model.directory))
     spec.model = model
 
 
-def _check_other_model(path: Path, *, is_classifier: bool) -> None:
-    """Check a model as `_build` does, beside the one that is trained: a reference, a teacher or a reward model."""
-    check_fit(models.build(models.read_config(path, 0 if is_classifier else None), device="meta"), WeightFiles(path))
-
-
-def _build_optimizer(spec: "RunSpec") -> None:
-    """Put the optimizer over the model on meta, where no stranger's code is needed for it. Raises UserError, also where
-    it cannot step what FSDP shards."""
-    section, model = spec.recipe.optimizer, spec.model
-    if model is None or not (section.name in NAMES or is_torchs(section.name)):
-        return
-    spec.optimizer = build_optimizer(section, model.named_parameters(), spec.recipe.run.seed)
-    is_mixed = spec.precision.compute not in (torch.float32, torch.float64)  # one process mixes by FSDP
-    if (spec.world.size > 1 or is_mixed) and isinstance(spec.optimizer, WHOLE_PARAMETERS_ONLY):
-        raise UserError(cannot_step_shards(section.name))
+def _identify(spec: RunSpec, host: Host) -> None:
+    """Read the digests; a dry run does where the weights are few, and here."""
+    if host.is_dry:
+        sources = [*spec.others.values(), *([spec.source] if spec.recipe.model.init == "pretrained" else [])]
+        if spec.awaited or spec.model is None:
+            return
+        files = [file for source in sources for file in weight_files(source.path)]
+        if sum(file.stat().st_size for file in files) > SMALL_WEIGHTS:
+            return
+    spec.identities = resume.identities(spec, host.ranks)

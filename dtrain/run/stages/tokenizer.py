@@ -1,15 +1,36 @@
-"""Stage tokenizer: the tokenizer of the model's directory."""
+"""Stage tokenizer: the tokenizer of the model's directory, and its chat template."""
 
-from typing import TYPE_CHECKING
-
-from dtrain.data import Tokenizer
-from dtrain.run.host import Host
-
-if TYPE_CHECKING:
-    from dtrain.run.spec import RunSpec
+from dtrain.base.errors import UserError
+from dtrain.data.formats.encoder import refuse_without_template
+from dtrain.run.host import Host, problems_of
+from dtrain.run.spec import RunSpec
 
 
-def resolve(spec: "RunSpec", host: Host) -> bool:
-    """Read the tokenizer. Raises UserError."""
-    spec.tokenizer = Tokenizer.from_directory(spec.recipe.model.directory)
-    return True
+def check_files(spec: RunSpec) -> list[str]:
+    """Read both, and compare the tokenizer with config.json."""
+    source, config = spec.source, spec.source.any_config
+    if config is None:
+        return []
+    if problems := problems_of(lambda: _template(spec)):
+        return problems
+    if source.tokenizer.size > config.vocab_size:
+        return [
+            f"{source.path}: the tokenizer's highest id is {source.tokenizer.size - 1}, but config.json's vocab_size "
+            f"is {config.vocab_size}: the model has no embedding for it; take the tokenizer that belongs to this model"
+        ]
+    return []
+
+
+def _template(spec: RunSpec) -> list[str]:
+    refuse_without_template(spec.recipe.data.prompts_as, spec.source.template, spec.source.path)
+    return []
+
+
+def resolve(spec: RunSpec, host: Host) -> bool:
+    """Read the tokenizer; without one a dry run ends, whose checks have told why. Raises UserError."""
+    try:
+        return spec.source.tokenizer is not None
+    except (OSError, UserError):
+        if not host.is_dry:
+            raise
+        return False

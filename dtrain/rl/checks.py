@@ -1,0 +1,138 @@
+"""Checks of the keys that rollouts read: rewards, environments, tools and servers. No torch, no file is read."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dtrain.base.ranges import is_number, nearest, sizes_for
+from dtrain.recipe import key_aliases
+from dtrain.recipe.rollouts import Reward, RolloutSection
+from dtrain.recipe.schema import Lora, Model
+from dtrain.rl.rewards import options as rewards
+
+
+def answer_problems(section: RolloutSection) -> list[str]:
+    """Return what is wrong with the rewards, environments and tools of a section, one line each."""
+    return _rewards(section) + _verifiers(section) + _tools(section)
+
+
+def _rewards(section: RolloutSection) -> list[str]:
+    errors = reward_problems(section.rewards)
+    path = section.environment
+    rates, weight = section.reward_model.path, section.reward_model.weight
+    if not is_number(weight):
+        errors.append(f"grpo.reward_model.weight={weight} must be a finite number{sizes_for(weight)}")
+    if rates is not None and section.has_episodes:
+        errors.append(
+            "grpo.reward_model rates a prompt and one completion, and grpo.environment, grpo.verifiers and grpo.tools "
+            "make several turns: leave one of them out"
+        )
+    if not section.rewards and path is None and rates is None and section.verifiers.name is None:
+        errors.append("grpo.rewards=[] rewards nothing: name one, such as [{fn: math_exact}]")
+    if path is not None and not set(".:") & set(path):
+        errors.append(f"grpo.environment={path} must be an import path, such as package.module.make")
+    return errors
+
+
+def _verifiers(section: RolloutSection) -> list[str]:
+    errors = []
+    if section.verifiers.name is None:
+        return ["grpo.verifiers.args are of no environment: set grpo.verifiers.name"] if section.verifiers.args else []
+    if section.rewards == RolloutSection().rewards:
+        errors.append(
+            "grpo.rewards is math_exact where it is left out, and grpo.verifiers rewards by its own rubric: set "
+            "grpo.rewards=[]"
+        )
+    if section.system_prompt is not None:
+        errors.append(
+            "grpo.system_prompt would change the prompts of grpo.verifiers: leave it out, or give one in "
+            "grpo.verifiers.args"
+        )
+    return errors
+
+
+def _tools(section: RolloutSection) -> list[str]:
+    errors = []
+    for index, tool in enumerate(section.tools):
+        key = f"grpo.tools[{index}]"
+        if tool.mcp is not None:
+            if tool.fn is not None:
+                errors.append(f"{key}: fn and mcp are two tools: give each an entry of its own")
+            if tool.schema is None:
+                errors.append(
+                    f"{key}.schema is required by mcp: name a file with what the server offers, which "
+                    f'`python -m dtrain.rl.environments.mcp "{tool.mcp}" > tools.json` writes'
+                )
+        elif not set(".:") & set(tool.fn or ""):
+            named = f"={tool.fn} must be" if tool.fn else " is missing: give"
+            errors.append(f"{key}.fn{named} an import path, such as package.module.function")
+    answers = {
+        "grpo.environment": section.environment is not None,
+        "grpo.verifiers": section.verifiers.name is not None,
+        "grpo.tools": bool(section.tools),
+    }
+    if sum(answers.values()) > 1:
+        both = " and ".join(key for key, is_so in answers.items() if is_so)
+        errors.append(f"{both} both answer a completion: leave one of them out")
+    if section.tools and section.max_turns == 1:
+        errors.append("grpo.max_turns=1 ends before a tool could answer: set it to 2 or more, or leave grpo.tools out")
+    return errors
+
+
+def adapter_problems(kind: str, lora: Lora | None, model: Model) -> list[str]:
+    """Return what keeps servers of a kind from taking the adapter alone, one line each."""
+    if lora is None:
+        return ["grpo.server.weights=adapter sends what lora trains, and lora is null: leave it out, or set lora={}"]
+    errors, merged = [], "set grpo.server.weights=directory, which sends merged weights"
+    if lora.modules_to_save:
+        saved = ", ".join(lora.modules_to_save)
+        errors.append(f"grpo.server.weights=adapter: servers take no lora.modules_to_save=[{saved}]; {merged}")
+    if model.init == "scratch":
+        errors.append(f"grpo.server.weights=adapter: no server has the base that model.init=scratch draws; {merged}")
+    if lora.dora and kind in ("vllm", "sglang"):
+        errors.append(f"grpo.server.weights=adapter: {kind} takes no lora.dora=true; {merged}")
+    return errors
+
+
+def reward_problems(listed: Sequence[Reward]) -> list[str]:
+    """Return what is wrong with `grpo.rewards`, a line each; each is a `recipe.rollouts.Reward`. Import paths are not
+    looked up here: `dtrain.rl.rewards.find` does."""
+    errors = []
+    for index, reward in enumerate(listed):
+        key, name = f"grpo.rewards[{index}]", reward.fn
+        if not is_number(reward.weight):
+            errors.append(f"{key}.weight={reward.weight} must be a finite number{sizes_for(reward.weight)}")
+        if not name:
+            errors.append(f"{key}.fn is missing: name a reward ({', '.join(rewards.REWARDS)}), or give an import path")
+        elif name in rewards.REWARDS:
+            errors += _of_options(key, name, reward.options if name == "judge" else reward.kwargs)
+        elif not rewards.is_path(name):
+            meant = key_aliases.hint("grpo.rewards.fn", name, rewards.REWARDS)
+            paths = "" if "did you mean" in meant else ", and import paths"
+            errors.append(f"{key}.fn={name} is no reward{meant}{paths}")
+        flat = [option for option in rewards.OF_JUDGE if getattr(reward, option) is not None and name != "judge"]
+        errors += [f"{key}.{option} is read by fn=judge alone: options of others stand in kwargs" for option in flat]
+    return errors
+
+
+def _of_options(key: str, name: str, options: Mapping[str, Any]) -> list[str]:
+    known = rewards.REWARDS[name]
+    at = {
+        option: f"{key}.{option}" if name == "judge" and option in rewards.OF_JUDGE else f"{key}.kwargs.{option}"
+        for option in known
+    }
+    errors = [
+        f"{at[option]} is required by {name}"
+        for option, default in known.items()
+        if default is rewards.REQUIRED and option not in options
+    ]
+    for option, value in options.items():
+        if option not in known:
+            near = rewards.FORMER_NAMES.get(option) or nearest(option, known)
+            suggestion = f"; did you mean {at[near]}?" if near else f"; it reads {', '.join(known)}"
+            errors.append(f"{key}.kwargs.{option} is not read by {name}{suggestion}")
+        elif not rewards.RANGES[option][0](value):
+            errors.append(f"{at[option]}={value} must be {rewards.RANGES[option][1]}")
+    if not errors and name == "length_penalty" and options["target_tokens"] >= options["max_tokens"]:
+        bounds = options["target_tokens"], options["max_tokens"]
+        errors.append(f"{at['target_tokens']}={bounds[0]} must be below {at['max_tokens']}={bounds[1]}")
+    return errors

@@ -1,0 +1,89 @@
+"""Stage first_rows, of dry runs: the rows of small files whole, of others the first, and the shape of what time allows.
+
+Files of up to SMALL_DATA bytes are tokenised whole, as the run does it; of others the first rows of each file are read,
+and the shape of all rows that LOOK_SECONDS allow. Notes say what was not read.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from dtrain.base.json_files import loads
+from dtrain.data.formats.encoder import describe
+from dtrain.data.sources.sources import Look, looks
+from dtrain.run.host import DryHost
+from dtrain.run.preflight import has_urls, to_copy
+from dtrain.run.spec import RunSpec
+from dtrain.run.stages.data import open_splits, row_options, splits
+
+SMALL_DATA = 4 << 20
+LOOK_SECONDS = 5.0
+
+
+def resolve(spec: RunSpec, host: DryHost) -> bool:
+    """Read the first rows of every file, and the rows where the files are small. Each file's first mistake is one of
+    the problems; with problems that the checks have found the dry run ends here."""
+    _look_at_rows(spec, host)
+    return not host.known
+
+
+def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
+    recipe, before = spec.recipe, len(host.problems)
+    copies = recipe.cache if has_urls(recipe) else None  # of URLs; rows are kept nowhere
+    of_rows = ("data.", "data=", "grpo.tools")
+    is_unread = any(line.startswith(of_rows) for line in (*host.known, *spec.awaited)) or to_copy(recipe)
+    options = None if is_unread else host.ask(row_options, spec, copies)
+    if options is None:
+        return
+    plain: dict[str, int] = {}
+    files: list[tuple[str, Look]] = []
+    start = len(host.problems)
+    for split in splits(spec):
+        opened = host.ask(partial(looks, recipe.data, split=split, **options)) or []
+        files += [(f"data.{split}", look) for look in opened]
+        chunks = [host.ask(look.first) for look in opened]
+        rows = [loads(text)["columns"] for chunk in chunks if chunk for text in chunk.columns if text]
+        spec.columns[split] = list(dict.fromkeys(name for row in rows for name in row))
+        plain[split] = sum(chunk.plain_prompts for chunk in chunks if chunk)
+    spec.plain_prompts = plain["train"]
+    if len(host.problems) > start:
+        return
+    encoders = {key: look.encoder for key, look in files}
+    is_small = sum(_size(look.file) for _, look in files) <= SMALL_DATA
+    if is_small and not host.known:
+        host.ask(open_splits, spec, copies, host.say, False)
+    plain |= {split: rows.samples.meta["plain_prompts"] for split, rows in spec.rows.items()}
+    spec.plain_prompts = plain["train"]
+    for split, count in plain.items():
+        encoder = encoders[f"data.{split}"]
+        spec.notes += describe(f"{split} data", count, encoder.prompts_as, encoder.template, bool(spec.rows))
+    if not is_small:
+        _shapes(files, spec, host)
+    spec.is_data_read = bool(spec.columns) and len(host.problems) == before
+
+
+def _size(file: Path) -> int:
+    """Bytes, those that are packed counted tenfold."""
+    return file.stat().st_size * (10 if file.suffix.lower() in (".gz", ".parquet") else 1)
+
+
+def _shapes(files: Sequence[tuple[str, Look]], spec: RunSpec, host: DryHost) -> None:
+    """The shape of the rows of large files, and in the time that is left what the template and the lengths refuse. Each
+    file is given an equal part of the time."""
+    end, before = time.monotonic() + LOOK_SECONDS, len(host.problems)
+    files = list({look.file: (key, look) for key, look in reversed(files)}.values())  # a share of a file is one of both
+    for whole, what in ((False, "not looked at"), (True, "looked at without the chat template and data.too_long")):
+        wanted = [file for file in files if not (whole and file[1].shape_is_all)]
+        unread = []
+        for index, (key, look) in enumerate(sorted(wanted, key=lambda file: _size(file[1].file))):
+            now = time.monotonic()
+            line = host.ask(look.rest, now + max(0.0, end - now) / (len(wanted) - index), whole)
+            if line is not None:
+                unread.append(f"{key}: {look.file} from line {line} on")
+        if unread:
+            more = f", and of {len(unread) - 3} more files" if len(unread) > 3 else ""
+            listed = "; ".join(unread[:3])
+            spec.notes.append(f"note: {what}, for want of time: {listed}{more}. The run reads it all")
+        if unread or len(host.problems) > before:
+            return
