@@ -1,7 +1,7 @@
 """One recipe, any mesh, the same numbers: 10 steps of SFT on every mesh against one process.
 
 Loss and gradient norm of every step and the weights after the last, relative: float64 to 1e-9, float32 to 1e-5 in loss
-and 1e-4 in the norm. `tools/test` runs a sample that names every mesh and every model; `tools/test --all` runs it all.
+and 1e-4 in the norm. tests/test_every_pair.py has every pair of options, in runs of fewer steps.
 """
 
 import itertools
@@ -87,20 +87,17 @@ def assert_parity(recipe, expected, expected_weights, loss=1e-9, norm=1e-9, weig
 
 
 def sampled(cases, models):
-    """(mesh, case, model) of every mesh, case and model; those outside a sample with every mesh are marked `full`."""
-    chosen = {(mesh, list(cases)[i % len(cases)], models[i % len(models)]) for i, mesh in enumerate(MESHES)}
-    for one in itertools.product(MESHES, cases, models):
-        marks = [] if one in chosen else pytest.mark.full
-        yield pytest.param(*one, marks=marks, id=f"{one[0]}: {one[1]}, {one[2][0]}")
+    """(mesh, case, model): every mesh, case and model in turn."""
+    for index, mesh in enumerate(MESHES):
+        case, model = list(cases)[index % len(cases)], models[index % len(models)]
+        yield pytest.param(mesh, case, model, id=f"{mesh}: {case}, {model[0]}")
 
 
-def cases(dtype_part=None, seed=0):
-    """(mesh, model) of the whole matrix; those outside a sample with every mesh and every model are marked `full`."""
-    models = random.Random(seed).sample(MODELS, len(MODELS))
-    chosen = {(mesh, models[index % len(models)]) for index, mesh in enumerate(MESHES)}
-    for mesh, model in itertools.product(MESHES, MODELS):
-        marks = [] if (mesh, model) in chosen else pytest.mark.full
-        yield pytest.param(mesh, model, marks=marks, id=f"{mesh}: {' '.join(model)}")
+def cases():
+    """(mesh, model): every mesh, each with a model of its own."""
+    models = random.Random(0).sample(MODELS, len(MODELS))
+    for mesh, model in zip(MESHES, models, strict=False):
+        yield pytest.param(mesh, model, id=f"{mesh}: {' '.join(model)}")
 
 
 @pytest.mark.parametrize(("mesh", "model"), list(cases()))

@@ -1,9 +1,6 @@
 """The kernels of context parallel on 2, 3 and 4 ranks, forward and backward, against dense attention: by masks, and
 by variable-length calls, where the host knows the packing and where positions are gathered and read."""
 
-import itertools
-import random
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +15,7 @@ from dtrain.attention.varlen import VarlenKernel
 from dtrain.parallel.context.batch import shard_sequence
 from tests.attention.dense import attention, packed_rows, tensors, visible
 from tests.attention.flash import WrittenFlash
+from tests.covering import covering, named
 from tests.world import run_world
 
 KERNELS_OF_CP = {
@@ -72,20 +70,24 @@ def on_ranks(rank, kernel, size, length, heads, kv_heads, packed, windows, dtype
             assert (sinks[1].grad.double() - sinks[0].grad).abs().max() <= rtol * sinks[0].grad.abs().max()
 
 
-CASES = [
-    (*case, torch.float64, 1e-12)
-    for case in itertools.product(KERNELS_OF_CP, (2, 3, 4), (48,), ((4, 2), (4, 4), (3, 1)), (True, False))
-]
-CASES += [(kernel, 2, 24, (4, 2), True, torch.float32, 5e-6) for kernel in KERNELS_OF_CP]
-CASES += [(kernel, 3, 6, (4, 2), packed, torch.float64, 1e-12) for kernel in KERNELS_OF_CP for packed in (0, 1)]
-SAMPLE = set(random.Random(1).sample(range(len(CASES)), 20))
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[] if i in SAMPLE else pytest.mark.full) for i, c in enumerate(CASES)], ids=str
+CASES = covering(
+    {
+        "kernel": list(KERNELS_OF_CP),
+        "ranks": [2, 3, 4],
+        "length": [48, 24],
+        "heads": [(4, 2), (4, 4), (3, 1)],
+        "packed": [True, False],
+        "dtype": [torch.float64, torch.float32],
+    }
 )
+# Chunks of one token.
+CASES += [dict(zip(CASES[0], (kernel, 3, 6, (4, 2), True, torch.float64), strict=True)) for kernel in KERNELS_OF_CP]
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
 def test_the_numbers_of_dense_attention(case):
-    kernel, size, length, (heads, kv_heads), packed, dtype, rtol = case
+    kernel, size, length, (heads, kv_heads), packed, dtype = case.values()
+    rtol = 1e-12 if dtype == torch.float64 else 5e-6
     run_world(on_ranks, size, kernel, size, length, heads, kv_heads, packed, (None, 5, 30), dtype, rtol)
 
 

@@ -1,8 +1,6 @@
 """The styles on 2, 3 and 4 ranks against one process: logits, the loss from hidden states, and every gradient."""
 
 import copy
-import itertools
-import random
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.tensor import TensorParallel, VocabEmbedding, vocab_rows, whole_sequences
+from tests.covering import covering, named
 from tests.parallel.dense import (
     LLAMA_BIASES,
     assert_gradients,
@@ -74,20 +73,21 @@ def against_one_process(rank, config, size, sequence, length, packed):
         assert_gradients(parallel, expected)
 
 
-CASES = [
-    (name, tied, size, sequence, length, packed)
-    for name, tied, size, sequence, length, packed in itertools.product(
-        MODELS, (True, False), (2, 3, 4), (False, True), (7, 3, 8), (False, True)
-    )
-]
-SAMPLE = set(random.Random(4).sample(range(len(CASES)), 18))
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[] if i in SAMPLE else pytest.mark.full) for i, c in enumerate(CASES)], ids=str
+CASES = covering(
+    {
+        "model": list(MODELS),
+        "tied": [True, False],
+        "ranks": [2, 3, 4],
+        "sequence parallel": [False, True],
+        "length": [7, 3, 8],
+        "packed": [False, True],
+    }
 )
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
 def test_a_plan_gives_the_numbers_of_one_process(tmp_path, case):
-    name, tied, size, sequence, length, packed = case
+    name, tied, size, sequence, length, packed = case.values()
     family, changes = MODELS[name]
     changes = {**changes, **(TWELVE if size == 3 else {})}
     config = config_of(tmp_path, family, tied=tied, **changes)  # a vocabulary of 67: uneven over 2, 3 and 4
