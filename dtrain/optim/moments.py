@@ -102,7 +102,7 @@ class Int8(Plain):
         return (*size, -(-self.place.columns // BLOCK)), (*begin, self.first_block)
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
-        """Override `Plain.allocate`: codes [..], and scales [held_rows, blocks], of a stack [matrices, rows, blocks]."""
+        """Override `Plain.allocate`: codes [..]; scales [held_rows, blocks], of a stack [matrices, rows, blocks]."""
         scales = torch.zeros(*self.place.stack[2], self.blocks, device=like.device)
         codes = torch.zeros_like(like, dtype=torch.int8 if self.signed else torch.uint8)
         return {self.key: codes, self.scales: scales}

@@ -34,7 +34,7 @@ class Place:
 
     @classmethod
     def of(cls, parameter: Tensor) -> "Place":
-        """Return the place of `parameter`, plain or a DTensor: a vector, a matrix, or a stack of them. No collective."""
+        """Return the place of `parameter`, plain or a DTensor: a vector, a matrix or a stack. No collective."""
         shape, bounds = tuple(parameter.shape), local_bounds(parameter)
         if len(shape) < 2:
             shape, bounds = (*shape, 1), (*bounds, (0, 1))

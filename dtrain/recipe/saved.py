@@ -38,6 +38,19 @@ class Loaded(Recipe):
 
     __hash__ = None  # type: ignore[assignment]  # as Python itself says that a class cannot be hashed
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as `Recipe` does."""
+        return _unpickled, (self.method_sections, vars(self))
+
+
+def _unpickled(sections: Mapping[str, type], values: Mapping[str, Any]) -> Loaded:
+    return _loaded_type(recipe_type(sections, values))(**values)
+
+
+def _loaded_type(kind: type) -> Any:
+    """Return the class of loaded recipes of a `recipe_type`."""
+    return make_dataclass("Loaded", [], bases=(kind, Loaded), eq=False)
+
 
 def values_of(recipe: Recipe) -> dict[str, Any]:
     """Return the tree of a recipe's own keys, and of those given to another method."""
@@ -66,8 +79,7 @@ def with_origins(recipe: Recipe, raw: dict, values: dict, resolve: Callable[[dic
     environment = {name: OmegaConf.create({"value": f"${{oc.env:{name},null}}"}).value for name in variables}
     redacted = {str(value) for name, value in environment.items() if value and secrets.is_secret_name(name)}
     redacted = {secret for secret in redacted if len(secret) >= SHORTEST}
-    loaded_type: Any = make_dataclass("Loaded", [], bases=(type(recipe), Loaded), eq=False)
-    loaded, tree = loaded_type(**vars(recipe)), asdict(recipe)
+    loaded, tree = _loaded_type(type(recipe))(**vars(recipe)), asdict(recipe)
     for path, text in written:
         if path not in names and secrets.at(silent, path) == secrets.at(values, path):
             continue

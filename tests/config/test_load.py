@@ -1,10 +1,12 @@
 """Recipes in: defaults as recipe.md fixes them, overrides, types, and every mistake answered at once."""
 
 import ast
+import copy
 import inspect
+import pickle
 import subprocess
 import sys
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -331,3 +333,10 @@ def test_the_default_name_says_model_and_method(recipe, overrides, name):
     loaded, problems = recipe_and_problems(recipe, overrides)
     assert problems == [] and loaded.run.name == name
     assert recipe_and_problems(recipe, overrides)[0].run.name == name
+
+
+def test_a_recipe_can_be_pickled_and_copied():
+    recipe = load_recipe({"method": "dpo", "model": {"path": "${oc.env:HOME}"}, "dpo": {"beta": 0.5}}, ["sft.loss=dft"])
+    for other in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe)):
+        assert other == recipe and other.dpo.beta == 0.5 and other.unread == recipe.unread == ["sft.loss"]
+        assert other.references == recipe.references and replace(other, lora=None).section == recipe.section
