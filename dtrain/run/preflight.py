@@ -24,7 +24,7 @@ from dtrain.run.spec import RunSpec, World, resolve, stages_of
 
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
-    """`recipe.load`, whose RecipeError also lists what `preflight` finds in the rest of a recipe that is wrong."""
+    """Load a recipe as `load_recipe` does; its RecipeError also lists what `preflight` finds in the rest."""
     loaded, problems = recipe_and_problems(recipe, overrides)
     local = with_local_model(loaded)
     if problems:
