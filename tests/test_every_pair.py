@@ -10,6 +10,7 @@ from tests.covering import covering
 from tests.test_trainer import metrics, run, weights
 from tests.tiny import FAMILIES, tiny_recipe
 
+pytestmark = pytest.mark.turns(1)  # all of them, every day
 STEPS = 4
 
 # Options that decide numbers: the one process has them too.
