@@ -16,7 +16,6 @@ from dtrain.data.formats.labels import is_wanted
 from dtrain.data.rows.cache import Samples
 from dtrain.data.rows.rows import Row, Rows
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.methods import method_of
 from dtrain.recipe import Recipe
 from dtrain.run.host import Host
 from dtrain.run.spec import World, resolve
@@ -63,10 +62,9 @@ def preview(
 
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
-    host, method = PreviewHost(say), method_of(recipe)
-    spec = resolve(recipe, World(recipe.launch.nproc), host)
-    open_splits(spec, recipe.cache, say, True, ["train"])
-    rows, tokenizer, label = spec.rows["train"], spec.source.tokenizer, method.label()
+    spec = resolve(recipe, World(recipe.launch.nproc), PreviewHost(say))
+    open_splits(spec, spec.cache, say, True, ["train"])
+    rows, tokenizer, label = spec.rows["train"], spec.source.tokenizer, spec.method.label()
     noun = rows.samples.noun
     unit = "row" if rows.packing or noun == "samples" else noun.removesuffix("s")
     mark = "" if noun == "prompts" else f", trained tokens {'green' if color else 'in [[ ]]'}"
@@ -82,7 +80,7 @@ def preview(
                 say(f"- {label.column} {value:g}:")
             if noun == "pairs":
                 say(f"- {SIDES[document % 2]}:")
-            if method.kind == "labelled":
+            if spec.method.kind == "labelled":
                 say("- wanted:" if is_wanted(rows.samples, placement.samples[document]) else "- not wanted:")
             say(text)
         if noun == "prompts":

@@ -239,9 +239,4 @@ def choose_budget(model: CausalLM, device: torch.device, ranks: int = 1, tp: int
 def position_bytes(config: ModelConfig, dtype: torch.dtype, tp: int = 1) -> int:
     """Return the bytes of a position of keys and values: in every layer that keeps keys, though those with a window
     keep fewer positions, and in the parameters' dtype."""
-    widths = [
-        max(1, (heads := config.heads_of(kind)).count // tp) * heads.size
-        for index, kind in enumerate(config.layer_types)
-        if kind != LINEAR and config.key_sources[index] == index
-    ]
-    return 2 * sum(widths) * dtype.itemsize
+    return 2 * sum(max(1, heads.count // tp) * heads.size for heads in config.kept_heads) * dtype.itemsize

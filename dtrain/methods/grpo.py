@@ -273,7 +273,7 @@ class GrpoMethod(MethodWithReference):
         sizes = section.prompts_per_step, section.group_size, section.updates_per_rollout
         return Rollouts(self, settings, *sizes, shuffles=True)
 
-    @property
+    @cached_property
     def _longest(self) -> int:
         """Tokens that the model may draw for a prompt, in all turns."""
         section = self.section

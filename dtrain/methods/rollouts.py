@@ -3,6 +3,7 @@ which its updates read and a checkpoint keeps; and the run's position in them.""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -177,10 +178,15 @@ class Rollouts(BatchSource):
     measured: dict[str, float] = field(default_factory=dict, init=False)
     is_over: bool = field(default=False, init=False)  # the data's epochs
 
+    @cached_property
+    def batch_size(self) -> int:
+        """Completions of an optimizer step, over all ranks."""
+        return self.recipe.train.batch
+
     @property
     def size(self) -> int:
         """Completions of a rollout."""
-        return (self.prompts or self.recipe.train.batch) * self.group_size
+        return (self.prompts or self.batch_size) * self.group_size
 
     @property
     def fields(self) -> dict[str, float]:
@@ -196,7 +202,7 @@ class Rollouts(BatchSource):
 
     def steps(self, sequences: int) -> int:
         """Optimizer steps that a rollout of so many completions makes."""
-        return -(-sequences // self.recipe.train.batch) * self.passes
+        return -(-sequences // self.batch_size) * self.passes
 
     def draw(self, collect: Callable[[Cursor, int], Rollout | None], cursor: Cursor) -> Rollout | None:
         """Return the rollout that `collect` gives, and hold it in a buffer; None where the updates of the last one are
@@ -278,7 +284,7 @@ class Rollouts(BatchSource):
 
     def _minibatch(self) -> list[int]:
         """The completions of this step, over all ranks; those that do not count are left out."""
-        total, size = len(self.buffer), self.recipe.train.batch
+        total, size = len(self.buffer), self.batch_size
         pass_number, part = divmod(self.position.done, -(-total // size))
         order = torch.arange(total)
         if self.shuffles:

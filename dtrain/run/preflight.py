@@ -5,7 +5,7 @@ A model or dataset of the hub that is not in the cache is no problem: a run fetc
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from dtrain.base.hub import cached, download, is_id, look
 from dtrain.base.ranges import beside
 from dtrain.data.sources import hub as data_hub
 from dtrain.data.sources import urls
-from dtrain.data.sources.files import Pick, entries, is_data_id, is_url
+from dtrain.data.sources.files import Pick, absent_ids, entries, is_url, paths_of
 from dtrain.methods import method_of, recipe_and_problems
 from dtrain.recipe import Recipe, redact, saved
 from dtrain.recipe.schema import DataSource, Source
@@ -149,20 +149,9 @@ def sources_of(recipe: Recipe) -> list[tuple[Source, str]]:
     return [*sources, *((each.section, each.key) for each in eval_sets.sets(recipe.eval))]
 
 
-def paths_of(source: Source) -> list[str]:
-    return [source.path] if isinstance(source.path, str) else source.path or []
-
-
 def absent_data(recipe: Recipe) -> list[tuple[str, str, Pick]]:
     """Key and id of every dataset of the hub that is not in the cache, and what of it is wanted."""
-    absent = []
-    for source, key in sources_of(recipe):
-        pick = Pick.of(source)
-        for name in paths_of(source):
-            with suppress(UserError):  # a split that is not there: told where the files are looked at
-                if is_data_id(name) and data_hub.cached(name, pick, key) is None:
-                    absent.append((f"{key}.path", name, pick))
-    return absent
+    return [(f"{key}.path", *each) for source, key in sources_of(recipe) for each in absent_ids(source, key)]
 
 
 def has_urls(recipe: Recipe) -> bool:

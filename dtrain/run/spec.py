@@ -102,7 +102,9 @@ class RunSpec:
     world: World
     awaited: Collection[str] = ()
     written: Recipe = field(init=False)
+    method: "Method" = field(init=False)  # of `recipe`; the stage sizes makes it anew
     run: RunDirectory = field(init=False)
+    cache: Path = field(init=False)
     notes: list[str] = field(default_factory=list)
     # model
     precision: "Precision" = field(init=False)
@@ -116,7 +118,6 @@ class RunSpec:
     # evals, on the first rank: by the name of the set
     questions: "dict[str, tuple[Questions, list[Reward]]]" = field(default_factory=dict)
     # sizes
-    method: "Method" = field(init=False)
     sizes: Sizes = field(init=False)
     steps: int | None = None  # of a fresh run
     # optimizer
@@ -129,12 +130,13 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         recipe = self.written = self.recipe
-        self.run = RunDirectory(recipe.run.directory)
-        method, data = method_of(recipe), recipe.data
+        self.run, self.cache = RunDirectory(recipe.run.directory), recipe.cache
+        self.method, data = method_of(recipe), recipe.data
         options = (data.chat_template, data.template_kwargs)
-        self.source = ModelDirectory(recipe.model.directory, method.labels(), *options)
+        self.source = ModelDirectory(recipe.model.directory, self.method.labels(), *options)
         self.others = {
-            key: ModelDirectory(path, 0 if key.endswith(REWARD_MODEL) else None) for key, path in method.other_models()
+            key: ModelDirectory(path, 0 if key.endswith(REWARD_MODEL) else None)
+            for key, path in self.method.other_models()
         }
 
     @property

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtrain import __version__
-from dtrain.methods import method_of
 from dtrain.models.common.decoder import weights_in
 from dtrain.recipe.schema import DataSource
 from dtrain.run import eval_sets
@@ -123,7 +122,7 @@ def closing(spec: RunSpec, directory: Path, has_export: bool) -> Iterator[str]:
     """Report what a run that is done has learned, by its metrics.jsonl, and what may be done with it."""
     recipe, evals = spec.recipe, eval_sets.sets(spec.recipe.eval)
     rewards = {f"{each.prefix}reward_mean": f"{each.name} reward" for each in evals}
-    names = {**method_of(recipe).curves, **rewards}
+    names = {**spec.method.curves, **rewards}
     rows = list(records.rows(directory / "metrics.jsonl"))
     curves = {name: curve for name in names if (curve := records.points(rows, name))}
     drawn = next((name for name, curve in curves.items() if len(curve) >= PLOTTED), "")
@@ -138,7 +137,7 @@ def closing(spec: RunSpec, directory: Path, has_export: bool) -> Iterator[str]:
             yield labelled("result", f"{names[name]} {first:.4g} → {last:.4g} ({steps} of {len(values)}{best})")
     yield from _answers(directory)
     yield labelled("next", f"dtrain report {directory}")
-    if not has_export or method_of(recipe).labels() is not None:
+    if not has_export or spec.method.labels() is not None:
         return
     yield labelled("", f'dtrain generate {directory} --prompt "..."')
     yield labelled("", f"dtrain eval {directory} {_questions(spec)}")
@@ -150,7 +149,7 @@ def closing(spec: RunSpec, directory: Path, has_export: bool) -> Iterator[str]:
 def _questions(spec: RunSpec) -> str:
     """A file of prompts that the run knows: its validation's; of GRPO else its own; else the user's."""
     recipe = spec.recipe
-    kind, val = method_of(recipe).kind, recipe.data.val
+    kind, val = spec.method.kind, recipe.data.val
     held = val if isinstance(val, DataSource) else recipe.data.train if kind == "prompts" else None
     return held.path if held and kind != "pairs" and isinstance(held.path, str) else "FILE    # prompts with answers"
 

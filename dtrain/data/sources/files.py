@@ -14,6 +14,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -82,6 +83,22 @@ def entries(split: Any, key: str) -> list[tuple[Any, str]]:
     if split.sources:
         return [(source, f"{key}.sources[{number}]") for number, source in enumerate(split.sources)]
     return [(split, key)]
+
+
+def paths_of(source: Any) -> list[str]:
+    return [source.path] if isinstance(source.path, str) else source.path or []
+
+
+def absent_ids(source: Any, key: str) -> list[tuple[str, Pick]]:
+    """Return id and wanted part of every dataset of the hub that a source names and that is not in the cache."""
+    from dtrain.data.sources import hub
+
+    absent, pick = [], Pick.of(source)
+    for name in paths_of(source):
+        with suppress(UserError):  # a split that is not there: told where the files are looked at
+            if is_data_id(name) and hub.cached(name, pick, key) is None:
+                absent.append((name, pick))
+    return absent
 
 
 def resolve(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from dtrain.models.common.rope_config import Rope
 
@@ -149,7 +150,7 @@ class ModelConfig:
             return f"{parent}.{next((stack for stack, parts in STACKS.items() if module in parts), module)}"
         return next((f"{parent}.{fused}" for fused, parts in self.fused.items() if module in parts), name)
 
-    @property
+    @cached_property
     def most_positions(self) -> int | None:
         """Tokens of a document beyond which the files mean another rotary table (LongRoPE's, see `Rope`); None: any."""
         scaled = any(rope.kind == "longrope" for rope in self.ropes.values())
@@ -172,12 +173,18 @@ class ModelConfig:
         kinds = dict.fromkeys(kind for kind in self.layer_types if kind != LINEAR)
         return {kind: self.heads_of(kind).count for kind in kinds}
 
-    @property
+    @cached_property
     def key_sources(self) -> tuple[int, ...]:
         """The layer whose keys and values each layer reads: itself, or the last one of its type that has some."""
         own = self.num_hidden_layers - self.shared_layers
         last = {kind: index for index, kind in enumerate(self.layer_types[:own])}
         return tuple(index if index < own else last[kind] for index, kind in enumerate(self.layer_types))
+
+    @cached_property
+    def kept_heads(self) -> tuple[KeyHeads, ...]:
+        """Heads of keys and values of each layer that keeps its own."""
+        own = (kind for index, kind in enumerate(self.layer_types) if self.key_sources[index] == index)
+        return tuple(self.heads_of(kind) for kind in own if kind != LINEAR)
 
     def is_sparse(self, layer: int) -> bool:
         return self.experts is not None and layer in self.experts.layers

@@ -9,7 +9,6 @@ from dtrain.base.name_patterns import endmatch, of_end, pattern_error
 from dtrain.base.ranges import nearest, out_of_range, shown
 from dtrain.checkpoint.peft.base import base_notes, base_problems
 from dtrain.checkpoint.peft.config import adapter_of, adapter_problems
-from dtrain.methods import method_of
 from dtrain.models.common.adapter_config import (
     ALL_LINEAR,
     ENDS,
@@ -80,7 +79,7 @@ def notes(spec: RunSpec) -> list[str]:
     """Return notes on a section that is no mistake: that a fresh adapter hardly learns at a low rate, and that
     an adapter at `path` may be of another model."""
     recipe, section = spec.recipe, spec.recipe.lora
-    low, usual = method_of(recipe).adapter_rates
+    low, usual = spec.method.adapter_rates
     assert section is not None
     if section.path is not None and recipe.model.path and recipe.model.init == "pretrained":
         return base_notes(Path(section.path), recipe.model.directory)

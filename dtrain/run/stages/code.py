@@ -8,7 +8,6 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
-from dtrain.methods import method_of
 from dtrain.recipe import key_aliases
 from dtrain.run import eval_sets
 from dtrain.run.spec import RunSpec
@@ -44,7 +43,7 @@ def _code(spec: RunSpec) -> list[tuple[str, bool]]:
         *((f"scheduler[{i}].name", stage.name, "scheduler") for i, stage in enumerate(stages)),
         ("scheduler.name", getattr(recipe.scheduler, "name", None), "scheduler"),
         ("parallel.custom_plan", recipe.parallel.custom_plan, "plan"),
-        *method_of(recipe).code(),
+        *spec.method.code(),
         *(code for each in eval_sets.sets(recipe.eval) for code in each.code),
     ]
     lines = []

@@ -8,12 +8,10 @@ from typing import Any
 
 from dtrain.data import Rows, open_rows
 from dtrain.data.sources import columns, urls
-from dtrain.data.sources.files import Pick, entries, formats_of, is_data_id, is_url, kind_of
+from dtrain.data.sources.files import Pick, absent_ids, entries, formats_of, is_data_id, is_url, kind_of, paths_of
 from dtrain.data.sources.files import resolve as find_files
-from dtrain.methods import method_of
 from dtrain.recipe.schema import DataSource, Source
 from dtrain.run.host import Host, problems_of
-from dtrain.run.preflight import absent_data, paths_of
 from dtrain.run.spec import RunSpec
 
 DIGESTS = {"train": "data.fingerprint", "val": "data.val.fingerprint"}  # of the rows of each split
@@ -28,12 +26,12 @@ def _sections(spec: RunSpec) -> Iterator[tuple[str, DataSource]]:
 
 def check_keys(spec: RunSpec) -> list[str]:
     """Check each split's sources: paths, formats that the method takes, names of columns."""
-    recipe, method, problems = spec.recipe, method_of(spec.recipe), []
+    recipe, method, problems = spec.recipe, spec.method, []
     label = method.label()
     unknown = partial(columns.unknown, more=[label.column] if label else [])
     for key, split in _sections(spec):
         problems += _paths(split, key)
-        for at, source in [(key, split), *_listed(key, split)]:
+        for source, at in [(split, key), *(entries(split, key) if split.sources else ())]:
             if (why := method.refuses(source.format)) is not None:
                 problems.append(f"{at}.format={source.format}: {why}")
             problems += unknown(source.columns, method.kind, source.format, f"{at}.columns")
@@ -50,17 +48,13 @@ def check_keys(spec: RunSpec) -> list[str]:
     return problems
 
 
-def _listed(key: str, split: DataSource) -> list[tuple[str, Source]]:
-    return [(f"{key}.sources[{index}]", source) for index, source in enumerate(split.sources or [])]
-
-
 def _paths(split: DataSource, key: str) -> list[str]:
-    if split.sources is None:
-        return [] if split.path else [f"{key}.path is missing: set it to a file, a glob or a list of them"]
-    problems = [] if split.sources else [f"{key}.sources is empty: give it at least one {{path, format, weight}}"]
-    if split.path:
+    problems, named = [], entries(split, key)
+    if split.sources == []:
+        problems, named = [f"{key}.sources is empty: give it at least one {{path, format, weight}}"], []
+    if split.path and split.sources is not None:
         problems.append(f"{key}.path and {key}.sources are both set: sources replace path, so set one of them to null")
-    missing = [at for at, source in _listed(key, split) if not source.path]
+    missing = [at for source, at in named if not source.path]
     return problems + [f"{at}.path is missing: set it to a file, a glob or a list of them" for at in missing]
 
 
@@ -81,7 +75,7 @@ def check_files(spec: RunSpec) -> list[str]:
 
 
 def _check_formats(spec: RunSpec, source: Source, key: str) -> None:
-    files, method = files_here(spec, source, key), method_of(spec.recipe)
+    files, method = files_here(spec, source, key), spec.method
     if files and method.refuses(source.format) is None:  # else check_keys says why
         formats_of(files, source.format, method.kind, source.columns, f"{key}.columns")
 
@@ -96,18 +90,16 @@ def of_no_hub(source: Source, key: str) -> list[str]:
 
 def files_here(spec: RunSpec, source: Source, key: str) -> list[Path]:
     """Return the files of a source that are here. Raises UserError."""
-    if not source.path or f"{key}.path" in {
-        at for at, _, _ in absent_data(spec.recipe)
-    }:  # check_keys or not_here tells
+    if not source.path or absent_ids(source, key):  # check_keys or not_here tells
         return []
     named = [path for path in paths_of(source) if not _is_away(spec, path, f"{key}.path")]
-    return find_files(named, f"{key}.path", source, spec.recipe.cache) if named else []
+    return find_files(named, f"{key}.path", source, spec.cache) if named else []
 
 
 def _is_away(spec: RunSpec, path: str, key: str) -> bool:
     """Return whether a URL is still to be copied: its files are then there, and of a kind that is read. Raises
     UserError."""
-    remotes = urls.away(path, key, spec.recipe.cache) if is_url(path) else []
+    remotes = urls.away(path, key, spec.cache) if is_url(path) else []
     for remote in remotes:
         kind_of(remote.copy, key)
     return bool(remotes)
@@ -118,7 +110,7 @@ def resolve(spec: RunSpec, host: Host) -> bool:
     cache. A dry run has had its look at them: `first_rows`."""
     if host.is_dry:
         return True
-    open_splits(spec, spec.recipe.cache, host.recorder.say, host.ranks.is_first)
+    open_splits(spec, spec.cache, host.recorder.say, host.ranks.is_first)
     for split, rows in spec.rows.items():
         host.ranks.same(rows.fingerprint, f"data.{split} is not the same on every host")
     spec.is_data_read = True
@@ -132,7 +124,7 @@ def splits(spec: RunSpec) -> list[str]:
 
 def row_options(spec: RunSpec, cache_dir: Path | None) -> dict[str, Any]:
     """Return the arguments of `open_rows` and `looks` that follow from a recipe. Raises UserError."""
-    recipe, method = spec.recipe, method_of(spec.recipe)
+    recipe, method = spec.recipe, spec.method
     return {
         "kind": method.kind,
         "prompts": method.prompts(),

@@ -152,7 +152,7 @@ def _read(spec: RunSpec, eval_set: EvalSet) -> None:
     template = spec.source.template
     prompts_as = evaluated_as(recipe.data.prompts_as, spec.plain_prompts, template)
     encoder = PromptEncoder(tokenizer, template, max_length=length, options=options, prompts_as=prompts_as)
-    files = find_files(section.path or [], f"{eval_set.key}.path", section, recipe.cache)
+    files = find_files(section.path or [], f"{eval_set.key}.path", section, spec.cache)
     columns = section.columns, f"{eval_set.key}.columns"
     prompts = read_questions(files, encoder, section.limit, format=section.format, columns=columns[0], key=columns[1])
     spec.notes += plain_prompts_of(eval_set.key, prompts, encoder)
@@ -180,4 +180,4 @@ def _remembered(spec: RunSpec, reward: Reward) -> Reward:
     """A judge keeps what it judged beside the data's caches."""
     if reward.fn != "judge" or "cache" in reward.kwargs:
         return reward
-    return replace(reward, kwargs={**reward.kwargs, "cache": str(spec.recipe.cache / "judged.jsonl")})
+    return replace(reward, kwargs={**reward.kwargs, "cache": str(spec.cache / "judged.jsonl")})

@@ -30,7 +30,7 @@ def resolve(spec: RunSpec, host: DryHost) -> bool:
 
 def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
     recipe, before = spec.recipe, len(host.problems)
-    copies = recipe.cache if has_urls(recipe) else None  # of URLs; rows are kept nowhere
+    copies = spec.cache if has_urls(recipe) else None  # of URLs; rows are kept nowhere
     of_rows = ("data.", "data=", "grpo.tools")
     is_unread = any(line.startswith(of_rows) for line in (*host.known, *spec.awaited)) or to_copy(recipe)
     options = None if is_unread else host.ask(row_options, spec, copies)

@@ -13,7 +13,6 @@ from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
 from dtrain.checkpoint.peft.config import base_of, is_adapter_directory
 from dtrain.checkpoint.peft.tensors import read_header
-from dtrain.methods import method_of
 from dtrain.models.common import quantization_config
 from dtrain.models.common.adapter_config import modules
 from dtrain.parallel.apply import find_plan, styles_of
@@ -46,7 +45,7 @@ def check_models(spec: RunSpec) -> list[str]:
     problems = [f"model.path={path}: {problem}" if problem.startswith("its ") else problem for problem in problems]
     if model.experts is None and recipe.moe.balance > 0:
         problems.append(f"moe.balance={recipe.moe.balance}: this model has no experts; leave it out")
-    problems += method_of(recipe).model_problems(model)
+    problems += spec.method.model_problems(model)
     parts = [f"{module}.{kind}" for name in modules(model) for module in model.parts(name) for kind in WEIGHTS]
     return problems + unmatched(recipe.train.parameter_patterns, parts)
 

@@ -9,7 +9,7 @@ from dtrain.base.model_directory import TOKENIZER
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.peft.config import is_adapter_directory
-from dtrain.methods import REWARD_MODEL, TEACHER, method_of
+from dtrain.methods import REWARD_MODEL, TEACHER
 from dtrain.models.common import quantization_config
 from dtrain.models.common.config import ModelConfig
 from dtrain.run.host import Host, problems_of
@@ -34,7 +34,7 @@ def _unfit(spec: RunSpec, key: str, source: ModelDirectory) -> list[str]:
     """Return what is wrong with the model at a key. Raises UserError where it cannot be read."""
     path = source.path
     if not path.is_dir():
-        words = method_of(spec.recipe).references
+        words = spec.method.references
         named = f"{words} (start: the weights that training starts from), " if key.endswith(".reference") else ""
         raise UserError(f"there is no such directory; give {named}a model's directory, or its id on the hub")
     if is_adapter_directory(path):

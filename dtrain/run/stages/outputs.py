@@ -5,7 +5,6 @@ from pathlib import Path
 
 from dtrain.base.files import refuse_unwritable
 from dtrain.base.ranges import nearest, shown
-from dtrain.methods import method_of
 from dtrain.recipe.schema import BEST
 from dtrain.run.eval_sets import fields, sets
 from dtrain.run.host import Host
@@ -33,7 +32,7 @@ def _best(spec: RunSpec) -> list[str]:
         asks = f"train.patience={patience} counts values of checkpoint.keep_best, which is null: name a field there"
         return [asks] if patience is not None else []
     set_of = {name: each for each in sets(recipe.eval) for name in fields(each)}
-    measured = [*(name for name in BEST if name in method_of(recipe).best), *set_of]
+    measured = [*(name for name in BEST if name in spec.method.best), *set_of]
     if best in BEST and best not in measured:
         return [f"checkpoint.keep_best={best} is not measured by method={recipe.method}; it has {', '.join(measured)}"]
     if best not in measured:
@@ -63,7 +62,7 @@ def check_files(spec: RunSpec) -> list[str]:
     if recipe.checkpoint.export == "none":
         return []
     target = os.path.realpath(spec.run.export)  # of a loop of links it gives something
-    read = [("model.path", recipe.model.path), *method_of(recipe).other_models()]
+    read = [("model.path", recipe.model.path), *spec.method.other_models()]
     read += [] if recipe.lora is None else [("lora.path", recipe.lora.path)]
     return [
         f"{key}={path} lies where this run puts its export ({target}), which would take its place: choose another "

@@ -4,7 +4,6 @@ import torch
 
 from dtrain.base.errors import UserError
 from dtrain.data import Rows
-from dtrain.methods import method_of
 from dtrain.optim.update import build_scheduler
 from dtrain.recipe.schema import SCHEDULES, Scheduler, Stage
 from dtrain.run.host import Host
@@ -112,7 +111,7 @@ def warmup_of(schedule: Scheduler | list[Stage], steps: int) -> int:
 
 def _more_steps(spec: RunSpec, rows: Rows) -> str:
     """Return what would make more steps, the best first."""
-    recipe, method = spec.recipe, method_of(spec.recipe)
+    recipe, method = spec.recipe, spec.method
     ways, per_pass, batch = [], rows.rows_in_epoch(0), recipe.train.batch
     automatic = method.automatic_batch(per_pass)
     if method.more_steps is not None:

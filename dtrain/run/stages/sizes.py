@@ -13,7 +13,7 @@ from dtrain.run.spec import RunSpec
 
 def check_keys(spec: RunSpec) -> list[str]:
     """Check the range of every value, the method's section, and the steps."""
-    recipe, method = spec.recipe, method_of(spec.recipe)
+    recipe, method = spec.recipe, spec.method
     problems = [f"{key}={shown(value)} must be {sentence}" for key, value, sentence in spec.wrong_values]
     problems += method.missing() + method.problems()
     steps, epochs = recipe.train.steps, recipe.train.epochs
