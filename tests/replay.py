@@ -123,7 +123,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class Replays:
-    """A maker of graphs for `rollout.engine.Engine` that records and replays, and counts."""
+    """A maker of graphs for `inference.engine.Engine` that records and replays, and counts."""
 
     def __init__(self, device: torch.device):
         self.device = device

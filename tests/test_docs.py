@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from xml.etree.ElementTree import fromstring
 
 import pytest
 import yaml
@@ -58,6 +59,12 @@ def test_the_promised_pages_are_there_and_the_readme_leads_to_them():
     assert set(PROMISED) <= set(PAGES)
     assert len((ROOT / "README.md").read_text().splitlines()) < 250
     assert set(PROMISED) - {"README.md"} <= set(page("README.md").links)
+
+
+def test_the_drawing_names_files_that_exist():
+    texts = [text.text for text in fromstring((ROOT / "docs" / "how.svg").read_text()).iterfind(".//{*}text")]
+    named = [text for text in texts if text.endswith(".py")]
+    assert named and not [name for name in named if not (ROOT / "dtrain" / name).is_file()]
 
 
 def test_the_pages_are_short():

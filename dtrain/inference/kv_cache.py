@@ -4,7 +4,7 @@ They lie in pools of slots of one size, a prompt's apart from its rows'. The sam
 a row adds lies in a slot of its own, in a pool of larger ones as it grows, so that at most half of a slot is empty. The
 slots of a pool that are in use are its first ones: attention reads them as one tensor, without an index. Layers with a
 sliding window keep no more than a later token can see. Layers of linear attention keep, in place of keys, the states
-that `attention.delta` goes on from, of one size whatever the length; a row begins with its prompt's.
+that `attention.linear` goes on from, of one size whatever the length; a row begins with its prompt's.
 """
 
 from collections.abc import Sequence

@@ -239,7 +239,7 @@ class DpoMethod(MethodWithReference):
         return self.needs_reference() and not self.section.precompute
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
-        """Keeps the reference; with `dpo.precompute` only what it says of the data."""
+        """Build the reference; with `dpo.precompute` only what it says of the data."""
         if not self.needs_reference():
             return
         if not self.section.precompute:

@@ -343,7 +343,8 @@ class MethodWithReference(Method):
         return [f"data.loss_on={loss_on} plays no part under method={method}: {trained} is trained; leave it out"]
 
     def keep_reference(self, policy: Policy) -> None:
-        """The weights as they are, those without adapters, or those of another model of the same shapes. Collective."""
+        """Give `policy` the reference that the section names: its weights as they are, those without adapters, or those
+        of another model of the same shapes. Collective."""
         named, moves = self.section.reference, self.section.sync_every is not None
         path = None if named in ("start", "base") else named
         policy.init_reference_model(path, base=named == "base")

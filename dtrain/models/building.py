@@ -33,10 +33,10 @@ def build(
     adapter: AdapterConfig | None = None,
 ) -> CausalLM:
     """The model of `config`, its parameters in `dtype` on `device` and NOT initialised: `init_weights` or
-    `checkpoint.huggingface.read_weights` fills them. device "meta" takes no memory; `to_empty` gives it later.
+    `checkpoint.huggingface.read` fills them. device "meta" takes no memory; `to_empty` gives it later.
 
     kernel: of attention, by name; UserError if it cannot do what this model needs. adapter: whose parameters it gets
-    beside its own, for `checkpoint.adapter_files.read_adapter` to fill. No collective, no randomness.
+    beside its own, for `checkpoint.peft.files` to fill. No collective, no randomness.
     """
     device = torch.device(device)
     chosen = choose_kernel(

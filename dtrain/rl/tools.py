@@ -31,7 +31,7 @@ HINTS = "str, int, float, bool, list[..], dict[str, ..], Literal[..], Any, and u
 
 
 def tool_schemas(entries: Sequence[Any]) -> list[tuple[Any, Schema]]:
-    """Return each tool of `recipe.schema.Tool`s as (entry that names it, schema), in their order: the schema of the
+    """Return each tool of `recipe.rollouts.Tool`s as (entry that names it, schema), in their order: the schema of the
     function `fn`, or those in the file `schema` of a server's tools; {"type": "function", "function": {..}}.
 
     Raises UserError: as `tool_schema` does; no such file, or one of something else; two tools of one name.

@@ -1,7 +1,7 @@
 """The sets of a recipe's `eval`: their names, when they are due, and the fields that they write. No torch.
 
 A set's rows of metrics.jsonl have fields that begin with its `prefix`: `eval_` where the recipe has one set without a
-name, `eval_<name>_` in a table. `evaluation.training` writes them; `checkpoint.keep_best` and `train.patience` may name
+name, `eval_<name>_` in a table. `run.evaluations` writes them; `checkpoint.keep_best` and `train.patience` may name
 one.
 """
 

@@ -1,7 +1,8 @@
 """Hosts of `resolve`: a rank of a run, whose first problem ends the run; and a dry run, which collects every problem.
 
 What differs between `dtrain run` and `dtrain validate` is here, and in what the stages ask `is_dry` about: a dry run
-keeps no file, and reads large data and weights in part.
+keeps no file, and reads large data and weights in part. `run.spec` says which command has which host. `resolve` calls
+`check`, once; the stages call the rest. These hosts are no machines: those are in `dtrain.launch.hosts`.
 """
 
 import re

@@ -42,20 +42,20 @@ def _problems(recipe: Recipe, world_size: int, until: str, refused: Sequence[str
 
 
 def check(recipe: Recipe, world_size: int) -> list[str]:
-    """Return every problem of `recipe` in a world of `world_size` processes, in the user's terms, that needs no file to
-    be seen; empty if there is none."""
+    """Return every problem of `recipe` in a world of `world_size` processes that needs no file to be seen: what
+    `check_keys` of the stages find."""
     return _problems(recipe, world_size, "keys")
 
 
 def shapes(recipe: Recipe, world_size: int) -> list[str]:
-    """Return the problems that decide what a step holds and computes: of all files, each model's config.json is read,
-    which must be here."""
+    """Return the problems that decide what a step holds and computes: what `check_keys` and `check_models` of the
+    stages find. Of all files, each model's config.json is read, which must be here."""
     return [*_problems(recipe, world_size, "models"), *(redact(problem, recipe) for problem in not_here(recipe))]
 
 
 def preflight(recipe: Recipe, world_size: int) -> list[str]:
-    """Return every problem of `recipe` in a world of `world_size` processes that needs no training to be seen. What a
-    run fetches from the hub is none."""
+    """Return every problem of `recipe` in a world of `world_size` processes that needs no training to be seen: what all
+    checks of the stages find. What a run fetches from the hub is none."""
     return _problems(recipe, world_size, "files")
 
 

@@ -1,9 +1,17 @@
 """Spec of a run: everything that a recipe, its files and a world decide, decided once by `resolve`.
 
-A stage (`dtrain.run.stages`) has all that is asked about its topic. A `DryHost` calls the checks of all stages first,
-and collects every problem; a launcher and a plan end there. Then each stage resolves its fields of the spec, as it does
-on the ranks of a run, whose `Host` raises the first problem on every rank. `Trainer` builds what the spec says;
-`dtrain validate` prints. Nothing is allocated: the model is on meta, of weights the headers are read.
+A stage (`dtrain.run.stages`) has all that is asked about its topic. `resolve` first lets its host call the checks:
+`check_keys` of every stage, then `check_models` of every stage, then `check_files`. A `DryHost` does, and collects
+every problem; a `Host`, a rank of a run, does not, since its launcher has. Then `resolve` calls that of the stages, in
+the order of STAGES. They fill the spec; on the ranks of a run the first problem is raised on every rank.
+
+    dtrain run       `launch.start`: a DryHost, its checks alone; then on each rank `Trainer.open`: a Host, every stage
+    dtrain validate  `launch.start.dry_run`: a DryHost, its checks; then every stage that the problems leave
+    dtrain plan      `commands.plan.plan`: checks of keys and models; then the stages of its host, up to sizes
+    dtrain preview   `commands.preview`: no check; the stage tokenizer
+
+`Trainer` builds what the spec says; `dtrain validate` prints. Nothing is allocated: the model is on meta, of weights
+the headers are read.
 """
 
 from collections.abc import Collection

@@ -2,7 +2,8 @@
 
 The files that a batch passes through:
 
-    data/sources → formats → text → rows/cache            rows of files to token ids and a trained mask, once
+    run/stages/data → data/sources                        opens the files, once, before the first step
+    data/formats → text → rows/cache                      rows of files to token ids and a trained mask, once
     data/rows/rows                                        the endless row sequence; a dp rank's rows of a global batch
     methods: batch, prepare                               rows to a batch [n, S] on the host, and what its loss reads
     policy.Policy.train → policy/batching                 counts over all ranks, micro-batches; backward
@@ -65,7 +66,7 @@ def train(recipe: Recipe, runtime: Runtime) -> None:
 
 
 def train_checked(recipe: Recipe, runtime: Runtime) -> None:
-    """`train` of a recipe that was checked, as `launch` has done before any rank starts. Collective.
+    """Do as `train` with a recipe that was checked, as `launch` has done before any rank starts. Collective.
 
     Raises UserError for what the user can mend, Stopped when a signal ended the run in order.
     """
@@ -224,8 +225,8 @@ class Trainer:
             self.export()
 
     def _before_step(self, step: int, saved: int | None) -> None:
-        """Whatever the method needs for the next step. Where that fails, or is given up for a signal, the steps so far
-        are saved first."""
+        """Prepare what the method needs for the next step. Where that fails, or is given up for a signal, the steps so
+        far are saved first."""
         try:
             self.method.before_step(Cursor(*self.start.cursor))
         except Unavailable as error:
@@ -243,7 +244,7 @@ class Trainer:
         return step
 
     def validate(self, step: int) -> None:
-        """The method's measures over all of `data.val`."""
+        """Write the row of the method's measures over all of `data.val`."""
         if self.val_rows is None:
             return
         fields = self.method.validate(self.policy, self.val_rows)
@@ -251,7 +252,7 @@ class Trainer:
         self.metrics.val_row(step, **fields)
 
     def evaluate(self, step: int, is_last: bool) -> None:
-        """The model's answers, judged, where they are due. A signal cuts this short: what is left is done on resume."""
+        """Judge the model's answers, where they are due. A signal cuts this short: what is left is done on resume."""
         if self.evaluations is None:
             return
         try:
@@ -261,8 +262,8 @@ class Trainer:
             self._show_life()
 
     def measure(self, step: int, is_last: bool) -> bool:
-        """Validate and evaluate after `step` as far as due and not done yet. Whether the run ends here, as `is_last`
-        says, or for want of `train.patience`."""
+        """Validate and evaluate after `step`, as far as due and not done yet. Return whether the run ends here: as
+        `is_last` says, or by `train.patience`."""
         every = self.recipe.train.validate_every
         if every and self._validated != step and (is_last or step % every == 0):
             self.validate(step)
@@ -279,7 +280,7 @@ class Trainer:
         self.patience.see(fields)
 
     def stop_if_asked(self) -> None:
-        """Before the first step. Raises Stopped."""
+        """Raise Stopped where a signal came before the first step."""
         if signum := self._agreed_signal():
             raise Stopped(signum, NOTHING_LOST)
 
@@ -302,7 +303,8 @@ class Trainer:
             self.export()
 
     def export(self) -> None:
-        """The run's `export/`: a Hugging Face directory in the dtype of computation, or of an adapter PEFT's layout."""
+        """Write the run's `export/`: a Hugging Face directory in the dtype of computation, or an adapter in PEFT's
+        layout."""
         with self.runtime.stop.saving():
             self.policy.checkpoint.export(self.run.export, self.recipe.model.directory, self._held)
         self.metrics.say(f"exported to {self.run.export}")
@@ -368,7 +370,7 @@ class Trainer:
             self.metrics.say(f"memory of a rank: {planned.words}; the process holds {measured}, {of_it}")
 
     def _agreed_signal(self) -> int:
-        """The signal that any rank was sent, on every rank: they must stop after the same step. One all-reduce.
+        """Return the signal that any rank was sent, on every rank: they must stop after the same step. One all-reduce.
 
         Raises, on every rank, what a save in the background has failed with on any.
         """

@@ -4,7 +4,7 @@ import torch
 
 
 def visible(positions, documents, window):
-    """[B, S, S] bool, from `attention.mask`'s sentence: same document, at or before, within the window."""
+    """[B, S, S] bool, as of `attention.kernels.Visibility`: same document, at or before, within the window."""
     distance = positions[:, :, None] - positions[:, None, :]
     seen = (distance >= 0) & (distance < (window or 10**9))
     return seen if documents is None else seen & (documents[:, :, None] == documents[:, None, :])

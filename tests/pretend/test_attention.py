@@ -81,8 +81,8 @@ def test_linear_attention_takes_flash_linear_attention(tmp_path, name):
     recipe = tiny_recipe(tmp_path, *keys, "model.linear_attention=fla", family="qwen3.5", name="card")
     for one in run_pretend(train_on_card, size, recipe, size, mutants=[INSTALLED]):
         for kind in ("sync", "pageable"):
-            waits = [where for _, where in one.entries.get(kind, {}) if "attention/delta" in where]
-            assert all("delta_proof.py" in where for where in waits), waits
+            waits = [where for _, where in one.entries.get(kind, {}) if "attention/linear" in where]
+            assert all("check_flash.py" in where for where in waits), waits
     for row, other in zip(rows_of(recipe), rows_of(plain), strict=True):
         assert abs(row["loss"] - other["loss"]) <= NEAR * other["loss"]
         assert abs(row["grad_norm"] - other["grad_norm"]) <= 5 * NEAR * other["grad_norm"]

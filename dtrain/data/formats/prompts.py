@@ -126,7 +126,7 @@ def _columns(row: Mapping[str, Any], *taken: str, answer: str | None = None) -> 
 
 class PromptEncoder(RowEncoder):
     """Encoder of prompts to samples of one document without a trained token, the prompt and the columns as JSON beside
-    it; with `options.loss_on` a second document, that of `sample.Encoder`."""
+    it; with `options.loss_on` a second document, that of `encoder.Encoder`."""
 
     noun = "prompts"
     keeps_columns = True

@@ -95,7 +95,7 @@ class ModelConfig:
     num_key_value_heads: int  # as `head_dim`, of the kinds of layers that `key_heads` does not name
     head_dim: int
     max_position_embeddings: int  # of LongRoPE the original length
-    hidden_act: str  # a key of models.functions.ACTIVATIONS
+    hidden_act: str  # a key of functions.ACTIVATIONS
     rms_norm_eps: float
     initializer_range: float
     tie_word_embeddings: bool

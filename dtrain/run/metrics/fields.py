@@ -38,7 +38,7 @@ _BY_NAME: Mapping[str, MetricField] = MappingProxyType({field.name: field for fi
 
 
 def field_of(name: str) -> MetricField | None:
-    """The table's entry of a field of a row, of a training or a validation row; None for one that it has not."""
+    """Return the table's entry of a field of a training or validation row; None for one that it has not."""
     entry = _BY_NAME.get(name) or _BY_NAME.get(name.removeprefix("val_"))
     family = name.partition("/")[0] + "/NAME"
     return entry or (_BY_NAME.get(family) if "/" in name else None)

@@ -134,7 +134,7 @@ def _row(step: int, fields: Mapping[str, Number | None]) -> dict[str, Number]:
 
 
 def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextIO | None = None) -> Recorder:
-    """The metrics of a run, from the recipe's `metrics` section (every, tensorboard, wandb).
+    """Return the recorder of a run, from the recipe's `metrics` section (every, tensorboard, wandb).
 
     Files open at their first row. config_yaml: the resolved recipe, kept with the W&B run. stream: the terminal
     (default: stderr). On ranks other than 0 the same object without sinks. No collective.

@@ -16,7 +16,14 @@ kernels      the kernels of attention
 schedule     the learning rate over the steps, and runs that would train nothing
 start        the checkpoint that the run goes on from
 
-All that is asked about a topic is in its file: `check_keys`, `check_models` and `check_files` return problems of what
-they read (`dtrain.run.host.DEPTHS`), one line each, and `notes` lines that are no mistakes; `resolve` fills fields of
-the `RunSpec`, and returns whether the next stage has what it needs. A stage has those that it needs.
+All that is asked about a topic is in its file. A stage has those of these functions that it needs:
+
+`check_keys`    problems of the recipe alone, a line each
+`check_models`  of the recipe with each model's config.json
+`check_files`   of weights' headers, tokenizers, first rows
+`notes`         lines for the user that are no mistakes, which `run.preflight.notes` collects
+`resolve`       fills fields of the `RunSpec`; returns whether the next stage has what it needs
+
+`DryHost.check` calls the checks before any stage resolves, each kind on all stages before the next kind. A check may
+therefore read the recipe and the spec's cached files, and no field that `resolve` fills.
 """

@@ -37,7 +37,7 @@ def check_models(spec: RunSpec) -> list[str]:
 def unfit(spec: RunSpec, model: ModelConfig, ep: int) -> list[str]:
     """Return what keeps `model` from the mesh, whose experts are shared by `ep` ranks, one line each."""
     recipe, tp = spec.recipe, spec.recipe.parallel.tp
-    problems = mesh_problems_of_model(model, tp, ep) if tp >= 1 and ep >= 1 else []  # check says so
+    problems = mesh_problems_of_model(model, tp, ep) if tp >= 1 and ep >= 1 else []  # else check_keys says so
     if ep > 1 and tuple(map(int, version("torch").split(".")[:2])) < (2, 12):
         problems.append(f"parallel.ep={ep} needs torch 2.12 or newer, and this is {version('torch')}: install one")
     section, masters = recipe.optimizer, recipe.train.masters
