@@ -24,6 +24,6 @@ All that is asked about a topic is in its file. A stage has those of these funct
 `notes`         lines for the user that are no mistakes, which `run.preflight.notes` collects
 `resolve`       fills fields of the `RunSpec`; returns whether the next stage has what it needs
 
-`DryHost.check` calls the checks before any stage resolves, each kind on all stages before the next kind. A check may
-therefore read the recipe and the spec's cached files, and no field that `resolve` fills.
+`DryHost.check` calls the checks before any stage resolves, each kind on all stages before the next kind. A check
+therefore finds the spec as it is made, without what `resolve` fills.
 """
