@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import threading
+from dataclasses import asdict
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -21,8 +22,10 @@ from dtrain.commands.cli import main
 from dtrain.commands.report import live
 from dtrain.commands.report.charts import MOST, histogram, thinned
 from dtrain.commands.report.page import MARK, page, state
+from dtrain.commands.report.results import differences
 from dtrain.commands.report.run_files import open_runs
 from dtrain.commands.report.sections import picture
+from dtrain.methods import SECTIONS
 
 HOSTILE = "</script><script>hit()</script><img src=x onerror=hit()>\"'&\u202e\x1b[31m\ud800\u2028"
 ROWS = [
@@ -332,6 +335,21 @@ def test_compare_tells_the_same_in_the_terminal(tmp_path, capsys):
     first, last = (sum(row["loss"] for row in part) / 10 for part in (ROWS[:10], ROWS[-10:]))
     assert f"{first:.4g} → {last:.4g} ★" in said and "0.9 → 0.6, best 0.5 at" in said
     assert said.count("⣀") + said.count("⠤") > 5 and max(map(len, said.splitlines())) <= 110
+
+
+def test_runs_of_two_methods_differ_in_what_is_no_default(tmp_path):
+    sections = {name: asdict(SECTIONS[name]()) for name in ("sft", "grpo", "dpo")}
+    answers = {"method": "grpo", "grpo": {**sections["grpo"], "group_size": 4}}
+    runs = [
+        write_run(tmp_path / "plain", ROWS, {"sft": sections["sft"]}),
+        write_run(tmp_path / "older", ROWS, sections),  # as an earlier version saved it
+        write_run(tmp_path / "answers", ROWS, answers),
+    ]
+    assert differences(open_runs(runs[:2])) == []
+    rows = {row.label: row.texts for row in differences(open_runs([runs[0], runs[2]]))}
+    assert rows == {"method": ["sft", "grpo"], "grpo.group_size": ["8", "4"]}
+    rows = {row.label: row.texts for row in differences(open_runs(runs[1:]))}
+    assert rows == {"method": ["sft", "grpo"], "grpo.group_size": ["8", "4"]}
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser")

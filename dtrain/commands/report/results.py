@@ -4,13 +4,14 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from statistics import median
 from typing import Any
 
 from dtrain.commands.report.charts import EVALUATION, better_of, charts_of, learning_curves, shown
 from dtrain.commands.report.run_files import RunFiles, sound
+from dtrain.methods import METHODS, SECTIONS
 from dtrain.recipe import secrets
 from dtrain.run.metrics import records
 
@@ -124,7 +125,8 @@ def mesh_words(run: RunFiles) -> str:
 
 def differences(runs: Sequence[RunFiles]) -> list[Row]:
     """Return the keys whose values differ, with each run's value; of the runs that have a recipe."""
-    flats = [{secrets.dotted(path): value for path, value in secrets.leaves(run.recipe)} for run in runs]
+    trees = _whole_recipes(runs)
+    flats = [{secrets.dotted(path): value for path, value in secrets.leaves(tree)} for tree in trees]
     if sum(map(bool, flats)) < 2:
         return []
     keys = dict.fromkeys(key for flat in flats for key in flat if key not in _OWN)
@@ -135,6 +137,19 @@ def differences(runs: Sequence[RunFiles]) -> list[Row]:
         if len(known) > 1:
             rows.append(Row(key, [cut(_text(value), LONGEST) for value in values]))
     return rows
+
+
+def _whole_recipes(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
+    """Return the recipes, each with the sections of the methods of all runs: one that it lacks has its defaults. An
+    older version saved the sections of all methods."""
+    methods = {run.method for run in runs}
+    kept = [
+        {key: tree[key] for key in tree if key not in METHODS or key in methods} for tree in (r.recipe for r in runs)
+    ]
+    named = [name for name in METHODS if any(name in tree for tree in kept)]
+    return [
+        tree and {**tree, **{name: asdict(SECTIONS[name]()) for name in named if name not in tree}} for tree in kept
+    ]
 
 
 def _text(value: Any) -> str:
