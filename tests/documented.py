@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 import traceback
 import urllib.request
 from collections.abc import Sequence
@@ -95,6 +96,14 @@ class Directory:
             self._shell_tool(words)
         elif words[0] in ("sbatch", "kubectl"):
             self._cluster(words)
+        elif words[:2] == ["pip", "install"]:
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            for word in words[2:]:
+                extra = re.fullmatch(r"dtrain\[(\w[\w-]*)\]", word)
+                assert extra and extra[1] in extras, word
+        elif words[:3] == ["python", "-m", "dtrain.rl.environments.verifiers"]:  # tests/environments has a stand-in
+            json.loads(words[4])
+            shutil.copy(self.path / "problems.jsonl", self.path / f"{words[3]}.jsonl")
         elif words[0] == "lm_eval":  # tests/serve/test_lm_eval.py runs it
             given = dict(one.split("=", 1) for one in words[words.index("--model_args") + 1].split(","))
             assert words[words.index("--model") + 1] == "local-completions"
@@ -102,7 +111,7 @@ class Directory:
         else:
             other = next((kind for start, kind in OTHERS.items() if " ".join(words).startswith(f"{start} ")), None)
             assert other, f"no rule of tests/documented.py covers: {' '.join(words)}"
-            told = (ROOT / "dtrain" / "remote" / "dialects.py").read_text()
+            told = (ROOT / "dtrain" / "rl" / "remote" / "dialects.py").read_text()
             for flag in (word for word in words if word.startswith("--") and word not in ("--port", "--model-path")):
                 assert flag in told, flag
 
@@ -133,6 +142,8 @@ class Directory:
             self._serve(["serve", MODELS[0]])
         words = [word.replace(_SERVED, self.address) for word in words]
         recipe = load_recipe(self._found(words[1]), words[2:])
+        if recipe.grpo.verifiers is not None:
+            return  # tests/environments/test_verifiers.py runs it, where the package is
         name, begins = recipe.run.name, recipe.checkpoint.init_from
         begins = [f"checkpoint.init_from={self._own_step(begins)}"] if begins else []
         many = MANY_ROWS if any(word.startswith("launch.nproc=") for word in words) else ()

@@ -131,9 +131,11 @@ def test_a_key_of_another_tool_is_answered_with_the_one_of_its_row():
 
 
 def is_key(key, of_entry, known):
-    """A key, a section of keys, or a key of one of a list's entries."""
+    """A key, a section of keys, a key of one of a list's entries, or an option of a policy loss."""
     if of_entry:
         return key in known and of_entry in ("fn", "weight", "kwargs", "path", "format", "name", "steps")
+    if key.startswith("grpo.kwargs."):
+        return key.removeprefix("grpo.kwargs.") in policy_options.RANGES
     return key in known | OWN_NAMES or any(one.startswith(f"{key}.") for one in known)
 
 
