@@ -140,7 +140,7 @@ def differences(runs: Sequence[RunFiles]) -> list[Row]:
 
 
 def _whole_recipes(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """Return the recipes, each with the sections of the methods of all runs: one that it lacks has its defaults. An
+    """Return the recipes, each with the sections of the methods of all runs: one that a recipe has not counts as its defaults. An
     older version saved the sections of all methods."""
     methods = {run.method for run in runs}
     kept = [
