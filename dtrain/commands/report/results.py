@@ -140,8 +140,8 @@ def differences(runs: Sequence[RunFiles]) -> list[Row]:
 
 
 def _whole_recipes(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """Return the recipes, each with the sections of the methods of all runs: one that a recipe has not counts as its defaults. An
-    older version saved the sections of all methods."""
+    """Return the recipes, each with the sections of the methods of all runs: a section that is not there has its
+    defaults. An older version saved the sections of all methods."""
     methods = {run.method for run in runs}
     kept = [
         {key: tree[key] for key in tree if key not in METHODS or key in methods} for tree in (r.recipe for r in runs)
