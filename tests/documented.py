@@ -142,7 +142,7 @@ class Directory:
             self._serve(["serve", MODELS[0]])
         words = [word.replace(_SERVED, self.address) for word in words]
         recipe = load_recipe(self._found(words[1]), words[2:])
-        if recipe.grpo.verifiers is not None:
+        if recipe.method == "grpo" and recipe.grpo.verifiers.name is not None:
             return  # tests/environments/test_verifiers.py runs it, where the package is
         name, begins = recipe.run.name, recipe.checkpoint.init_from
         begins = [f"checkpoint.init_from={self._own_step(begins)}"] if begins else []
