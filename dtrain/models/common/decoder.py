@@ -211,7 +211,9 @@ class Layer(nn.Module):
     def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None, *real: Tensor) -> Tensor:
         """hidden [B, S, D] -> [B, S, D]; real: as `after` takes it"""
         before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
-        return after(hidden, self.mixer(*before(hidden, *rotary), mask, cache), *real)
+        if not real:  # a call with a star keeps its arguments, and `after` gives up what was attended
+            return after(hidden, self.mixer(*before(hidden, *rotary), mask, cache))
+        return after(hidden, self.mixer(*before(hidden, *rotary), mask, cache), real[0])
 
 
 class PreNormLayer(Layer):
@@ -343,8 +345,8 @@ class CausalLM(ParallelModel):
     """A decoder and its head; the families derive from it. Built by `models.build`, never by hand.
 
     config: the ModelConfig; plan: module pattern -> tensor-parallel style, of a class those that its models lack too;
-    initial: parameter pattern (first match) ->
-    "normal" (std config.initializer_range), "ones", "zeros" or "decay" (the logarithm of a uniform number).
+    initial: parameter pattern (first match) -> "normal" (std config.initializer_range), "ones", "zeros" or "decay" (the
+    logarithm of a uniform number).
     """
 
     plan: Mapping[str, str] = DECODER_PLAN
