@@ -344,9 +344,8 @@ class Decoder(Stack):
 class CausalLM(ParallelModel):
     """A decoder and its head; the families derive from it. Built by `models.build`, never by hand.
 
-    config: the ModelConfig; plan: module pattern -> tensor-parallel style, of a class those that its models lack too;
-    initial: parameter pattern (first match) -> "normal" (std config.initializer_range), "ones", "zeros" or "decay" (the
-    logarithm of a uniform number).
+    config: the ModelConfig; plan: module pattern -> tensor-parallel style; initial: parameter pattern (first match) ->
+    "normal" (std config.initializer_range), "ones", "zeros" or "decay" (the logarithm of a uniform number).
     """
 
     plan: Mapping[str, str] = DECODER_PLAN
