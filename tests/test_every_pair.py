@@ -7,7 +7,7 @@ and 1e-4 in the norm. An axis is an option of a run. tests/covering.py makes the
 import pytest
 
 from tests.covering import covering
-from tests.test_trainer import metrics, run, weights
+from tests.test_trainer import run, trajectory, weights
 from tests.tiny import FAMILIES, tiny_recipe
 
 pytestmark = pytest.mark.turns(1)  # all of them, every day
@@ -78,32 +78,27 @@ def recipe_of(root, name, case, axes, *more):
     return tiny_recipe(root, *shape, *options, *more, family=case["family"], tied=case["head"] == "tied", name=name)
 
 
-def rows_of(recipe):
-    names = ("loss", "grad_norm", "lr", "tokens", "token_accuracy")
-    return [[row[name] for name in names] for row in metrics(recipe) if "loss" in row]
-
-
 CASES = covering({name: [*values] for name, values in AXES.items()}, allows=can_run)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(case.values()))
 def test_the_run_of_one_process(tmp_path, case):
-    one = run(recipe_of(tmp_path, "one", case, MODEL, "train.micro_batch=12"))
+    alone = run(recipe_of(tmp_path, "one", case, MODEL, "train.micro_batch=12"))
     dp, accumulation = size(case, "dp"), 2 if case["accumulation"] != "1" else 1
     micro = f"train.micro_batch={12 // (dp * accumulation)}"
-    many = run(recipe_of(tmp_path, "many", case, AXES, micro), ranks_of(case))
+    on_mesh = run(recipe_of(tmp_path, "many", case, AXES, micro), ranks_of(case))
     loss, norm = {"float64": (1e-9, 1e-9), "float32": (1e-5, 1e-4)}[case["dtype"]]
-    expected = rows_of(one)
+    expected = trajectory(alone)
     assert len(expected) == STEPS and all(row[1] > 0 for row in expected)
     assert len({row[0] for row in expected}) == STEPS, "the loss stands still"
-    for step, (mine, right) in enumerate(zip(rows_of(many), expected, strict=True), 1):
+    for step, (mine, right) in enumerate(zip(trajectory(on_mesh), expected, strict=True), 1):
         assert mine[0] == pytest.approx(right[0], rel=loss), f"loss of step {step}"
         assert mine[1] == pytest.approx(right[1], rel=norm), f"norm of step {step}"
         assert mine[2:4] == right[2:4], f"rate and tokens of step {step}"
         assert mine[4] == pytest.approx(right[4], abs=0 if case["dtype"] == "float64" else 0.02)
-    held, right = weights(many, STEPS), weights(one, STEPS)
-    assert set(held) == set(right)
-    for name in right:
-        if case["dtype"] == "float64" and name.startswith("model.") and right[name].any():
-            error = (held[name] - right[name]).abs().max() / right[name].abs().max()
+    held, whole = weights(on_mesh, STEPS), weights(alone, STEPS)
+    assert set(held) == set(whole)
+    for name in whole:
+        if case["dtype"] == "float64" and name.startswith("model.") and whole[name].any():
+            error = (held[name] - whole[name]).abs().max() / whole[name].abs().max()
             assert error <= 1e-9, f"{name}: {error:.1e}"

@@ -11,33 +11,18 @@ from torch import Tensor
 
 from dtrain.base.batch import IGNORE
 from dtrain.base.errors import UserError
-from dtrain.base.ranks import Ranks
 from dtrain.data.formats.labels import is_wanted
 from dtrain.data.rows.cache import Samples
 from dtrain.data.rows.rows import Row, Rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.recipe import Recipe
-from dtrain.run.host import Host
-from dtrain.run.spec import World, resolve
+from dtrain.run.spec import RunSpec, World
 from dtrain.run.stages.data import open_splits
 
 SIDES = ("chosen", "rejected")
 TRAINED, PLAIN = "\033[32m", "\033[0m"
 BUCKETS, BAR = 12, 40
 BLOCK = 1 << 16  # samples read at once
-
-
-class PreviewHost(Host):
-    """Host of a preview: this process alone, which resolves no more than the tokenizer."""
-
-    stages = ("tokenizer",)
-
-    def __init__(self, say: Callable[[str], None]):
-        self.ranks, self._say = Ranks(alone=True), say
-
-    def say(self, line: str) -> None:
-        """Tell what is read."""
-        self._say(line)
 
 
 def preview(
@@ -62,7 +47,7 @@ def preview(
 
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
-    spec = resolve(recipe, World(recipe.launch.nproc), PreviewHost(say))
+    spec = RunSpec(recipe, World(recipe.launch.nproc))
     open_splits(spec, spec.cache, say, True, ["train"])
     rows, tokenizer, label = spec.rows["train"], spec.source.tokenizer, spec.method.label()
     noun = rows.samples.noun

@@ -44,7 +44,7 @@ class Distill:
     top_k: Annotated[
         int | None, (lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for the whole vocabulary")
     ] = None
-    """How many of the teacher's likeliest tokens count. null: all, exactly."""
+    """Number of the teacher's likeliest tokens that count. null: all, exactly."""
     kl: Literal["forward", "reverse", "mixed", "jsd"] = "forward"
     """forward: KL(teacher || student), reverse: KL(student || teacher), mixed: both, jsd: the generalized
     Jensen-Shannon divergence (arXiv:2306.13649)."""
@@ -66,7 +66,7 @@ class Distill:
     """Prompts of a rollout, a multiple of train.global_batch. null: as many, so that each step's samples are drawn by
     the weights of that step."""
     sampling: Sampling = field(default_factory=Sampling)
-    """How the student draws."""
+    """Sampling of the student's completions."""
 
 
 class DistillMethod(Method):

@@ -52,7 +52,7 @@ class Dpo:
     sft_weight: Annotated[float, WEIGHT] = 0.0
     """Weight of the chosen completions' own negative log-likelihood per token in the loss."""
     loss_weights: list[float] | None = None
-    """One weight per name in `loss`. null: 1 each."""
+    """Weights of the names in `loss`, in their order. null: 1 each."""
     f_divergence: str = "reverse_kl"
     """The divergence from the reference: reverse_kl | forward_kl | js_divergence | alpha_divergence."""
     ld_alpha: Annotated[float | None, (SHARE[0], "from 0 to 1, or null for no weights")] = None
@@ -66,7 +66,7 @@ class Dpo:
     sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
     """The reference moves towards the policy every so many steps. null: it stands still."""
     sync_mix: Annotated[float, UP_TO_1] = 0.6
-    """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
+    """Step of its move: reference = sync_mix · policy + (1 − sync_mix) · reference."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More options of the losses, such as `{simpo_gamma: 0.5}` for simpo."""
 

@@ -64,19 +64,19 @@ class Grpo(RolloutSection):
     beta: float = 0.0
     """Weight of the divergence from the reference. 0: no reference is kept."""
     clip: list[float] = field(default_factory=lambda: [0.2, 0.2])
-    """How far below and above 1 the ratio may go."""
+    """Distances below and above 1 that the ratio may go."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More options of the loss, such as `{delta: 2.0}`."""
     reference: str = "start"
-    """What `beta` pulls towards. start: the weights that training starts from; base: the model without its adapter
-    (`lora`), even where that was trained before; or the path of a model of the same shapes."""
+    """The model that `beta` pulls towards. start: the weights that training starts from; base: the model without its
+    adapter (`lora`), even where that was trained before; or the path of a model of the same shapes."""
     sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
     """The reference moves towards the policy every so many steps. null: it stands still."""
     sync_mix: Annotated[float, UP_TO_1] = 0.6
-    """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
+    """Step of its move: reference = sync_mix · policy + (1 − sync_mix) · reference."""
     dynamic_batch: bool = False
-    """As `train.dynamic_batch`: a micro-batch holds completions of similar length, as many as fit, with their padding,
-    into micro_batch × max_length tokens. false: it holds micro_batch completions."""
+    """true, as `train.dynamic_batch`: a micro-batch holds completions of similar length, as many as fit, with their
+    padding, into micro_batch × max_length tokens. false: it holds micro_batch completions."""
     max_mismatch: Annotated[float | None, (lambda v: v > 0, "more than 0, or null for no check")] = 0.1
     """The run ends at its first rollout if trainer and engine differ by more than this in the log-probabilities of the
     sampled tokens (mean absolute difference). null: never."""

@@ -52,7 +52,7 @@ class Kto:
     sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
     """The reference moves towards the policy every so many steps. null: it stands still."""
     sync_mix: Annotated[float, UP_TO_1] = 0.6
-    """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
+    """Step of its move: reference = sync_mix · policy + (1 − sync_mix) · reference."""
 
 
 class KtoMethod(MethodWithReference):

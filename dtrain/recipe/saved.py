@@ -39,7 +39,7 @@ class Loaded(Recipe):
     __hash__ = None  # type: ignore[assignment]  # as Python itself says that a class cannot be hashed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as `Recipe` does."""
+        """Pickle by the sections: no module has the class of a loaded recipe."""
         return _unpickled, (self.method_sections, vars(self))
 
 

@@ -516,10 +516,6 @@ class Recipe:
 
     method_sections = MappingProxyType[str, type]({})  # no key: the section of each method by the method's name
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by the sections: no module has the class of a recipe."""
-        return _unpickled, (self.method_sections or {}, vars(self))
-
     @property
     def section(self) -> Any:
         """The section of the recipe's method."""
@@ -544,10 +540,6 @@ def recipe_type(sections: Mapping[str, type], names: Container[Any]) -> Any:
     keys += [(name, sections[name], field(default_factory=sections[name])) for name in choices if name in names]
     more = {"method_sections": sections, "__doc__": Recipe.__doc__}
     return make_dataclass("Recipe", keys, bases=(Recipe,), eq=False, namespace=more)
-
-
-def _unpickled(sections: Mapping[str, type], values: Mapping[str, Any]) -> Recipe:
-    return recipe_type(sections, values)(**values) if sections else Recipe(**values)
 
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "muon")

@@ -62,7 +62,7 @@ def preflight(recipe: Recipe, world_size: int) -> list[str]:
 def notes(recipe: Recipe) -> list[str]:
     """Return notes for the user of `recipe` before a run, which are no mistakes."""
     spec, lines = RunSpec(recipe, World(1)), saved.notes(recipe)
-    for stage in stages_of(recipe).values():
+    for stage in stages_of(spec).values():
         lines += stage.notes(spec) if hasattr(stage, "notes") else []
     return lines
 

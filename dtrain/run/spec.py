@@ -8,7 +8,7 @@ the order of STAGES. They fill the spec; on the ranks of a run the first problem
     dtrain run       `launch.start`: a DryHost, its checks alone; then on each rank `Trainer.open`: a Host, every stage
     dtrain validate  `launch.start.dry_run`: a DryHost, its checks; then every stage that the problems leave
     dtrain plan      `commands.plan.plan`: checks of keys and models; then the stages of its host, up to sizes
-    dtrain preview   `commands.preview`: no check; the stage tokenizer
+    dtrain preview   `commands.preview`: no check and no host; the rows of the stage data
 
 `Trainer` builds what the spec says; `dtrain validate` prints. Nothing is allocated: the model is on meta, of weights
 the headers are read.
@@ -165,10 +165,11 @@ class RunSpec:
         return out_of_range(self.written)
 
 
-def stages_of(recipe: Recipe, looks_at_rows: bool = False) -> dict[str, ModuleType]:
-    """Return the stages that `recipe` needs, by name."""
+def stages_of(spec: RunSpec, looks_at_rows: bool = False) -> dict[str, ModuleType]:
+    """Return the stages that the recipe of `spec` needs, by name."""
+    recipe = spec.recipe
     unneeded = {"adapter": recipe.lora is None, "evals": not recipe.evals, "first_rows": not looks_at_rows}
-    unneeded["others"] = not method_of(recipe).other_models()
+    unneeded["others"] = not spec.others
     return {name: import_module(f"dtrain.run.stages.{name}") for name in STAGES if not unneeded.get(name)}
 
 
@@ -179,7 +180,8 @@ def resolve(recipe: Recipe, world: World, host: "Host", until: str = "start") ->
     A dry run ends with the stage after which nothing can be looked at; its problems are in `host.problems`. Raises
     UserError.
     """
-    spec, stages = RunSpec(recipe, world, host.awaited), stages_of(recipe, host.is_dry and until in STAGES)
+    spec = RunSpec(recipe, world, host.awaited)
+    stages = stages_of(spec, host.is_dry and until in STAGES)
     if not host.check(spec, stages.values(), until):
         return spec
     for name, stage in stages.items():
