@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 Case = dict[str, Any]
@@ -12,15 +12,16 @@ def covering(
     axes: Mapping[str, Sequence[Any]],
     *,
     allows: Callable[[Case], bool] = lambda case: True,
+    cost: Callable[[Case], float] = lambda case: 1.0,
     first: Iterable[Case] = (),
     tries: int = 40,
     seed: int = 0,
 ) -> list[Case]:
     """Return cases, a value of each axis, in which every pair of values of two axes stands that a case can hold.
 
-    allows: whether a case can be run; first: cases that are part of the array, such as triples that once broke. The
-    array is a function of the arguments alone. Greedy, after AETG (Cohen et al., IEEE TSE 23(7), 1997): of `tries`
-    drawn cases around an uncovered pair, the one that covers the most.
+    allows: whether a case can be run; cost: what a run of it takes; first: cases that are part of the array, such as
+    triples that once broke. The array is a function of the arguments alone. Greedy, after AETG (Cohen et al., IEEE TSE
+    23(7), 1997): of `tries` drawn cases around an uncovered pair, the one that covers the most for its cost.
     """
     draw, names = random.Random(seed), list(axes)
     open_pairs = {
@@ -42,13 +43,25 @@ def covering(
         drawn = [_filled(dict(pair), axes, open_pairs, allows, draw) for _ in range(tries)]
         able = [case for case in drawn if case is not None]
         if able:  # else no case holds the pair
-            take(max(able, key=lambda case: len(open_pairs & _pairs(case))))
+            take(max(able, key=lambda case: len(open_pairs & _pairs(case)) / cost(case)))
     return cases
 
 
 def named(case: Case) -> str:
     """Return the name of a case in pytest's list."""
     return ", ".join(f"{axis} {value}" if len(str(value)) < 6 else str(value) for axis, value in case.items())
+
+
+def worlds(
+    cases: Sequence[Case], ranks_of: Callable[[Case], int], at_most: int = 6
+) -> Iterator[tuple[str, list[Case]]]:
+    """Yield the cases in groups that need the same number of ranks, `at_most` in a group, each with its name."""
+    by_ranks: dict[int, list[Case]] = {}
+    for case in cases:
+        by_ranks.setdefault(ranks_of(case), []).append(case)
+    for ranks, group in sorted(by_ranks.items()):
+        for number, start in enumerate(range(0, len(group), at_most), 1):
+            yield f"{ranks} ranks, {number}", group[start : start + at_most]
 
 
 def _pairs(case: Case) -> set[frozenset]:

@@ -17,8 +17,6 @@ from dtrain.policy import Policy
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
 
-pytestmark = pytest.mark.turns(16)
-
 KINDS = {
     "_allgather_base_": "all-gather",
     "allgather_": "all-gather",
@@ -179,7 +177,7 @@ def cases():
         for number, model in enumerate(MODELS):
             for eval_mode in (False, True):
                 chosen = index % len(MODELS) == number and (not eval_mode or index % 3 == 1)
-                yield pytest.param(mesh, model, eval_mode, marks=[] if chosen else pytest.mark.full)
+                yield pytest.param(mesh, model, eval_mode)
 
 
 @pytest.mark.parametrize(("mesh", "model", "eval_mode"), list(cases()))

@@ -315,7 +315,6 @@ def test_every_recipe_is_named_and_those_of_models_are_planned():
     assert list(planned_rows("gpus")) == list(plan_recipes.recipes("gpus"))
 
 
-@pytest.mark.full
 def test_the_plan_that_is_shown_is_the_plan_s(tmp_path):
     from tests import test_recipes as recipes
 
@@ -329,7 +328,6 @@ def test_the_plan_that_is_shown_is_the_plan_s(tmp_path):
     assert [line for line in lines if line not in ("...", *(line.rstrip() for line in found))] == []
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in TABLES for name in planned_rows(kind)])
 def test_the_tables_of_recipes_are_the_plan_s(kind, name):
     assert plan_recipes.row(kind, name) == planned_rows(kind)[name]
@@ -356,7 +354,6 @@ def test_the_models_of_each_gpu_in_the_readme_are_those_that_were_planned():
     assert told == planned
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("one", plan_recipes.FITS, ids=" ".join)
 def test_what_fits_a_gpu_is_the_plan_s(one):
     assert plan_recipes.fits(*one) == fitting()[one]

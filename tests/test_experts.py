@@ -23,7 +23,7 @@ from dtrain.policy.batching import all_reduced
 from dtrain.run.preflight import preflight
 from dtrain.run.trainer import Trainer
 from tests.models.oracle import VARIANTS
-from tests.test_trainer import metrics, run, trajectory, weights
+from tests.running import metrics, run, trajectory, weights
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 from tests.world import run_world
 
@@ -126,7 +126,6 @@ def one_process(tmp_path_factory):
     return root, {way: run(recipe_of(root, f"one-{way}", 1, [], way)) for way in ("true", "false")}
 
 
-@pytest.mark.turns(20)
 @pytest.mark.parametrize("packing", ["true", "false"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_trains_as_one_process(mesh, packing, one_process):
@@ -139,7 +138,6 @@ def test_every_mesh_trains_as_one_process(mesh, packing, one_process):
         assert (mine - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), name
 
 
-@pytest.mark.turns(20)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3.5-moe", "gemma4-moe", "gpt-oss"])
 def test_other_families_read_their_files_and_train_as_one_process(family, tmp_path):
     save_weights(write_model(tmp_path / f"{family}-untied", family, tied=False))
@@ -154,7 +152,6 @@ def test_other_families_read_their_files_and_train_as_one_process(family, tmp_pa
         assert (mine - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), name
 
 
-@pytest.mark.turns(7)
 def test_a_teacher_without_experts_lies_beside_a_student_over_ep(tmp_path):
     teacher = save_weights(write_model(tmp_path / "teacher", "llama", tied=False))
     shape = ["method=distill", f"distill.teacher={teacher}"]
@@ -164,7 +161,6 @@ def test_a_teacher_without_experts_lies_beside_a_student_over_ep(tmp_path):
     assert_same(run(recipe_of(tmp_path, "four", 4, options, "true"), 4), trajectory(one))
 
 
-@pytest.mark.turns(7)
 @pytest.mark.parametrize("options", [(4, ["parallel.ep=4"]), (2, ["parallel.tp=2"])])
 def test_a_run_goes_on_with_another_ep(options, one_process):
     root, references = one_process
@@ -174,7 +170,6 @@ def test_a_run_goes_on_with_another_ep(options, one_process):
     assert_same(ours, trajectory(references["true"])[5:])
 
 
-@pytest.mark.turns(7)
 def test_grpo_routes_alike_in_rollouts_and_in_training(tmp_path):
     one = run(tiny_grpo(tmp_path, "train.dtype=float64", family="qwen3-moe", name="one"))
     options = ["train.dtype=float64", "parallel.ep=2", "parallel.tp=2"]
@@ -244,7 +239,6 @@ REPLAYS = {
 }
 
 
-@pytest.mark.turns(7)
 @pytest.mark.parametrize("mesh", REPLAYS)
 def test_experts_that_are_replayed_are_the_same_on_every_mesh(mesh, tmp_path):
     ranks, options = REPLAYS[mesh]
@@ -264,7 +258,6 @@ REGRESSIONS = {
 }
 
 
-@pytest.mark.turns(7)
 def test_gradients_are_whole_where_others_lost_parts(tmp_path):
     """Clipped, so each has the whole norm in it (Automodel #3817); an expert without a token has one too (#2995)."""
     write_model(tmp_path / "qwen3-moe-tied", "qwen3-moe", num_experts=32)

@@ -9,11 +9,9 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.policy.trained import choose_trained
 from dtrain.run.preflight import preflight
-from tests.test_parity import MESHES, assert_parity, overrides_of, recipe_of, sampled
-from tests.test_trainer import metrics, run, trajectory, weights
+from tests.running import MESHES, assert_parity, metrics, overrides_of, run, trajectory, weights
+from tests.test_parity import recipe_of, sampled
 from tests.tiny import tiny_recipe, write_model
-
-pytestmark = pytest.mark.turns(48)
 
 CASES = {
     "the last layer": ["train.train_only=[model.layers.1.*]"],

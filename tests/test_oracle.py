@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from dtrain import data
 from dtrain.methods import load_recipe
-from tests.test_trainer import run, trajectory
+from tests.running import run, trajectory
 from tests.tiny import write_model, write_rows
 
 transformers = pytest.importorskip("transformers")

@@ -10,41 +10,10 @@ import random
 import pytest
 import torch
 
-from tests.test_trainer import metrics, run, trajectory, weights
+from tests.running import MESHES, assert_parity, distance, metrics, overrides_of, run, trajectory, weights
 from tests.tiny import FAMILIES, tiny_recipe
 
-pytestmark = pytest.mark.turns(84)
-
-# name: (ranks, overrides). Every run accumulates over two micro-batches, the one process that it is held to over none.
-MESHES = {
-    "dp2": (2, []),
-    "dp_replicate2": (2, ["parallel.dp_replicate=2"]),
-    "tp2": (2, ["parallel.tp=2", "parallel.sequence_parallel=false"]),
-    "tp2+sp": (2, ["parallel.tp=2"]),
-    "cp2 gather": (2, ["parallel.cp=2"]),
-    "cp2 ring": (2, ["parallel.cp=2", "parallel.cp_rotate=ring"]),
-    "dp2 tp2": (4, ["parallel.tp=2", "parallel.sequence_parallel=false"]),
-    "dp2 cp2": (4, ["parallel.cp=2"]),
-    "tp2+sp cp2": (4, ["parallel.tp=2", "parallel.cp=2"]),
-    "tp2+sp cp2 ring": (4, ["parallel.tp=2", "parallel.cp=2", "parallel.cp_rotate=ring"]),
-    "dp2 tp2+sp cp2": (8, ["parallel.tp=2", "parallel.cp=2"]),
-    # Sizes that divide nothing evenly, more ranks than key heads, three ways to cut the data.
-    "dp3": (3, []),
-    "dp3 tp2": (6, ["parallel.tp=2"]),
-    "tp4+sp": (4, ["parallel.tp=4"]),
-    "tp4": (4, ["parallel.tp=4", "parallel.sequence_parallel=false"]),
-    "cp3": (3, ["parallel.cp=3"]),
-    "cp4 ring": (4, ["parallel.cp=4", "parallel.cp_rotate=ring"]),
-    "dp_replicate2 dp2 tp2": (8, ["parallel.dp_replicate=2", "parallel.tp=2"]),
-}
 MODELS = list(itertools.product(FAMILIES, ("tied", "untied"), ("packed", "padded")))
-
-
-def overrides_of(ranks, options, dtype):
-    """global_batch = micro_batch × 2 × dp, on any mesh."""
-    sizes = dict(option.removeprefix("parallel.").split("=") for option in options)
-    dp = ranks // int(sizes.get("tp", 1)) // int(sizes.get("cp", 1))
-    return [*options, f"train.micro_batch={12 // (2 * dp)}", f"train.dtype={dtype}"]
 
 
 def recipe_of(root, name, family, tied, packing, *overrides):
@@ -65,25 +34,6 @@ def one_process(tmp_path_factory):
         return root, *done[model, dtype]
 
     return reference
-
-
-def distance(found, expected):
-    return abs(found - expected) / abs(expected)
-
-
-def assert_parity(recipe, expected, expected_weights, loss=1e-9, norm=1e-9, weight=1e-9):
-    found = trajectory(recipe)
-    assert len(found) == len(expected)
-    for step, (mine, right) in enumerate(zip(found, expected, strict=True), 1):
-        assert mine[2:] == right[2:], f"step {step}: lr, tokens and token accuracy"
-        assert distance(mine[0], right[0]) <= loss, f"step {step}: loss {mine[0]} for {right[0]}"
-        assert distance(mine[1], right[1]) <= norm, f"step {step}: grad norm {mine[1]} for {right[1]}"
-    held = weights(recipe)
-    assert set(held) == set(expected_weights)
-    for name, right in expected_weights.items():
-        if name.startswith("model.") and not torch.equal(held[name], right):  # zeros that are frozen stay zeros
-            error = ((held[name] - right).abs().max() / right.abs().max()).item()
-            assert error <= weight, f"{name}: {error:.1e}"
 
 
 def sampled(cases, models):

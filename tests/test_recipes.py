@@ -125,7 +125,6 @@ def test_the_recipes_that_are_promised_ship():
     assert {*MODELS, *OTHERS, "sft", "dpo", "distill", "grpo", "reward", *quickstarts} <= set(NAMES)
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("name", sorted([*MODELS, *OTHERS]))
 def test_a_models_recipe_fits_its_shape_on_its_own_mesh_and_on_others(name, files):
     shape = MODELS[name][0] if name in MODELS else OTHERS[name]
@@ -205,10 +204,7 @@ def test_headers_say_what_how_and_what_to_override(name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("sft", "dpo", "grpo", "distill", "reward") else pytest.param(name, marks=pytest.mark.full)
-        for name in NAMES
-    ],
+    [*NAMES],
 )
 def test_a_recipe_written_out_and_loaded_again_is_the_same(tmp_path, name):
     recipe = load_recipe(name)

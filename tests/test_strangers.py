@@ -18,11 +18,9 @@ from dtrain.commands.plan.report import as_json, text
 from dtrain.rl.rewards.find import find
 from dtrain.run.preflight import preflight
 from tests.checkpoint.processes import ROOT
+from tests.running import run
 from tests.serve.serving import make_model
-from tests.test_trainer import run
 from tests.tiny import tiny_grpo, tiny_recipe
-
-pytestmark = pytest.mark.turns(8)
 
 CODE = """
 import os

@@ -5,7 +5,7 @@ import json
 from dtrain.commands.cli import main
 from dtrain.run.spec import RunSpec, World
 from dtrain.run.summary import closing
-from tests.test_trainer import run
+from tests.running import run
 from tests.tiny import tiny_grpo, tiny_recipe
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-pytestmark = pytest.mark.turns(12)
-
 ROOT = Path(__file__).resolve().parents[1]
 
 

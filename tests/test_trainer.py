@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,50 +14,9 @@ from dtrain.commands.plan.beside import Peak
 from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.run.host import Host
 from dtrain.run.spec import World, resolve
-from dtrain.run.trainer import train, train_checked
+from dtrain.run.trainer import train
+from tests.running import assert_same, interrupt, metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_rows
-from tests.world import run_world
-
-pytestmark = pytest.mark.turns(24)
-
-
-def metrics(recipe):
-    path = Path(recipe.run.dir) / recipe.run.name / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def trajectory(recipe):
-    """Of each step its loss, grad norm, rate and tokens, and of SFT how many labels were the likeliest token."""
-    names = ("loss", "grad_norm", "lr", "tokens", "token_accuracy")
-    return [tuple(row[name] for name in names if name in row) for row in metrics(recipe) if "loss" in row]
-
-
-def weights(recipe, step=10):
-    store = CheckpointStore(Path(recipe.run.dir) / recipe.run.name / "checkpoints")
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in store.tensors(step).items()}
-    store.load(step, tensors)
-    return tensors
-
-
-def on_rank(rank, recipe, world_size):
-    train_checked(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size))
-
-
-def run(recipe, world_size=1):
-    """Also of recipes that are refused, as nf4 in float64 is."""
-    if world_size == 1:
-        train_checked(recipe, Runtime())
-    else:
-        run_world(on_rank, world_size, recipe, world_size)
-    return recipe
-
-
-def assert_same(recipe, reference, rtol):
-    for (loss, norm, *others), expected in zip(trajectory(recipe), trajectory(reference), strict=True):
-        assert others == list(expected[2:])
-        assert abs(loss - expected[0]) <= rtol * abs(expected[0])
-        assert abs(norm - expected[1]) <= max(rtol, 10 * rtol if rtol > 1e-9 else 0) * abs(expected[1])
-
 
 SAVE_LAST = "checkpoint.every=10"
 
@@ -173,44 +131,6 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, world_si
     assert trajectory(resumed) == trajectory(whole)
     expected = weights(whole)
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed).items())
-
-
-def interrupt(recipe, world_size, step):
-    if world_size == 1:
-        return stopped_at(0, recipe, 1, step)
-    run_world(stopped_at, world_size, recipe, world_size, step)
-
-
-def stopped_at(rank, recipe, world_size, step):
-    """A run whose last rank is sent a signal just before it logs `step`."""
-    from dtrain.run.metrics import Recorder
-    from dtrain.run.trainer import Trainer
-
-    runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
-
-    class Interrupted(Recorder):
-        def train_row(self, at, **fields):
-            super().train_row(at, **fields)
-            if at == step and rank == world_size - 1:
-                runtime.stop.request(signal.SIGTERM)
-
-    original = Trainer.__init__
-
-    class Watched(Trainer):
-        def __init__(self, *args):
-            original(self, *args)
-            self.metrics.__class__ = Interrupted
-
-    from contextlib import ExitStack
-
-    from dtrain.parallel.mesh import init_one_process_group
-
-    with ExitStack() as stack:
-        if world_size == 1:
-            init_one_process_group("cpu")
-            stack.callback(torch.distributed.destroy_process_group)
-        trainer = Watched.open(recipe, runtime, stack)
-        trainer.loop(trainer.resume())
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4)])

@@ -8,10 +8,8 @@ import torch
 
 from dtrain.base.errors import UserError
 from dtrain.models.common.adapter_config import is_adapter
-from tests.test_trainer import metrics, run, weights
+from tests.running import metrics, run, weights
 from tests.tiny import save_weights, tiny_recipe, write_model
-
-pytestmark = pytest.mark.turns(8)
 
 STEPS = ["train.steps=8", "checkpoint.every=4", "model.init=pretrained"]
 LORA = "lora={rank: 3, dora: true, dropout: 0.2, modules_to_save: [norm]}"

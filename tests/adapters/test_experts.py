@@ -18,8 +18,8 @@ from dtrain.parallel.experts import collect, spread
 from dtrain.rl.remote.training import refusal
 from dtrain.run.preflight import preflight
 from tests.adapters.by_peft import IDS, SHAPES, load_adapter, load_base, logits, save_adapter, save_base
+from tests.running import run, trajectory, weights
 from tests.test_experts import MESHES, assert_same, recipe_of
-from tests.test_trainer import run, trajectory, weights
 from tests.tiny import save_weights, tiny_recipe, write_model
 
 SECTION = "lora={rank: 4, alpha: 12, target: [all-linear, experts], rank_pattern: {down_proj: 3}}"
@@ -64,7 +64,6 @@ def one_process(tmp_path_factory):
     return root, run(recipe_of(root, "one", 1, [ROUTED], "true"))
 
 
-@pytest.mark.turns(20)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_trains_as_one_process(mesh, one_process):
     root, one = one_process
@@ -76,7 +75,6 @@ def test_every_mesh_trains_as_one_process(mesh, one_process):
         assert (mine - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), name
 
 
-@pytest.mark.turns(20)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3.5-moe", "gemma4-moe"])
 def test_other_families_train_as_one_process(family, tmp_path):
     save_weights(write_model(tmp_path / f"{family}-untied", family, tied=False))
@@ -86,7 +84,6 @@ def test_other_families_train_as_one_process(family, tmp_path):
     assert_same(run(recipe_of(tmp_path, "four", 4, [*more, *mesh], "true", family), 4), trajectory(one))
 
 
-@pytest.mark.turns(7)
 def test_a_routers_dropout_is_the_same_where_its_tokens_are_cut(tmp_path):
     section = "lora={rank: 4, dropout: 0.3, target: [router.proj]}"
     one = run(recipe_of(tmp_path, "one", 1, [section], "false", "gemma4-moe"))
@@ -96,7 +93,6 @@ def test_a_routers_dropout_is_the_same_where_its_tokens_are_cut(tmp_path):
     assert trajectory(plain)[-1][0] != pytest.approx(trajectory(one)[-1][0], rel=1e-6)
 
 
-@pytest.mark.turns(7)
 def test_a_run_goes_on_with_another_ep_and_its_adapter_is_merged_as_peft_has_it(tmp_path):
     base = save_weights(write_model(tmp_path / "qwen3-moe-untied", "qwen3-moe", tied=False))
     section = SECTION.replace("all-linear", "q_proj")  # PEFT takes gate_proj of a layer without experts for theirs

@@ -7,8 +7,8 @@ import pytest
 
 from tests.adapters.test_servers import ADAPTERS
 from tests.methods.test_grpo_runs import assert_rows_close, assert_same_samples, lines
+from tests.running import assert_same, run
 from tests.serve.serving import Process, ask, controlled, key_file, make_model
-from tests.test_trainer import assert_same, run
 from tests.tiny import tiny_grpo
 
 FIXED = ("train.steps=6", "train.micro_batch=2", "grpo.sampling.temperature=0.8", "optimizer.lr=0.05")

@@ -16,7 +16,7 @@ from dtrain.checkpoint.peft.config import ADAPTER_CONFIG
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
 from tests.adapters.by_peft import IDS, SHAPES, TIED, load_adapter, load_base, logits, save_adapter, save_base
 from tests.adapters.test_step_adapters import DORA, SAVED, equal, trained
-from tests.test_trainer import run
+from tests.running import run
 from tests.tiny import save_weights, tiny_recipe, write_model
 
 CASES = [

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from dtrain.checkpoint.peft.config import adapter_of
-from tests.test_parity import MESHES, assert_parity, overrides_of, recipe_of, sampled
-from tests.test_trainer import metrics, run, trajectory, weights
+from tests.running import MESHES, assert_parity, metrics, overrides_of, run, trajectory, weights
+from tests.test_parity import recipe_of, sampled
 from tests.tiny import tiny_grpo, tiny_recipe
-
-pytestmark = pytest.mark.turns(84)
 
 CASES = {
     "LoRA": "lora={rank: 8}",
@@ -44,7 +42,7 @@ def test_every_mesh_gives_the_trajectory_of_one_process(tmp_path, mesh, case, mo
         (["train.activation_checkpointing=selective", "parallel.reduce_each=true", "parallel.tp=2"], 2),
         (["train.activation_checkpointing=mlp", "parallel.cp=2"], 2),
         (["parallel.dp_shard=8", "lora.rank=4"], 8),  # ranks without a row of A
-        pytest.param(["train.compile=true"], 1, marks=pytest.mark.full),
+        (["train.compile=true"], 1),
     ],
 )
 def test_other_ways_give_the_same(tmp_path, more, ranks):

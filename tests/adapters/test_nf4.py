@@ -257,7 +257,7 @@ CHOSEN = {(mesh, KINDS[index % 3]) for index, mesh in enumerate(MESHES)}
 
 @pytest.mark.parametrize(
     ("mesh", "kind"),
-    [pytest.param(*one, marks=[] if one in CHOSEN else pytest.mark.full) for one in itertools.product(MESHES, KINDS)],
+    [one for one in itertools.product(MESHES, KINDS)],
 )
 def test_ranks_hold_the_parts_of_one_whole(tmp_path, mesh, kind):
     ranks, options = MESHES[mesh]

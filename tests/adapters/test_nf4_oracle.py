@@ -8,15 +8,12 @@ from safetensors.torch import load_file, save_file
 from dtrain.models.common.nf4 import dequantize, quantize
 from tests.adapters.test_nf4 import NF4, base
 from tests.adapters.test_trajectories import peft_model
+from tests.running import distance, run, trajectory
 from tests.test_oracle import DECAY, LR, ROWS, STEPS, by_hand, padded_batches
-from tests.test_parity import distance
-from tests.test_trainer import run, trajectory
 from tests.tiny import tiny_recipe, write_rows
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
-pytestmark = pytest.mark.turns(24)
-
 SECTIONS = {"LoRA": {"rank": 4}, "DoRA": {"rank": 4, "dora": True}}
 
 

@@ -7,11 +7,8 @@ from safetensors.torch import load_file, save_file
 from dtrain.models.common.nf4 import dequantize
 from tests.adapters.test_nf4 import NF4, base, stored_as_bitsandbytes
 from tests.methods.test_dpo_runs import recipe_of as dpo_recipe
-from tests.test_parity import distance
-from tests.test_trainer import run, trajectory
+from tests.running import distance, run, trajectory
 from tests.tiny import tiny_grpo, tiny_recipe, write_rows
-
-pytestmark = pytest.mark.turns(24)
 
 # name: (ranks, rows of a micro-batch, overrides); one process takes all 12 at once.
 MESHES = {
@@ -90,7 +87,7 @@ def test_bfloat16_under_fsdp_is_that_of_one_rank(tmp_path, more):
     [
         ["train.activation_checkpointing=full"],
         ["train.activation_checkpointing=selective"],
-        pytest.param(["train.compile=true"], marks=pytest.mark.full),
+        ["train.compile=true"],
         ["parallel.reshard_after_forward=true", "train.micro_batch=3"],
     ],
 )

@@ -63,7 +63,6 @@ def change(directory, **fields):
     return directory
 
 
-@pytest.mark.turns(4)
 @pytest.mark.parametrize(("variant", "shape"), CASES)
 def test_an_adapter_of_peft_s_gives_its_logits_and_ours_gives_ours(tmp_path, variant, shape):
     base = save_base(tmp_path / "base", variant)

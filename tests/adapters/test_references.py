@@ -10,11 +10,8 @@ from dtrain.policy.reference import Reference
 from dtrain.policy.trained import choose_trained
 from dtrain.run.preflight import preflight
 from tests.methods.test_dpo_runs import recipe_of as dpo_recipe
-from tests.test_parity import assert_parity
-from tests.test_trainer import metrics, run, trajectory, weights
+from tests.running import assert_parity, metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_model
-
-pytestmark = pytest.mark.turns(8)
 
 
 def adapted(tmp_path, section):

@@ -14,7 +14,7 @@ from dtrain.checkpoint.dcp.store import MANIFEST, CheckpointStore
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, read_adapter_config
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
 from tests.adapters.by_peft import load_adapter, load_base
-from tests.test_trainer import run
+from tests.running import run
 from tests.tiny import save_weights, tiny_recipe, write_model
 
 MESHES = {

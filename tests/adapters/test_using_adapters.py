@@ -17,7 +17,7 @@ from dtrain.checkpoint.peft.config import ADAPTER_CONFIG
 from dtrain.commands.cli import main
 from dtrain.inference.generate import load
 from tests.adapters.test_step_adapters import DORA, SAVED, equal, trained
-from tests.test_trainer import run
+from tests.running import run
 from tests.tiny import save_weights, tiny_recipe, write_model
 
 IDS = torch.arange(24).view(2, 12)

@@ -52,7 +52,6 @@ def test_what_gives_torchs_numbers_is_taken():
     assert prove(FlashDelta(chunk_gated_delta_rule), dtype=torch.bfloat16, exchanges=True, **SIZES) is None
 
 
-@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("broken", "found"),
     [

@@ -19,11 +19,9 @@ from dtrain.parallel.mesh import init_one_process_group
 from dtrain.parallel.runtime import Runtime
 from dtrain.run.trainer import Trainer, train
 from tests.checkpoint.tiny import on_mesh, seeded, whole
-from tests.test_trainer import run, trajectory, weights
+from tests.running import run, trajectory, weights
 from tests.tiny import tiny_recipe
 from tests.world import run_world
-
-pytestmark = pytest.mark.turns(4)
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import pytest
 from dtrain.checkpoint.dcp.store import _text_checksum
 from tests.checkpoint.processes import checkpoints
 from tests.checkpoint.test_crafted import forge
-from tests.test_trainer import run
+from tests.running import run
 from tests.tiny import tiny_recipe
 
 

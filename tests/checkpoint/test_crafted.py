@@ -17,7 +17,7 @@ from dtrain.checkpoint.dcp.store import _text_checksum
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.inference.generate import generate_text
 from tests.checkpoint.processes import checkpoints
-from tests.test_trainer import run
+from tests.running import run
 from tests.tiny import tiny_recipe, write_model
 
 

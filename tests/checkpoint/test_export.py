@@ -17,7 +17,7 @@ from dtrain.checkpoint.dcp.training_state import optimizer_state, training_tenso
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.run.directory import RunDirectory
 from tests.checkpoint.families import FAMILIES, MULTIMODAL, logits, save_family
-from tests.test_trainer import run
+from tests.running import run
 from tests.tiny import save_weights, tiny_recipe, write_model
 from tests.world import run_world
 
@@ -58,7 +58,6 @@ def check(out, model):
     return loaded
 
 
-@pytest.mark.turns(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_of_every_family(tmp_path, family):
     model = make_run(tmp_path / "run", family)

@@ -11,7 +11,7 @@ from dtrain.base import ranks as identity
 from dtrain.base.errors import Stopped, UserError
 from dtrain.base.ranks import digests
 from tests.checkpoint.processes import checkpoints
-from tests.test_trainer import interrupt, metrics, run, trajectory
+from tests.running import interrupt, metrics, run, trajectory
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
 from tests.world import run_world
 

@@ -14,10 +14,8 @@ from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.retention import Retention
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from tests.checkpoint.processes import Processes, checkpoints, rows
-from tests.test_trainer import metrics, run, trajectory, weights
+from tests.running import metrics, run, trajectory, weights
 from tests.tiny import tiny_grpo, tiny_recipe
-
-pytestmark = pytest.mark.turns(24)
 
 LAST = "checkpoint.every=1000"  # and the last
 SHAPE = ("train.dtype=float32", "checkpoint.every=1", "launch.nproc=2")
@@ -86,7 +84,6 @@ def test_killed_runs_go_on(tmp_path, uninterrupted, target):
     kill_and_go_on(tmp_path, uninterrupted, random.Random(0), [target])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("uninterrupted", [("sft", 2), ("lora", 2), ("grpo", 2)], indirect=True)
 @pytest.mark.parametrize("seed", range(1, 21))
 def test_killed_runs_go_on_whenever(tmp_path, uninterrupted, seed):
@@ -157,7 +154,6 @@ def test_a_saver_killed_anywhere_leaves_whole_steps(tmp_path):
     assert killed_savers(tmp_path, random.Random(0), 60) > 10
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_a_saver_killed_hundreds_of_times(tmp_path, seed):
     assert killed_savers(tmp_path, random.Random(seed), 200) > 30

@@ -10,7 +10,7 @@ import pytest
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.run.directory import RunDirectory
-from tests.test_trainer import run
+from tests.running import run
 from tests.tiny import tiny_recipe
 
 SHAPE = ("train.steps=2", "checkpoint.every=1", "checkpoint.export=final")

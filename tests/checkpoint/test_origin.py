@@ -10,10 +10,8 @@ from dtrain.base.errors import Stopped, UserError
 from dtrain.run.preflight import preflight
 from tests.checkpoint.processes import Processes, checkpoints
 from tests.methods.test_dpo_runs import fields_of, recipe_of, rows_of
-from tests.test_trainer import assert_same, interrupt, metrics, run, trajectory
+from tests.running import assert_same, interrupt, metrics, run, trajectory
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
-
-pytestmark = pytest.mark.turns(24)
 
 
 def stop_at(recipe, step, world_size=1):

@@ -17,7 +17,7 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.run import trainer
 from dtrain.run.preflight import preflight
 from tests.checkpoint.processes import checkpoints
-from tests.test_trainer import metrics, run, trajectory, weights
+from tests.running import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_rows
 from tests.world import run_world
 

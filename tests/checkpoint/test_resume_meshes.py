@@ -5,10 +5,8 @@ import random
 
 import pytest
 
-from tests.test_trainer import assert_same, interrupt, metrics, run, weights
+from tests.running import assert_same, interrupt, metrics, run, weights
 from tests.tiny import tiny_recipe
-
-pytestmark = pytest.mark.turns(28)
 
 # dp_replicate, dp_shard, cp, tp
 MESHES = [
@@ -62,7 +60,6 @@ def test_a_run_goes_on_on_another_mesh(whole, before, after):
 PAIRS = [pair for pair in itertools.permutations(MESHES, 2) if pair not in NAMED]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("before", "after"), random.Random(0).sample(PAIRS, 40))
 def test_a_run_goes_on_on_any_other_mesh(whole, before, after):
     changes_mesh(whole, before, after)

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from tests.checkpoint.processes import Processes, checkpoints, rows
-from tests.test_trainer import metrics, run, trajectory, weights
+from tests.running import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe
-
-pytestmark = pytest.mark.turns(24)
 
 STEPS = 60
 SHAPE = (f"train.steps={STEPS}", "train.dtype=float32", "train.global_batch=4", "train.micro_batch=1")
@@ -37,7 +35,7 @@ def assert_equal_to(recipe, whole):
     ("signum", "nproc", "num_workers"),
     [
         (signal.SIGTERM, 2, 1),
-        pytest.param(signal.SIGUSR1, 2, 1, marks=pytest.mark.full),
+        (signal.SIGUSR1, 2, 1),
         (signal.SIGUSR1, 1, 0),
     ],
 )

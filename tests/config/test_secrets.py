@@ -40,7 +40,6 @@ REFERENCES = {
 }
 
 
-@pytest.mark.turns(2)
 @pytest.mark.parametrize("text", REFERENCES)
 def test_what_the_environment_gives_is_saved_as_its_text(text, monkeypatch):
     kwargs = {"first": "${oc.env:HF_TOKEN}", "x": text, "plain": "${train.micro_batch}"}
@@ -115,7 +114,6 @@ def test_names_of_secrets_and_names_that_only_look_so():
     assert all(map(is_secret_name, ("KEY", "TOKEN", "AUTH")))
 
 
-@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", SECRET)
 def test_plain_text_is_hidden_and_still_runs(name):
     given = {"optimizer": {"kwargs": {name: PLAIN, "deep": [{"headers": {name: PLAIN}}]}}}

@@ -17,8 +17,8 @@ from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.data.test_pairs import section
 from tests.evaluation.test_in_runs import lines
+from tests.running import run
 from tests.serve.serving import TEMPLATE, make_model
-from tests.test_trainer import run
 from tests.tiny import tiny_recipe, write_model
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}

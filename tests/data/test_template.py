@@ -196,7 +196,6 @@ TOO_MUCH = {
 }
 
 
-@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_a_template_has_limits_of_work_memory_and_time(name, monkeypatch):
     monkeypatch.setattr(sandbox, "ROUNDS", sandbox.ROUNDS // 10)  # the whole budget takes a tenth of a minute
@@ -214,7 +213,6 @@ def test_long_conversations_are_left_alone():
     assert len(template.render(long)) > 2_000_000
 
 
-@pytest.mark.full
 def test_the_limit_is_the_same_each_time():
     loop = "{% for a in range(3000) %}{% for b in range(COUNT) %}{% endfor %}{% endfor %}"
     assert ChatTemplate(loop.replace("COUNT", "400"), "here", {}).render([ASK]) == ""

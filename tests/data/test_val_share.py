@@ -16,7 +16,7 @@ from dtrain.recipe import schema
 from dtrain.run.preflight import check, notes
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
-from tests.test_trainer import run
+from tests.running import run
 from tests.tiny import tiny_recipe, write_rows
 
 COUNT, SHARE = 400, 0.2

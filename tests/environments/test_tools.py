@@ -29,8 +29,8 @@ from tests.data import makers, templates
 from tests.environments import toolbox
 from tests.environments.test_environment import Here, Scripted, requests_for
 from tests.methods.test_grpo_runs import assert_same_samples, lines, rows_of
+from tests.running import assert_same, interrupt, run
 from tests.serve.serving import Process, controlled, key_file, make_model
-from tests.test_trainer import assert_same, interrupt, run
 from tests.tiny import tiny_grpo
 
 HERE = "tests.environments.toolbox"
@@ -359,8 +359,8 @@ def tiny_tools(root, *overrides, name):
 
 
 @pytest.mark.parametrize("world_size, shape", [
-    pytest.param(2, ("parallel.tp=2",), marks=pytest.mark.turns(4)),
-    pytest.param(4, ("parallel.cp=2", "data.packing=true"), marks=pytest.mark.turns(7)),
+    (2, ("parallel.tp=2",)),
+    (4, ("parallel.cp=2", "data.packing=true")),
 ])  # fmt: skip
 def test_a_run_with_tools_is_the_same_on_every_mesh_and_after_a_resume(tmp_path, world_size, shape):
     one, mesh = (tiny_tools(tmp_path, *more, "checkpoint.every=20", name=name) for name, more in
@@ -522,7 +522,6 @@ def test_a_server_that_starts_against_the_protocol(start, says):
         mcp.ToolServer(f"{HOSTILE} '{start}'").tools()
 
 
-@pytest.mark.turns(7)
 def test_a_run_with_tools_over_a_server_is_that_of_the_native_engine(tmp_path):
     native = tiny_tools(tmp_path, name="native")
     run(native)

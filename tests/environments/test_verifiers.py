@@ -18,7 +18,7 @@ from dtrain.rl.environments.stepping import Environments
 from tests.environments.test_environment import Scripted, requests_for
 from tests.environments.test_tools import TINY, calls_of, family
 from tests.methods.test_grpo_runs import assert_same_samples, lines, rows_of
-from tests.test_trainer import assert_same, interrupt, run
+from tests.running import assert_same, interrupt, run
 from tests.tiny import tiny_grpo
 
 HERE = Path(__file__).parent
@@ -150,7 +150,6 @@ def tiny(root, *overrides, name):
     return recipe
 
 
-@pytest.mark.turns(4)
 def test_a_run_is_the_same_on_a_mesh_and_after_a_resume(tmp_path, stand_in):
     one, mesh = (
         tiny(tmp_path, *more, "checkpoint.every=20", name=name)

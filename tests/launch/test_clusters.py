@@ -30,8 +30,6 @@ from tests.launch.processes import wait_until_gone
 from tests.launch.test_two_hosts import MASTER, hosts, ip  # noqa: F401  hosts is a fixture
 from tests.tiny import tiny_recipe
 
-pytestmark = pytest.mark.turns(24)
-
 ROOT = Path(__file__).parents[2]
 BOUND = 60.0  # seconds for the survivors' processes to end, of which most are the interpreters' on a busy machine
 
@@ -230,7 +228,6 @@ def test_a_cut_wire_is_noticed_on_both_hosts(tmp_path, hosts, start):  # noqa: F
     assert f"dtrain: rank 0 on a is lost: {silent}" in both[1].text()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_torchrun_starts_the_survivors_again_and_they_go_on_with_the_node_that_came_back(tmp_path, start, rendezvous):
     recipe, port = long_recipe(tmp_path), free_port()

@@ -19,7 +19,7 @@ from dtrain.parallel import mesh
 from dtrain.parallel.mesh import build_mesh, init_process_group, new_host_group
 from dtrain.parallel.runtime import Runtime
 from dtrain.rl.rewards import Rewards
-from tests.test_trainer import metrics, on_rank
+from tests.running import metrics, on_rank
 from tests.tiny import tiny_recipe
 from tests.world import run_world
 

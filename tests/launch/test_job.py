@@ -15,8 +15,6 @@ from dtrain.base.errors import UserError
 from dtrain.launch.job import job_directory, sweep
 from tests.launch.processes import Launched, wait_until_gone
 
-pytestmark = pytest.mark.turns(4)
-
 HOLDS = """
 from dtrain.launch.job import job_directory
 with job_directory() as job:

@@ -22,8 +22,6 @@ from tests.launch.test_clusters import ROOT, children, srun, start, wait_for  # 
 from tests.launch.test_two_hosts import MASTER, OTHER, hosts  # noqa: F401  a fixture
 from tests.tiny import tiny_recipe
 
-pytestmark = pytest.mark.turns(24)
-
 
 def listening(process: int) -> set[tuple[str, int]]:
     """Address and port of every TCP socket that `process` and what came of it listen on."""

@@ -19,8 +19,6 @@ from dtrain.methods import load_recipe
 from tests.launch.processes import Launched, wait_until_gone
 from tests.tiny import tiny_recipe
 
-pytestmark = pytest.mark.turns(12)
-
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {
     "SLURM_PROCID": "5",
@@ -219,7 +217,6 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
     assert "press Ctrl-C again" in err
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("to", ["launcher", "group", "workers"])
 def test_sigterm_however_it_comes_lets_the_ranks_save(tmp_path, to):
     launched = Launched(tmp_path, "waits", "launch.nproc=2")
@@ -232,7 +229,6 @@ def test_sigterm_however_it_comes_lets_the_ranks_save(tmp_path, to):
     assert {path.name for path in launched.runs.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
-@pytest.mark.full
 def test_a_second_ctrl_c_ends_workers_that_hang(tmp_path):
     launched = Launched(tmp_path, "hangs", "launch.nproc=2")
     pids = launched.pids(2)
@@ -243,7 +239,6 @@ def test_a_second_ctrl_c_ends_workers_that_hang(tmp_path):
     wait_until_gone(pids)
 
 
-@pytest.mark.full
 def test_a_crash_is_told_with_its_traceback_and_its_log(tmp_path):
     status, _, err = Launched(tmp_path, "crashes", "launch.nproc=2").end()
     assert status == 1 and err.count("ZeroDivisionError: the reason") == 2
@@ -251,7 +246,6 @@ def test_a_crash_is_told_with_its_traceback_and_its_log(tmp_path):
     assert "the reason" in (tmp_path / "runs" / "run" / "log-rank1.txt").read_text()
 
 
-@pytest.mark.full
 def test_a_restart_meets_anew_and_resumes(tmp_path):
     restart = ("launch.nproc=2", "launch.max_restarts=1", "checkpoint.resume=null")
     status, _, err = Launched(tmp_path, "fails_once", *restart).end()
@@ -259,7 +253,6 @@ def test_a_restart_meets_anew_and_resumes(tmp_path):
     assert [path.read_text() for path in sorted((tmp_path / "runs").glob("mark-*"))] == ["auto", "auto"]
 
 
-@pytest.mark.full
 def test_under_torchrun_the_ranks_run_in_place(tmp_path):
     prefix = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     status, out, _ = Launched(tmp_path, "ends", prefix=prefix).end()

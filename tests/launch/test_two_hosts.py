@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from dtrain import recipe as config
-from tests.test_trainer import run, trajectory
+from tests.running import run, trajectory
 from tests.tiny import tiny_recipe
-
-pytestmark = pytest.mark.turns(6)
 
 ROOT = Path(__file__).parents[2]
 MASTER, OTHER = "10.213.7.1", "10.213.7.2"

@@ -13,8 +13,6 @@ import pytest
 from dtrain.launch.watch import LOOK_SECONDS, SAVE_SECONDS, START_SECONDS, Heartbeat, RankProcess, StallTimer
 from tests.launch.processes import Launched, wait_until_gone
 
-pytestmark = pytest.mark.turns(24)
-
 LOST = 5  # seconds
 BUSY = 15  # seconds more, for processes to end on a busy machine
 

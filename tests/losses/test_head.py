@@ -193,7 +193,6 @@ def test_hidden_states_to_logprobs_equal_dense_float64(tp):
     assert not any(failures), failures
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_hidden_states_to_logprobs_equal_dense_float64_in_full(tp):
     failures = run_world(run_cases, tp, tp, [(case, dtype) for case in CASES for dtype in DTYPES], timeout=600)

@@ -218,7 +218,6 @@ def test_functions_of_logits_equal_dense_float64(tp):
     assert not any(failures), failures
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_functions_of_logits_equal_dense_float64_in_full(tp):
     failures = run_world(run_cases, tp, CHECKS, tp, sample(tp, full=True), timeout=600)

@@ -171,7 +171,6 @@ def test_every_layout_equals_dense_float64(tp, cp):
         assert max(errors) < 1e-12
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("tp, cp", [(2, 1), (4, 1), (1, 2), (2, 4)])
 def test_every_layout_equals_dense_float64_in_full(tp, cp):
     for errors in run_world(by_all, tp * cp, tp, cp, timeout=300):

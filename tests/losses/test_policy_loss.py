@@ -592,7 +592,6 @@ def one_step(name, **options):
     return torch.cat([loss.detach()[None], *grads, torch.stack([*found.values()])])
 
 
-@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_a_recipe_may_say_gives_finite_numbers_and_nothing_else_is_taken(name):
     accepted = 0

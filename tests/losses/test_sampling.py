@@ -126,7 +126,6 @@ def test_logprobs_under_a_filter_equal_dense_float64(tp):
     assert not any(failures), failures
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_logprobs_under_a_filter_equal_dense_float64_in_full(tp):
     failures = run_world(run_checks, tp, tp, True, timeout=600)

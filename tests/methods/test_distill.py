@@ -20,12 +20,9 @@ from dtrain.policy import Policy
 from dtrain.recipe import sizes
 from dtrain.run.preflight import preflight
 from tests.policy.test_policy import rows
-from tests.test_parity import MESHES, distance, overrides_of
-from tests.test_trainer import metrics, run, trajectory, weights
+from tests.running import MESHES, distance, metrics, overrides_of, run, trajectory, weights
 from tests.tiny import VOCAB, tiny_recipe, write_model
 from tests.world import run_world
-
-pytestmark = pytest.mark.turns(28)
 
 LARGER = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 80}
 

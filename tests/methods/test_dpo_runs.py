@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from tests.test_trainer import assert_same, interrupt, run, trajectory
+from tests.running import assert_same, interrupt, run, trajectory
 from tests.tiny import tiny_recipe, write_pairs
-
-pytestmark = pytest.mark.turns(28)
 
 FIELDS = {"rewards_chosen", "rewards_rejected", "rewards_margin", "accuracy"}
 

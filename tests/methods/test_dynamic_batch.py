@@ -6,7 +6,7 @@ from dtrain.base.errors import Stopped
 from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.run.trainer import train
 from tests.methods import test_distill, test_dpo_runs, test_kto, test_on_policy, test_reward
-from tests.test_trainer import assert_same, interrupt, metrics, run
+from tests.running import assert_same, interrupt, metrics, run
 from tests.tiny import tiny_grpo, tiny_recipe, write_rows
 
 SFT = ("train.steps=null", "train.epochs=2", "train.global_batch=6")  # 2 · 31 rows: the last batch has 2
@@ -53,7 +53,6 @@ def assert_all(found, expected):
     assert_same(found, expected, rtol=1e-9)
 
 
-@pytest.mark.turns(7)
 @pytest.mark.parametrize(
     "kind, mesh",
     [
@@ -73,7 +72,6 @@ def test_every_method_has_the_numbers_of_fixed_micro_batches(tmp_path, kind, mes
     assert_all(ours, one)
 
 
-@pytest.mark.turns(7)
 def test_fewer_micro_batches_and_a_resume_on_another_mesh(tmp_path, capfd):
     asked, tokens = "train.dynamic_batch=true", "micro-batches: rows of like length, up to 32 tokens with their padding"
     passes, recipes = [], [recipe_of(tmp_path, "sft", name="one"), recipe_of(tmp_path, "sft", asked, name="dynamic")]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dtrain import models
+from tests.running import metrics, run, weights
 from tests.serve.serving import make_model
-from tests.test_trainer import metrics, run, weights
 from tests.tiny import tiny_grpo
 
 GROUP, LR, TEMPERATURE, TOP_P, CLIP, BETA, ENTROPY, CACHE, LONGEST = 4, 1e-2, 0.7, 0.9, 0.2, 0.1, 0.02, 3, 6

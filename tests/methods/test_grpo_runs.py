@@ -18,11 +18,9 @@ from dtrain.parallel.mesh import init_one_process_group
 from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.run.metrics import Recorder
 from dtrain.run.trainer import Trainer
-from tests.test_trainer import assert_same, interrupt, run, trajectory
+from tests.running import assert_same, interrupt, run, trajectory
 from tests.tiny import tiny_grpo, write_prompts
 from tests.world import run_world
-
-pytestmark = pytest.mark.turns(28)
 
 # Of these a run on another mesh writes others, for they are times and memory.
 CLOCKS = {"tokens_per_sec", "mfu", "mem_gib", "step_time", "data_time", "rollout_time", "train_time"}
@@ -82,7 +80,7 @@ def cases():
     for index, mesh in enumerate(MESHES):
         for packing in ("true", "false"):
             is_due = (packing == "true") == (index % 2 == 0)
-            yield pytest.param(*mesh, packing, marks=() if is_due else pytest.mark.full)
+            yield (*mesh, packing)
 
 
 @pytest.mark.parametrize("world_size, shape, packing", list(cases()))
@@ -98,9 +96,7 @@ def test_a_run_is_the_same_on_every_mesh(tmp_path, world_size, shape, packing):
     assert_same_samples(mesh, one)
 
 
-@pytest.mark.parametrize(
-    "family", [*(pytest.param(one, marks=pytest.mark.full) for one in ("llama", "qwen2")), "gemma3"]
-)
+@pytest.mark.parametrize("family", [*(one for one in ("llama", "qwen2")), "gemma3"])
 def test_every_family(tmp_path, family):
     fixed = ("train.steps=3", "train.micro_batch=1", "grpo.loss=gspo")
     one, mesh = (tiny_grpo(tmp_path, *fixed, family=family, name=name) for name in ("one", "mesh"))
@@ -115,7 +111,7 @@ SOME_LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 OTHER_LOSSES = ["bnpo", "gspo_token", "sapo", "luspo", "vespo", "dppo_tv", "dppo_kl", "gmpo", "reinforce"]
 
 
-@pytest.mark.parametrize("loss", [*SOME_LOSSES, *(pytest.param(one, marks=pytest.mark.full) for one in OTHER_LOSSES)])
+@pytest.mark.parametrize("loss", [*SOME_LOSSES, *(one for one in OTHER_LOSSES)])
 def test_losses_do_not_depend_on_the_split(tmp_path, loss):
     fixed = (f"grpo.loss={loss}", "grpo.clip=[0.2,5.0]" if loss == "cispo" else "grpo.beta=0", "train.steps=2")
     whole = tiny_grpo(tmp_path, *fixed, "data.packing=false", "train.micro_batch=8", name="whole")
@@ -212,10 +208,10 @@ def stopped_while_drawing(rank, recipe, world_size, step, told, where=""):
     "world_size, told, shape",
     [
         (1, (0,), ()),
-        pytest.param(2, (0, 1), (), marks=pytest.mark.full),
+        (2, (0, 1), ()),
         (2, (1,), ("grpo.unshard=false",)),
         (2, (0,), ("parallel.tp=2",)),
-        pytest.param(4, (0, 1, 2, 3), ("parallel.tp=2", "grpo.unshard=false"), marks=pytest.mark.full),
+        (4, (0, 1, 2, 3), ("parallel.tp=2", "grpo.unshard=false")),
     ],
 )
 def test_a_rollout_is_given_up_for_a_signal_and_drawn_again(tmp_path, world_size, told, shape):

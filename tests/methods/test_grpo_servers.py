@@ -8,8 +8,8 @@ import pytest
 
 from dtrain.base.errors import Unavailable, UserError
 from tests.methods.test_grpo_runs import assert_rows_close, assert_same_samples, lines
+from tests.running import assert_same, interrupt, run
 from tests.serve.serving import Process, ask, controlled, key_file, make_model, wait_until
-from tests.test_trainer import assert_same, interrupt, run
 from tests.tiny import tiny_grpo
 
 FIXED = ("train.steps=6", "train.micro_batch=2", "grpo.sampling.temperature=0.8", "grpo.sampling.top_p=0.9")
@@ -86,7 +86,6 @@ def mixture(tmp_path_factory):
 REPLAY = ("grpo.router_replay=true", "moe.balance=0.1")
 
 
-@pytest.mark.turns(4)
 def test_replay_changes_nothing_where_server_and_trainer_have_the_same_weights(tmp_path, mixture):
     shape = ("train.global_batch=16", "train.steps=3", "moe.balance=0.1")
     native = tiny_grpo(tmp_path, *FIXED, *shape, family="qwen3-moe", name="native")
@@ -97,7 +96,6 @@ def test_replay_changes_nothing_where_server_and_trainer_have_the_same_weights(t
     assert [row["router_replay_differs"] for row in lines(served) if "loss" in row] == [0, 0, 0]
 
 
-@pytest.mark.turns(4)
 def test_a_replayed_run_resumes_within_a_rollout_on_another_mesh(tmp_path, mixture):
     """Two steps a rollout: at the second the trainer's router has moved away from the one that drew."""
     shape = (*REPLAY, "train.steps=4", "grpo.beta=0.1", "scheduler.warmup_steps=0", "checkpoint.every=20")

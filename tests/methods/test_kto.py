@@ -13,7 +13,7 @@ from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.launch.start import dry_run
 from dtrain.run.preflight import preflight
 from tests.data.test_sources import section, split
-from tests.test_trainer import interrupt, metrics, run, trajectory
+from tests.running import interrupt, metrics, run, trajectory
 from tests.tiny import VOCAB, save_weights, tiny_recipe, write_model
 
 transformers = pytest.importorskip("transformers")
@@ -125,7 +125,6 @@ def one_process(tmp_path_factory):
     return root, found
 
 
-@pytest.mark.turns(8)
 @pytest.mark.parametrize("packing", ["false", "true"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_trains_and_validates_as_one_process(mesh, packing, one_process):

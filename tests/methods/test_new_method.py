@@ -13,7 +13,7 @@ from dtrain.base.errors import RecipeError
 from dtrain.methods import METHODS, Method, load_recipe, method_class, method_of, recipe_keys
 from dtrain.recipe import to_yaml
 from dtrain.run.preflight import preflight
-from tests.test_trainer import metrics, run, trajectory, weights
+from tests.running import metrics, run, trajectory, weights
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
 
 FILE = Path(__file__).with_name("focal.py")

@@ -13,10 +13,8 @@ from dtrain.methods import student
 from dtrain.models.read_config import read_config
 from dtrain.run.preflight import preflight
 from tests.methods.test_distill import teacher_at
-from tests.test_trainer import assert_same, metrics, run, trajectory, weights
+from tests.running import assert_same, metrics, run, trajectory, weights
 from tests.tiny import VOCAB, tiny_recipe
-
-pytestmark = pytest.mark.turns(12)
 
 FIXED = ("train.steps=4", "train.micro_batch=2", "distill.prompts_per_step=16", "distill.sampling.temperature=0.8")
 HALF = (*FIXED, "distill.student_share=0.5", "distill.kl=jsd", "distill.jsd_beta=0.3")

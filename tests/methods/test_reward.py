@@ -21,8 +21,7 @@ from dtrain.inference.generate import load
 from dtrain.launch.start import dry_run
 from dtrain.methods.reward import at_the_ends
 from dtrain.run.preflight import preflight
-from tests.test_parity import MESHES, assert_parity, overrides_of
-from tests.test_trainer import metrics, run, trajectory, weights
+from tests.running import MESHES, assert_parity, metrics, overrides_of, run, trajectory, weights
 from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs, write_rows
 
 AUTO = transformers.AutoModelForSequenceClassification
@@ -93,7 +92,7 @@ OTHERS = [("pairs", "qwen3-moe"), ("classes", "mixtral"), ("numbers", "gpt-oss")
         ("pairs", "qwen3"),
         ("classes", "llama"),
         ("numbers", "gemma3"),
-        *(pytest.param(*one, marks=pytest.mark.turns(4)) for one in OTHERS),
+        *(one for one in OTHERS),
     ],
 )
 def test_a_step_is_transformers_and_its_export_too(tmp_path, task, family):
@@ -146,7 +145,6 @@ def test_a_language_model_begins_one_whose_body_stays(tmp_path):
     assert 1e-4 < moved < 0.1  # three steps of at most 1e-2 from where the seed drew it
 
 
-@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
@@ -162,7 +160,6 @@ def test_mixtures_and_linear_attention_on_meshes(tmp_path, family, shape):
     assert_parity(run(four, 4), trajectory(one), weights(one))
 
 
-@pytest.mark.turns(3)
 @pytest.mark.parametrize("begins", ["a language model", "a classifier"])
 def test_an_adapter_beside_the_head(tmp_path, begins):
     """One process and dp2·tp2 to 1e-9; the adapter in PEFT, merged by transformers' names, and read here: equal."""
@@ -219,7 +216,6 @@ def parity_recipe(root, task, packing, *overrides, name):
 TASKS = ("pairs", "classes", "numbers")
 
 
-@pytest.mark.turns(28)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_same_numbers_on_every_mesh(one_process, mesh):
     """Each mesh with one task, packed or padded."""

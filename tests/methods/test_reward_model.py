@@ -13,7 +13,7 @@ from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan
 from dtrain.run.preflight import preflight
 from tests.methods.test_grpo_runs import RICH, assert_rows_close, assert_same_samples, lines
-from tests.test_trainer import assert_same, run
+from tests.running import assert_same, run
 from tests.tiny import VOCAB, save_weights, tiny_grpo, write_model
 
 TEMPLATE = (

@@ -13,9 +13,9 @@ from dtrain.data.text.tokenizer import Tokenizer
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.methods.test_grpo_runs import lines
+from tests.running import metrics, run
 from tests.serve.serving import ask
 from tests.serve.test_classify import serving
-from tests.test_trainer import metrics, run
 from tests.tiny import tiny_grpo, tiny_recipe, write_model
 
 AUTO = transformers.AutoModelForSequenceClassification

@@ -58,7 +58,6 @@ def answer(root, capsys, monkeypatch):
     return answer
 
 
-@pytest.mark.turns(12)
 @pytest.mark.parametrize("mistake", PLACES, ids=lambda one: one.name)
 def test_validate_and_run_refuse_in_the_same_words(mistake, root, answer):
     status, said = answer(mistake, "validate")
@@ -68,7 +67,6 @@ def test_validate_and_run_refuse_in_the_same_words(mistake, root, answer):
     assert not (root / "runs" / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.turns(6)
 @pytest.mark.parametrize(("base", "words"), SOUND, ids=lambda one: one if isinstance(one, str) else " ".join(one)[:60])
 def test_what_validate_passes_reaches_its_steps(base, words, root, answer):
     number = SOUND.index((base, words))

@@ -28,7 +28,6 @@ def test_the_recipes_are_sound_without_a_mistake(name, root, capsys):
     assert answer(Mistake((), (), base=name), "validate", root, capsys) == (0, "")
 
 
-@pytest.mark.turns(12)
 @pytest.mark.parametrize("command", ["validate", "run"])
 @pytest.mark.parametrize("mistake", RECIPES, ids=lambda one: one.name)
 def test_each_is_answered(mistake, command, root, capsys):

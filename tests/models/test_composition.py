@@ -46,7 +46,6 @@ def test_activation_checkpointing_changes_no_bit(variant):
     assert_same(step(model), step(build(variant)), 0.0)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("variant", ["gemma3", "llama3.2"])
 def test_compiled_layers(variant):
     model = build(variant)

@@ -21,7 +21,6 @@ def store_of(model):
     return KeyValues([config.sliding_window if kind == SLIDING else None for kind in config.layer_types])
 
 
-@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "variant",
     [

@@ -16,7 +16,7 @@ from dtrain.models.common.config import FULL, SLIDING
 from dtrain.models.common.decoder import flops_per_token
 from dtrain.parallel.fits import mesh_problems_of_model
 from tests.models import oracle
-from tests.test_trainer import interrupt, metrics, run, trajectory, weights
+from tests.running import interrupt, metrics, run, trajectory, weights
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs
 
 IDS = torch.arange(80).view(2, 40)
@@ -203,7 +203,6 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.turns(14)
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_of_training_change_no_number(tmp_path, way):
     ranks, options = WAYS[way]
@@ -230,7 +229,6 @@ def test_what_is_computed_again_has_the_same_bits(tmp_path, kind):
     assert all(torch.equal(mine[name], tensor) for name, tensor in right.items())
 
 
-@pytest.mark.turns(14)
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, "parallel.cp=2"), (4, "parallel.tp=2")])
 def test_preferences_on_a_mesh(tmp_path, ranks, mesh):
     one = run(dpo(tmp_path, "one", "train.micro_batch=12"))
@@ -239,7 +237,6 @@ def test_preferences_on_a_mesh(tmp_path, ranks, mesh):
         assert mine[:2] == pytest.approx(right[:2], rel=1e-9)
 
 
-@pytest.mark.turns(14)
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, "parallel.tp=2"), (4, "parallel.cp=2")])
 def test_rollouts_draw_the_same_tokens_on_every_mesh(tmp_path, ranks, mesh):
     one = run(tiny_grpo(tmp_path, "train.steps=2", family="gemma4", name="one"))
@@ -250,7 +247,6 @@ def test_rollouts_draw_the_same_tokens_on_every_mesh(tmp_path, ranks, mesh):
         assert mine["reward_mean"] == right["reward_mean"]
 
 
-@pytest.mark.turns(7)
 def test_half_precision_follows_float32(tmp_path):
     save_weights(write_model(tmp_path / "model", "gemma4"))
     start = ["model.init=pretrained", f"model.path={tmp_path / 'model'}", "checkpoint.every=1", "train.steps=1"]
@@ -261,7 +257,6 @@ def test_half_precision_follows_float32(tmp_path):
     assert mine[0] == pytest.approx(right[0], rel=2e-3) and mine[1] == pytest.approx(right[1], rel=5e-2)
 
 
-@pytest.mark.turns(14)
 def test_a_run_goes_on_where_it_stopped_on_another_mesh(tmp_path):
     shape = ["train.micro_batch=3", "checkpoint.every=2"]
     whole = run(sft(tmp_path, "whole", *shape, "parallel.tp=2"), 2)

@@ -12,7 +12,7 @@ from dtrain.models.common.moe import SparseMLP, share_routing
 from dtrain.optim.muon import is_matrix
 from dtrain.optim.update import parameter_groups
 from tests.models.oracle import VARIANTS, make, save
-from tests.test_trainer import interrupt, run, trajectory, weights
+from tests.running import interrupt, run, trajectory, weights
 from tests.tiny import tiny_grpo, tiny_recipe, write_pairs
 
 
@@ -45,7 +45,6 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.turns(14)
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_of_training_change_no_number(tmp_path, way):
     ranks, options = WAYS[way]
@@ -59,14 +58,12 @@ def test_ways_of_training_change_no_number(tmp_path, way):
         assert (mine[name] - tensor).abs().max() <= 1e-9 * tensor.abs().max(), name
 
 
-@pytest.mark.turns(14)
 def test_preferences_on_a_mesh(tmp_path):
     one = run(dpo(tmp_path, "one", "train.micro_batch=12"))
     options = ["train.micro_batch=3", "parallel.ep=2", "parallel.tp=2"]
     assert_same(run(dpo(tmp_path, "many", *options), 4), one)
 
 
-@pytest.mark.turns(14)
 def test_rollouts_draw_the_same_tokens_on_every_mesh(tmp_path):
     """Decoding, with its caches and windows, gives the log-probabilities that training computes: the loss is 0 at the
     first step, where policy and rollout are one."""
@@ -76,7 +73,6 @@ def test_rollouts_draw_the_same_tokens_on_every_mesh(tmp_path):
     assert_same(run(tiny_grpo(tmp_path, *options, family="gpt-oss", name="many"), 4), one)
 
 
-@pytest.mark.turns(14)
 def test_a_run_goes_on_with_another_ep(tmp_path):
     shape = ["train.micro_batch=3", "checkpoint.every=2"]
     whole = run(sft(tmp_path, "whole", *shape, "parallel.tp=2"), 2)

@@ -15,7 +15,7 @@ from dtrain.models.common.decoder import CausalLM
 from dtrain.models.registry import FAMILIES, Family, class_of, of_model_type
 from dtrain.parallel.parallelize import PARALLIZE_FUNCTIONS, _parallelize_llama
 from tests.models.test_families import relative
-from tests.test_trainer import run, trajectory, weights
+from tests.running import run, trajectory, weights
 from tests.tiny import VOCAB, tiny_recipe, write_model
 
 FILE = Path(__file__).with_name("centred_llama.py")

@@ -9,7 +9,7 @@ from dtrain import models
 from dtrain.base.errors import Stopped
 from dtrain.checkpoint.huggingface.write import write_directory
 from tests.models import oracle
-from tests.test_trainer import interrupt, metrics, run, trajectory, weights
+from tests.running import interrupt, metrics, run, trajectory, weights
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs
 
 IDS = torch.arange(80).view(2, 40)
@@ -109,7 +109,6 @@ WAYS = {
 }
 
 
-@pytest.mark.turns(14)
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_of_training_change_no_number(tmp_path, way):
     ranks, options = WAYS[way]
@@ -125,7 +124,6 @@ def test_ways_of_training_change_no_number(tmp_path, way):
         torch.testing.assert_close(mine[name], tensor, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.turns(14)
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, "parallel.cp=2"), (4, "parallel.tp=2")])
 def test_preferences_on_a_mesh(tmp_path, ranks, mesh):
     one = run(dpo(tmp_path, "one", "train.micro_batch=12"))
@@ -134,7 +132,6 @@ def test_preferences_on_a_mesh(tmp_path, ranks, mesh):
         assert mine[:2] == pytest.approx(right[:2], rel=1e-9)
 
 
-@pytest.mark.turns(14)
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, "parallel.tp=2"), (4, "parallel.cp=2")])
 def test_rollouts_draw_the_same_tokens_on_every_mesh(tmp_path, ranks, mesh):
     recipes = [tiny_grpo(tmp_path, "train.steps=2", family="qwen3.5", name="one")]
@@ -145,7 +142,6 @@ def test_rollouts_draw_the_same_tokens_on_every_mesh(tmp_path, ranks, mesh):
         assert mine["reward_mean"] == right["reward_mean"]
 
 
-@pytest.mark.turns(7)
 @pytest.mark.parametrize("again", ["none", "full", "selective"])
 def test_half_precision_follows_float32_and_computes_the_decay_in_it(tmp_path, again):
     save_weights(write_model(tmp_path / "model", "qwen3.5"))
@@ -160,7 +156,6 @@ def test_half_precision_follows_float32_and_computes_the_decay_in_it(tmp_path, a
     assert {str(held[name].dtype) for name in held if "A_log" in name} == {"torch.float32"}
 
 
-@pytest.mark.turns(14)
 def test_a_run_goes_on_where_it_stopped_on_another_mesh(tmp_path):
     shape = ["train.micro_batch=3", "checkpoint.every=2"]
     whole = run(sft(tmp_path, "whole", *shape, "parallel.tp=2"), 2)

@@ -19,7 +19,7 @@ from dtrain.recipe import schema
 from dtrain.run.preflight import check
 from dtrain.run.trainer import train
 from tests.optimizers.stepping import assert_same_bits, give_gradients, policy_on, recipe_of, step_on
-from tests.test_trainer import run, trajectory, weights
+from tests.running import run, trajectory, weights
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs, write_rows
 from tests.world import run_world
 
@@ -361,7 +361,6 @@ def test_every_method_and_adapters_train_weights_in_bfloat16(tmp_path, case):
     assert list(exported.glob("*.safetensors"))
 
 
-@pytest.mark.turns(4)
 def test_the_loss_is_that_of_float32_moments(tmp_path):
     """60 steps that learn a few rows by heart; the tensors are large enough for int8."""
     write_rows(tmp_path / "rows.jsonl", count=12)

@@ -14,7 +14,7 @@ from dtrain.recipe import schema
 from dtrain.run.preflight import check
 from tests.optimizers.stepping import assert_same_bits, give_gradients, policy_on, recipe_of, step_on
 from tests.optimizers.test_low_bits import MESHES
-from tests.test_trainer import assert_same, run
+from tests.running import assert_same, run
 from tests.tiny import tiny_recipe
 from tests.world import run_world
 

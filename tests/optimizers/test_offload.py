@@ -26,7 +26,6 @@ MESHES = {
 ROUNDED = ("train.steps=4", "train.dtype=bfloat16", "optimizer.state=bfloat16")
 
 
-@pytest.mark.turns(3)
 @pytest.mark.parametrize(("mesh", "state"), [("one", "float32"), ("fsdp", "float32"), ("tp", "int8")])
 def test_the_numbers_are_those_of_moments_on_the_card(tmp_path, mesh, state):
     size, keys = MESHES[mesh]

@@ -61,7 +61,7 @@ def a_model_of_transformers(rank, size, compiled):
 
 @pytest.mark.parametrize(
     ("size", "compiled"),
-    [(2, None), (1, None), *(pytest.param(2, how, marks=pytest.mark.full) for how in ("wrapped", "in place"))],
+    [(2, None), (1, None), (2, "wrapped"), (2, "in place")],
 )
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
 def test_a_model_without_our_kernels_is_an_error_at_the_end_of_the_context(size, compiled):
@@ -169,7 +169,7 @@ COMPILED = ["compiled", "compiled whole"]
 @pytest.mark.parametrize(
     ("family", "name", "variant"),
     [("llama", name, variant) for name in KERNELS_OF_CP for variant in VARIANTS]
-    + [pytest.param("llama", name, one, marks=pytest.mark.full) for name in KERNELS_OF_CP for one in COMPILED]
+    + [("llama", name, one) for name in KERNELS_OF_CP for one in COMPILED]
     + [("qwen3.5", name, variant) for name in KERNELS_OF_CP for variant in ("plain", "hidden")],
 )
 def test_a_model_of_ours_gives_the_numbers_of_one_process(tmp_path, family, name, variant):

@@ -19,8 +19,6 @@ from tests.test_recipes import LLAMA_3_1_8B
 from tests.tiny import save_weights, tiny_recipe, write_model
 from tests.world import run_world
 
-pytestmark = pytest.mark.turns(24)
-
 GIB = 2**30
 MIXED = "train.dtype=bfloat16"
 NF4 = ["lora.quantize=nf4", "model.init=pretrained"]
@@ -44,9 +42,7 @@ def model(tmp_path_factory):
     return save_weights(write_model(directory, "qwen3", tied=False, **{**SHAPE, "intermediate_size": 768}))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SAMPLED else pytest.mark.full) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_the_planned_peak_is_that_of_a_real_step(tmp_path, model, name):
     ranks, options = CASES[name]
     settings = [f"model.path={model}", "data.max_length=64", "launch.device=cpu"]

@@ -23,8 +23,6 @@ from dtrain.methods import recipe_and_problems
 from tests.test_recipes import LLAMA_3_1_8B, QWEN3_8B
 from tests.tiny import tiny_grpo, tiny_recipe, write_model
 
-pytestmark = pytest.mark.turns(8)
-
 ROOT = Path(__file__).parents[2]
 LLAMA_3_1_70B = {
     **LLAMA_3_1_8B,
@@ -76,9 +74,7 @@ WHOLE = {
 SAMPLED = ("cuda, gemma3's pattern",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SAMPLED else pytest.mark.full) for name in WHOLE]
-)
+@pytest.mark.parametrize("name", WHOLE)
 def test_few_layers_tell_what_all_of_them_would(tmp_path, name):
     family, changes, device, ranks, options = WHOLE[name]
     layers = 12 if family == "gemma3" else 7
@@ -244,9 +240,7 @@ def test_the_estimate_is_near_what_others_have_measured(tmp_path, name):
     assert plan.tokens / plan.time.total / ranks == pytest.approx(measured, rel=rtol)
 
 
-@pytest.mark.parametrize(
-    "method", ["sft", *(pytest.param(method, marks=pytest.mark.full) for method in ("dpo", "grpo", "distill"))]
-)
+@pytest.mark.parametrize("method", ["sft", *(method for method in ("dpo", "grpo", "distill"))])
 def test_packed_rows_are_planned_with_the_kernel_that_they_take(tmp_path, method):
     """Two documents of a row cost half of its scores under varlen, and hold no mask; a CPU and float32 have none."""
     make = tiny_grpo if method == "grpo" else tiny_recipe

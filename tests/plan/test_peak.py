@@ -24,8 +24,6 @@ from dtrain.policy import Policy
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
 
-pytestmark = pytest.mark.turns(28)
-
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 688,
@@ -129,9 +127,7 @@ SAMPLED = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SAMPLED else pytest.mark.full) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_the_planned_peak_is_that_of_a_real_step(tmp_path, name):
     ranks, options = CASES[name]
     path = write_model(tmp_path / "model", "qwen3", tied=False, **SHAPE)

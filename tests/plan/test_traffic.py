@@ -18,8 +18,6 @@ from dtrain.run.trainer import Trainer
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
 
-pytestmark = pytest.mark.turns(12)
-
 LENGTH = 16  # tokens of a sample: two of them fill a row, as in a plan's batch
 
 
@@ -117,9 +115,7 @@ MESHES = {
 SAMPLED = ("dp2, llama, nothing even", "tp4 with 2 KV heads, checkpointing", "cp3, ring, mixed", "dp4 ep2, experts")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SAMPLED else pytest.mark.full) for name in MESHES]
-)
+@pytest.mark.parametrize("name", MESHES)
 def test_shards_and_traffic_are_those_of_a_real_run(tmp_path, name):
     family, changes, ranks, options = MESHES[name]
     path = write_model(tmp_path / "model", family, **changes)

@@ -20,11 +20,9 @@ from dtrain.models.common import compiled as regions
 from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.run.trainer import train, train_checked
 from tests.pretend.worlds import run_pretend
-from tests.test_trainer import metrics
+from tests.running import metrics
 from tests.tiny import tiny_grpo, tiny_recipe, write_model, write_pairs, write_rows
 from tests.world import run_world
-
-pytestmark = pytest.mark.turns(14)
 
 ROWS = [(48, 48), (48, 48), (48, 16), (31, 9), (20, 7), (64, 13), (40, 40)]  # lengths of rows and of their documents
 COMPILE = torch.compile
@@ -109,7 +107,6 @@ def by_inductor(rank, path):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ for a CPU")
-@pytest.mark.full
 def test_inductor_gives_eagers_numbers(tmp_path):
     """By few kernels of its own beside the products."""
     [(counts, off, _, kernels)] = run_world(by_inductor, 1, model_at(tmp_path), timeout=600.0)

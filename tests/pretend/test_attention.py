@@ -37,7 +37,7 @@ PROOF = ", 256, "  # sdpa's calls of the proof: rows of 256 tokens
 
 
 def slow(names):
-    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.full) for name in names]
+    return [name if name in OFTEN else name for name in names]
 
 
 @pytest.mark.parametrize("name", slow(RUNS))
@@ -68,9 +68,7 @@ INSTALLED = Mutant("dtrain.attention.linear.flash", "from fla.ops.gated_delta_ru
 LINEAR = {"cp": (2, ("parallel.cp=2",)), "packed": (1, ()), "padded": (1, (PADDED,))}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "cp" else pytest.param(name, marks=pytest.mark.full) for name in LINEAR]
-)
+@pytest.mark.parametrize("name", [name if name == "cp" else name for name in LINEAR])
 def test_linear_attention_takes_flash_linear_attention(tmp_path, name):
     """A stand-in for it, so that what is around it runs as on a card: no wait of the host outside the proof."""
     size, keys = LINEAR[name]

@@ -15,8 +15,6 @@ from tools.gpu.check import Asked, check
 from tools.gpu.parts import PARTS, described
 from tools.gpu.ranks import join, run
 
-pytestmark = pytest.mark.turns(3)
-
 
 def called(rank, function, size, args):
     return function(rank, size, *args)

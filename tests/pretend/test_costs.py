@@ -106,7 +106,6 @@ def test_memory_that_is_not_needed_is_noticed(tmp_path, name):
     assert found > plan * (1 + CLOSE)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("shape", sorted({cost[3:] for cost in MEMORY.values()}), ids=str)
 def test_without_a_mutant_the_plan_is_met(tmp_path, shape):
     recipe, size = of_case(tmp_path, *shape)

@@ -74,7 +74,6 @@ def test_nothing_grows_with_queries_times_keys(tmp_path, exchange):
     assert found[2] - found[1] <= 2.02 * (found[1] - found[0])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("length", [32768, 65536, 131072])
 @pytest.mark.parametrize("exchange", ["allgather", "ring"])
 def test_llama_8b_holds_what_is_planned_and_fits_in_40_gib(tmp_path, exchange, length):

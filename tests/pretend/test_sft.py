@@ -72,7 +72,6 @@ def test_half_precision_is_near_float32(tmp_path, family, packing):
         assert felt.count("kernel", within="varlen flash") or packing == "false" or mesh not in ("one", "tp")
 
 
-@pytest.mark.turns(7)
 def test_sinks_in_half_precision_are_near_float32(tmp_path):
     """By the variable-length kernel, its proof told of them, whole and in a ring."""
     write_model(tmp_path / "gpt-oss-tied", "gpt-oss", intermediate_size=16)  # rows of 16 bytes, halved by tp

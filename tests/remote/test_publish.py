@@ -27,8 +27,6 @@ from tests.serve.serving import Process, ask, controlled, events, key_file, make
 from tests.tiny import tiny_recipe
 from tests.world import run_world
 
-pytestmark = pytest.mark.turns(16)
-
 LONG = {"prompt": [5, 6, 7], "max_tokens": 110, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 

@@ -180,7 +180,6 @@ def test_json():
     assert json_valid(["```json\n{}\n```", "```\n{}\n```\nand more"]) == [1.0, 0.0]
 
 
-@pytest.mark.turns(4)
 @pytest.mark.parametrize("text", SLOW, ids=[ascii(text[:12]) for text in SLOW])
 def test_any_text_gives_a_number_soon(text):
     """100,000 characters made to be slow: a number each, in a time that only a quadratic rule would exceed."""

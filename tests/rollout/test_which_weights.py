@@ -14,7 +14,7 @@ from dtrain.commands.serve.server import Follower
 from dtrain.inference.generate import load
 from dtrain.rl.remote.shared_directory import MARKER, mark, step_directory
 from tests.checkpoint.processes import checkpoints
-from tests.test_trainer import run
+from tests.running import run
 from tests.tiny import tiny_recipe
 
 FIXED = ("checkpoint.every=2", "checkpoint.keep_last=null", "train.dtype=float32", "optimizer.lr=0.1")
