@@ -176,7 +176,7 @@ def cases():
     for index, mesh in enumerate(MESHES):
         for number, model in enumerate(MODELS):
             for eval_mode in (False, True):
-                chosen = index % len(MODELS) == number and (not eval_mode or index % 3 == 1)
+                index % len(MODELS) == number and (not eval_mode or index % 3 == 1)
                 yield pytest.param(mesh, model, eval_mode)
 
 

@@ -79,7 +79,7 @@ def cases():
     """Every mesh; packed and padded take turns, and the rest is for `tools/test --all`."""
     for index, mesh in enumerate(MESHES):
         for packing in ("true", "false"):
-            is_due = (packing == "true") == (index % 2 == 0)
+            (packing == "true") == (index % 2 == 0)
             yield (*mesh, packing)
 
 
