@@ -122,7 +122,7 @@ def assert_same_rows(rows: Sequence[Row], expected: Sequence[Row], loss: float, 
     Two runs whose gradients are zero agree whatever is wrong (NVIDIA-NeMo/Automodel #3701).
     """
     assert len(rows) == len(expected) > 0, name
-    assert all(row[1] > 0 for row in expected), f"{name}: no gradient"
+    assert any(row[1] > 0 for row in expected), f"{name}: no gradient"
     assert len(expected) == 1 or len({row[0] for row in expected}) > 1, f"{name}: the loss stands still"
     for step, (row, right) in enumerate(zip(rows, expected, strict=True), 1):
         where = f"{name}, step {step}"

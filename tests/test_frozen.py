@@ -9,8 +9,8 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.policy.trained import choose_trained
 from dtrain.run.preflight import preflight
-from tests.running import MESHES, assert_parity, metrics, overrides_of, run, trajectory, weights
-from tests.test_parity import recipe_of, sampled
+from tests.running import MESHES, assert_parity, metrics, overrides_of, run, run_all, trajectory, weights
+from tests.test_parity import recipe_of
 from tests.tiny import tiny_recipe, write_model
 
 CASES = {
@@ -19,21 +19,29 @@ CASES = {
     "norms and queries": ["train.train_only=['*norm*','*q_proj*']"],
     "the first layer, not its norms": ["train.freeze=[model.layers.1.*,'*norm*','lm_head.*','*embed*']"],
 }
-MODELS = [("qwen3", "tied", "packed"), ("gemma3", "untied", "padded"), ("qwen2", "untied", "packed")]
+# case: (mesh of four ranks, model); tests/test_every_pair.py has "norms and queries".
+ON_MESHES = {
+    "the last layer": ("dp2 tp2", ("qwen3", "tied", "packed")),
+    "not the embedding": ("tp2+sp cp2 ring", ("gemma3", "untied", "padded")),
+    "the first layer, not its norms": ("dp2 cp2", ("qwen2", "untied", "packed")),
+}
 
 
-@pytest.mark.parametrize(("mesh", "case", "model"), list(sampled(CASES, MODELS)))
-def test_every_mesh_gives_the_trajectory_of_one_process(tmp_path, mesh, case, model):
-    ranks, options = MESHES[mesh]
-    one = run(recipe_of(tmp_path, "one", *model, *CASES[case], "train.micro_batch=12", "train.dtype=float64"))
-    many = run(recipe_of(tmp_path, "many", *model, *CASES[case], *overrides_of(ranks, options, "float64")), ranks)
-    assert_parity(many, trajectory(one), weights(one))
+def test_meshes_give_the_trajectory_of_one_process(tmp_path):
+    alone, on_mesh = [], []
+    for case, (mesh, model) in ON_MESHES.items():
+        options = overrides_of(*MESHES[mesh], "float64")
+        alone.append(recipe_of(tmp_path, f"{case}, alone", *model, *CASES[case], options[-1], "train.micro_batch=12"))
+        on_mesh.append(recipe_of(tmp_path, case, *model, *CASES[case], *options))
+    run_all(alone)
+    run_all(on_mesh, 4)
+    for recipe, reference in zip(on_mesh, alone, strict=True):
+        assert_parity(recipe, trajectory(reference), weights(reference))
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        ["train.activation_checkpointing=full"],
         ["train.activation_checkpointing=selective", "parallel.reduce_each=true"],
         ["method=distill"],
     ],
@@ -44,8 +52,8 @@ def test_other_ways_give_the_same(tmp_path, more):
         teacher = tiny_recipe(tmp_path, "checkpoint.export=final", "train.steps=3", name="teacher")
         run(teacher)
         more = [*more, f"distill.teacher={teacher.run.directory / 'export'}"]
-    one = run(recipe_of(tmp_path, "one", *MODELS[0], *case, *(more if "method=distill" in more else [])))
-    two = run(recipe_of(tmp_path, "two", *MODELS[0], *case, *more, "parallel.tp=2"), 2)
+    one = run(recipe_of(tmp_path, "one", "qwen3", "tied", "packed", *case, *(more if "method=distill" in more else [])))
+    two = run(recipe_of(tmp_path, "two", "qwen3", "tied", "packed", *case, *more, "parallel.tp=2"), 2)
     assert_parity(two, trajectory(one), weights(one))
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.adapters.test_servers import ADAPTERS
-from tests.methods.test_grpo_runs import assert_rows_close, assert_same_samples, lines
-from tests.running import assert_same, run
+from tests.methods.comparing import assert_same_metrics, assert_same_samples
+from tests.running import assert_same, metrics, run
 from tests.serve.serving import Process, ask, controlled, key_file, make_model
 from tests.tiny import tiny_grpo
 
@@ -65,16 +65,14 @@ def native(tmp_path_factory, base):
 def assert_same_run(recipe, wanted):
     """To 1e-9 in everything that a step reports; the same completions; no gap between who draws and who trains."""
     assert_same(recipe, wanted, rtol=1e-9)
-    assert_rows_close(recipe, wanted)
-    rows = [row for row in lines(recipe) if "loss" in row]
+    assert_same_metrics(recipe, wanted)
+    rows = [row for row in metrics(recipe) if "loss" in row]
     assert len(rows) == 6 and len({row["reward_mean"] for row in rows}) > 1
     assert all(abs(row["mismatch_kl"]) < 1e-9 for row in rows)
 
 
-@pytest.mark.parametrize("world_size, shape", [(2, []), (2, ["parallel.tp=2"])])
-def test_the_native_engine_draws_with_the_adapter_on_every_mesh(tmp_path, base, native, world_size, shape):
-    recipe = recipe_of(tmp_path, base, "lora", *shape, name="mesh")
-    run(recipe, world_size)
+def test_the_native_engine_draws_with_the_adapter_on_a_mesh(tmp_path, base, native):
+    recipe = run(recipe_of(tmp_path, base, "lora", "parallel.tp=2", name="mesh"), 2)
     assert_same_run(recipe, native("lora"))
     assert_same_samples(recipe, native("lora"))
 
@@ -82,9 +80,7 @@ def test_the_native_engine_draws_with_the_adapter_on_every_mesh(tmp_path, base, 
 @pytest.mark.parametrize(
     "world_size, adapter, options, told",
     [
-        (1, "lora", [], "the adapter alone"),
         (2, "rslora", ["parallel.tp=2"], "the adapter alone"),
-        (2, "dora", [], "the adapter alone"),
         (2, "dora", ["parallel.tp=2", "grpo.server.weights=broadcast"], None),
         (1, "saved", [], "merged weights, not the adapter alone: no server takes what is trained beside"),
     ],
@@ -124,7 +120,7 @@ def test_servers_get_whole_weights_where_no_files_hold_the_base(tmp_path, base, 
         recipe = over_http(tmp_path, base, servers[1], "lora", *options, name="two")
         run(recipe)
         assert "merged weights, not the adapter alone: its base is in this run's" in "".join(capfd.readouterr())
-    rows = [row for row in lines(recipe) if "loss" in row]
+    rows = [row for row in metrics(recipe) if "loss" in row]
     assert len(rows) == 4 and all(abs(row["mismatch_kl"]) < 1e-9 for row in rows)
 
 
@@ -132,7 +128,7 @@ def test_a_name_a_version_draws_with_the_weights_of_now(tmp_path, base, server):
     """As vLLM is asked, whose draws are its own: the logprobs are the trainer's at every step."""
     recipe = over_http(tmp_path, base, server, "rslora", "grpo.server.kind=vllm", name="named")
     run(recipe)
-    rows = [row for row in lines(recipe) if "loss" in row]
+    rows = [row for row in metrics(recipe) if "loss" in row]
     assert len(rows) == 6 and all(abs(row["mismatch_kl"]) < 1e-9 for row in rows)
     left = ask(server.url, "/v1/models")[1]["data"][1:]
     assert [card["id"].rpartition("-")[2] for card in left] == ["4"]  # of the last rollout
@@ -143,7 +139,7 @@ def test_rollouts_ahead_are_of_older_adapters_within_bounds(tmp_path, base, serv
     options = ["grpo.max_off_policy_steps=2", "grpo.server.weights=adapter"]
     recipe = over_http(tmp_path, base, server, "lora", *options, name="ahead")
     run(recipe)
-    rows = [row for row in lines(recipe) if "loss" in row]
+    rows = [row for row in metrics(recipe) if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[0]["mismatch_kl"] == pytest.approx(0, abs=1e-9) and any(row["mismatch_kl"] > 1e-9 for row in rows[2:])
     assert ask(server.url, "/v1/unload_lora_adapter", {"lora_name": "trained"})[0] == 200

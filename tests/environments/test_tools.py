@@ -28,7 +28,7 @@ from dtrain.rl.tools import tool_schema, tool_schemas
 from tests.data import makers, templates
 from tests.environments import toolbox
 from tests.environments.test_environment import Here, Scripted, requests_for
-from tests.methods.test_grpo_runs import assert_same_samples, lines, rows_of
+from tests.methods.comparing import assert_same_samples, rows_of, samples_of
 from tests.running import assert_same, interrupt, run
 from tests.serve.serving import Process, controlled, key_file, make_model
 from tests.tiny import tiny_grpo
@@ -371,7 +371,7 @@ def test_a_run_with_tools_is_the_same_on_every_mesh_and_after_a_resume(tmp_path,
     run(mesh, world_size)
     assert_same(mesh, one, rtol=1e-9)
     assert_same_samples(mesh, one)
-    rows, samples = rows_of(one), lines(one, "samples")
+    rows, samples = rows_of(one), samples_of(one)
     for row in rows:
         assert 0 < row["tool_failures"] < row["tool_calls"] < 2
     assert [row["tool_calls"] for row in rows_of(mesh)] == [row["tool_calls"] for row in rows]
@@ -536,5 +536,5 @@ def test_a_run_with_tools_over_a_server_is_that_of_the_native_engine(tmp_path):
     finally:
         process.kill()
     assert_same(served, native, rtol=1e-9)
-    completions = [[row["completion"] for row in lines(one, "samples")] for one in (served, native)]
+    completions = [[row["completion"] for row in samples_of(one)] for one in (served, native)]
     assert completions[0] == completions[1] and any("</tool_call> w8" in text for text in completions[0])

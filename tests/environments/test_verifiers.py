@@ -17,7 +17,7 @@ from dtrain.rl.environments.episodes import Observations, run_episodes
 from dtrain.rl.environments.stepping import Environments
 from tests.environments.test_environment import Scripted, requests_for
 from tests.environments.test_tools import TINY, calls_of, family
-from tests.methods.test_grpo_runs import assert_same_samples, lines, rows_of
+from tests.methods.comparing import assert_same_samples, rows_of, samples_of
 from tests.running import assert_same, interrupt, run
 from tests.tiny import tiny_grpo
 
@@ -161,7 +161,7 @@ def test_a_run_is_the_same_on_a_mesh_and_after_a_resume(tmp_path, stand_in):
     run(mesh, 2)
     assert_same(mesh, one, rtol=1e-9)
     assert_same_samples(mesh, one)
-    samples = lines(one, "samples")
+    samples = samples_of(one)
     assert all(row["reward"] == row["environment"]["right"] + 0.5 * row["environment"]["brief"] for row in samples)
     assert {"stop", "turns"} <= {row["finish"] for row in samples}
     measured = sum(row["environment"]["num_turns"] for row in samples[:16]) / 16

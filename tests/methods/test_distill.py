@@ -174,21 +174,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    root, done = tmp_path_factory.mktemp("distill"), {}
-
-    def reference(kind, packing):
-        if (kind, packing) not in done:
-            shape = shape_of(kind, packing)
-            name = f"one-{kind}-{packing}".replace(" ", "_")
-            recipe = run(recipe_at(root, *shape, "train.micro_batch=12", name=name))
-            done[kind, packing] = trajectory(recipe), weights(recipe, 4), metrics(recipe)
-        return root, *done[kind, packing]
-
-    return reference
-
-
 def shape_of(kind, packing):
     validation = ["data.val.path=${data.train.path}", "train.validate_every=2"]
     return [
@@ -201,38 +186,6 @@ def shape_of(kind, packing):
     ]
 
 
-CASES = [
-    ("dp2", "whole vocabulary", "true"),
-    ("tp2", "whole vocabulary", "false"),
-    ("tp2+sp", "top k", "true"),
-    ("cp2 gather", "whole vocabulary", "true"),
-    ("cp2 ring", "top k", "false"),
-    ("dp2 tp2", "top k", "false"),
-    ("tp2+sp cp2", "whole vocabulary", "true"),
-    ("dp2 tp2+sp cp2", "whole vocabulary", "false"),
-    ("dp3 tp2", "top k", "true"),
-    ("dp_replicate2 dp2 tp2", "whole vocabulary", "true"),
-    ("dp3 tp2", "jsd", "false"),
-]
-
-
-@pytest.mark.parametrize(("mesh", "kind", "packing"), CASES)
-def test_every_mesh_gives_the_numbers_of_one_process(one_process, mesh, kind, packing):
-    root, expected, expected_weights, expected_rows = one_process(kind, packing)
-    ranks, options = MESHES[mesh]
-    overrides = [*shape_of(kind, packing), *overrides_of(ranks, options, "float64")]
-    recipe = run(recipe_at(root, *overrides, name=f"{mesh}-{kind}".replace(" ", "_")), ranks)
-    assert len(trajectory(recipe)) == 4
-    found = [row for row in metrics(recipe) if "val_loss" in row]
-    right = [row for row in expected_rows if "val_loss" in row]
-    assert len(found) == len(right) == 2
-    for mine, other in zip(found, right, strict=True):
-        assert {name for name in other if name.startswith("val_")} <= set(mine)
-        for name in (name for name in other if name.startswith("val_")):
-            assert distance(mine[name], other[name]) <= 1e-9, name
-    assert_four(recipe, expected, expected_weights)
-
-
 # A student's family, and what a larger teacher of it has of its own.
 FAMILIES = {
     "qwen3.5": {"linear_num_value_heads": 4, "linear_value_head_dim": 8},
@@ -241,7 +194,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_larger_teacher_of_the_family_on_two_meshes(tmp_path, family):
+def test_a_larger_teacher_of_the_family_on_a_mesh(tmp_path, family):
     teacher = teacher_at(tmp_path, family, **FAMILIES[family])
     shape = [*shape_of("whole vocabulary", "true"), f"distill.teacher={teacher}"]
 
@@ -250,10 +203,9 @@ def test_a_larger_teacher_of_the_family_on_two_meshes(tmp_path, family):
 
     one = run(recipe_of("one", "train.micro_batch=12"))
     expected, expected_weights = trajectory(one), weights(one, 4)
-    for name, mesh in (("cut", "tp2+sp cp2"), ("ring", "cp2 ring")):
-        ranks, options = MESHES[mesh]
-        recipe = run(recipe_of(name, *overrides_of(ranks, options, "float64")), ranks)
-        assert_four(recipe, expected, expected_weights)
+    ranks, options = MESHES["tp2+sp cp2 ring"]
+    recipe = run(recipe_of("cut", *overrides_of(ranks, options, "float64")), ranks)
+    assert_four(recipe, expected, expected_weights)
 
 
 def assert_four(recipe, expected, expected_weights):
@@ -337,7 +289,7 @@ def topk_logits(rank, recipe, world_size, batch, k):
     assert not found["topk_logits"][~real].any() and found["topk_logits"].shape == (*real.shape, k)
 
 
-@pytest.mark.parametrize(("tp", "cp", "dp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize(("tp", "cp", "dp"), [(1, 1, 1), (2, 1, 2), (2, 2, 1)])
 def test_topk_logits_of_a_policy(tmp_path, tp, cp, dp):
     recipe = tiny_recipe(tmp_path, f"parallel.tp={tp}", f"parallel.cp={cp}", "train.global_batch=4")
     run_world(topk_logits, tp * cp * dp, recipe, tp * cp * dp, collate(rows(5)), 6)

@@ -93,45 +93,37 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("loss", [*LOSSES, "mixed"])
-def test_a_step_is_the_same_however_the_pairs_are_split(tmp_path, loss):
-    """Four pairs at once, 2 + 2 in two micro-batches, on two ranks, one by one on those, and packed in uneven rows."""
-    named = (f"dpo.loss={loss}", *OPTIONS.get(loss, ()))
-    if loss == "mixed":
-        named = ("dpo.loss=[sigmoid,sft,aot_unpaired]", "dpo.loss_weights=[0.7,0.2,0.5]")
-    more = ("dpo.sft_weight=0.3", "dpo.beta=0.5", "dpo.ld_alpha=0.25", *named)
-    whole = run_world(steps, 1, recipe_of(tmp_path, *more), 1)[0]
-    assert all(value == value for value in whole)
-    for world_size, micro, packing in ((1, 2, False), (1, 1, True), (2, 2, False), (2, 1, False), (2, 1, True)):
-        shape = (f"train.micro_batch={micro}", f"data.packing={str(packing).lower()}")
-        split = run_world(steps, world_size, recipe_of(tmp_path, *more, *shape), world_size)[0]
-        assert split == pytest.approx(whole, rel=1e-9, abs=1e-12), (world_size, micro, packing)
+def steps_of_each(rank, recipes, world_size):
+    return [steps(rank, recipe, world_size) for recipe in recipes]
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("loss", ["sigmoid", "aot_unpaired"])
-@pytest.mark.parametrize(
-    "dp, cp, tp, more",
-    [
-        (1, 2, 1, ()),
-        (1, 2, 1, ("parallel.cp_rotate=ring",)),
-        (1, 1, 2, ()),
-        (1, 1, 2, ("parallel.sequence_parallel=false",)),
-        (2, 1, 2, ()),
-        (2, 2, 1, ()),
-        (1, 2, 2, ()),
-        (3, 1, 1, ()),
-    ],
-)
-def test_a_step_is_the_same_on_every_mesh(tmp_path, loss, dp, cp, tp, more, packing):
-    family = "gemma3" if cp > 1 else "qwen3"
-    fixed = (f"dpo.loss={loss}", "dpo.sft_weight=0.3", f"data.packing={str(packing).lower()}")
-    if packing and loss == "sigmoid":
-        fixed += ("dpo.use_weighting=true",)
-    one = run_world(steps, 1, recipe_of(tmp_path, *fixed, family=family), 1)[0]
-    shape = (f"parallel.cp={cp}", f"parallel.tp={tp}", "train.micro_batch=2", f"train.global_batch={2 * dp}", *more)
-    mesh = run_world(steps, dp * cp * tp, recipe_of(tmp_path, *fixed, *shape, family=family), dp * cp * tp)[0]
-    assert mesh == pytest.approx(one, rel=1e-9, abs=1e-12)
+SPLITS = {
+    "2 + 2": (1, 2, False),
+    "packed one by one": (1, 1, True),
+    "two ranks": (2, 2, False),
+    "two ranks one by one": (2, 1, False),
+    "two ranks, packed in uneven rows": (2, 1, True),
+}
+
+
+def test_a_step_is_the_same_however_the_pairs_are_split(tmp_path):
+    """All losses: four pairs at once, and the ways of SPLITS. Meshes: tests/methods/test_every_method.py."""
+    named = {loss: (f"dpo.loss={loss}", *OPTIONS.get(loss, ())) for loss in LOSSES}
+    named["mixed"] = ("dpo.loss=[sigmoid,sft,aot_unpaired]", "dpo.loss_weights=[0.7,0.2,0.5]")
+    fixed = ("dpo.sft_weight=0.3", "dpo.beta=0.5", "dpo.ld_alpha=0.25")
+    recipes = {(loss, "whole"): recipe_of(tmp_path, *fixed, *more) for loss, more in named.items()}
+    for loss, more in named.items():
+        for split, (_, micro, packing) in SPLITS.items():
+            shape = (f"train.micro_batch={micro}", f"data.packing={str(packing).lower()}")
+            recipes[loss, split] = recipe_of(tmp_path, *fixed, *more, *shape)
+    values = {}
+    for world_size in (1, 2):
+        chosen = [key for key in recipes if SPLITS.get(key[1], (1,))[0] == world_size]
+        first, *_ = run_world(steps_of_each, world_size, [recipes[key] for key in chosen], world_size, timeout=300)
+        values |= dict(zip(chosen, first, strict=True))
+    for loss, split in recipes:
+        assert all(value == value for value in values[loss, "whole"])
+        assert values[loss, split] == pytest.approx(values[loss, "whole"], rel=1e-9, abs=1e-12), (loss, split)
 
 
 def by_hand(directory, other, weighting):

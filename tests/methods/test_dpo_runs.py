@@ -28,29 +28,6 @@ def fields_of(recipe):
     return [[row[name] for name in sorted(FIELDS)] for row in rows_of(recipe)]
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
-@pytest.mark.parametrize(
-    "world_size, shape",
-    [
-        (2, ()),
-        (3, ("train.global_batch=6",)),
-        (4, ("parallel.tp=2",)),
-        (4, ("parallel.cp=2", "parallel.tp=2", "parallel.cp_rotate=ring")),
-        (4, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "parallel.cp=2")),
-    ],
-)
-def test_a_run_is_the_same_on_every_mesh(tmp_path, world_size, shape, packing):
-    batch = [word for word in shape if word.startswith("train.global_batch")]
-    fixed = (f"data.packing={packing}", "train.micro_batch=2", "dpo.loss=[sigmoid,aot]")
-    one = recipe_of(tmp_path, *fixed, *batch, name="one")
-    mesh = recipe_of(tmp_path, *fixed, *shape, name="mesh")
-    run(one)
-    run(mesh, world_size)
-    assert_same(mesh, one, rtol=1e-9)
-    for found, expected in zip(fields_of(mesh), fields_of(one), strict=True):
-        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
-
-
 def test_a_pair_is_learnt_and_told(tmp_path):
     recipe = recipe_of(tmp_path, "train.steps=20", f"data.val.path={tmp_path}/val.jsonl", "train.validate_every=10")
     run(recipe)
@@ -62,19 +39,20 @@ def test_a_pair_is_learnt_and_told(tmp_path):
         assert row.keys() == {"step", "val_loss", *(f"val_{name}" for name in FIELDS)}
 
 
-@pytest.mark.parametrize("batch", [2, 4, 7])
-def test_validation_is_one_number_whatever_the_batch_and_the_mesh(tmp_path, batch):
+def test_validation_is_one_number_whatever_the_batch_and_the_mesh(tmp_path):
     fixed = (f"data.val.path={tmp_path}/val.jsonl", "train.validate_every=2", "train.steps=2", "optimizer.lr=1e-30")
     whole = recipe_of(tmp_path, *fixed, name="whole")
-    split = recipe_of(tmp_path, *fixed, f"train.global_batch={2 * batch}", "train.micro_batch=1", name="split")
+    split = recipe_of(tmp_path, *fixed, "train.global_batch=14", "train.micro_batch=1", name="split")
     run(whole)
     run(split, 2)
     (one,), (other,) = rows_of(whole, "val_loss"), rows_of(split, "val_loss")
     assert other == pytest.approx(one, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("more", [(), ("dpo.sync_every=2", "dpo.sync_mix=0.3"), ("dpo.precompute=true",)])
-@pytest.mark.parametrize("world_size, packing", [(1, "true"), (2, "false")])
+@pytest.mark.parametrize(
+    "world_size, packing, more",
+    [(1, "true", ("dpo.precompute=true",)), (2, "false", ("dpo.sync_every=2", "dpo.sync_mix=0.3"))],
+)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, world_size, packing, more):
     shape = ("train.dtype=float32", f"data.packing={packing}", "checkpoint.every=3", *more)
     whole = recipe_of(tmp_path, *shape, name="whole")
@@ -112,8 +90,7 @@ def test_a_damaged_table_is_made_again(tmp_path, harm):
     assert trajectory(second) == trajectory(first) and file.read_bytes() == whole
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
-@pytest.mark.parametrize("more", [(), ("dpo.ld_alpha=0.5",), ("dpo.loss=aot_unpaired",)])
+@pytest.mark.parametrize("packing, more", [("true", ("dpo.ld_alpha=0.5",)), ("false", ("dpo.loss=aot_unpaired",))])
 def test_what_is_precomputed_is_what_the_reference_says(tmp_path, packing, more):
     fixed = (f"data.packing={packing}", f"data.val.path={tmp_path}/val.jsonl", "train.validate_every=3", *more)
     live = recipe_of(tmp_path, *fixed, name="live")

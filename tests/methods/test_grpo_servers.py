@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dtrain.base.errors import Unavailable, UserError
-from tests.methods.test_grpo_runs import assert_rows_close, assert_same_samples, lines
-from tests.running import assert_same, interrupt, run
+from tests.methods.comparing import assert_same_metrics, assert_same_samples
+from tests.running import assert_same, interrupt, metrics, run
 from tests.serve.serving import Process, ask, controlled, key_file, make_model, wait_until
 from tests.tiny import tiny_grpo
 
@@ -44,13 +44,13 @@ def test_a_run_over_a_server_is_the_run_of_the_native_engine(tmp_path, server, w
     assert [row.pop("version") for row in rows] == [row["step"] - 1 for row in rows]  # as many steps as went before
     samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert_same_samples(served, native)
-    assert_rows_close(served, native)
+    assert_same_metrics(served, native)
 
 
 def test_rollouts_ahead_are_of_older_weights_within_bounds(tmp_path, server):
     recipe = over_http(tmp_path, server, "grpo.max_off_policy_steps=2", "grpo.server.weights=broadcast", name="ahead")
     run(recipe)
-    rows = [row for row in lines(recipe) if "loss" in row]
+    rows = [row for row in metrics(recipe) if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[0]["mismatch_kl"] == pytest.approx(0, abs=1e-9) and any(row["mismatch_kl"] > 1e-9 for row in rows[2:])
     assert ask(server.url, "/health")[1]["status"] == "ok"
@@ -71,7 +71,7 @@ def test_a_server_that_dies_ends_the_run_in_its_name_with_the_state_saved(tmp_pa
     with pytest.raises(Unavailable, match=process.url):
         run(recipe)
     killing.join()
-    last = [row["step"] for row in lines(recipe) if "loss" in row][-1]
+    last = [row["step"] for row in metrics(recipe) if "loss" in row][-1]
     assert (Path(recipe.run.dir) / "dead" / "checkpoints" / f"step-{last}").is_dir()
 
 
@@ -93,7 +93,7 @@ def test_replay_changes_nothing_where_server_and_trainer_have_the_same_weights(t
     run(native)
     run(served)
     assert_same(served, native, rtol=1e-9)
-    assert [row["router_replay_differs"] for row in lines(served) if "loss" in row] == [0, 0, 0]
+    assert [row["router_replay_differs"] for row in metrics(served) if "loss" in row] == [0, 0, 0]
 
 
 def test_a_replayed_run_resumes_within_a_rollout_on_another_mesh(tmp_path, mixture):
@@ -108,8 +108,8 @@ def test_a_replayed_run_resumes_within_a_rollout_on_another_mesh(tmp_path, mixtu
     with pytest.raises(UserError, match=r"within a rollout(.|\n)*grpo.router_replay: true -> false"):
         run(off)
     run(over_http(tmp_path, mixture, *shape, "parallel.ep=2", name="resumed", family="qwen3-moe"), 2)
-    assert_rows_close(resumed, whole)
-    differing = [row["router_replay_differs"] for row in lines(whole) if "loss" in row]
+    assert_same_metrics(resumed, whole)
+    differing = [row["router_replay_differs"] for row in metrics(whole) if "loss" in row]
     assert differing[::2] == [0, 0] and min(differing[1::2]) > 0.01
 
 

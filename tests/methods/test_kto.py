@@ -104,40 +104,6 @@ def test_the_first_step_is_that_of_transformers(tmp_path):
     )
 
 
-MESHES = {
-    "two micro-batches": (1, ("train.micro_batch=4",)),
-    "dp3": (3, ("train.micro_batch=2",)),
-    "cp2 tp2": (4, ("parallel.cp=2", "parallel.tp=2", "parallel.cp_rotate=ring")),
-    "hsdp": (4, ("parallel.dp_replicate=2", "parallel.dp_shard=2", "train.micro_batch=3")),
-}
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """By packing: the recipe of a run of one process, with validation."""
-    root = tmp_path_factory.mktemp("kto")
-    recipe_of(root)
-    val = (f"data.val.path={root / 'labelled.jsonl'}", "train.validate_every=3")
-    found = {}
-    for packing in ("false", "true"):
-        more = (*val, f"data.packing={packing}")
-        found[packing] = more, run(recipe_of(root, *more, name=f"one-{packing}"))
-    return root, found
-
-
-@pytest.mark.parametrize("packing", ["false", "true"])
-@pytest.mark.parametrize("mesh", MESHES)
-def test_every_mesh_trains_and_validates_as_one_process(mesh, packing, one_process):
-    root, found = one_process
-    fixed, one = found[packing]
-    ranks, shape = MESHES[mesh]
-    ours = run(recipe_of(root, *fixed, *shape, name=f"{mesh.replace(' ', '-')}-{packing}"), ranks)
-    for mine, expected in zip(metrics(ours), metrics(one), strict=True):
-        names = [name for name in expected if name in FIELDS or name.startswith("val_")]
-        assert [mine[name] for name in names] == pytest.approx([expected[name] for name in names], rel=EXACT)
-    assert sum(row["kl"] > 0 for row in metrics(one) if "kl" in row) > 0
-
-
 def test_validation_does_not_depend_on_the_batch_and_a_resumed_run_goes_on(tmp_path):
     recipe_of(tmp_path)
     val = (f"data.val.path={tmp_path / 'labelled.jsonl'}", "train.validate_every=3", "train.steps=3")

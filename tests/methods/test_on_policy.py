@@ -12,13 +12,13 @@ from dtrain.losses import forward_kl
 from dtrain.methods import student
 from dtrain.models.read_config import read_config
 from dtrain.run.preflight import preflight
+from tests.methods.comparing import assert_same_run
 from tests.methods.test_distill import teacher_at
 from tests.running import assert_same, metrics, run, trajectory, weights
 from tests.tiny import VOCAB, tiny_recipe
 
 FIXED = ("train.steps=4", "train.micro_batch=2", "distill.prompts_per_step=16", "distill.sampling.temperature=0.8")
 HALF = (*FIXED, "distill.student_share=0.5", "distill.kl=jsd", "distill.jsd_beta=0.3")
-CLOCKS = {"tokens_per_sec", "mfu", "mem_gib", "step_time", "data_time", "rollout_time", "train_time"}
 
 
 def write_answers(path, count=40):
@@ -44,10 +44,6 @@ def recipe_at(root, *overrides, name="run", **options):
         "distill.sampling.max_new_tokens=6",
     ]
     return tiny_recipe(root, *section, *overrides, name=name, **options)
-
-
-def without_clocks(recipe):
-    return [{key: row[key] for key in row.keys() - CLOCKS} for row in metrics(recipe)]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
@@ -81,25 +77,12 @@ def test_the_same_completions_from_a_file_give_the_same_bits(tmp_path, monkeypat
         assert torch.equal(found[name], right), name
 
 
-MESHES = [
-    (3, ("train.global_batch=6", "distill.prompts_per_step=12", "data.packing=true"), "qwen3"),
-    (4, ("parallel.tp=2", "parallel.cp=2", "data.packing=false"), "qwen3"),
-    (4, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "parallel.cp=2", "parallel.cp_rotate=ring"), "qwen3"),
-    (2, ("parallel.ep=2", "data.packing=false"), "qwen3-moe"),
-]
-
-
-@pytest.mark.parametrize(("ranks", "shape", "family"), MESHES)
-def test_every_mesh_gives_the_numbers_of_one_process(tmp_path, ranks, shape, family):
-    sizes = [word for word in shape if not word.startswith("parallel.")]
-    validated = ("data.val.path=${data.train.path}", "train.validate_every=4")
-    one = run(recipe_at(tmp_path, *HALF, *validated, *sizes, family=family, name="one"))
-    mesh = run(recipe_at(tmp_path, *HALF, *validated, *shape, family=family, name="mesh"), ranks)
-    assert_same(mesh, one, rtol=1e-9)
-    for mine, right in zip(without_clocks(mesh), without_clocks(one), strict=True):
-        assert mine == pytest.approx(right, rel=1e-9, abs=1e-12)
-    samples = [(tmp_path / "runs" / name / "samples.jsonl").read_text() for name in ("one", "mesh")]
-    assert samples[0] == samples[1] and len(samples[0].splitlines()) == (12 if "train.global_batch=6" in shape else 16)
+def test_experts_over_ranks_give_the_numbers_of_one_process(tmp_path):
+    """Other meshes: tests/methods/test_every_method.py."""
+    fixed = (*HALF, "data.packing=false", "checkpoint.every=4")
+    one = run(recipe_at(tmp_path, *fixed, family="qwen3-moe", name="one"))
+    mesh = run(recipe_at(tmp_path, *fixed, "parallel.ep=2", family="qwen3-moe", name="mesh"), 2)
+    assert_same_run(mesh, one)
 
 
 def test_a_run_goes_on_inside_a_rollout(tmp_path):

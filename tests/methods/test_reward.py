@@ -21,7 +21,7 @@ from dtrain.inference.generate import load
 from dtrain.launch.start import dry_run
 from dtrain.methods.reward import at_the_ends
 from dtrain.run.preflight import preflight
-from tests.running import MESHES, assert_parity, metrics, overrides_of, run, trajectory, weights
+from tests.running import assert_parity, metrics, run, trajectory, weights
 from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs, write_rows
 
 AUTO = transformers.AutoModelForSequenceClassification
@@ -92,7 +92,7 @@ OTHERS = [("pairs", "qwen3-moe"), ("classes", "mixtral"), ("numbers", "gpt-oss")
         ("pairs", "qwen3"),
         ("classes", "llama"),
         ("numbers", "gemma3"),
-        *(one for one in OTHERS),
+        *OTHERS,
     ],
 )
 def test_a_step_is_transformers_and_its_export_too(tmp_path, task, family):
@@ -193,39 +193,6 @@ def test_weights_of_another_head_are_refused(tmp_path):
         run(recipe_at(tmp_path, "numbers", f"checkpoint.init_from={speaks.run.directory}", name="other"))
     with pytest.raises(UserError, match="is of a model that rates texts"):
         run(tiny_recipe(tmp_path, f"checkpoint.init_from={rates.run.directory}", name="another"))
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    root, done = tmp_path_factory.mktemp("reward"), {}
-
-    def reference(*kind):
-        if kind not in done:
-            recipe = run(parity_recipe(root, *kind, "train.micro_batch=12", name="-".join(map(str, kind))))
-            done[kind] = trajectory(recipe), weights(recipe)
-        return root, *done[kind]
-
-    return reference
-
-
-def parity_recipe(root, task, packing, *overrides, name):
-    shape = ["train.global_batch=12", "train.steps=10", "checkpoint.every=10", f"data.packing={packing}"]
-    return recipe_at(root, task, *shape, *overrides, name=name)
-
-
-TASKS = ("pairs", "classes", "numbers")
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_the_same_numbers_on_every_mesh(one_process, mesh):
-    """Each mesh with one task, packed or padded."""
-    number = list(MESHES).index(mesh)
-    kind = TASKS[number % 3], ("true", "false")[number // 3 % 2]
-    root, *expected = one_process(*kind)
-    ranks, options = MESHES[mesh]
-    overrides = overrides_of(ranks, options, "float64")
-    recipe = parity_recipe(root, *kind, *overrides, name=f"{mesh}-{kind}".replace(" ", "-"))
-    assert_parity(run(recipe, ranks), *expected)
 
 
 def test_numbers_and_names_of_columns_are_read_as_files_have_them(tmp_path):

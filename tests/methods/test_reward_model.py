@@ -12,8 +12,9 @@ from dtrain.base.errors import UserError
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan
 from dtrain.run.preflight import preflight
-from tests.methods.test_grpo_runs import RICH, assert_rows_close, assert_same_samples, lines
-from tests.running import assert_same, run
+from tests.methods.comparing import assert_same_run, samples_of
+from tests.methods.test_grpo_runs import RICH
+from tests.running import metrics, run
 from tests.tiny import VOCAB, save_weights, tiny_grpo, write_model
 
 TEMPLATE = (
@@ -63,7 +64,7 @@ def test_it_gives_what_transformers_gives(tmp_path):
     _, oracle = reward_model(tmp_path)
     found = recipe_at(tmp_path, "grpo.reward_model.weight=0.5", rewards="[{fn: tests.methods.judges.even}]")
     run(found)
-    rows = lines(found, "samples")
+    rows = samples_of(found)
     assert len(rows) >= 16
     for row in rows:
         words = f"{row['prompt']}{row['completion']}".split()
@@ -73,26 +74,14 @@ def test_it_gives_what_transformers_gives(tmp_path):
         assert row["rewards"]["reward_model"] == pytest.approx(score, rel=2e-5, abs=1e-5)
         assert row["reward"] == pytest.approx(0.5 * score + row["rewards"]["even"], rel=2e-5, abs=1e-5)
     assert len({round(row["reward"], 6) for row in rows}) > 8
-    assert {"reward/reward_model", "reward/even"} <= lines(found)[0].keys()
+    assert {"reward/reward_model", "reward/even"} <= metrics(found)[0].keys()
 
 
-MESHES = [
-    (3, ("train.global_batch=6", "grpo.prompts_per_step=3", "grpo.group_size=2")),
-    (4, ("parallel.cp=2", "parallel.tp=2", "data.packing=true")),
-    (4, ("parallel.dp_replicate=2", "parallel.dp_shard=2", "grpo.dynamic_batch=true")),
-]
-
-
-@pytest.mark.parametrize("world_size, shape", MESHES)
-def test_a_run_is_the_same_on_every_mesh(tmp_path, world_size, shape):
+def test_a_run_on_a_mesh_is_that_of_one_process(tmp_path):
     reward_model(tmp_path)
-    sizes = [word for word in shape if not word.startswith("parallel.")]
-    one, mesh = recipe_at(tmp_path, *RICH, *sizes, name="one"), recipe_at(tmp_path, *RICH, *shape, name="mesh")
-    run(one)
-    run(mesh, world_size)
-    assert_same(mesh, one, rtol=1e-9)
-    assert_rows_close(mesh, one)
-    assert_same_samples(mesh, one)
+    one = run(recipe_at(tmp_path, *RICH, "checkpoint.every=3", name="one"))
+    shape = ("parallel.cp=2", "parallel.tp=2", "data.packing=true", "checkpoint.every=3")
+    assert_same_run(run(recipe_at(tmp_path, *RICH, *shape, name="mesh"), 4), one)
 
 
 def test_conversations_are_read_with_its_own_template(tmp_path):
@@ -102,7 +91,7 @@ def test_conversations_are_read_with_its_own_template(tmp_path):
     template = "{% for m in messages %}{{ m.content ~ ' ' }}{% endfor %}"  # the policy's is another
     (found.model.directory / "chat_template.jinja").write_text(template)
     run(found)
-    for row in lines(found, "samples"):
+    for row in samples_of(found):
         words = f"user {row['prompt'][0]['content']} w1 assistant {row['completion']} w1".split()
         with torch.no_grad():
             score = oracle(torch.tensor([[number(word) for word in words]])).logits.item()
@@ -117,8 +106,7 @@ def test_another_template_of_it_is_told_at_a_resume(tmp_path):
         run(recipe_at(tmp_path, "checkpoint.every=2", "checkpoint.resume=auto"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("weight", [1e308, float("nan")])
+@pytest.mark.parametrize(("world_size", "weight"), [(1, 1e308), (2, float("nan"))])
 def test_scores_that_are_no_numbers_end_the_run_in_a_line(tmp_path, world_size, weight):
     directory, made = reward_model(tmp_path)
     with torch.no_grad():

@@ -12,7 +12,7 @@ from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
-from tests.methods.test_grpo_runs import lines
+from tests.methods.comparing import samples_of
 from tests.running import metrics, run
 from tests.serve.serving import ask
 from tests.serve.test_classify import serving
@@ -118,7 +118,7 @@ def test_every_reader_reads_where_transformers_does(tmp_path, form):
     options = [f"data.train.path={asked}", f"grpo.reward_model.path={directory}", "grpo.rewards=[]", "train.steps=2"]
     options += ["data.max_length=128"]
     found = run(tiny_grpo(tmp_path, *options, name="drawn"))
-    rows = lines(found, "samples")
+    rows = samples_of(found)
     answered = [[*row["prompt"], {"role": "assistant", "content": row["completion"]}] for row in rows]
     right = scores_of(oracle, directory, answered)
     torch.testing.assert_close(torch.tensor([row["reward"] for row in rows]).double(), right, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,101 @@
+"""Every method on every mesh has the numbers of one process: each pair of options meets in a run.
+
+All fields of metrics.jsonl but times, the completions and the weights after the last step, relative: 1e-9 in float64.
+tests/test_every_pair.py does the same for the options of SFT.
+"""
+
+from functools import partial
+
+import pytest
+
+from tests.covering import covering, worlds
+from tests.methods.comparing import assert_same_run
+from tests.methods.recipes import METHODS, recipe_of
+from tests.running import assert_each, run, run_all
+from tests.tiny import tiny_grpo
+
+# Options that decide numbers: the one process has them too.
+MODEL = {
+    "method": {name: [] for name in METHODS if name != "sft"},
+    "family": {"qwen3": [], "gemma3": [], "qwen3-moe": [], "qwen3.5": []},
+    "rows": {"packed": ["data.packing=true"], "padded": ["data.packing=false"]},
+    "trained": {"all": [], "LoRA": ["lora={rank: 4, dropout: 0.2}"]},
+}
+# Options that change no number: the one process has none of them.
+MESH = {
+    "mesh": {
+        "dp3": [],
+        "dp2 tp2": ["parallel.tp=2"],
+        "tp2 cp2": ["parallel.tp=2", "parallel.cp=2", "parallel.cp_rotate=ring"],
+        "replicated 2 cp2": ["parallel.dp_replicate=2", "parallel.dp_shard=1", "parallel.cp=2"],
+    },
+    "micro-batches": {
+        "whole": ["train.micro_batch=4"],
+        "of one row": ["train.micro_batch=1"],
+        "by tokens": ["train.micro_batch=1", "train.dynamic_batch=true"],
+    },
+    "checkpointing": {name: [f"train.activation_checkpointing={name}"] for name in ("none", "full")},
+}
+AXES = MODEL | MESH
+# A model of rewards trains its head beside an adapter; one of a mixture with an adapter needs its own targets.
+HEAD = "lora.modules_to_save=[score]"
+
+
+def ranks_of(case):
+    return 3 if case["mesh"] == "dp3" else 4
+
+
+def can_run(case):
+    is_packed = case.get("rows") == "packed"
+    starts_from_files = case.get("method") == "kto"
+    return not (is_packed and case.get("micro-batches") == "by tokens") and not (
+        starts_from_files and case.get("family", "qwen3") != "qwen3"
+    )
+
+
+CASES = covering({name: [*values] for name, values in AXES.items()}, allows=can_run)
+
+
+def overrides_of(case, axes):
+    chosen = [option for axis, values in axes.items() for option in values[case[axis]]]
+    if case["trained"] == "LoRA" and case["method"] in ("pairs", "classes", "numbers"):
+        chosen.append(HEAD)
+    return chosen
+
+
+@pytest.mark.parametrize("cases", [pytest.param(cases, id=name) for name, cases in worlds(CASES, ranks_of, 5)])
+def test_runs_on_meshes_are_those_of_one_process(tmp_path, cases):
+    alone, on_mesh = [], []
+    for number, case in enumerate(cases):
+        root = tmp_path / str(number)
+        root.mkdir()
+        shape = {"family": case["family"]}
+        alone.append(
+            recipe_of(root, case["method"], *overrides_of(case, MODEL), "train.micro_batch=12", name="alone", **shape)
+        )
+        on_mesh.append(recipe_of(root, case["method"], *overrides_of(case, AXES), name="mesh", **shape))
+    run_all(alone)
+    run_all(on_mesh, ranks_of(cases[0]))
+    assert_each(
+        [
+            (", ".join(case.values()), partial(assert_same_run, *runs))
+            for *runs, case in zip(on_mesh, alone, cases, strict=True)
+        ]
+    )
+
+
+LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "gspo_token", "cispo", "sapo", "luspo", "vespo", "dppo_tv"]
+LOSSES += ["dppo_kl", "gmpo", "reinforce"]
+
+
+def test_losses_of_grpo_do_not_depend_on_the_split(tmp_path):
+    """One micro-batch of eight padded rows, against packed rows one by one on two ranks."""
+    whole, split = [], []
+    for loss in LOSSES:
+        fixed = (f"grpo.loss={loss}", "grpo.clip=[0.2,5.0]" if loss == "cispo" else "grpo.beta=0", "train.steps=2")
+        fixed += ("checkpoint.every=2", "scheduler.warmup_steps=0")
+        padded = ("data.packing=false", "train.micro_batch=8")
+        whole.append(run(tiny_grpo(tmp_path, *fixed, *padded, name=f"{loss} whole")))
+        split.append(tiny_grpo(tmp_path, *fixed, "data.packing=true", "train.micro_batch=1", name=f"{loss} split"))
+    run_all(split, 2)
+    assert_each([(loss, partial(assert_same_run, *runs)) for *runs, loss in zip(split, whole, LOSSES, strict=True)])
