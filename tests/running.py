@@ -127,8 +127,8 @@ def assert_same_rows(rows: Sequence[Row], expected: Sequence[Row], loss: float, 
     for step, (row, right) in enumerate(zip(rows, expected, strict=True), 1):
         where = f"{name}, step {step}"
         assert row[2:] == right[2:], f"{where}: rate, tokens and token accuracy"
-        assert distance(row[0], right[0]) <= loss, f"{where}: loss {row[0]} for {right[0]}"
-        assert distance(row[1], right[1]) <= norm, f"{where}: gradient norm {row[1]} for {right[1]}"
+        assert abs(row[0] - right[0]) <= loss * abs(right[0]), f"{where}: loss {row[0]} for {right[0]}"
+        assert abs(row[1] - right[1]) <= norm * abs(right[1]), f"{where}: gradient norm {row[1]} for {right[1]}"
 
 
 def assert_same_weights(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float) -> None:

@@ -5,7 +5,7 @@
     tools/mutants.py losses.toml "mask"  those of a file, or with words in their name
     tools/mutants.py --whole NAME        the whole suite instead of the tests that a mutation names
 
-A mutation names a file, a text that stands there once, what replaces it, and the tests that must fail then. Each runs in
+A mutation names a file, a text that stands there once, what replaces it, and the tests that must fail. Each runs in
 a copy of the tree. A line each: caught, or MISSED; the exit status is 1 where one was missed.
 """
 

@@ -41,8 +41,12 @@ METHODS = {
 
 
 def recipe_of(root, method: str, *overrides: str, name: str, family: str = "qwen3") -> Recipe:
-    """Return a recipe of METHODS: 4 steps of 12 samples in float64, validated and saved at the last."""
+    """Return a recipe of METHODS: 4 steps of 12 samples in float64, validated and saved at the last.
+
+    That of KTO has a model of qwen3 in files.
+    """
     make, options = METHODS[method]
     steps = ("train.steps=4", "checkpoint.every=4", "scheduler.warmup_steps=0", "train.global_batch=12")
     validated = ("data.val.path=${data.train.path}", "train.validate_every=4")
-    return make(root, *options, *steps, *validated, *overrides, name=name, family=family)
+    shape = {} if method == "kto" else {"family": family}
+    return make(root, *options, *steps, *validated, *overrides, name=name, **shape)

@@ -16,9 +16,9 @@ VAL = ("data.val.path=${data.train.path}", "train.validate_every=2")
 
 def test_precomputed_log_probabilities_are_those_of_fixed_micro_batches(tmp_path):
     fixed = ("data.packing=false", "train.micro_batch=1")
-    one = run(recipe_of(tmp_path, "dpo", *fixed, name="one"))
+    one = run(recipe_of(tmp_path, "dpo over the batch", *fixed, name="one"))
     precomputed = ("train.dynamic_batch=true", "dpo.precompute=true")
-    two = run(recipe_of(tmp_path, "dpo", *fixed, *precomputed, name="two"), 2)
+    two = run(recipe_of(tmp_path, "dpo over the batch", *fixed, *precomputed, name="two"), 2)
     assert_same_metrics(two, one)
 
 

@@ -30,14 +30,15 @@ MESH = {
         "replicated 2 cp2": ["parallel.dp_replicate=2", "parallel.dp_shard=1", "parallel.cp=2"],
     },
     "micro-batches": {
-        "whole": ["train.micro_batch=4"],
+        "whole": [],
         "of one row": ["train.micro_batch=1"],
         "by tokens": ["train.micro_batch=1", "train.dynamic_batch=true"],
     },
     "checkpointing": {name: [f"train.activation_checkpointing={name}"] for name in ("none", "full")},
 }
 AXES = MODEL | MESH
-# A model of rewards trains its head beside an adapter; one of a mixture with an adapter needs its own targets.
+DP = {"dp3": 3, "dp2 tp2": 2, "tp2 cp2": 1, "replicated 2 cp2": 2}
+# A model of rewards trains its head beside an adapter.
 HEAD = "lora.modules_to_save=[score]"
 
 
@@ -58,6 +59,8 @@ CASES = covering({name: [*values] for name, values in AXES.items()}, allows=can_
 
 def overrides_of(case, axes):
     chosen = [option for axis, values in axes.items() for option in values[case[axis]]]
+    if axes is AXES and case["micro-batches"] == "whole":
+        chosen.append(f"train.micro_batch={12 // DP[case['mesh']]}")
     if case["trained"] == "LoRA" and case["method"] in ("pairs", "classes", "numbers"):
         chosen.append(HEAD)
     return chosen

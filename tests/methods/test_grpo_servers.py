@@ -60,10 +60,10 @@ def test_a_server_that_dies_ends_the_run_in_its_name_with_the_state_saved(tmp_pa
     process = Process(make_model(tmp_path, 1), "--max-rows", "8", *controlled(tmp_path))
     changes = ("grpo.server.retries=0", "grpo.server.timeout=5", "train.steps=100000", "checkpoint.every=100000")
     recipe = over_http(tmp_path, process, *changes, name="dead")
-    metrics = Path(recipe.run.dir) / "dead" / "metrics.jsonl"
+    file = Path(recipe.run.dir) / "dead" / "metrics.jsonl"
 
     def kill():
-        wait_until(lambda: metrics.exists() and '"loss"' in metrics.read_text(), 60)
+        wait_until(lambda: file.exists() and '"loss"' in file.read_text(), 300)
         process.kill()
 
     killing = threading.Thread(target=kill)
