@@ -3,11 +3,13 @@
 import json
 import os
 import time
+import tracemalloc
 
 import pytest
 
 from dtrain import data, models
 from dtrain.base.errors import UserError
+from dtrain.base.json_files import OWN, read_text
 from dtrain.base.model_directory import indexed_files
 from dtrain.models.read_config import read_config
 from dtrain.run.preflight import preflight
@@ -156,3 +158,21 @@ def test_a_template_that_is_no_utf_8_or_no_template_is_named(tmp_path, directory
             data.choose_template(directory, {})
         with pytest.raises(UserError, match=str(path)):
             data.choose_template(tmp_path, {}, str(path))
+
+
+def test_a_small_file_takes_little_memory_whatever_the_limit(tmp_path):
+    (tmp_path / "a.json").write_text("{}")
+    tracemalloc.start()
+    try:
+        assert read_text(tmp_path / "a.json", OWN) == "{}"
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 1 << 22
+
+
+def test_a_file_of_several_pieces_is_read_up_to_the_limit(tmp_path):
+    (tmp_path / "a.txt").write_text("é" * 1_500_000)
+    assert read_text(tmp_path / "a.txt", 3_000_000) == "é" * 1_500_000
+    with pytest.raises(UserError, match="a.txt is larger than 2 MiB"):
+        read_text(tmp_path / "a.txt", 2_999_999)

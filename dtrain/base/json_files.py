@@ -13,6 +13,7 @@ from dtrain.base.errors import UserError
 DEPTH = 100  # levels; what walks a value later may recurse
 PARTS = 100_000_000  # entries of all lists and objects together
 SMALL, LARGE, OWN = 1 << 24, 1 << 27, 1 << 33  # bytes: of a configuration, a vocabulary, a file of dtrain's own
+_BLOCK = 1 << 20  # bytes read at once
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
 _KINDS[type(None)] = "null"
 
@@ -68,7 +69,9 @@ def read_text(path: Path, most: int = SMALL) -> str:
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is a directory or a device; a file belongs there")
         with path.open("rb") as stream:
-            text = stream.read(most + 1)
+            text = bytearray()
+            while block := stream.read(min(_BLOCK, most + 1 - len(text))):  # read(n) allocates n bytes first
+                text += block
         if len(text) > most:
             raise UserError(f"{path} is larger than {most >> 20} MiB, more than such a file has; is it the right one?")
         return text.decode("utf-8")

@@ -20,7 +20,7 @@ from dtrain.base.gpus import free_memory
 from dtrain.base.ranks import Ranks
 from dtrain.data.rows.rows import deal
 from dtrain.inference.cached_attention import Prefill
-from dtrain.inference.engine import Engine, Peers
+from dtrain.inference.engine import Engine, Peers, at_rest
 from dtrain.inference.kv_cache import KeyValues, choose_budget
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
 from dtrain.models.common.decoder import CausalLM
@@ -105,10 +105,11 @@ class NativeEngine(RolloutEngine):
             completions: list[Completion] | None = None
             with suppress(Interrupted):
                 completions = engine.generate(mine)
-            while peers.others_go_on():  # a forward on nothing, for the weights or the experts that the others need
-                store = KeyValues([None] * self.model.config.num_hidden_layers)
-                token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-                self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device))
+            with at_rest(self.model):
+                while peers.others_go_on():  # a forward on nothing, for the weights or the experts that the others need
+                    store = KeyValues([None] * self.model.config.num_hidden_layers)
+                    token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+                    self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device))
         everywhere = Ranks(self.mesh.dp_cp.get_group()).every(lambda: completions) if ranks > 1 else [completions]
         by_index: dict[int, Completion] = {}
         for share, drawn in zip(shares, everywhere, strict=True):

@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from dtrain.base.errors import UserError
+from dtrain.data.formats.formats import normalise
 from dtrain.data.sources import files
 
 ROWS = [{"text": f"row {number}\nüber", "n": number} for number in range(700)]
@@ -132,6 +133,30 @@ def test_names_that_stand_in_two_structs_are_no_mistake(tmp_path):
     table = pyarrow.Table.from_arrays([struct("x"), struct("x"), pyarrow.array(["c"])], names=["a", "b", "x"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet") == [(1, {"a": {"x": "x"}, "b": {"x": "x"}, "x": "c"})]
+
+
+def calling(name, arguments, schema, case):
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": schema}}}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    return {"messages": messages, "tools": [tool], "case": case}
+
+
+def test_nulls_that_parquet_fills_in_are_no_arguments_of_tools(tmp_path):
+    """A struct column gives each call the keys of all calls. In JSON a null is what somebody wrote."""
+    text, number = {"type": "string"}, {"type": "number", "enum": [1, None]}
+    rows = [
+        calling("weather", {"city": "Bonn", "when": {"day": 1}}, {"city": text}, {"given": 1}),
+        calling("add", {"x": 1, "y": [None, 2]}, {"x": number}, {"wanted": 3}),
+        calling("stop", {}, {}, {}),
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = [row for _, row in read(tmp_path / "a.parquet")]
+    assert [normalise(row, "messages") for row in found] == [normalise(row, "messages") for row in rows]
+    assert found[0]["case"] == {"given": 1, "wanted": None}  # of a reward's, which may read either key
+    row = calling("weather", {"city": "Bonn", "when": None}, {}, {})
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    assert read(tmp_path / "a.jsonl") == [(1, row)]
 
 
 def test_gzip(tmp_path):

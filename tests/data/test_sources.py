@@ -8,9 +8,13 @@ import pytest
 
 from dtrain.base.errors import UserError
 from dtrain.commands.preview import preview
+from dtrain.data.formats.labels import Label
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.methods import load_recipe
+from dtrain.run.host import DryHost
+from dtrain.run.spec import RunSpec, World
+from dtrain.run.stages import first_rows
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 
@@ -106,6 +110,43 @@ def test_notes_about_templates(tmp_path, model):
     )
     _, said = opened(model, section(train=split(file), chat_template=str(tmp_path / "a.jinja")))
     assert "today's date" in said and "no end-of-turn token" in said and "a.jinja (data.chat_template)" in said
+
+
+@pytest.mark.parametrize("template, eos, words", [
+    (templates.QWEN25, "<|im_end|>", []),
+    (templates.QWEN25, "<|endoftext|>", ["ends a reply with '<|im_end|>', which is no EOS token", "'<|endoftext|>'"]),
+    (templates.QWEN25, None, ["which is no EOS token of the model (none is named)"]),
+    (templates.GENERATION, "<|im_end|>", ["leaves the end of a reply, '<|im_end|>', untrained", "{% generation %}"]),
+    (templates.GENERATION.replace("{% endgeneration %}", "<|im_end|>{% endgeneration %}"), "<|im_end|>", []),
+    (templates.LLAMA2, "</s>", []),
+    (templates.OLMO3, "</s>", []),
+])  # fmt: skip
+def test_replies_that_do_not_end_as_a_generation_does_are_noted(tmp_path, template, eos, words):
+    model = save(tmp_path / "model", byte_level(), template, eos_token=eos)
+    file = str(write_jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [*CHAT, *CHAT]}]))
+    _, said = opened(model, section(train=split(file), val=split(file)))
+    notes = [line for line in said.splitlines() if line.startswith("note: the chat template")]
+    assert len(notes) == bool(words) and all(word in note for word, note in zip(words, notes * 2, strict=False)), said
+    data = {"train": {"path": file}, "max_length": 64}
+    recipe = load_recipe({"data": data, "model": {"path": str(model)}, "run": {"dir": str(tmp_path / "runs")}})
+    spec = RunSpec(recipe, World(1))
+    first_rows.resolve(spec, DryHost())
+    assert [line for line in spec.notes if "chat template" in line] == notes
+
+
+def test_endings_are_not_noted_where_no_reply_is_generated_or_the_template_writes_none(tmp_path):
+    model = save(tmp_path / "model", byte_level(), templates.QWEN25, eos_token="</s>")
+    pair = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [{"role": "assistant", "content": "No."}], "margin": 1}
+    plain = {"prompt": "two and", "completion": " two"}
+    for row, kind, label, wanted in (
+        (pair, "pairs", None, True),
+        (pair, "pairs", Label("margin"), False),
+        ({"messages": CHAT, "label": 1}, "examples", Label("label", 2), False),
+        (plain, "examples", None, False),
+    ):
+        file = str(write_jsonl(tmp_path / "a.jsonl", [row] * 2))
+        _, said = opened(model, section(train=split(file)), kind=kind, label=label)
+        assert ("note: the chat template" in said) is wanted, said
 
 
 def test_preview(tmp_path, model):

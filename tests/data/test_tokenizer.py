@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dtrain.base.errors import UserError
 from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.inference.generate import encode_prompt
 from tests.data.makers import CORPUS, byte_level, metaspace, save
 
 
@@ -17,7 +18,7 @@ from tests.data.makers import CORPUS, byte_level, metaspace, save
 def test_ids_and_text_equal_transformers(tmp_path, make):
     save(tmp_path, make(), pad_token="<unk>")
     ours, theirs = Tokenizer.from_directory(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    for text in [*CORPUS[:3], "", " <|eot_id|> two  spaces", "<s>é"]:
+    for text in [*CORPUS[:3], "", " <|eot_id|> two  spaces", "</s>é"]:
         for special in (False, True):
             ids = ours.encode(text, add_special_tokens=special)
             assert ids == theirs(text, add_special_tokens=special).input_ids
@@ -25,6 +26,23 @@ def test_ids_and_text_equal_transformers(tmp_path, make):
             assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
     assert ours.size == max(theirs.get_vocab().values()) + 1
     assert (ours.bos_id, ours.eos_id, ours.pad_id) == (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id)
+
+
+@pytest.mark.parametrize("make, bos", [(byte_level, "<|begin_of_text|>"), (metaspace, "<s>")])
+def test_a_text_with_its_own_bos_gets_no_second_one(tmp_path, make, bos):
+    tokenizer = Tokenizer.from_directory(save(tmp_path, make(), bos_token=bos))
+    text = f"{bos}two and two"
+    plain = tokenizer.encode(text)
+    assert plain[0] == tokenizer.bos_id and tokenizer.encode(text, add_special_tokens=True) == plain
+    assert encode_prompt(tokenizer, text, None) == plain
+    assert tokenizer.encode("two", add_special_tokens=True) == [tokenizer.bos_id, *tokenizer.encode("two")]
+
+
+def test_a_text_of_two_bos_keeps_both(tmp_path):
+    """Where the post-processor adds none, none is taken away."""
+    for name, made in (("a", byte_level()), ("b", byte_level(bos=None))):
+        tokenizer = Tokenizer.from_directory(save(tmp_path / name, made))
+        assert tokenizer.encode("<|begin_of_text|>" * 2 + "a", True) == tokenizer.encode("<|begin_of_text|>" * 2 + "a")
 
 
 def test_special_tokens_from_every_file(tmp_path):

@@ -3,6 +3,7 @@ left as it was."""
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from dtrain.attention.kernels import KERNELS
 from dtrain.attention.ring import RingKernel
 from dtrain.base.errors import UserError
 from dtrain.inference.engine import Engine
-from dtrain.inference.native import NativeEngine, share_out
+from dtrain.inference.native import NativeEngine, _MeshPeers, share_out
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
@@ -120,6 +121,17 @@ def test_a_mesh_gives_the_completions_of_one_process(variant, sizes, options, un
             assert ids == one.ids and finish == one.finish
             assert logprobs == pytest.approx(one.logprobs, rel=0, abs=1e-12)
         assert found == results[0][0]  # the same bits on every rank
+
+
+def test_forwards_for_other_ranks_are_in_evaluation_mode(monkeypatch):
+    """Dropout of an adapter would draw from the tokens of the last training batch, of another shape."""
+    model, modes, go_on = build("qwen3"), [], iter([True, True, False])
+    forward, alone = model.next_logits, SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0)
+    monkeypatch.setattr(model, "next_logits", lambda *given: modes.append(model.training) or forward(*given))
+    monkeypatch.setattr(_MeshPeers, "others_go_on", lambda self: next(go_on))
+    mesh = SimpleNamespace(dp_cp=alone, tp=alone, ep=None, size=1)
+    NativeEngine(model, mesh, torch.device("cpu")).generate([Request([5], SamplingParams(3, 0.0))])
+    assert modes == [False] * 5 and model.training  # three tokens of its own, two forwards for others
 
 
 def by_graphs(rank, variant, sizes):

@@ -118,6 +118,8 @@ class RowEncoder:
 
     documents = 1  # of a sample
     noun = "samples"  # what these are
+    loss_on = "all"  # of a reply, what is trained
+    generates = True  # whether the trained model generates text
     keeps_columns = False  # whether the cache holds what rewards or a loss read
     marks: Sequence[str] = ()  # of its kind, in the fingerprint
     decides: Sequence[Any] = ()  # beside the limits, what a row becomes

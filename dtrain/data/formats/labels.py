@@ -73,6 +73,7 @@ def _number(value: Any) -> Any:
 class LabelledPairEncoder(PairEncoder):
     """Encoder of pairs, each with its margin."""
 
+    generates = False
     keeps_columns = True
     keeps_ends = True
     marks = ("pairs", "margins", ENDS)
@@ -89,6 +90,7 @@ class LabelledPairEncoder(PairEncoder):
 class LabelledTextEncoder(RowEncoder):
     """Encoder of whole texts, each with its label."""
 
+    generates = False
     keeps_columns = True
     marks = ("labels", ENDS)
 

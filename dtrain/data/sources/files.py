@@ -12,10 +12,8 @@ import json
 import os
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -26,27 +24,13 @@ from dtrain.base.hub import is_id
 from dtrain.base.ranges import nearest
 from dtrain.data.formats import formats
 from dtrain.data.formats.formats import ENDINGS, ending_of
+from dtrain.data.sources.chunk import CHUNK_BYTES, CHUNK_ROWS, ROW_BYTES, Chunk, refuse_doubled
 from dtrain.data.sources.columns import how_to_map, lacking, renamed
 
-CHUNK_ROWS = 256
-CHUNK_BYTES = 1 << 20
-ROW_BYTES = 1 << 24  # of one row: a million tokens, as text or as ids with labels, are less
 _PLAIN_TEXT = 'plain text goes into a .jsonl, a line for each: {"text": "..."}'
 NO_SPACE = re.compile(r"\S|\Z")
 Stream = io.BufferedReader | gzip.GzipFile
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Neighbouring rows of one file: (line, row) pairs; a row is still bytes where `parse` has to read it.
-
-    `size` is the number of bytes of the file that the chunk stands for: a progress bar adds them up to the file's size.
-    """
-
-    file: str
-    rows: list[tuple[int, Any]]
-    size: int
 
 
 def is_url(path: str) -> bool:
@@ -176,7 +160,12 @@ def read_chunks(file: Path) -> Iterator[Chunk]:
     """Yield the rows of `file` in chunks of at most CHUNK_ROWS rows and about CHUNK_BYTES; blank lines are skipped."""
     kind = kind_of(file)
     if kind == "parquet":
-        yield from _parquet(file)
+        from dtrain.data.sources import parquet
+
+        for chunk, is_large in parquet.chunks(file):
+            for line, row in chunk.rows if is_large else ():
+                _refuse_long(file, line, len(str(row)))
+            yield chunk
         return
     stream: Stream
     with gzip.open(file) if file.suffix.lower() == ".gz" else open(file, "rb") as stream:
@@ -389,7 +378,7 @@ def _csv(file: Path, stream: Stream) -> Iterator[tuple[int, dict[str, str], int]
     line = 1
     try:
         # A spreadsheet's empty columns have empty names, which nothing reads.
-        _refuse_doubled(f"{file}:1", [name for name in reader.fieldnames or () if name])
+        refuse_doubled(f"{file}:1", [name for name in reader.fieldnames or () if name])
         for row in reader:
             start, line = line + 1 if reader.line_num > line else line, reader.line_num
             if None in row:
@@ -398,37 +387,3 @@ def _csv(file: Path, stream: Stream) -> Iterator[tuple[int, dict[str, str], int]
             yield start, cells, sum(map(len, cells.values())) + len(cells)
     except csv.Error as problem:
         raise UserError(f"{file}:{reader.line_num}: this is not CSV: {problem}") from problem
-
-
-def _parquet(file: Path) -> Iterator[Chunk]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as problem:
-        raise UserError(f"{file}: parquet files need pyarrow: pip install 'dtrain[datasets]'") from problem
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            _refuse_doubled_fields(file, list(table.schema_arrow))
-            line, total, size = 1, max(1, table.metadata.num_rows), file.stat().st_size
-            for batch in table.iter_batches(batch_size=CHUNK_ROWS):
-                rows = batch.to_pylist()
-                for number, row in enumerate(rows if batch.nbytes > ROW_BYTES else (), start=line):
-                    _refuse_long(file, number, len(str(row)))
-                yield Chunk(str(file), list(enumerate(rows, start=line)), size * len(rows) // total)
-                line += len(rows)
-    except pyarrow.ArrowException as problem:
-        raise UserError(f"{file}: the file is not readable as parquet: {problem}") from problem
-
-
-def _refuse_doubled_fields(file: Path, fields: Sequence[Any], parent: str = "") -> None:
-    """Raise UserError where a name stands twice among the columns of a parquet file, or in a struct of one."""
-    _refuse_doubled(str(file), [f"{parent}{field.name}" for field in fields])
-    for field in fields:
-        inner = [field.type.field(index) for index in range(field.type.num_fields)]
-        _refuse_doubled_fields(file, inner, f"{parent}{field.name}.")
-
-
-def _refuse_doubled(place: str, names: Sequence[str]) -> None:
-    doubled = [repr(name[:80]) for name, count in Counter(names).items() if count > 1]
-    if doubled:
-        raise UserError(f"{place}: several columns have the same name: {', '.join(doubled)}; keep one of each")

@@ -1,7 +1,7 @@
 """The `data` section of a recipe to samples and rows: `open_rows`, which trainer and preview call."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +14,7 @@ from dtrain.data.formats.formats import CHAT_FORMATS, FORMATS, KINDS
 from dtrain.data.rows.cache import Samples, Source, open_cache
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources.files import entries, formats_of, read_chunks, resolve
+from dtrain.data.text import endings
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 
@@ -32,6 +33,7 @@ ENCODERS = {
     "examples with labels": ("dtrain.data.formats.labels", "LabelledTextEncoder", ["label"]),
     "pairs with labels": ("dtrain.data.formats.labels", "LabelledPairEncoder", ["label"]),
 }
+TEMPLATED = {*CHAT_FORMATS, "prompt_completion", "preference", "question"}  # formats that the template may write
 FEWEST_PACKED = 16  # rows of a pass; with fewer, small data makes too few steps
 
 
@@ -74,6 +76,9 @@ def open_rows(
         say=say,
     )
     notes = describe(f"{split} data", samples.meta["plain_prompts"], encoder.prompts_as, encoder.template)
+    if train:
+        formats = {name for source in sources for name in source.formats}
+        notes += notes_on_endings(encoder, formats, samples.meta["rows"], samples.meta["plain_prompts"])
     for line in (*report(samples, f"{split} data", section.too_long), *notes):
         say(line)
     rows = Rows(
@@ -204,15 +209,13 @@ def _encoder(
     options = {"label": label, "options": prompts, "loss_on": section.loss_on}
     options = {option: options[option] for option in own} | limits
     encoder: RowEncoder = getattr(import_module(module), name)(tokenizer, template, **options)
-    if template and formats & {*CHAT_FORMATS, "prompt_completion", "preference", "question"}:
+    if template and formats & TEMPLATED:
         say(f"chat template: {template.origin}")
         if template.writes_today:
             say(
                 "the chat template writes today's date into each conversation; "
                 "data.template_kwargs.date_string may fix it (what tokenising writes is kept in the cache)"
             )
-        if encoder.replies.headers().ending == "" and "{% generation" not in template.source:
-            say("the chat template writes no end-of-turn token: a model trained with it does not learn to stop")
     plain = kind == "examples" and label is None
     if plain and "text" in formats and section.loss_on != "all":
         say(f"data.loss_on={section.loss_on}: rows of plain text have no such part, so all of their tokens are trained")
@@ -221,6 +224,16 @@ def _encoder(
         what = "their labels, not data.loss_on, say what is trained" if plain else f"nothing is added to {keys}"
         say(f"tokenized rows are used as they are: {what}")
     return encoder
+
+
+def notes_on_endings(encoder: RowEncoder, formats: Collection[str], rows: int, plain: int) -> list[str]:
+    """Return the note on how the chat template ends replies; none where it writes no row, or the model generates no
+    text. plain: how many of the `rows` have a plain prompt."""
+    is_written = not TEMPLATED.isdisjoint(formats) and (plain < rows or encoder.prompts_as != TEXT)
+    if encoder.template is None or not encoder.generates or not is_written:
+        return []
+    note = endings.note(encoder.replies, encoder.tokenizer, encoder.loss_on == "all")
+    return [] if note is None else [note]
 
 
 def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:

@@ -3,5 +3,6 @@
 tokenizer                  tokenizer.json with its special tokens
 template, sandbox          a chat template, and the limits within which it runs
 replies                    the parts of a rendered conversation that the model wrote
+endings                    notes on templates whose replies do not end as a generation does
 tool_format, tool_calls    the form in which a template writes calls of tools; calls read back
 """

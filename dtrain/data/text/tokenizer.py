@@ -106,8 +106,11 @@ class Tokenizer:
         return [token.content for token in self._whole.get_added_tokens_decoder().values() if token.special]
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return ids of `text`; with special tokens, what the tokenizer's post-processor adds (BOS, for most)."""
-        return _encode(self._whole if add_special_tokens else self._plain, text, add_special_tokens).ids
+        """Return ids of `text`; with special tokens, what the tokenizer's post-processor adds (BOS, for most), but no
+        second BOS to a text that begins with it."""
+        ids = _encode(self._whole if add_special_tokens else self._plain, text, add_special_tokens).ids
+        is_doubled = add_special_tokens and ids[:1] == ids[1:2] and ids[:1] == self.affixes()[0]
+        return ids[1:] if is_doubled else ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return ids of `text`, nothing added, and each token's characters [start, end) in `text`."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dtrain.base.json_files import loads
 from dtrain.data.formats.encoder import describe
-from dtrain.data.sources.sources import Look, looks
+from dtrain.data.sources.sources import Look, looks, notes_on_endings
 from dtrain.run.host import DryHost
 from dtrain.run.preflight import has_urls, to_copy
 from dtrain.run.spec import RunSpec
@@ -37,6 +37,7 @@ def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
     if options is None:
         return
     plain: dict[str, int] = {}
+    read: dict[str, int] = {}  # rows
     files: list[tuple[str, Look]] = []
     start = len(host.problems)
     for split in splits(spec):
@@ -46,6 +47,7 @@ def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
         rows = [loads(text)["columns"] for chunk in chunks if chunk for text in chunk.columns if text]
         spec.columns[split] = list(dict.fromkeys(name for row in rows for name in row))
         plain[split] = sum(chunk.plain_prompts for chunk in chunks if chunk)
+        read[split] = sum(chunk.rows for chunk in chunks if chunk)
     spec.plain_prompts = plain["train"]
     if len(host.problems) > start:
         return
@@ -54,10 +56,13 @@ def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
     if is_small and not host.known:
         host.ask(open_splits, spec, copies, host.say, False)
     plain |= {split: rows.samples.meta["plain_prompts"] for split, rows in spec.rows.items()}
+    read |= {split: rows.samples.meta["rows"] for split, rows in spec.rows.items()}
     spec.plain_prompts = plain["train"]
     for split, count in plain.items():
         encoder = encoders[f"data.{split}"]
         spec.notes += describe(f"{split} data", count, encoder.prompts_as, encoder.template, bool(spec.rows))
+    formats = {look.format for key, look in files if key == "data.train"}
+    spec.notes += notes_on_endings(encoders["data.train"], formats, read["train"], plain["train"])
     if not is_small:
         _shapes(files, spec, host)
     spec.is_data_read = bool(spec.columns) and len(host.problems) == before
