@@ -175,6 +175,12 @@ ORACLES = {
 }
 
 
+@pytest.mark.trap(
+    "the schedule goes on once for each process",
+    "huggingface/transformers PR#24088",
+    "warm-up and decay end too early",
+    "one step of the schedule a step of the optimizer",
+)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 1, 7])
 def test_schedules_are_transformers(name, warmup):

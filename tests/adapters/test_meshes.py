@@ -37,6 +37,12 @@ def test_every_mesh_gives_the_trajectory_of_one_process(tmp_path, mesh, case, mo
     assert any(name.endswith("lora_A") for name in weights(one))
 
 
+@pytest.mark.trap(
+    "adapters get no gradient under activation checkpointing",
+    "huggingface/peft #1142",
+    "nothing is trained",
+    "the trajectory without checkpointing",
+)
 @pytest.mark.parametrize(
     ("more", "ranks"),
     [
@@ -57,6 +63,12 @@ def test_other_ways_give_the_same(tmp_path, more, ranks):
     assert_parity(two, trajectory(one), weights(one))
 
 
+@pytest.mark.trap(
+    "dropout in the log-probabilities of GRPO",
+    "huggingface/trl PR#3234",
+    "the ratio of the first update is not 1",
+    "drawn and scored without dropout: mismatch 0",
+)
 @pytest.mark.parametrize(("ranks", "more"), [(2, []), (4, ["parallel.tp=2"])])
 def test_grpo_draws_with_the_adapter_and_without_its_dropout(tmp_path, ranks, more):
     section = ["lora={rank: 4, dropout: 0.3}", "grpo.beta=0.1", "train.steps=6", "optimizer.lr=3e-2"]

@@ -92,6 +92,12 @@ TRLS = {
 }
 
 
+@pytest.mark.trap(
+    "weights of a Jensen-Shannon divergence at the wrong model",
+    "huggingface/trl PR#3043",
+    "distillation towards another model",
+    "the numbers of TRL after its fix",
+)
 @pytest.mark.parametrize("beta", TRLS)
 @pytest.mark.parametrize("k", [None, 20])
 def test_the_jsd_is_trls(tmp_path, beta, k):

@@ -115,6 +115,12 @@ SOME_LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 OTHER_LOSSES = ["bnpo", "gspo_token", "sapo", "luspo", "vespo", "dppo_tv", "dppo_kl", "gmpo", "reinforce"]
 
 
+@pytest.mark.trap(
+    "a loss divided by the tokens of the whole rollout at each of its steps",
+    "huggingface/trl PR#6024",
+    "the learning rate is not the one that was set",
+    "losses are the same at any split",
+)
 @pytest.mark.parametrize("loss", [*SOME_LOSSES, *(pytest.param(one, marks=pytest.mark.full) for one in OTHER_LOSSES)])
 def test_losses_do_not_depend_on_the_split(tmp_path, loss):
     fixed = (f"grpo.loss={loss}", "grpo.clip=[0.2,5.0]" if loss == "cispo" else "grpo.beta=0", "train.steps=2")
@@ -138,6 +144,12 @@ def test_the_entropies_of_the_whole_minibatch_decide(tmp_path):
     assert_same(split, whole, rtol=1e-9)
 
 
+@pytest.mark.trap(
+    "prompts that were being drawn are lost at a resume",
+    "NVIDIA-NeMo/RL PR#3599",
+    "a third of the prompts of a run, the long ones first",
+    "the resumed run is the uninterrupted one to the bit",
+)
 @pytest.mark.parametrize("world_size, stop", [(1, 3), (2, 4), (1, 5)])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, world_size, stop):
     """Stopped within a rollout's passes, at their end, and in the second rollout."""
@@ -332,6 +344,12 @@ def test_epochs_end_with_a_short_rollout(tmp_path):
     assert len(lines(recipe, "samples")) == 24 * 4
 
 
+@pytest.mark.trap(
+    "engine and trainer disagree and nobody sees it",
+    "NVIDIA-NeMo/RL #3743",
+    "every ratio is wrong",
+    "the run stops at grpo.max_mismatch",
+)
 def test_a_disagreement_of_engine_and_trainer_stops_the_run(tmp_path, monkeypatch):
     exact = NativeEngine.generate
 

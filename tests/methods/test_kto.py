@@ -125,6 +125,12 @@ def one_process(tmp_path_factory):
     return root, found
 
 
+@pytest.mark.trap(
+    "KTO's KL estimated from another number of rows than the step has",
+    "huggingface/trl PR#2153",
+    "results depend on gradient accumulation",
+    "the same KL on every mesh and at any split",
+)
 @pytest.mark.turns(8)
 @pytest.mark.parametrize("packing", ["false", "true"])
 @pytest.mark.parametrize("mesh", MESHES)
