@@ -84,7 +84,8 @@ def traps() -> list[Trap]:
 
 
 def _of_file(path: Path) -> Iterator[Trap]:
-    for node in ast.parse(path.read_text()).body:
+    text = path.read_text()
+    for node in ast.parse(text).body if "pytest.mark.trap(" in text else ():
         if not isinstance(node, ast.FunctionDef):
             continue
         for mark in node.decorator_list:

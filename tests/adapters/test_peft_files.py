@@ -407,12 +407,24 @@ def test_starts_that_leave_the_base_alone_are_read(made, start):
     read_adapter_config(change(made / "adapter", init_lora_weights=start, peft_version="9", eva_config={"rho": 2.0}))
 
 
+@pytest.mark.trap(
+    "an adapter of a tied head merged into the embedding",
+    "huggingface/peft #2018",
+    "other embeddings than were trained",
+    "it is refused",
+)
 @pytest.mark.parametrize("target", [["q_proj", "lm_head"], ".*(embed_tokens|q_proj)"])
 def test_an_adapter_of_head_or_embedding_is_refused(made, target):
     with pytest.raises(UserError, match="target_modules means (lm_head|model.embed_tokens), and dtrain adapts"):
         read_adapter_config(change(made / "adapter", target_modules=target))
 
 
+@pytest.mark.trap(
+    "an adapter whose names match nothing is taken",
+    "vllm-project/vllm #34186",
+    "the base model answers",
+    "an error lists what does not fit",
+)
 def test_tensors_that_do_not_fit_are_listed(made):
     file = made / "adapter" / ADAPTER_WEIGHTS
     tensors = load_file(file)

@@ -87,6 +87,12 @@ def loss_of(model, task, rows):
 OTHERS = [("pairs", "qwen3-moe"), ("classes", "mixtral"), ("numbers", "gpt-oss"), ("pairs", "qwen3.5")]
 
 
+@pytest.mark.trap(
+    "a reward read one token beside the end",
+    "EleutherAI/gpt-neox PR#1285",
+    "scores that no other program gives",
+    "transformers' classifier has the same step",
+)
 @pytest.mark.parametrize(
     ("task", "family"),
     [
