@@ -80,7 +80,7 @@ def trainer_of(directory: Path, model: Any, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     rows = [{"input_ids": row, "labels": row, "attention_mask": [1] * len(row)} for row in ROWS]
-    fixed: dict[str, Any] = dict(output_dir=str(directory / "out"), per_device_train_batch_size=1, use_cpu=True)
+    fixed = dict(output_dir=str(directory / "out"), per_device_train_batch_size=1, use_cpu=True)
     fixed |= dict(per_device_eval_batch_size=1, report_to=[], disable_tqdm=True, logging_steps=1, save_strategy="no")
     arguments = TrainingArguments(**fixed, learning_rate=1e-12, **options)
     return Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
@@ -140,8 +140,7 @@ def assistant_mask(root: Path) -> tuple[float, float, float]:
 @check("transformers", "validation loss depends on the batch size")
 def validation_loss(root: Path) -> tuple[float, float, float]:
     model, _ = load(root)
-    found = trainer_of(root, model).evaluate()["eval_loss"]
-    return found, mean_over_tokens(model), 1e-4
+    return trainer_of(root, model).evaluate()["eval_loss"], mean_over_tokens(model), 1e-4
 
 
 @check("transformers", "loss averaged per micro-batch")
@@ -201,11 +200,10 @@ def moved_weights(root: Path) -> tuple[float, float, float]:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    make_model(root, "bfloat16")
-    rows = Dataset.from_list([{"text": "w5 w6 w7 w8 w9"}] * 8)
+    directory, rows = make_model(root, "bfloat16"), Dataset.from_list([{"text": "w5 w6 w7 w8 w9"}] * 8)
     options = dict(max_steps=5, learning_rate=1e-6, lr_scheduler_type="constant", save_strategy="no", report_to=[])
     options |= dict(use_cpu=True, disable_tqdm=True, per_device_train_batch_size=2)
-    trainer = SFTTrainer(str(root), args=SFTConfig(output_dir=str(root / "out"), **options), train_dataset=rows)
+    trainer = SFTTrainer(str(directory), args=SFTConfig(output_dir=str(root / "out"), **options), train_dataset=rows)
     head = trainer.model.lm_head.weight
     before = head.detach().double()
     trainer.train()
@@ -237,8 +235,7 @@ def divergence(root: Path) -> tuple[float, float, float]:
 
 def main(peer: str) -> None:
     warnings.simplefilter("ignore")
-    version = importlib.import_module(peer).__version__
-    print(f"| trap | {peer} {version} | gives | right |\n| --- | --- | --- | --- |")
+    print(f"| trap | {peer} {importlib.import_module(peer).__version__} | gives | right |\n| --- | --- | --- | --- |")
     for trap, function in CHECKS[peer].items():
         with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
             found, right, allowed = function(Path(directory))
