@@ -118,6 +118,12 @@ def test_weights_that_an_index_names_and_the_directory_lacks(tmp_path):
     assert problems(tmp_path, *overrides) == ""
 
 
+@pytest.mark.trap(
+    "fewer KV heads than ranks of tensor parallel",
+    "huggingface/transformers #48307",
+    "a crash in the middle of the forward, or a head in pieces",
+    "replicated where that works, refused before the run where not",
+)
 @pytest.mark.parametrize(
     ("tp", "answer"),
     [

@@ -38,6 +38,12 @@ def test_rows_are_merged_as_the_whole_matrix_is(rank):
     assert torch.equal(merge(weight, a, b, 0.7, lengths, torch.bfloat16), expected.bfloat16())
 
 
+@pytest.mark.trap(
+    "DoRA's magnitude is lost in a merge",
+    "unslothai/unsloth-zoo PR#828",
+    "another model than was trained",
+    "PEFT's merged weights to the bit",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("variant", "shape"), CASES)
 def test_merged_weights_are_peft_s_bit_for_bit(tmp_path, variant, shape, dtype):
@@ -54,6 +60,12 @@ def test_merged_weights_are_peft_s_bit_for_bit(tmp_path, variant, shape, dtype):
         assert tensor.dtype == dtype and torch.equal(tensor, expected[name].to(dtype)), name
 
 
+@pytest.mark.trap(
+    "config.json still says tied after a merge",
+    "huggingface/peft #2777",
+    "the trained head is overwritten",
+    "merged as one tensor; transformers gives the same logits",
+)
 def test_a_tied_embedding_is_merged_as_one(tmp_path):
     base = save_base(tmp_path / "base", "qwen3-tied")
     theirs = save_adapter(base, tmp_path / "adapter", **TIED)
@@ -191,6 +203,12 @@ def test_frozen_weights_come_from_the_base(tmp_path):
     assert moved and all(name.startswith("model.layers.1.") for name in moved)
 
 
+@pytest.mark.trap(
+    "an adapter of a base in 4 bits merged into the whole base",
+    "huggingface/trl PR#1193",
+    "the adapter corrects errors that are not there",
+    "merged into the weights that it was trained with",
+)
 def test_nf4_runs_are_merged_into_what_they_computed_with(tmp_path):
     from dtrain.models.common.nf4 import dequantize, quantize
 

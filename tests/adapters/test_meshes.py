@@ -12,6 +12,12 @@ from tests.test_parity import recipe_of
 from tests.tiny import tiny_grpo, tiny_recipe
 
 
+@pytest.mark.trap(
+    "adapters get no gradient under activation checkpointing",
+    "huggingface/peft #1142",
+    "nothing is trained",
+    "the trajectory without checkpointing",
+)
 @pytest.mark.parametrize(
     ("more", "ranks"),
     [
@@ -27,6 +33,12 @@ def test_other_ways_give_the_same(tmp_path, more, ranks):
     assert_parity(two, trajectory(one), weights(one))
 
 
+@pytest.mark.trap(
+    "dropout in the log-probabilities of GRPO",
+    "huggingface/trl PR#3234",
+    "the ratio of the first update is not 1",
+    "drawn and scored without dropout: mismatch 0",
+)
 def test_grpo_draws_with_the_adapter_and_without_its_dropout(tmp_path):
     section = ["lora={rank: 4, dropout: 0.3}", "grpo.beta=0.1", "train.steps=6", "optimizer.lr=3e-2"]
     one = run(tiny_grpo(tmp_path, *section, name="one"))

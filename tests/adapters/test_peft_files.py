@@ -110,6 +110,12 @@ def test_a_tied_embedding_is_written_twice_and_read_as_one(tmp_path):
     assert json.loads((tmp_path / "ours" / ADAPTER_CONFIG).read_text())["ensure_weight_tying"] is True
 
 
+@pytest.mark.trap(
+    "a tied embedding and head trained apart",
+    "huggingface/transformers #45127",
+    "the merged model repeats one token",
+    "they are refused",
+)
 def test_tied_embeddings_that_peft_trained_apart_are_refused(tmp_path):
     base = save_base(tmp_path / "base", "qwen3-tied")
     save_adapter(base, tmp_path / "one", modules_to_save=["embed_tokens"])
@@ -148,6 +154,12 @@ def test_a_head_that_is_missing_of_an_untied_model_is_not_called_tied(made):
         models.from_pretrained(adapter)
 
 
+@pytest.mark.trap(
+    "names of a text adapter match nothing in the multimodal model",
+    "vllm-project/vllm #48019",
+    "the base model answers",
+    "names of the tower; PEFT gives the same logits",
+)
 @pytest.mark.parametrize("case", TOWERS)
 def test_a_multimodal_model_s_text_tower(tmp_path, case):
     base = save_base(tmp_path / "base", "gemma3-vision")
@@ -258,6 +270,12 @@ FIELDS = {
 }
 
 
+@pytest.mark.trap(
+    "the scale of rank-stabilised adapters taken for the plain one",
+    "huggingface/peft #3761",
+    "another model than was trained",
+    "rank and scale of each layer as PEFT has them",
+)
 def test_layers_ranks_and_scales_are_those_that_peft_chooses(tmp_path):
     """Of 300 random files, by PEFT's own functions."""
     from peft import LoraConfig
@@ -388,12 +406,24 @@ def test_starts_that_leave_the_base_alone_are_read(made, start):
     read_adapter_config(change(made / "adapter", init_lora_weights=start, peft_version="9", eva_config={"rho": 2.0}))
 
 
+@pytest.mark.trap(
+    "an adapter of a tied head merged into the embedding",
+    "huggingface/peft #2018",
+    "other embeddings than were trained",
+    "it is refused",
+)
 @pytest.mark.parametrize("target", [["q_proj", "lm_head"], ".*(embed_tokens|q_proj)"])
 def test_an_adapter_of_head_or_embedding_is_refused(made, target):
     with pytest.raises(UserError, match="target_modules means (lm_head|model.embed_tokens), and dtrain adapts"):
         read_adapter_config(change(made / "adapter", target_modules=target))
 
 
+@pytest.mark.trap(
+    "an adapter whose names match nothing is taken",
+    "vllm-project/vllm #34186",
+    "the base model answers",
+    "an error lists what does not fit",
+)
 def test_tensors_that_do_not_fit_are_listed(made):
     file = made / "adapter" / ADAPTER_WEIGHTS
     tensors = load_file(file)

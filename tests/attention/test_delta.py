@@ -41,6 +41,12 @@ ROWS = {
 }
 
 
+@pytest.mark.trap(
+    "the state of linear attention goes on into the next sample",
+    "NVIDIA-NeMo/Automodel PR#2147",
+    "samples see each other",
+    "each document alone, convolution and state",
+)
 @pytest.mark.parametrize("flash", [None, FlashDelta(chunk_gated_delta_rule)], ids=["chunks", "fla"])
 @pytest.mark.parametrize("sizes", [SHARED, EQUAL], ids=["shared", "equal"])
 @pytest.mark.parametrize("case", ROWS)

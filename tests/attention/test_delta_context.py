@@ -60,6 +60,12 @@ CASES = {
 }
 
 
+@pytest.mark.trap(
+    "linear attention under context parallel takes a row for one document",
+    "PrimeIntellect-ai/prime-rl PR#3003",
+    "states cross borders, and convolutions end at the ranks",
+    "each document alone, wherever ranks cut it",
+)
 @pytest.mark.parametrize(("size", "flash"), [(2, None), (4, None), (2, "packing"), (4, "packing"), (2, "documents")])
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_compute_what_each_document_gives(case, size, flash):

@@ -52,6 +52,12 @@ def test_what_gives_torchs_numbers_is_taken():
     assert prove(FlashDelta(chunk_gated_delta_rule), dtype=torch.bfloat16, exchanges=True, **SIZES) is None
 
 
+@pytest.mark.trap(
+    "borders given to the convolution and not to the delta rule",
+    "THUDM/slime PR#1686",
+    "samples see each other",
+    "a kernel that gives other numbers than torch is not taken",
+)
 @pytest.mark.parametrize(
     ("broken", "found"),
     [

@@ -54,6 +54,12 @@ NAMED = {
 }
 
 
+@pytest.mark.trap(
+    "a mask of ones, or a cache, switches the borders of packed rows off",
+    "huggingface/transformers PR#46634",
+    "samples see each other; the loss still falls",
+    "dense attention in float64 under the mask of documents",
+)
 @pytest.mark.parametrize("exchange", [gathered, in_ring])
 @pytest.mark.parametrize("case", [*NAMED, *range(60)], ids=str)
 def test_the_numbers_of_dense_attention(case, exchange):

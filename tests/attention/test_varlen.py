@@ -49,6 +49,12 @@ def test_packed_rows_are_what_the_mask_says(name):
     assert flash.calls == 3
 
 
+@pytest.mark.trap(
+    "a sliding window one key too wide",
+    "huggingface/transformers #39408",
+    "another attention than the model was trained with",
+    "the window of the mask, which is that of sdpa",
+)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", ["plain-65-7", "plain-150-64"])
 def test_rows_under_a_window(name, rows):

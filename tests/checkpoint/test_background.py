@@ -80,6 +80,12 @@ def trained_meanwhile(rank, directory):
     return results
 
 
+@pytest.mark.trap(
+    "a save in the background writes other weights than those of its step",
+    "NVIDIA-NeMo/RL #3312",
+    "every later save is the first one",
+    "the saved numbers are those of the step",
+)
 def test_the_saved_numbers_are_those_of_the_step_though_training_goes_on(tmp_path):
     assert run_world(trained_meanwhile, 2, tmp_path) == [[True] * 3] * 2
 

@@ -150,6 +150,12 @@ def killed_savers(directory, draw, count):
     return newest
 
 
+@pytest.mark.trap(
+    "half a save is taken for the newest one",
+    "pytorch/torchtitan PR#315",
+    "a resume that fails, or weights of two steps",
+    "a step has its name once it is whole",
+)
 def test_a_saver_killed_anywhere_leaves_whole_steps(tmp_path):
     assert killed_savers(tmp_path, random.Random(0), 60) > 10
 

@@ -69,6 +69,12 @@ def test_auto_takes_the_checkpoint_before_a_damaged_one_and_says_so(saved, finis
     }  # fmt: skip
 
 
+@pytest.mark.trap(
+    "a save that is not found means a new start",
+    "pytorch/torchtitan PR#1311",
+    "the run begins again and overwrites",
+    "an error says what there is",
+)
 def test_auto_does_not_start_over_by_itself(saved):
     store = checkpoints(saved)
     for step in store.published():
@@ -122,6 +128,12 @@ def test_of_equally_good_saves_the_newest_stays():
     assert Retention(1, keep_best="loss").dropped({1: {"loss": 2.0}, 2: {"loss": 2.0}, 3: {"loss": 3.0}}) == [1]
 
 
+@pytest.mark.trap(
+    "the best save is deleted with the old ones",
+    "huggingface/transformers #15089",
+    "it cannot be had again",
+    "the last, every nth and the best stay",
+)
 @pytest.mark.parametrize("async_save", ["true", "false"])
 def test_a_run_keeps_the_last_every_nth_and_the_best(tmp_path, async_save):
     write_rows(tmp_path / "val.jsonl", count=9, seed=3)

@@ -52,6 +52,12 @@ def test_holds_what_the_encoder_says(tmp_path, coder):
     assert samples.meta["trained_tokens"] == sum(sum(mask) for _, mask in contents(samples))
 
 
+@pytest.mark.trap(
+    "tokens of another file taken from the cache",
+    "axolotl-ai-cloud/axolotl #341",
+    "training on the data of before",
+    "the key is the content of the files and every option",
+)
 def test_made_once_and_keyed_by_all_that_matters(tmp_path, coder, monkeypatch):
     file, root = write_jsonl(tmp_path / "a.jsonl", texts(20)), tmp_path / "cache"
     built = []

@@ -23,6 +23,12 @@ def best_fit_decreasing(lengths, capacity):
     return sorted(sorted(bin) for bin in bins)
 
 
+@pytest.mark.trap(
+    "packing that packs nothing at some lengths",
+    "huggingface/trl #3887",
+    "each row holds one sample",
+    "best fit as in the textbook, at any length",
+)
 @pytest.mark.parametrize("seed", range(5))
 def test_equals_the_textbook(seed):
     draw = random.Random(seed)
@@ -41,6 +47,12 @@ def test_rows_of_a_full_window_are_full():
     assert sum(lengths) / (2048 * len(bins)) > 0.98
 
 
+@pytest.mark.trap(
+    "packing cuts what is longer than a row",
+    "huggingface/trl #4554",
+    "up to 99 % of the tokens of long texts",
+    "packing cuts nothing: data.too_long decides before",
+)
 def test_too_long_is_an_error():
     with pytest.raises(ValueError, match="11 tokens does not fit into a row of 10"):
         pack([3, 11], 10)

@@ -74,6 +74,12 @@ EXPECTED = [
 ]  # fmt: skip
 
 
+@pytest.mark.trap(
+    "the header of the answer counts as answer",
+    "huggingface/trl PR#4201",
+    "tokens that the template always writes are trained",
+    "completions begin behind the generation prompt",
+)
 @pytest.mark.parametrize("family, variables, row, expected", EXPECTED)
 def test_where_completions_begin(tmp_path, family, variables, row, expected):
     coder = encoder(tmp_path, getattr(templates, family), variables=variables)
@@ -144,6 +150,12 @@ def test_strings(tmp_path, row, expected):
     assert parts(encoder(tmp_path), row) == [BOS + prompt, chosen + EOS, rejected + EOS]
 
 
+@pytest.mark.trap(
+    "prompt and answer tokenized together merge at their border",
+    "huggingface/trl #2054",
+    "a token of the prompt is trained, or an answer lacks one",
+    "the ids are those of the whole text, cut between prompt and answer",
+)
 def test_strings_of_a_metaspace_tokenizer(tmp_path):
     coder = encoder(tmp_path, make=metaspace)
     row = {"prompt": "the lazy dog", "chosen": " says two", "rejected": " stops"}
@@ -169,6 +181,12 @@ def tokenized(prompt, chosen, rejected):
     return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
 
 
+@pytest.mark.trap(
+    "the prompt of a pair is cut more than needed",
+    "huggingface/trl PR#2209",
+    "answers to questions that were cut away",
+    "the longer completion says how much of the prompt goes",
+)
 @pytest.mark.parametrize("prompt, chosen, rejected, left", [
     (5, 5, 3, (5, 5, 3)),  # ten tokens fit
     (6, 5, 3, (5, 5, 3)),  # the longer completion says what goes

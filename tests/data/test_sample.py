@@ -77,12 +77,24 @@ EXPECTED = [
 ]
 
 
+@pytest.mark.trap(
+    "without generation marks the assistant mask is all zeros",
+    "marin-community/marin #7237",
+    "nothing is trained and nothing is said",
+    "the turns are found in templates without marks",
+)
 @pytest.mark.parametrize("family, variables, chat, expected", EXPECTED)
 def test_assistant_turns(tmp_path, family, variables, chat, expected):
     coder = encoder(tmp_path, getattr(templates, family), variables=variables)
     assert trained(coder, {"messages": chat}) == expected
 
 
+@pytest.mark.trap(
+    "BOS written twice, by the template and by the tokenizer",
+    "sgl-project/sglang PR#888",
+    "every prompt begins as no training text did",
+    "one BOS; ids are those of transformers' apply_chat_template",
+)
 @pytest.mark.parametrize("family", ["LLAMA3", "QWEN25", "QWEN3", "GEMMA3"])
 @pytest.mark.parametrize("make", [byte_level, metaspace, lambda: byte_level(normalizer=normalizers.NFC())])
 def test_ids_equal_transformers_and_begin_with_one_bos(tmp_path, family, make):
@@ -199,6 +211,12 @@ def test_too_long(tmp_path):
         encoder(tmp_path, max_length=4, too_long="error").encode_chunk(chunk(*rows), "tokenized")
 
 
+@pytest.mark.trap(
+    "rows cut before their answer count as trained",
+    "Liquid4All/liquid-finetune PR#37",
+    "a run that trains nothing looks sound",
+    "they are left out and told",
+)
 def test_rows_without_a_trained_token_are_left_out(tmp_path):
     coder = encoder(tmp_path, templates.QWEN25)
     rows = [{"messages": [ASK]}, {"messages": [ASK, say("x", train=False)]}, {"messages": [ASK, say("x")]}]
@@ -239,6 +257,12 @@ TWO_HEADERS = """\
 {{ message.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}c: {% endif %}"""
 
 
+@pytest.mark.trap(
+    "without generation marks the assistant mask is all ones",
+    "NVIDIA-NeMo/Megatron-Bridge #3359",
+    "the prompts are trained too",
+    "a template whose turns cannot be told apart is refused",
+)
 @pytest.mark.parametrize("template", [MERGED, INNER, REVERSED, TWO_HEADERS])
 def test_what_cannot_be_told_is_refused(tmp_path, template):
     coder = encoder(tmp_path, template)
@@ -248,6 +272,12 @@ def test_what_cannot_be_told_is_refused(tmp_path, template):
     assert len(trained(everything, {"messages": PLAIN})) == 1
 
 
+@pytest.mark.trap(
+    "the end of the turn is not trained",
+    "meta-pytorch/torchtune #949",
+    "the model does not learn to stop",
+    "the end of turn is trained wherever the template writes it",
+)
 def test_end_of_turn_behind_the_turn(tmp_path):
     """Some templates write it in front of the next turn, or at the end of the whole."""
     template = (

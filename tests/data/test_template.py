@@ -57,6 +57,12 @@ def test_equals_transformers(tmp_path, family, chat, variables):
             assert tokenizer.encode(expected) == ids
 
 
+@pytest.mark.trap(
+    "thoughts of a message dropped by the template",
+    "THUDM/slime PR#330",
+    "a thinking model is trained without thoughts",
+    "they go where the template reads them, as transformers renders them",
+)
 def test_thoughts_go_where_the_template_reads_them(tmp_path):
     save(tmp_path, byte_level(), templates.PARTS)
     _, template = load(tmp_path)
@@ -137,6 +143,12 @@ def test_choice(tmp_path):
         load(directory)
 
 
+@pytest.mark.trap(
+    "messages rendered one at a time",
+    "verl-project/verl #7807",
+    "other tokens than the conversation has",
+    "the whole conversation is rendered once",
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_marks_tell_each_message_and_change_nothing(family):
     template = ChatTemplate(getattr(templates, family), "here", {"bos_token": "<s>", "eos_token": "</s>"})
@@ -150,6 +162,12 @@ def test_marks_tell_each_message_and_change_nothing(family):
     assert marked.text.endswith("".join(texts))
 
 
+@pytest.mark.trap(
+    "the template writes the date of the day it is rendered",
+    "sgl-project/sglang #3296",
+    "caches and prompts differ by the day",
+    "it is noticed and told; date_string fixes it",
+)
 def test_today_is_noticed():
     assert ChatTemplate("{{ strftime_now('%d') }}", "here", {}).writes_today
     assert not ChatTemplate("{{ strftime_now('%d') }}", "here", {}, {"date_string": "1"}).writes_today

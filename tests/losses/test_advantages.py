@@ -46,6 +46,12 @@ def test_trls_own_numbers(case):
     torch.testing.assert_close(got, expected, **EXACT)
 
 
+@pytest.mark.trap(
+    "rewards normalised over the batch, not over the group",
+    "XU-YIJIE/grpo-flat #2",
+    "easy prompts are rewarded, hard ones punished",
+    "each group has its own mean and spread",
+)
 @pytest.mark.parametrize("scale", ["group", "leave_one_out", "batch", "none"])
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch", "none"])
 def test_the_definitions(baseline, scale):

@@ -167,6 +167,12 @@ def dense(name, streams, lengths, length):
     return sum(sum(row) / len(row) for row in rows) / len(lengths)
 
 
+@pytest.mark.trap(
+    "a loss of sequences multiplied by their tokens",
+    "huggingface/trl #3823",
+    "long completions weigh more than GSPO says",
+    "each loss is its paper's formula, written out",
+)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_its_papers_formula(name):
     lengths = (6, 3, 5, 1)
@@ -283,6 +289,12 @@ def test_the_gradient_of_the_kl_term_is_the_one_asked_for():
             torch.testing.assert_close(metrics["kl"], k["k3"].mean(), **EXACT)
 
 
+@pytest.mark.trap(
+    "the gradient of the KL estimator k3 taken for that of the KL",
+    "OpenRLHF/OpenRLHF PR#1309",
+    "it descends the forward KL",
+    "grpo.kl_gradient says which; the expected gradients equal autograd of the KL",
+)
 def test_expected_kl_gradients_are_the_reverse_kls_where_it_is_claimed():
     """Over a whole vocabulary: Σ π_old(v) · slope(v) · ∇log π(v) against the derivative of KL(π ‖ π_ref)."""
     generator = torch.Generator().manual_seed(2)
@@ -334,6 +346,12 @@ def core(spec, streams, sequences, counts, **options):
     return policy_terms(spec, *arguments, sequences, counts, **named, **options)
 
 
+@pytest.mark.trap(
+    "a mean over tokens taken for each micro-batch",
+    "allenai/open-instruct PR#1137",
+    "a token of a short completion weighs more",
+    "the counts are those of the whole batch, at any split",
+)
 @pytest.mark.parametrize("name", LOSSES)
 def test_packed_rows_and_any_split_give_the_padded_batchs_numbers(name):
     lengths = (6, 3, 5, 1, 4, 2)
@@ -394,6 +412,12 @@ def _on_two_cp_ranks(rank, names):
     return found
 
 
+@pytest.mark.trap(
+    "labels counted once for each rank of context parallel",
+    "NVIDIA-NeMo/Automodel #2432",
+    "the loss is cp times too small",
+    "the ranks add up to the loss of the whole row",
+)
 def test_ranks_of_context_parallel_add_up_to_the_whole():
     """Head-tail halves of a packed row on two ranks: documents cut in two, each rank's loss its own tokens'."""
     for found in run_world(_on_two_cp_ranks, 2, list(LOSSES)):

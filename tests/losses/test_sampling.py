@@ -120,6 +120,12 @@ def run_checks(rank, tp, full):
     return failures
 
 
+@pytest.mark.trap(
+    "top-p leaves the mass that it keeps in the importance ratio",
+    "huggingface/trl #6789",
+    "each ratio is 0.9 or less where the policy has not changed",
+    "both sides are of the filtered distribution",
+)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_logprobs_under_a_filter_equal_dense_float64(tp):
     failures = run_world(run_checks, tp, tp, False)

@@ -109,6 +109,12 @@ def test_rows_that_were_cut_behind_their_turns_are_not_read_from_a_cache(tmp_pat
         assert found != old
 
 
+@pytest.mark.trap(
+    "a reward model rates texts without the end token that it was trained on",
+    "huggingface/trl PR#5813",
+    "scores of another position",
+    "training, rollouts and server read where transformers' model does",
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_reader_reads_where_transformers_does(tmp_path, form):
     """grpo.reward_model, /classify and validation; 1e-5, for transformers' norms are in float32."""

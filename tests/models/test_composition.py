@@ -38,6 +38,12 @@ def assert_same(left, right, tolerance=1e-12):
         torch.testing.assert_close(left[name], right[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
+@pytest.mark.trap(
+    "activation checkpointing changes what is trained",
+    "huggingface/transformers #26221",
+    "some layers get no gradient",
+    "not one bit changes",
+)
 @pytest.mark.parametrize("variant", ["gemma3", "llama3.2"])
 def test_activation_checkpointing_changes_no_bit(variant):
     model = build(variant)

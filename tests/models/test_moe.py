@@ -76,6 +76,12 @@ def test_values_and_gradients_are_those_of_all_experts_on_all_tokens(mlp):
     assert_close([out, *ours], [expected, *gradients(mlp, x)])
 
 
+@pytest.mark.trap(
+    "an expert without a token takes no part in the backward",
+    "pytorch/pytorch #126616",
+    "the other ranks wait for ever",
+    "its gradient is zeros",
+)
 def test_an_expert_without_a_token_has_a_gradient_of_zeros(mlp):
     with torch.no_grad():
         mlp.gate.weight[:, 0] = torch.tensor([9.0, 9, 9, -99, 9, 9])
@@ -99,6 +105,12 @@ def test_ties_go_to_the_lower_expert(mlp):
     assert (chosen == torch.tensor([0, 1])).all() and (weights == 0.5).all()
 
 
+@pytest.mark.trap(
+    "padding routed to experts",
+    "NVIDIA/Megatron-LM PR#2121",
+    "loads and capacities are those of padding",
+    "padding goes to no expert",
+)
 def test_padding_is_not_routed_and_touches_nothing(mlp):
     x = hidden_states()
     real = torch.ones(2, 7, dtype=torch.bool)
@@ -114,6 +126,12 @@ def test_padding_is_not_routed_and_touches_nothing(mlp):
     assert_close(padded, gradients(mlp, x))
 
 
+@pytest.mark.trap(
+    "padding counted in the balance loss",
+    "huggingface/transformers #28505",
+    "experts are balanced for padding",
+    "documents alone count",
+)
 @pytest.mark.parametrize("tokens_of_padding", [0, 3])
 def test_the_balance_loss_is_each_documents_own(mlp, tokens_of_padding):
     x = hidden_states(rows=2, tokens=7)
@@ -142,6 +160,12 @@ def distinct(*shape, experts, top, seed=5):
     return draw.argsort(-1)[..., :top].to(torch.int16)
 
 
+@pytest.mark.trap(
+    "engine and trainer choose other experts",
+    "NVIDIA/Megatron-LM PR#7562",
+    "ratios of another model",
+    "experts of the rollout can be replayed, and what differs is counted",
+)
 def test_replayed_experts_are_weighed_by_the_router_and_balanced_as_they_are(mlp):
     """Some tokens' own decide: those without experts, and padding."""
     x, owners = hidden_states(), torch.tensor([[0] * 7, [1] * 5 + [-1] * 2])

@@ -144,6 +144,12 @@ def test_rounding_at_random_stays_close_to_float32(state, dtype, most):
     assert abs(error.mean()) < 1e-3 * moved.abs().mean()
 
 
+@pytest.mark.trap(
+    "updates of weights in bfloat16 are rounded away",
+    "pytorch/ao PR#1124",
+    "nothing is learnt at a small rate",
+    "rounding at random, with the right mean",
+)
 def test_rounding_to_bfloat16_has_the_right_mean_and_leaves_what_fits():
     value = torch.full((2**16,), 1.0 + 2.0**-10)  # an eighth of the way from 1 to 1 + 2^-7
     rounded = round_bfloat16(value, torch.arange(2**16)).double()

@@ -88,6 +88,12 @@ def test_every_norm_equals_one_process(replicate, shard, tp):
     run_world(norms_of_every_order, replicate * shard * tp, replicate, shard, tp)
 
 
+@pytest.mark.trap(
+    "what tensor parallel replicates is counted on each of its ranks",
+    "NVIDIA-NeMo/RL PR#3788",
+    "clipping clips too much",
+    "each element counts once",
+)
 @pytest.mark.parametrize(("replicate", "shard", "tp"), MESHES)
 @pytest.mark.parametrize("max_norm", [0.1, 1e9])
 def test_norm_and_clip_equal_one_process(replicate, shard, tp, max_norm):
@@ -169,6 +175,12 @@ def a_nan_on_one_rank(rank):
     return found
 
 
+@pytest.mark.trap(
+    "NaN on one rank reaches the others one step later",
+    "allenai/OLMo-core PR#657",
+    "some ranks step, others do not",
+    "every rank sees it at once",
+)
 def test_a_nan_on_any_rank_makes_every_norm_not_finite():
     for norms in run_world(a_nan_on_one_rank, 2):
         assert not any(map(math.isfinite, norms))

@@ -78,6 +78,12 @@ def uneven_ranks(rank, recipe, counts):
     return result["global_loss"].tolist(), result["grad_norm"], result["tokens"].tolist()
 
 
+@pytest.mark.trap(
+    "tests with equal rows on all ranks do not see a missing average",
+    "NVIDIA/Megatron-LM PR#7566",
+    "gradients of one rank alone",
+    "ranks with other rows, and with none, have the numbers of one process",
+)
 def test_ranks_may_have_any_number_of_rows_and_none(tmp_path):
     recipe = tiny_recipe(tmp_path, "train.global_batch=12")
     expected = run_world(uneven_ranks, 1, recipe, [7])[0]

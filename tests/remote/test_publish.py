@@ -193,6 +193,12 @@ def test_abort_and_wait(servers, mode, status):
     assert got[0][0] == status
 
 
+@pytest.mark.trap(
+    "a cache is cleared while half of the weights are new",
+    "huggingface/trl PR#6765",
+    "answers of two models in one",
+    "nothing is decoded until an update is whole",
+)
 def test_half_an_update_decodes_nothing_until_a_whole_one(servers, root, model):
     """The sender is gone after a bucket: health says so, and a whole directory mends it."""
     url, port = servers[1].url, free_port()
