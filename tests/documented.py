@@ -186,7 +186,7 @@ class Directory:
     def _forked(self, words: Sequence[str]) -> tuple[int | None, str]:
         said = self.path / "said.txt"
         child = fork(_command, self.path, said, list(words))
-        child.join(120)
+        child.join(300)
         if child.exitcode is None:
             child.kill()
             child.join()
@@ -202,7 +202,7 @@ class Directory:
             assert self._server.is_alive(), said.read_text()
             return said.is_file() and " at http://" in said.read_text()
 
-        wait_until(listens, 60)
+        wait_until(listens, 300)
         self.address = re.search(r" at http://(\S+)", said.read_text())[1]
 
     def _curl(self, words: list[str]) -> None:

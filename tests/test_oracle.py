@@ -72,8 +72,7 @@ def packed_batches(recipe):
     return batches
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("family, packing", [("llama", True), ("qwen2", True), ("qwen3", False), ("gemma3", True)])
 def test_ten_steps_equal_transformers(tmp_path, family, packing):
     assert_equal(tmp_path, family, packing)
 
@@ -82,9 +81,8 @@ def test_ten_steps_of_dft_equal_transformers(tmp_path):
     assert_equal(tmp_path, "llama", False, sft={"loss": "dft"})
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_ten_steps_with_label_smoothing_equal_transformers(tmp_path, packing):
-    assert_equal(tmp_path, "gemma3", packing, sft={"label_smoothing": 0.1})
+def test_ten_steps_with_label_smoothing_equal_transformers(tmp_path):
+    assert_equal(tmp_path, "gemma3", False, sft={"label_smoothing": 0.1})
 
 
 FROZEN = {  # keys of `train`, and whether a parameter of that name is trained; qwen3's head is tied
@@ -101,9 +99,13 @@ FROZEN = {  # keys of `train`, and whether a parameter of that name is trained; 
 }
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.parametrize("case", FROZEN)
-def test_ten_steps_of_some_parameters_equal_transformers(tmp_path, family, case):
+# Of a tied head and of an untied one what they do not share.
+@pytest.mark.parametrize(
+    ("case", "family"),
+    [("the last layer", "qwen3"), ("not embedding and norms", "llama"), ("norms", "llama")]
+    + [("the head", family) for family in ("qwen3", "llama")],
+)
+def test_ten_steps_of_some_parameters_equal_transformers(tmp_path, case, family):
     section, trains = FROZEN[case]
     tied = family == "qwen3"
     assert_equal(tmp_path, family, tied, section, lambda name: trains(name, tied))

@@ -98,11 +98,9 @@ def test_exact_match_counts(arithmetic, tmp_path):
             for a, b in rows
         )
     )
-    finished = run_tool("exact_match.py", directory, problems, "--scratch", 5)
-    assert finished.stdout.splitlines()[-1] == "exact match: 50.0% (1 of 2 problems)"
-    assert "'3 + 4'" in finished.stdout
     failing = run_tool("exact_match.py", directory, problems, "--scratch", 5, "--at-least", 60, check=False)
-    assert failing.returncode == 1
+    assert failing.stdout.splitlines()[-1] == "exact match: 50.0% (1 of 2 problems)"
+    assert "'3 + 4'" in failing.stdout and failing.returncode == 1
     missing = run_tool("exact_match.py", tmp_path / "nowhere", problems, check=False)
     assert missing.returncode == 1 and missing.stderr.startswith("exact_match: ")
 
@@ -117,8 +115,6 @@ def test_bench_prints_what_a_recipe_does(tmp_path):
     result = json.loads(finished.stdout)
     assert (result["recipe"], result["processes"], result["steps"]) == ("sft", 2, 3)
     assert result["tokens_per_sec"] > 0 and result["step_time"] > 0 and result["peak_memory_gib"] > 0.05
-    refused = run_tool("bench_sft.py", "sft", "--steps", 1, check=False)
-    assert refused.returncode != 0 and "model.path is missing" in refused.stderr
 
 
 def test_preferences_are_right_answers_and_the_models_own_wrong_ones(arithmetic, tmp_path):

@@ -5,7 +5,7 @@
 gpus: each SFT recipe on one GPU and on eight. memory: each recipe's parts at the peak, on its own launch.nproc. fits:
 what `dtrain run sft` needs for models of other sizes, from which README's table of GPUs follows. Prints Markdown, a row
 as soon as it is planned, in about ten seconds. Of the models config.json alone is needed: tests/test_recipes.py has
-them. tests/test_docs.py holds the tables to the plan.
+them. tests/test_docs.py holds some of their rows to the plan.
 """
 
 import json

@@ -284,11 +284,10 @@ def test_files_that_are_no_recipe(tmp_path):
     assert load_recipe(path).metrics == schema.Metrics()
 
 
-def test_shipped_recipes_are_found_by_name_and_all_load():
-    shipped = config.shipped()
-    assert "sft" in dict(shipped)
-    for name, header in shipped:
-        assert header and load_recipe(name).run.name
+def test_shipped_recipes_are_found_by_name():
+    """tests/test_recipes.py loads each of them."""
+    shipped = dict(config.shipped())
+    assert "sft" in shipped and all(shipped.values())
     with pytest.raises(UserError, match="did you mean sft?"):
         load_recipe("sftt")
 

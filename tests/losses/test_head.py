@@ -188,14 +188,9 @@ def run_cases(rank, tp, cases):
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_hidden_states_to_logprobs_equal_dense_float64(tp):
-    cases = [(case, DTYPES[(number + tp) % 4]) for number, case in enumerate(CASES)]
-    failures = run_world(run_cases, tp, tp, cases)
-    assert not any(failures), failures
-
-
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
-def test_hidden_states_to_logprobs_equal_dense_float64_in_full(tp):
-    failures = run_world(run_cases, tp, tp, [(case, dtype) for case in CASES for dtype in DTYPES], timeout=600)
+    """Every case in float64 and in another dtype, which differs between the sizes."""
+    cases = [(case, dtype) for n, case in enumerate(CASES) for dtype in (DTYPES[0], DTYPES[1 + (n + tp) % 3])]
+    failures = run_world(run_cases, tp, tp, cases, timeout=300)
     assert not any(failures), failures
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtrain.losses import TrainingSamplingParams, VocabShard, filtered_logprobs_from_hidden_states
-from tests.world import run_world
+from tests.cases import run_cases
 
 VOCAB, SIZE = 23, 8
 
@@ -76,15 +76,14 @@ def on_rank(rank, sampling, softcap):
     return values.detach().numpy(), h.grad.numpy(), w.grad.numpy()
 
 
-@pytest.mark.parametrize("sampling, softcap", CASES)
-def test_a_vocabulary_cut_unevenly(sampling, softcap):
-    ranks = run_world(on_rank, 2, sampling, softcap)
+def test_a_vocabulary_cut_unevenly():
+    cases = {f"{sampling}, {softcap}": (sampling, softcap) for sampling, softcap in CASES}
     hidden, weight, targets = inputs()
-    whole = torch.cat([torch.from_numpy(one[2]) for one in ranks])
-    for values, grad, _ in ranks:
-        check(
-            torch.from_numpy(values), (torch.from_numpy(grad), whole), hidden, weight, targets, sampling, softcap, 1e-12
-        )
+    for name, ranks in run_cases(on_rank, 2, cases).items():
+        whole = torch.cat([torch.from_numpy(one[2]) for one in ranks])
+        for values, grad, _ in ranks:
+            grads = torch.from_numpy(grad), whole
+            check(torch.from_numpy(values), grads, hidden, weight, targets, *cases[name], 1e-12)
 
 
 def test_nothing_labelled_still_gives_gradients():

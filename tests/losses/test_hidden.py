@@ -11,7 +11,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from dtrain.losses import token_loss_sums, weighted_logprob_sum
 from dtrain.losses.head import weighted_sum as token_losses
 from dtrain.losses.head.vocabulary import VocabShard
-from tests.world import run_world
+from tests.cases import run_cases
 
 
 def dense(hidden, weight, targets, token_weights, index, softcap):
@@ -124,10 +124,9 @@ def test_of_equally_likely_tokens_the_first_counts():
     assert correct.item() == (targets == 0).sum()
 
 
-@pytest.mark.parametrize("name, smoothing", KINDS)
-def test_losses_of_tokens_over_uneven_vocabulary_shards(name, smoothing):
-    given = likely(inputs(torch.float64))
-    run_world(sharded_token_loss, 4, [t.detach() for t in given], [0, 20, 37, 37, 37], name, smoothing)
+def test_losses_of_tokens_over_uneven_vocabulary_shards():
+    given = [tensor.detach() for tensor in likely(inputs(torch.float64))]
+    run_cases(sharded_token_loss, 4, {str(kind): (given, [0, 20, 37, 37, 37], *kind) for kind in KINDS})
 
 
 def sharded_token_loss(rank, given, bounds, name, smoothing):
@@ -248,10 +247,9 @@ def by_tiles_of_its_own_choice(rank, bounds, tokens, told):
     return [relative_error(found, right) for found, right in pairs if right.numel()]
 
 
-@pytest.mark.parametrize("told", [True, False])
-@pytest.mark.parametrize("bounds", [(0, 44, 88, 131), (0, 300, 300, 301)])
-def test_uneven_shards_take_the_same_tiles(bounds, told):
+def test_uneven_shards_take_the_same_tiles():
     """By its own rows, 44 or 43, a rank would send tiles of 47662 or 48770 tokens; of none, it would have no size."""
-    tokens = 50_000 if bounds[1] == 44 else 8_000
-    for errors in run_world(by_tiles_of_its_own_choice, 3, bounds, tokens, told):
-        assert max(errors) <= 1e-11
+    bounds = {50_000: (0, 44, 88, 131), 8_000: (0, 300, 300, 301)}
+    cases = {f"{cut}, {told}": (cut, tokens, told) for tokens, cut in bounds.items() for told in (True, False)}
+    for name, ranks in run_cases(by_tiles_of_its_own_choice, 3, cases).items():
+        assert max(map(max, ranks)) <= 1e-11, name

@@ -1,7 +1,5 @@
 """Functions of logits over a cut vocabulary against dense float64, values and gradients, on every kind of cut."""
 
-import random
-
 import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
@@ -200,13 +198,11 @@ def run_cases(rank, checks, tp, cases):
     return [line for check in checks for case, dtype, seed in cases for line in check(rank, tp, case, dtype, seed)]
 
 
-def sample(tp, full):
-    """Every case with every dtype, or of each case one dtype, another for every tp."""
-    every = [(case, dtype, seed) for seed, case in enumerate(CASES) for dtype in DTYPES]
-    if full:
-        return every
-    one_each = [(case, DTYPES[(seed + tp) % 4], seed) for seed, case in enumerate(CASES)]
-    return one_each + random.Random(tp).sample(every, 3)
+def chosen(tp):
+    """Every case in float64 and in another dtype, which differs between the sizes."""
+    return [
+        (case, dtype, seed) for seed, case in enumerate(CASES) for dtype in (DTYPES[0], DTYPES[1 + (seed + tp) % 3])
+    ]
 
 
 CHECKS = (check_logprobs, check_distributions, check_topk)
@@ -214,13 +210,7 @@ CHECKS = (check_logprobs, check_distributions, check_topk)
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_functions_of_logits_equal_dense_float64(tp):
-    failures = run_world(run_cases, tp, CHECKS, tp, sample(tp, full=False))
-    assert not any(failures), failures
-
-
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
-def test_functions_of_logits_equal_dense_float64_in_full(tp):
-    failures = run_world(run_cases, tp, CHECKS, tp, sample(tp, full=True), timeout=600)
+    failures = run_world(run_cases, tp, CHECKS, tp, chosen(tp), timeout=300)
     assert not any(failures), failures
 
 

@@ -24,7 +24,6 @@ from tests.losses.test_sampling import expected_logprobs
 from tests.world import run_world
 
 BATCH, VOCAB = 3, 13
-MESHES = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 4)]
 SAMPLING = TrainingSamplingParams(top_k=5, top_p=0.9)
 
 
@@ -161,22 +160,6 @@ def packed(rank, tp, cp):
     return max(errors)
 
 
-def by_all(rank, tp, cp):
-    return by_groups(rank, tp, cp), by_dtensor(rank, tp, cp), packed(rank, tp, cp)
-
-
-@pytest.mark.parametrize("tp, cp", [(1, 1), (3, 1), (2, 2), (1, 4)])
-def test_every_layout_equals_dense_float64(tp, cp):
-    for errors in run_world(by_all, tp * cp, tp, cp):
-        assert max(errors) < 1e-12
-
-
-@pytest.mark.parametrize("tp, cp", [(2, 1), (4, 1), (1, 2), (2, 4)])
-def test_every_layout_equals_dense_float64_in_full(tp, cp):
-    for errors in run_world(by_all, tp * cp, tp, cp, timeout=300):
-        assert max(errors) < 1e-12
-
-
 def distillation(rank, tp, cp):
     mesh, tp_group, cp_group = mesh_of(tp, cp)
     length, kept = 4 * cp, 3
@@ -223,9 +206,14 @@ def distillation(rank, tp, cp):
     return max(errors)
 
 
-@pytest.mark.parametrize("tp, cp", [(1, 1), (3, 1), (2, 2)])
-def test_distillation_topk_equals_dense_float64(tp, cp):
-    assert max(run_world(distillation, tp * cp, tp, cp)) < 1e-12
+def every_layout(rank, tp, cp):
+    return {layout.__name__: layout(rank, tp, cp) for layout in (by_groups, by_dtensor, packed, distillation)}
+
+
+@pytest.mark.parametrize("tp, cp", [(1, 1), (3, 1), (2, 2), (1, 4)])
+def test_every_layout_equals_dense_float64(tp, cp):
+    for errors in run_world(every_layout, tp * cp, tp, cp, timeout=300):
+        assert max(errors.values()) < 1e-12, errors
 
 
 def cp_helpers(rank, cp):
@@ -255,7 +243,7 @@ def cp_helpers(rank, cp):
     return True
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("cp", [1, 4])
 def test_context_parallel_helpers(cp):
     assert all(run_world(cp_helpers, cp, cp))
 
@@ -330,6 +318,6 @@ def test_a_cut_that_only_bounds_could_tell_is_refused():
 def run_first(fn):
     """Rank 0 refuses, rank 1 is left in its collective: only the first answer is waited for."""
     try:
-        return run_world(fn, 2, timeout=5)[0]
+        return run_world(fn, 2, timeout=300)[0]
     except AssertionError as raised:
         return str(raised)

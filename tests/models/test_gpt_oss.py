@@ -1,6 +1,8 @@
 """gpt-oss on meshes and in files: the ways of training, resuming, what servers are sent, biases, what a config may
 say."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from dtrain.models.common.moe import SparseMLP, share_routing
 from dtrain.optim.muon import is_matrix
 from dtrain.optim.update import parameter_groups
 from tests.models.oracle import VARIANTS, make, save
-from tests.running import interrupt, run, trajectory, weights
+from tests.running import assert_each, interrupt, run, run_all, trajectory, weights
 from tests.tiny import tiny_grpo, tiny_recipe, write_pairs
 
 
@@ -35,24 +37,26 @@ def assert_same(ours, expected):
 
 
 WAYS = {
-    "an adapter": (4, ["parallel.ep=2", "parallel.tp=2", "lora={rank: 4}"]),
-    "Muon": (2, ["parallel.ep=2", "optimizer.name=muon"]),
-    "all but products, in a ring": (
-        2, ["parallel.cp=2", "parallel.cp_rotate=ring", "train.activation_checkpointing=selective"],
-    ),
-    "all layers computed again": (4, ["parallel.tp=2", "parallel.cp=2", "train.activation_checkpointing=full"]),
-    "sinks alone": (2, ["parallel.tp=2", "train.train_only=['*.sinks']"]),
-}  # fmt: skip
+    "Muon": ["parallel.ep=2", "optimizer.name=muon"],
+    "an adapter": ["parallel.ep=2", "lora={rank: 4}"],
+    "sinks alone": ["parallel.tp=2", "train.train_only=['*.sinks']"],
+}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_ways_of_training_change_no_number(tmp_path, way):
-    ranks, options = WAYS[way]
-    same = [one for one in options if one.startswith(("lora", "optimizer", "train.train_only"))]
-    one = run(sft(tmp_path, "one", "train.micro_batch=12", "checkpoint.every=4", *same))
-    many = run(sft(tmp_path, "many", "train.micro_batch=3", "checkpoint.every=4", *options), ranks)
-    assert_same(many, one)
-    mine, right = weights(many, 4), weights(one, 4)
+def test_ways_of_training_change_no_number(tmp_path):
+    alone, together = {}, {}
+    for way, options in WAYS.items():
+        same = [option for option in options if option.startswith(("lora", "optimizer", "train.train_only"))]
+        alone[way] = sft(tmp_path, f"{way}, alone", "train.micro_batch=12", "checkpoint.every=4", *same)
+        together[way] = sft(tmp_path, way, "train.micro_batch=3", "checkpoint.every=4", *options)
+    run_all([*alone.values()])
+    run_all([*together.values()], 2)
+    assert_each([(way, partial(assert_one_way, together[way], alone[way])) for way in WAYS])
+
+
+def assert_one_way(recipe, reference):
+    assert_same(recipe, reference)
+    mine, right = weights(recipe, 4), weights(reference, 4)
     assert mine.keys() == right.keys()
     for name, tensor in right.items():
         assert (mine[name] - tensor).abs().max() <= 1e-9 * tensor.abs().max(), name
@@ -60,8 +64,7 @@ def test_ways_of_training_change_no_number(tmp_path, way):
 
 def test_preferences_on_a_mesh(tmp_path):
     one = run(dpo(tmp_path, "one", "train.micro_batch=12"))
-    options = ["train.micro_batch=3", "parallel.ep=2", "parallel.tp=2"]
-    assert_same(run(dpo(tmp_path, "many", *options), 4), one)
+    assert_same(run(dpo(tmp_path, "many", "train.micro_batch=3", "parallel.ep=2"), 2), one)
 
 
 def test_rollouts_draw_the_same_tokens_on_every_mesh(tmp_path):

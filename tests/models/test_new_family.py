@@ -85,11 +85,9 @@ def test_without_its_row_it_is_refused_and_its_fields_are_its_own(root, monkeypa
         models.read_config(path)
 
 
-@pytest.mark.parametrize("sequence_parallel", ["true", "false"])
-def test_two_ranks_train_as_one_and_the_export_is_what_transformers_computes(root, sequence_parallel):
+def test_two_ranks_train_as_one_and_the_export_is_what_transformers_computes(root):
     alone = run(recipe_of(root, "one"))
-    cut = ["parallel.tp=2", f"parallel.sequence_parallel={sequence_parallel}", "train.micro_batch=4"]
-    together = run(recipe_of(root, "two", *cut), 2)
+    together = run(recipe_of(root, "two", "parallel.tp=2", "train.micro_batch=4"), 2)
     assert len(trajectory(alone)) == 2
     for expected, row in zip(trajectory(alone), trajectory(together), strict=True):
         assert row == pytest.approx(expected, rel=1e-12)

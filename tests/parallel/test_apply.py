@@ -14,6 +14,7 @@ from dtrain.models.gemma3 import Gemma3ForCausalLM
 from dtrain.models.qwen import Qwen3ForCausalLM
 from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.tensor import colwise
+from tests.cases import run_cases
 from tests.parallel.dense import (
     assert_gradients,
     config_of,
@@ -61,10 +62,11 @@ def with_table(rank, config, table):
     assert_gradients(model, expected)
 
 
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_table_of_ones_own_gives_the_same_numbers(tmp_path, table, tied):
-    run_world(with_table, 2, config_of(tmp_path, tied=tied), TABLES[table])
+def test_a_table_of_ones_own_gives_the_same_numbers(tmp_path):
+    configs = {tied: config_of(tmp_path / str(tied), tied=tied) for tied in (True, False)}
+    run_cases(
+        with_table, 2, {f"{name}, tied={tied}": (configs[tied], TABLES[name]) for name in TABLES for tied in configs}
+    )
 
 
 def without(plan, *names):
@@ -132,21 +134,23 @@ def refused(rank, config, table, sequence_parallel):
         return str(error)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_table_that_would_train_wrong_numbers_is_refused(tmp_path, case):
-    table, sequence_parallel, message = REFUSED[case]
-    for said in run_world(refused, 2, config_of(tmp_path), table, sequence_parallel):
-        assert message in said
+def test_a_table_that_would_train_wrong_numbers_is_refused(tmp_path):
+    config = config_of(tmp_path)
+    said = run_cases(refused, 2, {name: (config, *arguments) for name, (*arguments, _) in REFUSED.items()})
+    wrong = {
+        name: said[name] for name, (*_, message) in REFUSED.items() if any(message not in one for one in said[name])
+    }
+    assert not wrong
 
 
-def test_every_problem_of_a_table_is_listed(tmp_path):
-    said = run_world(refused, 2, config_of(tmp_path), {"a": "b", "model.layers.*.mlp": "c"}, False)[0]
-    assert said.count("\n") == 3
-
-
-def test_what_all_layers_lack_is_said_once_with_what_to_set(tmp_path):
-    said = run_world(refused, 2, config_of(tmp_path, num_hidden_layers=9), MLP, True)[0]
-    lines = said.splitlines()[1:]
+def test_every_problem_of_a_table_is_listed_once_with_what_to_set(tmp_path):
+    cases = {
+        "several": (config_of(tmp_path / "few"), {"a": "b", "model.layers.*.mlp": "c"}, False),
+        "all layers": (config_of(tmp_path / "nine", num_hidden_layers=9), MLP, True),
+    }
+    said = {name: ranks[0] for name, ranks in run_cases(refused, 2, cases).items()}
+    assert said["several"].count("\n") == 3
+    lines = said["all layers"].splitlines()[1:]
     fix = "; give it one, or set parallel.sequence_parallel=false"
     assert f"  model.layers.*.self_attn.q_proj: has no style, and sequence parallel cuts what it reads{fix}" in lines
     assert len(lines) == len(set(lines)) < 12

@@ -1,6 +1,5 @@
 """FSDP2 around a decoder: evaluation between steps, accumulation, and weights that are written in place."""
 
-import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -8,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.placement import local_tensor, reshard_model
 from dtrain.policy.policy import sync_gradients
+from tests.cases import run_cases
 from tests.parallel.dense import assert_gradients, config_of, dense_gradients, dense_loss, random_batch, random_model
 from tests.world import run_world
 
@@ -44,10 +44,9 @@ def steps_between_evaluations(rank, config, reshard):
                 parameter.sub_(0.01 * expected[name])
 
 
-@pytest.mark.parametrize("reshard", ["default", True, False])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_evaluation_and_accumulation_between_steps(tmp_path, reshard, ranks):
-    run_world(steps_between_evaluations, ranks, config_of(tmp_path), reshard)
+def test_evaluation_and_accumulation_between_steps(tmp_path):
+    config = config_of(tmp_path)
+    run_cases(steps_between_evaluations, 3, {str(reshard): (config, reshard) for reshard in ("default", True, False)})
 
 
 def written_in_place(rank, config):

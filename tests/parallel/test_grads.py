@@ -18,6 +18,7 @@ from dtrain.parallel.placement import (
     local_tensor,
     nonfinite_names,
 )
+from tests.cases import run_cases
 from tests.world import run_world
 
 
@@ -83,21 +84,15 @@ def norms_of_every_order(rank, replicate, shard, tp):
         assert torch.allclose(local_tensor(parameter.grad), old / 2, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("replicate", "shard", "tp"), MESHES)
-def test_every_norm_equals_one_process(replicate, shard, tp):
-    run_world(norms_of_every_order, replicate * shard * tp, replicate, shard, tp)
+def norms_and_clips(rank, replicate, shard, tp):
+    norms_of_every_order(rank, replicate, shard, tp)
+    for max_norm in (0.1, 1e9):
+        sharded_norm(rank, replicate, shard, tp, max_norm)
 
 
-@pytest.mark.trap(
-    "what tensor parallel replicates is counted on each of its ranks",
-    "NVIDIA-NeMo/RL PR#3788",
-    "clipping clips too much",
-    "each element counts once",
-)
-@pytest.mark.parametrize(("replicate", "shard", "tp"), MESHES)
-@pytest.mark.parametrize("max_norm", [0.1, 1e9])
-def test_norm_and_clip_equal_one_process(replicate, shard, tp, max_norm):
-    run_world(sharded_norm, replicate * shard * tp, replicate, shard, tp, max_norm)
+@pytest.mark.parametrize("ranks", sorted({math.prod(mesh) for mesh in MESHES}))
+def test_norms_and_clipping_equal_one_process(ranks):
+    run_cases(norms_and_clips, ranks, {str(mesh): mesh for mesh in MESHES if math.prod(mesh) == ranks})
 
 
 def test_plain_parameters_without_a_process_group():

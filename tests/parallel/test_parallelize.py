@@ -1,5 +1,7 @@
 """The functions that NeMo-RL's users call, on mixed meshes against one process."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from dtrain.parallel import (
     get_grad_norm,
     to_local_if_dtensor,
 )
+from tests.cases import run_cases
 from tests.parallel.dense import (
     assert_gradients,
     config_of,
@@ -66,14 +69,22 @@ def on_a_mesh(rank, family, config, sizes, sequence, checkpointing):
     assert_gradients(model, {name: gradient / 3 for name, gradient in expected.items()}, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FUNCTIONS)
-@pytest.mark.parametrize(
-    ("sizes", "sequence", "checkpointing"),
-    [((1, 2, 1), False, False), ((1, 2, 2), True, True), ((2, 1, 2), False, True), ((1, 1, 4), True, False)],
+ON_MESHES = (  # sizes, sequence parallel, checkpointing, family
+    ((1, 2, 1), False, False, "llama"),
+    ((1, 2, 2), True, True, "gemma3"),
+    ((2, 1, 2), False, True, "qwen2"),
+    ((1, 1, 4), True, False, "qwen3"),
 )
-def test_families_on_meshes_have_the_gradients_of_one_process(tmp_path, family, sizes, sequence, checkpointing):
-    config = config_of(tmp_path, family)
-    run_world(on_a_mesh, sizes[0] * sizes[1] * sizes[2], family, config, sizes, sequence, checkpointing)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_families_on_meshes_have_the_gradients_of_one_process(tmp_path, ranks):
+    cases = {}
+    for sizes, sequence, checkpointing, family in ON_MESHES:
+        if math.prod(sizes) == ranks:
+            config = config_of(tmp_path / family, family)
+            cases[f"{family} on {sizes}"] = family, config, sizes, sequence, checkpointing
+    run_cases(on_a_mesh, ranks, cases)
 
 
 def by_dtype(rank, config, options):
@@ -93,18 +104,15 @@ def by_dtype(rank, config, options):
     assert_gradients(parallel, expected, rtol=1e-4 if options["param_dtype"] == torch.float32 else 0.1)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_one_function_for_every_model(tmp_path):
+    config = config_of(tmp_path)
+    each = (
         {"param_dtype": torch.float32, "sequence_parallel": True, "activation_checkpointing": True},
         {"param_dtype": torch.float32, "cpu_offload": True},
         {"param_dtype": torch.float32, "custom_parallel_plan": "dtrain.models.common.decoder.DECODER_PLAN"},
         {"param_dtype": torch.bfloat16},
-    ],
-    ids=lambda options: ",".join(options),
-)
-def test_one_function_for_every_model(tmp_path, options):
-    run_world(by_dtype, 4, config_of(tmp_path), options)
+    )
+    run_cases(by_dtype, 4, {str(options): (config, options) for options in each})
 
 
 def refusals(rank, config):

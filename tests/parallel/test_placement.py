@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtrain.parallel.placement import chunk_bounds, local_slices, local_tensor
-from tests.world import run_world
+from tests.cases import run_cases
 
 
 def numbered(rows, columns):
@@ -28,14 +28,19 @@ def held_slices(rank, fsdp, tp, rows, columns, style):
     return local_tensor(weight).numel()
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "tp", "rows"),
-    [(2, 1, 7), (3, 1, 2), (4, 1, 5), (3, 2, 67), (3, 2, 7), (2, 3, 13), (4, 2, 9), (2, 2, 8), (2, 4, 3)],
-)
-@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
-def test_slices_are_what_the_rank_holds(fsdp, tp, rows, style):
-    held = run_world(held_slices, fsdp * tp, fsdp, tp, rows, 6, style)
-    assert sum(held) == rows * 6
+SHAPES = ((3, 1, 2), (3, 2, 67), (3, 2, 7), (2, 3, 13), (6, 1, 5), (1, 6, 4))  # fsdp, tp, rows
+
+
+@pytest.mark.parametrize("ranks", [3, 6])
+def test_slices_are_what_the_rank_holds(ranks):
+    cases = {
+        f"fsdp {fsdp}, tp {tp}, {rows} rows, {style.__name__}": (fsdp, tp, rows, 6, style)
+        for fsdp, tp, rows in SHAPES
+        for style in (ColwiseParallel, RowwiseParallel)
+        if fsdp * tp == ranks
+    }
+    for name, held in run_cases(held_slices, ranks, cases).items():
+        assert sum(held) == cases[name][2] * 6, name
 
 
 def test_plain_tensors_are_whole():

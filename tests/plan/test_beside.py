@@ -20,16 +20,16 @@ def test_a_run_is_told_its_planned_peak_and_waits_for_nothing(tmp_path):
     with PlannedPeak(recipe, 2, "cpu") as planned:
         assert planned.peak() is None
         expected = plan_step(resolve_plan(recipe, 2, "cpu")).peak
-        assert planned.peak(wait=120) is planned.peak() and planned.peak().words == f"planned peak {gib(expected)}"
+        assert planned.peak(wait=300) is planned.peak() and planned.peak().words == f"planned peak {gib(expected)}"
 
 
 def test_what_cannot_be_planned_does_not_end_the_run(tmp_path, monkeypatch):
     recipe = tiny_recipe(tmp_path)
     with PlannedPeak(recipe, 3, "cpu") as refused:
-        assert "no plan (the recipe has a problem" in refused.peak(wait=120).words
+        assert "no plan (the recipe has a problem" in refused.peak(wait=300).words
     monkeypatch.setattr("dtrain.commands.plan.beside.make_plan", lambda *_: os._exit(3))
     with PlannedPeak(recipe, 2, "cpu") as died:
-        assert died.peak(wait=120).words == "no plan (a process that worked on a plan died (3))"
+        assert died.peak(wait=300).words == "no plan (a process that worked on a plan died (3))"
 
 
 def test_children_end_with_their_parent_and_with_their_context(tmp_path):
@@ -37,7 +37,7 @@ def test_children_end_with_their_parent_and_with_their_context(tmp_path):
 
     def sleeper():
         file.write_text(str(os.getpid()))
-        time.sleep(60)
+        time.sleep(600)
 
     def parent():
         with Child(sleeper):
@@ -46,7 +46,7 @@ def test_children_end_with_their_parent_and_with_their_context(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
 
     with Child(parent) as outer:
-        assert outer.is_done(wait=30)
+        assert outer.is_done(wait=300)
         assert isinstance(outer.outcome(), RuntimeError)
     wait_until_gone([int(file.read_text())])
     file.unlink()
@@ -76,7 +76,7 @@ def test_whatever_a_call_raises_is_told(tmp_path, monkeypatch):
     assert "in fails" in caught.value.__notes__[0]
     monkeypatch.setattr("dtrain.commands.plan.beside.make_plan", fails)
     with PlannedPeak(tiny_recipe(tmp_path), 1, "cpu") as planned:
-        assert planned.peak(wait=120).words == "no plan (Particular: this that)"
+        assert planned.peak(wait=300).words == "no plan (Particular: this that)"
 
 
 def test_of_a_run_in_processes_of_its_own_rank_0_is_told(tmp_path):

@@ -26,22 +26,13 @@ TOO_OLD = "CUDA does not start on .*: The NVIDIA driver on your system is too ol
 HALF, HIDDEN = "train.dtype=bfloat16", {"CUDA_VISIBLE_DEVICES": ""}
 
 CASES = {
-    "memory": ([SMALL], (), {}, "this does not fit: the peak is .*the smallest change"),
     "memory of one": ([H100, SMALL], (), {}, "this does not fit: the peak is .*the smallest change"),
     "bfloat16": ([T4], (HALF,), {}, r"Tesla T4 \(15 GiB, .* does not compute in bfloat16 .*Set train.dtype=float16"),
     "kernels": ([Card(kernels=("sm_100",))], (), {}, "no kernels for NVIDIA H100.* it is built for sm_100; install"),
     "kinds": ([H100, A100], (), {}, "of different kinds, NVIDIA H100.* on rank 0; NVIDIA A100.* on rank 1"),
     "one card": ([Card(uuid="GPU-5")] * 2, (), {}, "2 ranks on .* share 1 GPU, and NCCL takes one rank each"),
     "slices": ([SLICE] * 2, (), {}, "rank 0 has a MIG slice, .* set launch.nproc=1"),
-    "driver": ([OLD], (), {}, "CUDA does not start on .*: The NVIDIA driver on your system is too old .*update the"),
     "driver of one": ([H100, OLD], (), {}, "CUDA does not start on .*: The NVIDIA driver on your system is too old"),
-    "driver of the first": (
-        [OLD, H100],
-        (),
-        {},
-        "CUDA does not start on .*: The NVIDIA driver on your system is too old",
-    ),
-    "hidden": ([H100], ("launch.device=cuda",), HIDDEN, "CUDA_VISIBLE_DEVICES= hides all GPUs: unset it, or name some"),
     "hidden from both": ([H100] * 2, ("launch.device=cuda",), HIDDEN, "CUDA_VISIBLE_DEVICES= hides all GPUs: unset"),
 }
 

@@ -37,15 +37,14 @@ def checked(rank, out, world):
     return check(Asked(world, out, compiled=False, small=True), forked)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_all_parts_go_well(tmp_path, world):
+def test_all_parts_go_well(tmp_path):
     out = tmp_path / "check.txt"
-    status = run_pretend(checked, 1, out, world, card=Card(devices=world), timeout=400.0)
+    status = run_pretend(checked, 1, out, 2, card=Card(devices=2), timeout=400.0)
     text = out.read_text()
     assert status == [0], text
     assert text.count("\nok ") > 20 and "NVIDIA H100" in text and text.rstrip().endswith("== nothing wrong")
     assert "8 rows: 8 equal to the end" in text
-    assert world == 1 or "a collective without its other rank" in text
+    assert "a collective without its other rank" in text
 
 
 def half_checked(rank, out, names=("saves", "devices and versions")):

@@ -23,12 +23,10 @@ def train_and_count(rank, recipe, size):
 @pytest.mark.parametrize(
     ("size", "keys", "like"),
     [
-        (1, (), ("grpo.sampling.top_p=0.9",)),
-        (1, ("train.dtype=bfloat16",), None),  # under FSDP, for its float32 masters
-        (2, (), ()),
+        (2, (), ("grpo.sampling.top_p=0.9",)),
         (1, ("lora.rank=4", "lora.dropout=0.1", "train.dtype=bfloat16"), None),
     ],
-    ids=["one", "mixed", "fsdp", "lora"],
+    ids=["fsdp", "lora"],
 )
 def test_a_run_with_graphs(tmp_path, size, keys, like):
     card = grpo(tmp_path, *GRAPHS, *keys, *(like or ()), name="card")
@@ -49,19 +47,8 @@ def test_over_weights_in_four_bits(tmp_path):
     assert_close(*found, EXACT)
 
 
-@pytest.mark.parametrize(
-    ("mutant", "words"),
-    [
-        (
-            Mutant("dtrain.models.common.functions", "if (rope, turned) not in held:", "if True:"),
-            "pageable|from the host",
-        ),
-        (Mutant("dtrain.models.common.decoder", "(layer.forward if bare else layer)(hidden", "layer(hidden"),
-         "a stream waits"),
-    ],
-    ids=["rotary", "hooks"],
-)  # fmt: skip
-def test_what_cannot_be_captured_is_refused(tmp_path, mutant, words):
+def test_what_cannot_be_captured_is_refused(tmp_path):
+    hooks = Mutant("dtrain.models.common.decoder", "(layer.forward if bare else layer)(hidden", "layer(hidden")
     recipe = grpo(tmp_path, *GRAPHS, "train.dtype=bfloat16", name="card")
-    with pytest.raises(AssertionError, match=words):
-        run_pretend(train_and_count, 1, recipe, 1, mutants=[mutant])
+    with pytest.raises(AssertionError, match="a stream waits"):
+        run_pretend(train_and_count, 1, recipe, 1, mutants=[hooks])

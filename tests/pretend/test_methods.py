@@ -30,11 +30,8 @@ def lora(root, *keys, name):
 
 
 CASES = {
-    "dpo": (dpo, 1, (), ()),
     "dpo-sft-term": (dpo, 2, ("dpo.loss=[sigmoid, sft]",), ()),
-    "grpo": (grpo, 1, (), ()),
     "grpo-tp": (grpo, 2, (), ("parallel.tp=2",)),
-    "distill": (distill, 1, (), ()),
     "distill-topk": (distill, 2, ("distill.top_k=8",), ("parallel.tp=2",)),
     "lora": (lora, 2, (), ()),
 }

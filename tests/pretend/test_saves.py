@@ -3,7 +3,6 @@
 import hashlib
 import multiprocessing
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -28,13 +27,11 @@ def exported(recipe):
     return load_file(recipe.run.directory / "export" / "model.safetensors")
 
 
-@pytest.mark.parametrize("background", ["true", "false"])
-def test_a_run_is_saved_resumed_and_exported_as_on_the_cpu(tmp_path, background):
-    keys = *SAVES, f"checkpoint.async_save={background}"
-    whole = tiny_recipe(tmp_path, *keys, "train.steps=4", name="cpu")
+def test_a_run_is_saved_resumed_and_exported_as_on_the_cpu(tmp_path):
+    whole = tiny_recipe(tmp_path, *SAVES, "train.steps=4", name="cpu")
     expected = on_cpu(whole)
-    for size, mesh in ((1, ()), (2, ()), (2, ("parallel.tp=2",))):
-        name = f"card-{size}-{len(mesh)}"
+    for size, mesh, background in ((1, (), "false"), (2, ("parallel.tp=2",), "true")):
+        name, keys = f"card-{size}", (*SAVES, f"checkpoint.async_save={background}")
         # The schedule is of the whole run: the second half is another world's.
         begun = tiny_recipe(tmp_path, *keys, *mesh, "train.steps=4", name=name)
         on_card(tiny_recipe(tmp_path, *keys, *mesh, "train.steps=2", "checkpoint.export=none", name=name), size)
@@ -81,8 +78,6 @@ def test_weights_reach_a_receiver_over_nccl(tmp_path):
 def moved(rank, recipe, size):
     """Two steps, with everything moved to the host and back in between."""
     runtime = runtime_of(rank, size)
-    if size == 1:
-        init_one_process_group("cuda")
     found = []
     for moves in (False, True):
         policy = Policy(recipe, read_config(recipe.model.path), build_mesh(runtime, dp_shard=size), runtime)
@@ -101,7 +96,6 @@ def moved(rank, recipe, size):
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_was_moved_to_the_host_comes_back(tmp_path, size):
-    stayed, came_back = run_pretend(moved, size, tiny_recipe(tmp_path), size)[0]
+def test_what_was_moved_to_the_host_comes_back(tmp_path):
+    stayed, came_back = run_pretend(moved, 2, tiny_recipe(tmp_path), 2)[0]
     assert stayed == came_back

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.pretend.test_methods import distill, dpo, grpo, lora
+from tests.pretend.test_methods import distill, dpo, grpo
 from tests.pretend.test_sft import MESHES, on_card
 from tests.tiny import tiny_recipe
 
@@ -32,20 +32,17 @@ def assert_two(waits, more=0):
     assert {where.split(":")[0] for _, where in waits} == {NORM, SUMS}, waits
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
-def test_a_step_of_sft_waits_twice(tmp_path, dtype, packing):
-    keys = f"train.dtype={dtype}", f"data.packing={packing}"
-    assert_two(waits_of_a_step(sft, tmp_path, keys, 1))
+def test_a_step_of_sft_waits_twice(tmp_path):
+    assert_two(waits_of_a_step(sft, tmp_path, ("train.dtype=float16", "data.packing=false"), 1))
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "tp", "cp", "ring", "hsdp"])
+@pytest.mark.parametrize("mesh", ["ring", "hsdp"])
 def test_a_step_of_every_mesh_waits_twice(tmp_path, mesh):
     size, keys = MESHES[mesh]
     assert_two(waits_of_a_step(sft, tmp_path, ("train.dtype=bfloat16", *keys), size))
 
 
-@pytest.mark.parametrize("method", [dpo, distill, lora])
+@pytest.mark.parametrize("method", [dpo, distill])
 def test_a_step_of_other_methods_waits_twice(tmp_path, method):
     """DPO's besides for each of two micro-batches of the reference's pass, whose log-probabilities go to the host."""
     waits = waits_of_a_step(method, tmp_path, ("train.dtype=bfloat16",), 1)

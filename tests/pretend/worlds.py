@@ -35,7 +35,7 @@ def run_pretend(
     *args: Any,
     card: Card | None = None,
     mutants: Sequence[Mutant] = (),
-    timeout: float = 90.0,
+    timeout: float = 300.0,
 ) -> list[Any]:
     """`function(rank, *args)` on `world_size` ranks, each with `cuda:rank` current, and where there are several with
     gloo and nccl up.
