@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from dtrain import models
 from dtrain.base.errors import UserError
+from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.training_state import model_tensors
-from dtrain.checkpoint.huggingface.write import write_directory
+from dtrain.checkpoint.huggingface.write import write_directory, write_files
 from tests.checkpoint.families import FAMILIES, MULTIMODAL, logits, save_family
 from tests.checkpoint.tiny import on_mesh, seeded
 from tests.world import run_world
@@ -235,3 +236,16 @@ def test_writing_needs_one_tensor_beside_the_model(tmp_path):
     """)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(result.stdout) < 80 * 1024, f"{result.stdout} KiB above the model"
+
+
+def test_a_directory_that_fails_at_its_end_leaves_the_one_before(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("old")
+
+    def finish(partial):
+        raise UserError("the disk is full")
+
+    with pytest.raises(UserError, match="full"):
+        write_files({}, finish, out, replace=True, ranks=Ranks(alone=True))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "out"]

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from dtrain.base.errors import UserError
+from dtrain.base.files import replace_text
 from dtrain.run.directory import RunDirectory, guard
 
 HOLDER = textwrap.dedent("""
@@ -152,3 +153,16 @@ def test_null_refuses_a_used_directory(tmp_path):
     (run.checkpoints / "step-1").mkdir(parents=True)
     with pytest.raises(UserError, match="checkpoints of an earlier run"):
         run.refuse_used(None)
+
+
+def test_a_file_is_the_old_or_the_new_one(tmp_path, monkeypatch):
+    file = tmp_path / "config.yaml"
+    replace_text(file, "old")
+
+    def fail(descriptor):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="full"):
+        replace_text(file, "new")
+    assert file.read_text() == "old"

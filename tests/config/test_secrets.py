@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dtrain import recipe as config
-from dtrain.base.errors import RecipeError
+from dtrain.base.errors import RecipeError, UserError
 from dtrain.methods import load_recipe, recipe_keys
 from dtrain.recipe.secrets import HIDDEN, hide, is_secret_name, masked
 from dtrain.run.preflight import notes
@@ -97,6 +97,13 @@ def test_no_message_holds_a_value():
     with pytest.raises(RecipeError) as caught:
         load_recipe(wrong, [f"optimizer.kwargs.password=[{PLAIN}", f"grpo.nothing.token={PLAIN}"])
     assert TOKEN not in str(caught.value) and PLAIN not in str(caught.value) and "train.steps=" in str(caught.value)
+
+
+def test_no_error_on_the_way_holds_a_value():
+    recipe = load_recipe({"data": {"template_kwargs": {"api_key": PLAIN, "x": "${oc.env:HF_TOKEN}"}}})
+    with pytest.raises(UserError, match="refused") as caught, config.redacted_errors(recipe):
+        raise UserError(f"refused: {PLAIN}, {TOKEN}")
+    assert TOKEN not in str(caught.value) and PLAIN not in str(caught.value)
 
 
 SECRET = """HF_TOKEN hf_token token api_key OPENAI_API_KEY apiKey X-Api-Key wandb_key judge_key password db_password

@@ -171,6 +171,12 @@ def test_strings(tmp_path):
     assert own == ids  # neither is doubled
 
 
+def test_a_token_of_prompt_and_completion_is_trained(tmp_path):
+    coder = encoder(tmp_path)
+    row = {"prompt": "two and tw", "completion": "o"}
+    assert trained(coder, row, "prompt_completion") == [" two<|eot_id|>"]
+
+
 def test_strings_of_a_metaspace_tokenizer(tmp_path):
     coder = encoder(tmp_path, make=metaspace)
     ids, mask = coder.encode(normalise({"prompt": "the lazy dog", "completion": " says two"}, "prompt_completion"))

@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from dtrain.data.formats.labels import is_wanted, read_label
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.launch.start import dry_run
+from dtrain.methods.kto import KtoMethod
 from dtrain.run.preflight import preflight
 from tests.data.test_sources import section, split
 from tests.running import interrupt, metrics, run, trajectory
@@ -191,3 +193,9 @@ def test_what_cannot_be_is_told_before_the_run(tmp_path):
     )
     (tmp_path / "one.jsonl").write_text((tmp_path / "labelled.jsonl").read_text().splitlines()[0])
     assert any("data.val has one reply" in problem for problem in dry_run(lone_reply, 1, {}, here=True)[1].problems)
+
+
+@pytest.mark.parametrize(("total", "estimate"), [(-3.0, 0.0), (3.0, 0.75)])
+def test_the_estimate_is_never_below_zero(total, estimate):
+    alone = SimpleNamespace(mesh=SimpleNamespace(dp=SimpleNamespace(size=lambda: 1)))
+    assert KtoMethod._divergence(None, alone, torch.tensor([total, 4.0])).item() == estimate

@@ -8,7 +8,7 @@ from dtrain.base.errors import UserError
 from dtrain.methods import load_recipe
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
-from dtrain.optim.update import LossScale
+from dtrain.optim.update import LossScale, Schedule, Updater
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
@@ -159,6 +159,18 @@ def test_loss_scale_halves_and_doubles():
     copy = LossScale()
     copy.load_state_dict(scale.state_dict())
     assert copy.state_dict() == scale.state_dict()
+
+
+def test_an_update_takes_the_loss_scale_off_and_passes_over_what_is_not_finite():
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    constant = Schedule(optimizer, lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+    updater = Updater(model, optimizer, constant, max_grad_norm=1.0, skip_nonfinite=0, loss_scale=LossScale(8.0))
+    for gradient, norm, scale in (([24.0, 32.0], 5.0, 8.0), ([24.0, torch.inf], torch.inf, 4.0)):
+        model.weight.grad = torch.tensor([gradient])
+        assert updater.update() == norm and updater.loss_scale.scale == scale
+        torch.testing.assert_close(model.weight.detach(), torch.tensor([[-0.6, -0.8]]))
 
 
 def test_precision_of_each_dtype():
