@@ -90,6 +90,12 @@ def norms_and_clips(rank, replicate, shard, tp):
         sharded_norm(rank, replicate, shard, tp, max_norm)
 
 
+@pytest.mark.trap(
+    "what tensor parallel replicates is counted on each of its ranks",
+    "NVIDIA-NeMo/RL PR#3788",
+    "clipping clips too much",
+    "each element counts once",
+)
 @pytest.mark.parametrize("ranks", sorted({math.prod(mesh) for mesh in MESHES}))
 def test_norms_and_clipping_equal_one_process(ranks):
     run_cases(norms_and_clips, ranks, {str(mesh): mesh for mesh in MESHES if math.prod(mesh) == ranks})
