@@ -7,7 +7,7 @@ import peft
 import torch
 import transformers as hf
 
-from tests.models import oracle
+from tests.models import oracle, towers
 
 IDS = torch.arange(24).view(2, 12) % 67
 SHAPES = {
@@ -35,7 +35,7 @@ TIED = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
 
 def save_base(directory: Path, variant: str, dtype: torch.dtype = torch.float32):
     """The directory of a tiny model of a variant of tests/models/oracle.py."""
-    oracle.save(oracle.make_multimodal() if variant == "gemma3-vision" else oracle.make(variant, dtype), directory)
+    oracle.save(towers.make_multimodal() if variant == "gemma3-vision" else oracle.make(variant, dtype), directory)
     return directory
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.models import oracle
+from tests.models import oracle, towers
 
 MULTIMODAL = "gemma3-vision"
 FAMILIES = (
@@ -19,7 +19,7 @@ FAMILIES = (
 
 def save_family(name, directory, **kwargs):
     """Write the tiny checkpoint of a family to `directory`; returns transformers' model."""
-    model = oracle.make_multimodal() if name == MULTIMODAL else oracle.make(name)
+    model = towers.make_multimodal() if name == MULTIMODAL else oracle.make(name)
     model.save_pretrained(directory, **kwargs)
     return model
 

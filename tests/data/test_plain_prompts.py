@@ -15,7 +15,7 @@ from dtrain.recipe import to_yaml
 from dtrain.run.preflight import preflight
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
-from tests.data.test_pairs import section
+from tests.data.test_pair_batches import section
 from tests.evaluation.test_in_runs import lines
 from tests.running import run
 from tests.serve.serving import TEMPLATE, make_model

@@ -7,7 +7,7 @@ from dtrain.data import Tokenizer, open_rows
 from dtrain.data.formats.prompts import PromptOptions, normalise_prompt
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
-from tests.data.test_pairs import section
+from tests.data.test_pair_batches import section
 
 ASK = {"role": "user", "content": "2 + 2?"}
 REPLY = {"role": "assistant", "content": "4"}

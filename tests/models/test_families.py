@@ -15,7 +15,8 @@ from dtrain import models
 from dtrain.models.common.decoder import flops_per_token
 from dtrain.models.common.functions import RMSNorm
 from dtrain.models.gemma3 import Gemma3RMSNorm
-from tests.models.oracle import VARIANTS, VOCAB, grads, make, make_multimodal, packed_rows, save
+from tests.models.oracle import VARIANTS, VOCAB, grads, make, packed_rows, save
+from tests.models.towers import make_multimodal
 
 LENGTH = 90  # more than one block of queries on a CPU, and more than every window
 

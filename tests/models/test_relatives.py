@@ -13,7 +13,8 @@ from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.inference.generate import generate
 from dtrain.models.common.adapter_config import linears, modules
 from dtrain.run.preflight import load, shapes
-from tests.models.oracle import TOWERS, VARIANTS, VOCAB, make, make_tower, save
+from tests.models.oracle import VARIANTS, VOCAB, make, save
+from tests.models.towers import TOWERS, make_tower
 
 SOME = ["olmo2-biases", "olmo3", "smollm3-window", "granite", "granite4", "ministral3", "phi4-mini"]
 LONGROPE = {
