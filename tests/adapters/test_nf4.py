@@ -253,7 +253,7 @@ KINDS = ("floats", "single", "double")
 
 @pytest.mark.parametrize(
     ("mesh", "kind"),
-    zip(MESHES, itertools.cycle(KINDS), strict=False),
+    [*zip(MESHES, itertools.cycle(KINDS), strict=False)],
 )
 def test_ranks_hold_the_parts_of_one_whole(tmp_path, mesh, kind):
     ranks, options = MESHES[mesh]

@@ -39,7 +39,7 @@ def assert_equal(recipe, source, section, directory, rows):
         assert distance(norm, want_norm) <= 1e-4
 
 
-@pytest.mark.parametrize(("family", "case"), zip(["llama", "gemma3"], SECTIONS, strict=True))
+@pytest.mark.parametrize(("family", "case"), [*zip(["llama", "gemma3"], SECTIONS, strict=True)])
 def test_ten_steps_equal_peft_on_the_weights_that_the_codes_mean(tmp_path, family, case):
     directory, rows = base(tmp_path, family, head_dim=32), write_rows(tmp_path / "long.jsonl", STEPS * ROWS, 20)
     tensors = load_file(directory / "model.safetensors")
@@ -50,7 +50,7 @@ def test_ten_steps_equal_peft_on_the_weights_that_the_codes_mean(tmp_path, famil
     assert_equal(recipe, transformers_model(dense), SECTIONS[case], directory, rows)
 
 
-@pytest.mark.parametrize(("double", "case"), zip([False, True], SECTIONS, strict=True))
+@pytest.mark.parametrize(("double", "case"), [*zip([False, True], SECTIONS, strict=True)])
 def test_ten_steps_equal_peft_on_bitsandbytes_layers_and_files(tmp_path, case, double):
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("accelerate")

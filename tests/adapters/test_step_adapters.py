@@ -39,7 +39,7 @@ def equal(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize(("mesh", "lora"), zip(MESHES, [SAVED, DORA, SAVED], strict=True))
+@pytest.mark.parametrize(("mesh", "lora"), [*zip(MESHES, [SAVED, DORA, SAVED], strict=True)])
 def test_every_step_s_adapter_is_loaded_by_peft_as_it_is(tmp_path, mesh, lora):
     ranks, overrides = MESHES[mesh]
     recipe = trained(tmp_path, lora, *overrides, ranks=ranks)

@@ -79,7 +79,7 @@ def _of_default(name):
     return f"base_model.model.{module}.{parameter}.default.weight"
 
 
-@pytest.mark.parametrize(("case", "packing"), zip(CASES, itertools.cycle([False, True]), strict=False))
+@pytest.mark.parametrize(("case", "packing"), [*zip(CASES, itertools.cycle([False, True]), strict=False)])
 def test_ten_steps_equal_peft(tmp_path, case, packing):
     family, section = CASES[case]
     source, recipe, path = prepared(
