@@ -58,8 +58,8 @@ class Living(TorchDispatchMode):
 
 
 def peaks_of_a_step(rank, recipe, world_size):
-    """The peak of a step's living storages, and of what the CPU's allocator handed out, beside what was held before.
-    The allocator's frees by gloo's threads go unseen, so its sum is exact in a world of one."""
+    """The peak of a step's living storages, and in a world of one of what the CPU's allocator handed out, beside what
+    was held before: among several ranks the allocator's frees by gloo's threads go unseen."""
     gc.collect()  # an earlier case's memory
     sizes = config.sizes(recipe, world_size)
     runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
@@ -85,6 +85,8 @@ def peaks_of_a_step(rank, recipe, world_size):
         with Living(kept) as living:
             step()
         peaks.append(living.peak)
+    if world_size > 1:
+        return min(peaks), 0
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         step()
     total = most = 0
@@ -96,11 +98,14 @@ def peaks_of_a_step(rank, recipe, world_size):
     return min(peaks), held + most
 
 
+FULL = "train.activation_checkpointing=full"
 CASES = {
-    "dp2, computed again": (2, ["train.activation_checkpointing=full"]),
-    "tp2, by tokens": (2, ["parallel.tp=2", "data.packing=false", "train.dynamic_batch=true"]),
+    "tp2, by tokens": (2, ["parallel.tp=2", "data.packing=false", "train.dynamic_batch=true", FULL]),
     "dpo": (1, ["method=dpo", "train.micro_batch=1"]),
-    "cp2, selective": (2, ["parallel.cp=2", "train.activation_checkpointing=selective"]),
+    "cp2, a length that does not divide": (
+        2,
+        ["parallel.cp=2", "data.max_length=142", "train.activation_checkpointing=selective"],
+    ),
     "dp2, kept gathered, mixed": (2, ["parallel.reshard_after_forward=false", "train.dtype=bfloat16"]),
     "one process, mixed, one micro-batch": (1, ["train.dtype=bfloat16", "train.micro_batch=1", "train.global_batch=1"]),
     "dp2, mixed, gradients larger than activations": (
@@ -108,12 +113,14 @@ CASES = {
         ["train.dtype=bfloat16", "data.max_length=48", "train.micro_batch=1", "train.global_batch=2"],
     ),
     "long packed rows": (1, ["data.max_length=1024", "train.micro_batch=1"]),
-    "cp2 tp2, lengths that do not divide": (4, ["parallel.cp=2", "parallel.tp=2", "data.max_length=142"]),
     "SGD, weights larger than activations": (
         1,
         ["optimizer.name=sgd", "data.max_length=16", "train.micro_batch=1", "train.global_batch=1"],
     ),
-    "the last layer alone": (1, ["train.train_only=[model.layers.2.*]", "train.dtype=bfloat16"]),
+    "the last layer alone": (
+        1,
+        ["train.train_only=[model.layers.2.*]", "train.dtype=bfloat16", "train.micro_batch=2"],
+    ),
     "dpo of whole batches": (
         2,
         ["method=dpo", "train.micro_batch=1", "dpo.loss=bco_pair", "dpo.kwargs={bco_shift: batch}"],
@@ -121,11 +128,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_planned_peak_is_that_of_a_real_step(tmp_path, ranks):
     path = write_model(tmp_path / "model", "qwen3", tied=False, **SHAPE)
     settings = [f"model.path={path}", "train.dtype=float32", "data.max_length=256", "launch.device=cpu"]
-    settings += ["train.global_batch=8", "train.micro_batch=2"]
+    settings += ["train.global_batch=4", "train.micro_batch=1"]
     recipes = {name: tiny_recipe(tmp_path, *settings, *more) for name, (size, more) in CASES.items() if size == ranks}
     assert_planned(recipes, ranks)
 

@@ -92,10 +92,10 @@ def trained(rank, recipe, world_size):
 MESHES = {
     "dp2, llama, nothing even": ("llama", {"tied": False}, 2, []),
     "dp_replicate2 dp2, qwen3": ("qwen3", {}, 4, ["parallel.dp_replicate=2"]),
-    "dp2 tp2, sp off, biases": (
+    "tp2, sp off, biases": (
         "llama",
         {"attention_bias": True, "mlp_bias": True},
-        4,
+        2,
         ["parallel.tp=2", "parallel.sequence_parallel=false"],
     ),
     "tp4 with 2 KV heads, checkpointing": (
@@ -104,9 +104,8 @@ MESHES = {
         4,
         ["parallel.tp=4", "train.activation_checkpointing=full", "train.dtype=float32"],
     ),
-    "cp2, gather, SGD": ("qwen2", {}, 2, ["parallel.cp=2", "optimizer.name=sgd", "optimizer.kwargs={momentum: 0.9}"]),
+    "cp2, gather, SGD": ("gemma3", {}, 2, ["parallel.cp=2", "optimizer.name=sgd", "optimizer.kwargs={momentum: 0.9}"]),
     "cp3, ring, mixed": ("qwen3", {}, 3, ["parallel.cp=3", "parallel.cp_rotate=ring", "train.dtype=bfloat16"]),
-    "tp2 cp2, gemma3": ("gemma3", {}, 4, ["parallel.tp=2", "parallel.cp=2"]),
     "dp2 ep2 tp2, experts": ("qwen3-moe", {"tied": False}, 4, ["parallel.ep=2", "parallel.tp=2"]),
 }
 

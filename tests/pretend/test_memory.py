@@ -33,6 +33,7 @@ SHAPE = {
 
 def peak_of_a_step(rank, recipe, size):
     """The most bytes held in the second step: the optimizer's state is there from the first update on."""
+    gc.collect()  # what an earlier recipe's step left
     sizes = config.sizes(recipe, size)
     runtime = runtime_of(rank, size)
     if not dist.is_initialized():
@@ -70,11 +71,7 @@ SMALL_HEAD = ("padded, computed again", "selective")  # so that a layer's backwa
 
 def peaks_of_steps(rank, recipes, size):
     """The most bytes held in the second step of each recipe, on ranks of one group."""
-    peaks = []
-    for recipe in recipes:
-        gc.collect()
-        peaks.append(peak_of_a_step(rank, recipe, size))
-    return peaks
+    return [peak_of_a_step(rank, recipe, size) for recipe in recipes]
 
 
 @pytest.mark.parametrize("size", [1, 2])
