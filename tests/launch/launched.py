@@ -119,7 +119,8 @@ def steps_slowly(recipe, runtime):
 
 
 def reduces(recipe, runtime):
-    """Collectives one after another, until a rank is lost."""
+    """Collectives one after another, until a rank is lost; all ranks have met once there are marks."""
+    dist.all_reduce(torch.zeros(1))
     _mark(recipe, runtime)
     while True:
         dist.all_reduce(torch.zeros(1))
