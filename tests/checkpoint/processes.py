@@ -54,7 +54,7 @@ class Processes:
         """The pids of the ranks, whether the launcher or torchrun started them."""
         return children(self.launcher.pid)
 
-    def wait_for_rows(self, count, seconds=90):
+    def wait_for_rows(self, count, seconds=300):
         """Until metrics.jsonl has `count` rows; False if the run ended first."""
         deadline = time.monotonic() + seconds
         while rows(self.directory) < count:
@@ -71,14 +71,14 @@ class Processes:
             except ProcessLookupError:
                 pass
 
-    def end(self, seconds=90):
+    def end(self, seconds=300):
         """The launcher's exit status, once it and every process of it is gone."""
         try:
             status = self.launcher.wait(seconds)
         except subprocess.TimeoutExpired:
             self.kill(self.pids())
             raise
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while left := self.pids():
             if time.monotonic() > deadline:
                 commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]

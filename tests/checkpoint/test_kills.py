@@ -1,4 +1,4 @@
-"""kill -9 at random instants, and before each change of a file: nothing is lost but the steps since the last whole save, and nothing is left behind."""
+"""kill -9, anywhere: nothing is lost but the steps since the last whole save, and nothing is left behind."""
 
 import os
 import random
@@ -27,7 +27,7 @@ def recipe_of(method, root, kills, *overrides):
     """Of a run that is long enough for so many kills."""
     if method in ("sft", "lora"):
         adapter = ["lora={rank: 3, dropout: 0.1}"] * (method == "lora")
-        sizes = (f"train.steps={20 + 10 * kills}", "train.global_batch=4", "train.micro_batch=1")
+        sizes = (f"train.steps={10 + 6 * kills}", "train.global_batch=4", "train.micro_batch=1")
         return tiny_recipe(root, *SHAPE, *sizes, *adapter, *overrides)
     # A rollout every fourth step: kills meet the drawing, the rewards and the updates.
     sizes = (f"train.steps={16 + 4 * kills}", "grpo.updates_per_rollout=2", "grpo.beta=0.1")
@@ -59,13 +59,13 @@ def kill_and_go_on(tmp_path, uninterrupted, draw, targets):
             "worker": [draw.choice(workers or [started.launcher.pid])],
         }
         started.kill(chosen[target])
-        assert started.end(30) != 0 or rows(started.directory) == steps
+        assert started.end() != 0 or rows(started.directory) == steps
         assert max(store.published(), default=0) >= before
         for step in store.published():
             assert store.damage(step) == []
     newest = max(store.published(), default=None)
     finished = Processes(recipe)
-    assert finished.end(120) == 0, finished.text()
+    assert finished.end() == 0, finished.text()
     if newest is not None:
         assert f"step-{newest}" in finished.text() or newest == steps
     assert [row["step"] for row in metrics(recipe)] == list(range(1, steps + 1))
@@ -82,8 +82,8 @@ def kill_and_go_on(tmp_path, uninterrupted, draw, targets):
 
 @pytest.mark.parametrize("uninterrupted", [("sft", 1), ("lora", 1), ("grpo", 1)], indirect=True)
 def test_killed_runs_go_on(tmp_path, uninterrupted):
-    target = {"sft": "launcher", "grpo": "worker"}["grpo" if uninterrupted.method == "grpo" else "sft"]
-    kill_and_go_on(tmp_path, uninterrupted, random.Random(0), ["all" if uninterrupted.lora else target])
+    target = "all" if uninterrupted.lora else {"sft": "launcher", "grpo": "worker"}[uninterrupted.method]
+    kill_and_go_on(tmp_path, uninterrupted, random.Random(0), [target])
 
 
 @pytest.mark.parametrize("uninterrupted", [("grpo", 2)], indirect=True)
@@ -124,8 +124,8 @@ def saved_until(directory, call, parent):
 
     sys.addaudithook(killing)
     store = CheckpointStore(directory, Ranks(alone=True))
-    step = max(store.published(), default=0)
-    for step in range(step + 1, step + 4):
+    before = max(store.published(), default=0)
+    for step in range(before + 1, before + 4):
         a, b = value(step)
         store.save(step, {"a": a, "b": b}, {"step": step}, {"step": step})
         store.prune(Retention(keep_last=2))

@@ -63,7 +63,8 @@ def test_a_signal_to_torchrun_saves_the_step(tmp_path):
 def test_a_killed_worker_is_started_again_and_the_run_goes_on_by_itself(tmp_path, uninterrupted, by):
     restarts = {"launcher": ("launch.nproc=2", "launch.max_restarts=1"), "torchrun": ("checkpoint.resume=null",)}
     recipe = tiny_recipe(tmp_path, *SHAPE, "checkpoint.every=2", *restarts[by])
-    started = Processes(recipe, prefix=TORCHRUN if by == "torchrun" else ("-m", "dtrain"))
+    by_torchrun = by == "torchrun"
+    started = Processes(recipe, prefix=TORCHRUN if by_torchrun else ("-m", "dtrain"), starts=by_torchrun)
     assert started.wait_for_rows(5)
     workers = started.workers()
     assert len(workers) == 2
