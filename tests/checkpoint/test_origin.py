@@ -46,7 +46,7 @@ def train_on(first, root, method):
     assert checkpoints(first).published() == [6, 12]
 
 
-@pytest.mark.parametrize("method, world_size", [("dpo", 2), ("precompute", 1), ("grpo", 2)], indirect=["method"])
+@pytest.mark.parametrize("method, world_size", [("precompute", 1), ("grpo", 2)], indirect=["method"])
 def test_the_start_stays_what_it_was_though_that_run_trained_on(tmp_path, method, world_size):
     first = method(tmp_path, "checkpoint.every=6", name="first")
     run(first)
@@ -74,7 +74,7 @@ def test_the_start_stays_what_it_was_though_that_run_trained_on(tmp_path, method
     assert numbers(recipe) == numbers(whole)
 
 
-@pytest.mark.parametrize("before, after, mesh", [(2, 4, ("parallel.tp=2",)), (3, 1, ())])
+@pytest.mark.parametrize("before, after, mesh", [(3, 2, ("parallel.tp=2",))])
 def test_the_start_is_found_again_on_another_mesh(tmp_path, before, after, mesh):
     sizes = ("train.global_batch=12", "data.packing=false", "train.micro_batch=1")
     run(dpo(tmp_path, *sizes, "checkpoint.every=6", name="first"))

@@ -8,9 +8,9 @@ from tests.running import assert_same, interrupt, metrics, run, weights
 from tests.tiny import tiny_recipe
 
 # dp_replicate, dp_shard, cp, tp: of a step each. Every mesh is saved on and resumed on.
-PACKED = [(1, 3, 1, 1), (1, 2, 1, 2), (2, 2, 1, 1), (1, 1, 4, 1), (1, 1, 1, 1), (1, 4, 1, 1)]
-PADDED = [(1, 1, 1, 2), (1, 2, 2, 1), (2, 1, 1, 2), (1, 3, 1, 1), (1, 1, 2, 2), (1, 1, 1, 4)]
-SHAPE = ("train.global_batch=12", "train.micro_batch=1", "checkpoint.every=1", "train.steps=6")
+PACKED = [(1, 3, 1, 1), (1, 2, 1, 2), (2, 2, 1, 1), (1, 1, 4, 1)]
+PADDED = [(1, 1, 1, 1), (1, 2, 2, 1), (1, 1, 2, 2), (1, 3, 1, 1)]
+SHAPE = ("train.global_batch=12", "train.micro_batch=1", "checkpoint.every=1", "train.steps=4")
 
 
 def mesh_keys(mesh):
@@ -39,7 +39,7 @@ def test_a_run_goes_on_on_another_mesh_at_every_step(tmp_path, packing, meshes):
             run(recipe, ranks_of(mesh))
         assert len(metrics(recipe)) == step
     assert_same(recipe, reference, rtol=1e-9)
-    expected = weights(reference, 6)
-    for key, value in weights(recipe, 6).items():
+    expected = weights(reference, 4)
+    for key, value in weights(recipe, 4).items():
         scale = expected[key].abs().max()
         assert (value - expected[key]).abs().max() <= 1e-9 * max(scale, 1e-30), key
