@@ -1,4 +1,4 @@
-"""`dtrain run` as its users start it, in processes that can be found, signalled and killed."""
+"""`dtrain run` in processes that can be found, signalled and killed."""
 
 import os
 import signal
@@ -13,15 +13,19 @@ from dtrain import recipe as config
 from dtrain.base.orphans import end_with
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore
+from tests.forked_python import ForkedPython, pids_with
 
 ROOT = Path(__file__).parents[2]
 MARK = "DTRAIN_TEST_MARK"
 
 
 class Processes:
-    """One start of a recipe, and every process that comes of it."""
+    """A start of a recipe, and every process that comes of it; they are forks.
 
-    def __init__(self, recipe, *overrides, prefix=("-m", "dtrain"), cwd=ROOT):
+    starts: as a user starts it, by interpreters of their own.
+    """
+
+    def __init__(self, recipe, *overrides, prefix=("-m", "dtrain"), cwd=ROOT, starts=False):
         self.directory = Path(recipe.run.dir) / recipe.run.name
         path = Path(recipe.run.dir) / f"{recipe.run.name}.yaml"
         path.parent.mkdir(exist_ok=True)
@@ -29,35 +33,28 @@ class Processes:
         self.mark = uuid.uuid4().hex
         environ = {**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self.output = path.with_suffix(f".{self.mark}.txt")
-        with self.output.open("w") as output:
-            self.launcher = subprocess.Popen(
-                [sys.executable, *prefix, "run", str(path), *overrides],
-                cwd=cwd, env=environ, stdout=output, stderr=output, start_new_session=True,
-                preexec_fn=partial(end_with, os.getpid()),
-            )  # fmt: skip
+        self._opened = self.output.open("w")
+        mark = self._opened.fileno()
+        popen = (
+            partial(subprocess.Popen, preexec_fn=partial(end_with, os.getpid()))
+            if starts
+            else partial(ForkedPython, mark=mark)
+        )
+        self.launcher = popen(
+            [sys.executable, *prefix, "run", str(path), *overrides],
+            cwd=cwd, env=environ, stdout=mark, stderr=mark, start_new_session=True,
+        )  # fmt: skip
 
     def pids(self):
-        """Of all living processes of this start."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and self._is_ours(entry):
-                found.append(int(entry.name))
-        return found
+        """Of all living processes of this start: they keep its output open, or have its mark."""
+        marked = {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if self._is_marked(entry)}
+        return sorted(marked | set(pids_with(self._opened.fileno())))
 
     def workers(self):
         """The pids of the ranks, whether the launcher or torchrun started them."""
-        ranks = []
-        for pid in self.pids():
-            try:
-                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]
-            except OSError:
-                continue
-            if any(item.startswith(b"RANK=") for item in environ) and int(parent) == self.launcher.pid:
-                ranks.append(pid)
-        return ranks
+        return children(self.launcher.pid)
 
-    def wait_for_rows(self, count, seconds=90):
+    def wait_for_rows(self, count, seconds=300):
         """Until metrics.jsonl has `count` rows; False if the run ended first."""
         deadline = time.monotonic() + seconds
         while rows(self.directory) < count:
@@ -74,14 +71,14 @@ class Processes:
             except ProcessLookupError:
                 pass
 
-    def end(self, seconds=90):
+    def end(self, seconds=300):
         """The launcher's exit status, once it and every process of it is gone."""
         try:
             status = self.launcher.wait(seconds)
         except subprocess.TimeoutExpired:
             self.kill(self.pids())
             raise
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while left := self.pids():
             if time.monotonic() > deadline:
                 commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
@@ -93,13 +90,27 @@ class Processes:
     def text(self):
         return self.output.read_text()
 
-    def _is_ours(self, entry):
+    def _is_marked(self, entry):
+        """Return whether it was started, not forked, with the mark in its environment."""
         try:
             if (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
                 return False
             return f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes()
         except OSError:
             return False
+
+
+def children(pid):
+    """The living processes that process `pid` started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
+        except OSError:
+            continue
+        if int(parent) == pid and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
 
 
 def rows(directory):

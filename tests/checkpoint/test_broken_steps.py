@@ -60,7 +60,7 @@ def test_a_file_that_is_no_json_is_damage(saved, name, content):
     assert str(path) in store.damage(3)[0] and store.damage(2) == []
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ["manifest.json", "rank-0.json"])
 def test_auto_takes_the_checkpoint_before_one_whose_json_is_too_deep(saved, capfd, name):
     path = put(saved, name, NOT_JSON["deep"])
     run(saved)

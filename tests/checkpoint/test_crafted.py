@@ -90,8 +90,20 @@ def refused_everywhere(recipe, out):
             continue
 
 
-@pytest.mark.parametrize("make", [lambda harm, _: pickled(harm), saved_by_torch, archive])
-@pytest.mark.parametrize("name", ["__0_0.distcp", "tensors.json", "state.json", "rank-0.json", "manifest.json"])
+def bare(harm, tmp_path):
+    return pickled(harm)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        *(("__0_0.distcp", make) for make in (bare, saved_by_torch, archive)),
+        ("tensors.json", bare),
+        ("state.json", archive),
+        ("rank-0.json", saved_by_torch),
+        ("manifest.json", bare),
+    ],
+)
 def test_no_file_of_a_checkpoint_is_run(saved, tmp_path, name, make):
     directory, harm = checkpoints(saved).path(5), tmp_path / "harm"
     bomb = make(harm, tmp_path)

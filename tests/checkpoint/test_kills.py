@@ -1,8 +1,9 @@
-"""kill -9 at random instants: nothing is lost but the steps since the last whole save, and nothing is left behind."""
+"""kill -9, anywhere: nothing is lost but the steps since the last whole save, and nothing is left behind."""
 
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.running import metrics, run, trajectory, weights
 from tests.tiny import tiny_grpo, tiny_recipe
 
 LAST = "checkpoint.every=1000"  # and the last
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}  # audit events
 SHAPE = ("train.dtype=float32", "checkpoint.every=1", "launch.nproc=2")
 
 
@@ -25,7 +27,7 @@ def recipe_of(method, root, kills, *overrides):
     """Of a run that is long enough for so many kills."""
     if method in ("sft", "lora"):
         adapter = ["lora={rank: 3, dropout: 0.1}"] * (method == "lora")
-        sizes = (f"train.steps={20 + 10 * kills}", "train.global_batch=4", "train.micro_batch=1")
+        sizes = (f"train.steps={10 + 6 * kills}", "train.global_batch=4", "train.micro_batch=1")
         return tiny_recipe(root, *SHAPE, *sizes, *adapter, *overrides)
     # A rollout every fourth step: kills meet the drawing, the rewards and the updates.
     sizes = (f"train.steps={16 + 4 * kills}", "grpo.updates_per_rollout=2", "grpo.beta=0.1")
@@ -57,13 +59,13 @@ def kill_and_go_on(tmp_path, uninterrupted, draw, targets):
             "worker": [draw.choice(workers or [started.launcher.pid])],
         }
         started.kill(chosen[target])
-        assert started.end(30) != 0 or rows(started.directory) == steps
+        assert started.end() != 0 or rows(started.directory) == steps
         assert max(store.published(), default=0) >= before
         for step in store.published():
             assert store.damage(step) == []
     newest = max(store.published(), default=None)
     finished = Processes(recipe)
-    assert finished.end(120) == 0, finished.text()
+    assert finished.end() == 0, finished.text()
     if newest is not None:
         assert f"step-{newest}" in finished.text() or newest == steps
     assert [row["step"] for row in metrics(recipe)] == list(range(1, steps + 1))
@@ -79,16 +81,15 @@ def kill_and_go_on(tmp_path, uninterrupted, draw, targets):
 
 
 @pytest.mark.parametrize("uninterrupted", [("sft", 1), ("lora", 1), ("grpo", 1)], indirect=True)
-@pytest.mark.parametrize("target", ["worker", "launcher", "all"])
-def test_killed_runs_go_on(tmp_path, uninterrupted, target):
+def test_killed_runs_go_on(tmp_path, uninterrupted):
+    target = "all" if uninterrupted.lora else {"sft": "launcher", "grpo": "worker"}[uninterrupted.method]
     kill_and_go_on(tmp_path, uninterrupted, random.Random(0), [target])
 
 
-@pytest.mark.parametrize("uninterrupted", [("sft", 2), ("lora", 2), ("grpo", 2)], indirect=True)
-@pytest.mark.parametrize("seed", range(1, 21))
-def test_killed_runs_go_on_whenever(tmp_path, uninterrupted, seed):
-    draw = random.Random(seed)
-    kill_and_go_on(tmp_path, uninterrupted, draw, draw.choices(["worker", "launcher", "all"], k=2))
+@pytest.mark.parametrize("uninterrupted", [("grpo", 2)], indirect=True)
+def test_a_run_killed_twice_goes_on(tmp_path, uninterrupted):
+    """Once while it starts again."""
+    kill_and_go_on(tmp_path, uninterrupted, random.Random(1), ["all", "worker"])
 
 
 # ---- one saver, killed often
@@ -108,58 +109,50 @@ def save_for_ever(directory):
         store.prune(Retention(keep_last=2, keep_every=50))
 
 
-def seconds_of_a_save(directory):
-    """In a process as freshly forked as those that are killed."""
-    began = time.perf_counter()
-    child = os.fork()
-    if child == 0:
-        a, b = value(1)
-        CheckpointStore(directory, Ranks(alone=True)).save(1, {"a": a, "b": b}, {})
-        os._exit(0)
-    os.waitpid(child, 0)
-    return time.perf_counter() - began
+def saved_until(directory, call, parent):
+    """Save three steps, pruned to two, and die by SIGKILL just before the call of this number that changes files."""
+    end_with(parent)
+    calls = 0
 
+    def killing(event, arguments):
+        nonlocal calls
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if (writes or event in CHANGES) and str(directory) in str(arguments[0]):
+            calls += 1
+            if calls == call:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-def killed_savers(directory, draw, count):
+    sys.addaudithook(killing)
     store = CheckpointStore(directory, Ranks(alone=True))
-    longest = 4 * seconds_of_a_save(directory / "clock")
-    newest = left = 0
-    parent = os.getpid()
-    for _ in range(count):
+    before = max(store.published(), default=0)
+    for step in range(before + 1, before + 4):
+        a, b = value(step)
+        store.save(step, {"a": a, "b": b}, {"step": step}, {"step": step})
+        store.prune(Retention(keep_last=2))
+    os._exit(0)
+
+
+def test_a_saver_killed_before_each_change_of_a_file_leaves_whole_steps(tmp_path):
+    """Steps that were published stay whole, and the next saver clears what the killed one left."""
+    parent, store = os.getpid(), CheckpointStore(tmp_path / "steps", Ranks(alone=True))
+    kills = newest = 0
+    while True:
         child = os.fork()
         if child == 0:
-            end_with(parent)
-            try:
-                save_for_ever(directory)
-            finally:
-                os._exit(1)
-        time.sleep(draw.uniform(0, longest))
-        os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+            saved_until(store.directory, kills + 1, parent)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         steps = store.published()
         assert steps == store.steps() and max(steps, default=0) >= newest
         newest = max(steps, default=0)
-        # A kill between a save's publication and its pruning leaves one more, until a pruning comes to its end.
-        before, left = left, sum(step % 50 != 0 for step in steps)
-        assert left <= max(3, before + 1)
+        assert len(steps) <= 3, kills
         for step in steps[-2:]:
             tensors = {"a": torch.zeros(2000), "b": torch.zeros(1000)}
             assert store.load(step, tensors) == {"step": step}
             assert store.read_rank_state(step) == ({"step": step}, 0)
             assert all(map(torch.equal, tensors.values(), value(step)))
-    return newest
-
-
-@pytest.mark.trap(
-    "half a save is taken for the newest one",
-    "pytorch/torchtitan PR#315",
-    "a resume that fails, or weights of two steps",
-    "a step has its name once it is whole",
-)
-def test_a_saver_killed_anywhere_leaves_whole_steps(tmp_path):
-    assert killed_savers(tmp_path, random.Random(0), 60) > 10
-
-
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_a_saver_killed_hundreds_of_times(tmp_path, seed):
-    assert killed_savers(tmp_path, random.Random(seed), 200) > 30
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        kills += 1
+    assert kills > 30 and len(steps) == 2
+    assert not [path for path in store.directory.iterdir() if path.name.startswith(".")]

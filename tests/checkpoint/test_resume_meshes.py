@@ -1,20 +1,16 @@
-"""A run saved on one mesh goes on on another: the same rows in the same order, the numbers of one process."""
+"""A run that goes on on another mesh at every step: the same rows in the same order, the numbers of one process."""
 
-import itertools
-import random
+from itertools import pairwise
 
 import pytest
 
 from tests.running import assert_same, interrupt, metrics, run, weights
 from tests.tiny import tiny_recipe
 
-# dp_replicate, dp_shard, cp, tp
-MESHES = [
-    (1, 1, 1, 1), (1, 4, 1, 1), (1, 3, 1, 1), (1, 1, 1, 2), (1, 2, 2, 1),
-    (2, 2, 1, 1), (1, 2, 1, 2), (1, 1, 2, 2), (2, 1, 1, 2), (1, 1, 4, 1), (1, 1, 1, 4),
-]  # fmt: skip
-NAMED = [((1, 1, 1, 2), (1, 2, 2, 1)), ((1, 3, 1, 1), (1, 2, 1, 2)), ((2, 2, 1, 1), (1, 1, 2, 2))]
-SHAPE = ("train.global_batch=12", "train.micro_batch=1", "checkpoint.every=3", "train.steps=6")
+# dp_replicate, dp_shard, cp, tp: of a step each. Every mesh is saved on and resumed on.
+PACKED = [(1, 3, 1, 1), (1, 2, 1, 2), (2, 2, 1, 1), (1, 1, 4, 1)]
+PADDED = [(1, 1, 1, 1), (1, 2, 2, 1), (1, 1, 2, 2), (1, 3, 1, 1)]
+SHAPE = ("train.global_batch=12", "train.micro_batch=1", "checkpoint.every=1", "train.steps=4")
 
 
 def mesh_keys(mesh):
@@ -22,44 +18,28 @@ def mesh_keys(mesh):
     return [f"parallel.{name}={size}" for name, size in zip(names, mesh, strict=True)]
 
 
-def world(mesh):
+def ranks_of(mesh):
     size = 1
     for n in mesh:
         size *= n
     return size
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["packed", "padded"])
-def whole(request, tmp_path_factory):
-    """The root of a run of one process in one piece, packed and padded."""
-    root = tmp_path_factory.mktemp("meshes")
-    shape = (*SHAPE, f"data.packing={str(request.param).lower()}")
-    return root, shape, run(tiny_recipe(root, *shape, name="whole"))
-
-
-def changes_mesh(whole, before, after):
-    root, shape, reference = whole
-    name = f"{before}-{after}".replace(" ", "")
-    with pytest.raises(Exception, match="stopped after step"):
-        interrupt(tiny_recipe(root, *shape, *mesh_keys(before), name=name), world(before), 3)
-    resumed = tiny_recipe(root, *shape, *mesh_keys(after), name=name)
-    assert len(metrics(resumed)) == 3
-    run(resumed, world(after))
-    assert_same(resumed, reference, rtol=1e-9)
-    expected = weights(reference, 6)
-    for key, value in weights(resumed, 6).items():
+@pytest.mark.parametrize(("packing", "meshes"), [("true", PACKED), ("false", PADDED)], ids=["packed", "padded"])
+def test_a_run_goes_on_on_another_mesh_at_every_step(tmp_path, packing, meshes):
+    assert all(before != after for before, after in pairwise(meshes))
+    shape = (*SHAPE, f"data.packing={packing}")
+    reference = run(tiny_recipe(tmp_path, *shape, name="whole"))
+    for step, mesh in enumerate(meshes, 1):
+        recipe = tiny_recipe(tmp_path, *shape, *mesh_keys(mesh), name="moving")
+        if step < len(meshes):
+            with pytest.raises(Exception, match="stopped after step"):
+                interrupt(recipe, ranks_of(mesh), step)
+        else:
+            run(recipe, ranks_of(mesh))
+        assert len(metrics(recipe)) == step
+    assert_same(recipe, reference, rtol=1e-9)
+    expected = weights(reference, 4)
+    for key, value in weights(recipe, 4).items():
         scale = expected[key].abs().max()
         assert (value - expected[key]).abs().max() <= 1e-9 * max(scale, 1e-30), key
-
-
-@pytest.mark.parametrize(("before", "after"), NAMED)
-def test_a_run_goes_on_on_another_mesh(whole, before, after):
-    changes_mesh(whole, before, after)
-
-
-PAIRS = [pair for pair in itertools.permutations(MESHES, 2) if pair not in NAMED]
-
-
-@pytest.mark.parametrize(("before", "after"), random.Random(0).sample(PAIRS, 40))
-def test_a_run_goes_on_on_any_other_mesh(whole, before, after):
-    changes_mesh(whole, before, after)

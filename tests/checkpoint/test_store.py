@@ -21,8 +21,6 @@ from dtrain.checkpoint.dcp.training_state import model_tensors
 from tests.checkpoint.tiny import on_mesh, seeded, whole
 from tests.world import run_world
 
-MESHES = [(1, 1, 1), (1, 3, 1), (2, 2, 1), (1, 3, 2), (1, 2, 3), (1, 1, 4), (2, 1, 2)]
-
 
 def tensors():
     return {
@@ -243,7 +241,13 @@ def sizes_of(mesh):
     return dict(zip(("replicate", "shard", "tp"), mesh, strict=True))
 
 
-@pytest.mark.parametrize("saved, loaded", [(a, b) for a in MESHES[1:4] for b in MESHES] + [((2, 1, 2), (1, 3, 1))])
+MOVES = [
+    ((1, 3, 1), (1, 1, 1)), ((1, 3, 2), (2, 2, 1)), ((2, 2, 1), (1, 3, 2)), ((1, 3, 2), (1, 2, 3)),
+    ((2, 1, 2), (1, 3, 1)), ((1, 1, 1), (1, 1, 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("saved, loaded", MOVES)
 def test_saved_on_one_mesh_loaded_on_another(tmp_path, saved, loaded):
     tied = saved == (1, 3, 2)
     run_world(save_on, saved[0] * saved[1] * saved[2], tmp_path, sizes_of(saved), tied)

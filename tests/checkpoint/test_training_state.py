@@ -92,8 +92,7 @@ def steps_on(rank, directory, kind, sizes, first, last, tied):
     save(directory, last, model, optimizer)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw-fused", "sgd-momentum"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("kind", "tied"), [("adamw", False), ("adamw-fused", True), ("sgd-momentum", True)])
 def test_a_run_moves_over_world_sizes(tmp_path, kind, tied):
     reference, optimizer = build(kind, 0, tied=tied)
     take_steps(reference, optimizer, 0, 6)

@@ -47,7 +47,7 @@ def crashes(recipe, runtime):
     if runtime.rank == 1:
         raise ZeroDivisionError("the reason")
     dist.barrier()
-    time.sleep(60)
+    time.sleep(3600)
 
 
 def waits(recipe, runtime):
@@ -56,7 +56,7 @@ def waits(recipe, runtime):
     for _ in range(600):
         time.sleep(0.1)
         if runtime.stop.signum:
-            time.sleep(2)
+            time.sleep(1)
             Path(recipe.run.dir, f"saved-{runtime.rank}").touch()
             raise Stopped(runtime.stop.signum, "stopped after step 3, which is saved")
 
@@ -64,7 +64,7 @@ def waits(recipe, runtime):
 def hangs(recipe, runtime):
     """Deaf to everything, as in a collective that nobody ends."""
     _mark(recipe, runtime)
-    time.sleep(60)
+    time.sleep(3600)
 
 
 def hangs_with_children(recipe, runtime):
@@ -119,9 +119,10 @@ def steps_slowly(recipe, runtime):
 
 
 def reduces(recipe, runtime):
-    """Collectives one after another, for a minute or so, until a rank is lost."""
+    """Collectives one after another, until a rank is lost; all ranks have met once there are marks."""
+    dist.all_reduce(torch.zeros(1))
     _mark(recipe, runtime)
-    for _ in range(1200):
+    while True:
         dist.all_reduce(torch.zeros(1))
         time.sleep(0.05)
 

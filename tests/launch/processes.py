@@ -1,4 +1,4 @@
-"""Launchers as processes of their own, as a user starts them, and how to see that processes are gone."""
+"""Launchers as processes of their own, and how to see that processes are gone."""
 
 import os
 import signal
@@ -9,24 +9,28 @@ from functools import partial
 from pathlib import Path
 
 from dtrain.base.orphans import end_with
+from tests.forked_python import ForkedPython
 
 ROOT = Path(__file__).parents[2]
 
 
 class Launched:
-    """`tests.launch.launched` in a session of its own, as from a terminal of its own."""
+    """`tests.launch.launched` in a session of its own, as from a terminal of its own; it and its ranks are forks.
 
-    def __init__(self, directory: Path, training: str, *overrides: str, prefix: tuple[str, ...] = ()):
+    starts: as a user starts it, by interpreters of their own.
+    """
+
+    def __init__(self, directory: Path, training: str, *overrides: str, prefix: tuple[str, ...] = (), starts=False):
         self.runs = directory / "runs"
         command = [sys.executable, *prefix, "-m", "tests.launch.launched", str(directory), training, *overrides]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-            preexec_fn=partial(end_with, os.getpid()),
-        )  # fmt: skip
+        popen = partial(subprocess.Popen, preexec_fn=partial(end_with, os.getpid())) if starts else ForkedPython
+        self.process = popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     def pids(self, count: int) -> list[int]:
         """Of the ranks, once all of them have begun to train."""
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 300
         while True:
             marks = sorted(self.runs.glob("mark-*"))
             if len(marks) == count and all(mark.read_text() for mark in marks):
@@ -34,7 +38,7 @@ class Launched:
             assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
             time.sleep(0.05)
 
-    def end(self, seconds: float = 90) -> tuple[int, str, str]:
+    def end(self, seconds: float = 300) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=seconds)
         return self.process.returncode, out, err
 
@@ -42,7 +46,7 @@ class Launched:
         os.killpg(self.process.pid, signal.SIGINT)
 
 
-def wait_until_gone(pids: list[int], seconds: float = 10) -> None:
+def wait_until_gone(pids: list[int], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while alive := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, f"still alive: {alive}"

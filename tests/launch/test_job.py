@@ -13,6 +13,7 @@ import pytest
 
 from dtrain.base.errors import UserError
 from dtrain.launch.job import job_directory, sweep
+from tests.forked_python import ForkedPython
 from tests.launch.processes import Launched, wait_until_gone
 
 HOLDS = """
@@ -44,7 +45,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def holder():
-    process = subprocess.Popen([sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = ForkedPython([sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     return process, Path(process.stdout.readline().strip())
 
 
@@ -90,8 +91,8 @@ def test_what_is_not_provably_a_dead_launcher_s_stays(folder, tmp_path):
 
 
 def test_starts_and_kills_side_by_side_leave_the_living_alone(folder):
-    processes = [subprocess.Popen([sys.executable, "-c", STARTS], stderr=subprocess.PIPE, text=True) for _ in range(4)]
-    deadline = time.monotonic() + 30
+    processes = [ForkedPython([sys.executable, "-c", STARTS], stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    deadline = time.monotonic() + 300
     while not any(folder.iterdir()):
         assert time.monotonic() < deadline
     time.sleep(3)

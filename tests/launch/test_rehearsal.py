@@ -11,6 +11,7 @@ from dtrain.launch.start import launch, validate
 from dtrain.methods import load_recipe
 from dtrain.recipe.saved import values_of
 from dtrain.run.directory import RunDirectory
+from tests.forked_python import forking
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
 
 
@@ -85,7 +86,7 @@ def test_weights_that_do_not_fit_are_told_before_the_data_is_tokenised(tmp_path,
         recipe = tiny_recipe(tmp_path, *shape, *overrides)
         with pytest.raises(RecipeError) as validated:
             validate(recipe)
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as told, forking():
             launch(recipe)
         assert str(told.value) in str(validated.value)
         assert not (tmp_path / "runs" / ".cache").exists()
@@ -96,9 +97,11 @@ def test_weights_that_do_not_fit_are_told_before_the_data_is_tokenised(tmp_path,
 def test_run_returns_the_directory_and_the_last_metrics(tmp_path, nproc):
     recipe = tiny_recipe(tmp_path, f"launch.nproc={nproc}", "train.steps=3", "checkpoint.every=3")
     validation = [f"data.val.path={recipe.data.train.path}", "train.validate_every=2"]
-    result = dtrain.run(values_of(recipe), validation)
+    with forking():
+        result = dtrain.run(values_of(recipe), validation)
     assert result.directory == recipe.run.directory and (result.directory / "checkpoints" / "step-3").is_dir()
     rows = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
     assert result.metrics["step"] == 3 and result.metrics["loss"] == rows[-2]["loss"]
     assert result.metrics["val_loss"] == rows[-1]["val_loss"]
-    assert dtrain.run(values_of(recipe), validation).metrics == result.metrics
+    with forking():
+        assert dtrain.run(values_of(recipe), validation).metrics == result.metrics

@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from dtrain import recipe as config
 from dtrain.base.addresses import EVERYWHERE, address_to_listen_at, listen
 from dtrain.launch.last_checkpoint import within
+from tests.forked_python import ForkedPython, in_namespace
 from tests.launch.processes import Launched
 from tests.launch.test_clusters import ROOT, children, srun, start, wait_for  # noqa: F401  start is a fixture
 from tests.launch.test_two_hosts import MASTER, OTHER, hosts  # noqa: F401  a fixture
@@ -90,8 +92,8 @@ def test_nothing_of_one_host_listens_where_another_could_reach_it(tmp_path, host
     recipe = tiny_recipe(tmp_path, "train.steps=100000", "train.global_batch=12", f"launch.nproc={nproc}")
     path = tmp_path / "recipe.yaml"
     path.write_text(config.to_yaml(recipe))
-    named = ["unshare", "--uts", "sh", "-c", f'hostname {MASTER} && exec "$@"', "sh"]
-    host = start(["ip", "netns", "exec", hosts[0], *named, sys.executable, *prefix, "-m", "dtrain", "run", str(path)])
+    command = [sys.executable, *prefix, "-m", "dtrain", "run", str(path)]
+    host = start(command, enter=partial(in_namespace, hosts[0], MASTER))
     wait_for(Path(recipe.run.dir) / "run" / "metrics.jsonl")
     pid = host.processes[0].pid
     ranks = children(pid) if prefix else [pid]  # torchrun's own store is not ours to close
@@ -107,7 +109,7 @@ def test_several_hosts_listen_at_the_interface_that_leads_to_the_others(tmp_path
     for node, name in enumerate(hosts):
         commands, given = srun(node, 29519, "dtrain", "run", str(path))
         given = [one | {"MASTER_ADDR": MASTER} for one in given]
-        both.append(start(*(["ip", "netns", "exec", name, *command] for command in commands), environments=given))
+        both.append(start(*commands, environments=given, enter=partial(in_namespace, name)))
     wait_for(Path(recipe.run.dir) / "run" / "metrics.jsonl")
     for host, own in zip(both, (MASTER, OTHER), strict=True):
         found = set().union(*(listening(process.pid) for process in host.processes))
@@ -132,8 +134,8 @@ def test_a_group_for_weights_listens_where_its_receivers_look(hosts):  # noqa: F
     code += "group = weight_group(ip, 29520, int(rank), 2, torch.device('cpu')); group.barrier().wait()\n"
     code += "print('there', flush=True); sys.stdin.read()"
     ends = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", hosts[0], sys.executable, "-c", code, str(rank), MASTER],
+        ForkedPython(
+            [sys.executable, "-c", code, str(rank), MASTER], enter=partial(in_namespace, hosts[0]),
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )
         for rank in range(2)
@@ -144,4 +146,4 @@ def test_a_group_for_weights_listens_where_its_receivers_look(hosts):  # noqa: F
         assert (MASTER, 29520) in found[0] and addresses(found[0] | found[1]) == {MASTER}
     finally:
         for end in ends:
-            end.communicate(timeout=60)
+            end.communicate(timeout=300)

@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import uuid
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dtrain import recipe as config
+from tests.forked_python import ForkedPython, in_namespace
 from tests.running import run, trajectory
 from tests.tiny import tiny_recipe
 
@@ -53,13 +55,14 @@ def hosts():
 
 def torchrun(host, rank, recipe, log):
     """One host's torchrun with two processes, in a session of its own."""
-    command = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run"]
+    command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(rank)]
     command += ["--master-addr", MASTER, "--master-port", "29517", "-m", "dtrain", "run", str(recipe)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    return ForkedPython(
+        command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        enter=partial(in_namespace, host),
+    )  # fmt: skip
 
 
 def test_torchrun_on_two_hosts_gives_the_numbers_of_one_process(tmp_path, hosts):
@@ -70,7 +73,7 @@ def test_torchrun_on_two_hosts_gives_the_numbers_of_one_process(tmp_path, hosts)
     logs = [(tmp_path / f"host-{rank}.txt").open("w+") for rank in range(2)]
     processes = [torchrun(host, rank, path, log) for rank, (host, log) in enumerate(zip(hosts, logs, strict=True))]
     try:
-        statuses = [process.wait(timeout=120) for process in processes]
+        statuses = [process.wait(timeout=300) for process in processes]
     finally:
         for process, log in zip(processes, logs, strict=True):
             if process.poll() is None:

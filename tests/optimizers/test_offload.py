@@ -26,7 +26,7 @@ MESHES = {
 ROUNDED = ("train.steps=4", "train.dtype=bfloat16", "optimizer.state=bfloat16")
 
 
-@pytest.mark.parametrize(("mesh", "state"), [("one", "float32"), ("fsdp", "float32"), ("tp", "int8")])
+@pytest.mark.parametrize(("mesh", "state"), [("fsdp", "float32"), ("tp", "int8")])
 def test_the_numbers_are_those_of_moments_on_the_card(tmp_path, mesh, state):
     size, keys = MESHES[mesh]
     dtype = "float64" if state == "float32" else "float32"
@@ -39,8 +39,7 @@ def test_the_numbers_are_those_of_moments_on_the_card(tmp_path, mesh, state):
     assert felt.peak < held.peak
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("each", [False, True], ids=["reduced at the end", "reduced each"])
+@pytest.mark.parametrize(("mesh", "each"), [("one", True), ("tp", False), ("hsdp", True), ("uneven", True)])
 def test_masters_on_the_host_have_the_bits_of_those_on_the_card(tmp_path, mesh, each):
     size, keys = MESHES[mesh]
     shape = [*ROUNDED, *keys, f"parallel.reduce_each={str(each).lower()}"]
@@ -105,7 +104,7 @@ def differing(rank, recipe, on_host, size):
     return wrong + ["no step"] * torch.equal(other["begun"], other["stepped"])
 
 
-@pytest.mark.parametrize("mesh", ["one", "fsdp", "tp"])
+@pytest.mark.parametrize("mesh", ["one", "tp"])
 def test_who_reads_or_trades_weights_sees_the_masters(tmp_path, mesh):
     size, keys = MESHES[mesh]
     shape = [*ROUNDED, "data.max_length=16", *keys]

@@ -19,8 +19,7 @@ def sft(root, *keys, name):
 
 
 CASES = {
-    "grpo": (grpo, 1, ("grpo.beta=0.1", *(f"grpo.{one}" for one in FOLLOWS))),
-    "grpo-fsdp": (grpo, 2, ("grpo.beta=0.1", "grpo.cuda_graphs=true")),
+    "grpo": (grpo, 1, ("grpo.beta=0.1", "grpo.cuda_graphs=true", *(f"grpo.{one}" for one in FOLLOWS))),
     "grpo-tp": (grpo, 2, ("parallel.tp=2", "grpo.beta=0.1", "grpo.sync_every=2")),
     "dpo": (dpo, 2, tuple(f"dpo.{one}" for one in FOLLOWS)),
     "dora": (lora, 2, ("lora.dora=true", "lora.modules_to_save=[lm_head]")),

@@ -84,10 +84,7 @@ def on(tmp_path, counts, *shape, width=4, ranks=1):
 @pytest.mark.parametrize(
     "counts, shape, ranks",
     [
-        ([2, 5], (), 1),
-        ([7, 0], (), 1),
         ([4, 0, 3], (), 1),
-        ([7], ("parallel.cp=2",), 2),
         ([7], ("parallel.cp=3", "parallel.cp_rotate=ring"), 3),
         ([7], ("parallel.cp=2", "parallel.tp=2", "parallel.cp_rotate=ring"), 4),
         ([0, 7], ("parallel.cp=2",), 2),
@@ -128,7 +125,7 @@ def with_masked_rows(rank, recipe, world_size, kept, drops, gbs):
     return result["global_loss"].tolist(), result["grad_norm"], result["tokens"].tolist(), sequences
 
 
-@pytest.mark.parametrize("kept", [[1, 0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 1, 0, 1]])
+@pytest.mark.parametrize("kept", [[1, 0, 1, 1, 0, 0, 0]])
 def test_rows_that_sample_mask_leaves_out_are_no_sequences(tmp_path, kept):
     recipe = tiny_recipe(tmp_path, "train.global_batch=12", "optimizer.lr=1e-30")
     losses, norm, tokens, sums = run_world(with_masked_rows, 1, recipe, 1, kept, True, None)[0]

@@ -65,8 +65,10 @@ def receive(at, port, bucket_bytes, pipe):
     pipe.send({name: (digest(tensor), str(tensor.dtype)) for name, tensor in receiver.receive(info, bucket_bytes)})
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 5000, 1 << 28])
-@pytest.mark.parametrize("world_size, tp, dtype", [(1, 1, torch.bfloat16), (2, 2, None), (4, 2, torch.float32)])
+@pytest.mark.parametrize(
+    "world_size, tp, dtype, bucket_bytes",
+    [(1, 1, torch.bfloat16, 1 << 28), (2, 2, None, 1), (4, 2, torch.float32, 5000)],
+)
 def test_the_receiver_has_the_same_bits(tmp_path, world_size, tp, dtype, bucket_bytes):
     recipe = tiny_recipe(tmp_path, "train.global_batch=4", "train.dtype=float32", f"parallel.tp={tp}", family="llama")
     port, at = free_port(), tmp_path / "info"

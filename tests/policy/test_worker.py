@@ -73,7 +73,7 @@ def same_numbers(rank, recipe, world_size):
     assert worker.model.training
 
 
-@pytest.mark.parametrize(("world_size", "change"), [(1, ()), (2, ()), (2, ("parallel.tp=2",)), (2, ("parallel.cp=2",))])
+@pytest.mark.parametrize(("world_size", "change"), [(1, ()), (2, ("parallel.tp=2",)), (2, ("parallel.cp=2",))])
 def test_the_numbers_are_those_of_policy(tmp_path, world_size, change):
     run_world(same_numbers, world_size, tiny_recipe(tmp_path, *change), world_size)
 

@@ -94,17 +94,12 @@ def completions_of(rank, variant, sizes, options, unshard):
 
 
 MESHES = [
-    ("qwen3", {"tp": 2}, {}, True),
     ("gemma3", {"tp": 2}, {"sp": True}, "auto"),
-    ("qwen3", {"dp_shard": 2}, {}, True),
-    ("gemma3", {"dp_shard": 2}, {}, False),
     ("llama3.1", {"cp": 2}, {"ring": True}, "auto"),
     ("qwen3", {"dp_shard": 3}, {}, False),
     ("llama2", {"tp": 4}, {}, "auto"),
     ("llama3.1", {"dp_replicate": 2, "dp_shard": 2}, {}, False),
     ("qwen2-window", {"dp_shard": 2, "tp": 2}, {"sp": True}, False),
-    ("qwen3", {"cp": 2, "tp": 2}, {"sp": True}, True),
-    ("qwen3-moe", {"dp_shard": 2, "ep": 2}, {}, True),
     ("qwen3-moe", {"cp": 2, "tp": 2, "ep": 2}, {"sp": True}, False),
 ]
 

@@ -29,6 +29,7 @@ from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.text.template import choose_template
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import load
+from tests.forked_python import ForkedPython
 from tests.tiny import write_model
 
 KEY = {"Authorization": "Bearer secret"}
@@ -79,17 +80,20 @@ def controlled(root: Path) -> tuple[str, ...]:
 
 
 class Process:
-    """`dtrain serve DIRECTORY ...` on a free port; `url` waits until it listens. `lines` is what it printed."""
+    """`dtrain serve DIRECTORY ...` on a free port; `url` waits until it listens. `lines` is what it printed.
 
-    def __init__(self, directory: Path, *arguments: str, dtype: str = "float64"):
+    starts: by an interpreter of its own, not as a fork.
+    """
+
+    def __init__(self, directory: Path, *arguments: str, dtype: str = "float64", starts: bool = False):
         command = [sys.executable, "-m", "dtrain", "serve", str(directory), "--port", "0", "--dtype", dtype]
-        self.process = subprocess.Popen(
+        popen = partial(subprocess.Popen, preexec_fn=partial(end_with, os.getpid())) if starts else ForkedPython
+        self.process = popen(
             [*command, "--device", "cpu", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            preexec_fn=partial(end_with, os.getpid()),
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
