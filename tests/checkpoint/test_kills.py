@@ -132,6 +132,12 @@ def saved_until(directory, call, parent):
     os._exit(0)
 
 
+@pytest.mark.trap(
+    "half a save is taken for the newest one",
+    "pytorch/torchtitan PR#315",
+    "a resume that fails, or weights of two steps",
+    "a step has its name once it is whole",
+)
 def test_a_saver_killed_before_each_change_of_a_file_leaves_whole_steps(tmp_path):
     """Steps that were published stay whole, and the next saver clears what the killed one left."""
     parent, store = os.getpid(), CheckpointStore(tmp_path / "steps", Ranks(alone=True))
