@@ -125,6 +125,7 @@ def test_the_recipes_that_are_promised_ship():
     assert {*MODELS, *OTHERS, "sft", "dpo", "distill", "grpo", "reward", *quickstarts} <= set(NAMES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted([*MODELS, *OTHERS]))
 def test_a_models_recipe_fits_its_shape_on_its_own_mesh_and_on_others(name, files):
     shape = MODELS[name][0] if name in MODELS else OTHERS[name]

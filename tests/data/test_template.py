@@ -231,6 +231,7 @@ def test_long_conversations_are_left_alone():
     assert len(template.render(long)) > 2_000_000
 
 
+@pytest.mark.slow
 def test_the_limit_is_the_same_each_time():
     loop = "{% for a in range(3000) %}{% for b in range(COUNT) %}{% endfor %}{% endfor %}"
     assert ChatTemplate(loop.replace("COUNT", "400"), "here", {}).render([ASK]) == ""

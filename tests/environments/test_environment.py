@@ -269,6 +269,7 @@ LONG = {  # 100,000 characters; as words, one word, few tokens, many tokens, and
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("kind", LONG)
 def test_of_an_observation_that_finds_no_room_the_beginning_is_tokenised(tmp_path, monkeypatch, name, kind):

@@ -53,6 +53,7 @@ def test_activation_checkpointing_changes_no_bit(variant):
     assert_same(step(model), step(build(variant)), 0.0)
 
 
+@pytest.mark.slow
 def test_compiled_layers():
     variant = "gemma3"
     model = build(variant)

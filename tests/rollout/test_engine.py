@@ -15,6 +15,8 @@ from dtrain.inference.request import Request, SamplingParams, StopTexts
 from dtrain.inference.sampling import random_key
 from tests.models.oracle import VARIANTS, VOCAB, make, save
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[3, 14, 15, 9, 2, 6], [5], [35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79], list(range(40)), [5, 6]]
 
 
