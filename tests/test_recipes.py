@@ -10,11 +10,11 @@ import pytest
 from dtrain import recipe as config
 from dtrain.methods import load_recipe, recipe_keys
 from dtrain.run.preflight import preflight
-from tests.models import published
+from tests.models.published import CONFIGS
 from tests.tiny import VOCAB, write_model
 
 LLAMA_3_1_8B = {
-    **published.LLAMA_3_2_1B,
+    **CONFIGS["llama-3.2-1b"],
     "head_dim": 128,
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -31,7 +31,7 @@ LLAMA_3_1_8B = {
     "tie_word_embeddings": False,
 }
 QWEN_2_5_7B = {
-    **published.QWEN_2_5_0_5B,
+    **CONFIGS["qwen2.5-0.5b"],
     "hidden_size": 3584,
     "intermediate_size": 18944,
     "max_window_layers": 28,
@@ -42,7 +42,7 @@ QWEN_2_5_7B = {
     "vocab_size": 152064,
 }
 QWEN3_8B = {
-    **published.QWEN3_0_6B,
+    **CONFIGS["qwen3-0.6b"],
     "hidden_size": 4096,
     "intermediate_size": 12288,
     "max_window_layers": 36,
@@ -54,35 +54,35 @@ QWEN3_8B = {
 
 # Recipe → (config.json, parameters in millions that dtrain trains: the model cards' counts).
 MODELS = {
-    "llama3.2-1b-sft": (published.LLAMA_3_2_1B, 1235.8),
+    "llama3.2-1b-sft": (CONFIGS["llama-3.2-1b"], 1235.8),
     "llama3.1-8b-sft": (LLAMA_3_1_8B, 8030.3),
-    "qwen2.5-0.5b-sft": (published.QWEN_2_5_0_5B, 494.0),
+    "qwen2.5-0.5b-sft": (CONFIGS["qwen2.5-0.5b"], 494.0),
     "qwen2.5-7b-sft": (QWEN_2_5_7B, 7615.6),
-    "qwen3-0.6b-sft": (published.QWEN3_0_6B, 596.0),
+    "qwen3-0.6b-sft": (CONFIGS["qwen3-0.6b"], 596.0),
     "qwen3-8b-sft": (QWEN3_8B, 8190.7),
-    "gemma3-1b-sft": (published.GEMMA3_1B, 999.9),
-    "gemma3-4b-sft": (published.GEMMA3_4B, 3880.3),
+    "gemma3-1b-sft": (CONFIGS["gemma3-1b"], 999.9),
+    "gemma3-4b-sft": (CONFIGS["gemma3-4b"], 3880.3),
 }
 # Of other families, for sft alone.
 RELATIVES = {
-    "olmo3-7b-sft": (published.OLMO3_7B, 7298.0),
-    "smollm3-3b-sft": (published.SMOLLM3_3B, 3075.1),
-    "granite4-3b-sft": (published.GRANITE4_MICRO, 3402.8),
-    "ministral3-3b-sft": (published.MINISTRAL3_3B, 3429.0),
-    "qwen3-vl-4b-sft": (published.QWEN3_VL_4B, 4022.5),
-    "phi4-mini-sft": (published.PHI4_MINI, 3836.0),
-    "gemma4-e2b-sft": (published.GEMMA4_E2B, 4628.6),  # 5.1 billion with the towers of images and sound
-    "gemma4-e4b-sft": (published.GEMMA4_E4B, 7463.0),
-    "gemma4-31b-sft": (published.GEMMA4_31B, 30697.3),
-    "qwen3-30b-a3b-sft": (published.QWEN3_30B_A3B, 30532.1),
-    "qwen3.6-35b-a3b-sft": (published.QWEN3_6_35B_A3B, 34660.6),
-    "gpt-oss-20b-sft": (published.GPT_OSS_20B, 20914.8),
-    "gemma4-26b-a4b-sft": (published.GEMMA4_26B_A4B, 25233.1),
+    "olmo3-7b-sft": (CONFIGS["olmo3-7b"], 7298.0),
+    "smollm3-3b-sft": (CONFIGS["smollm3-3b"], 3075.1),
+    "granite4-3b-sft": (CONFIGS["granite4-micro"], 3402.8),
+    "ministral3-3b-sft": (CONFIGS["ministral3-3b"], 3429.0),
+    "qwen3-vl-4b-sft": (CONFIGS["qwen3-vl-4b"], 4022.5),
+    "phi4-mini-sft": (CONFIGS["phi4-mini"], 3836.0),
+    "gemma4-e2b-sft": (CONFIGS["gemma4-e2b"], 4628.6),  # 5.1 billion with the towers of images and sound
+    "gemma4-e4b-sft": (CONFIGS["gemma4-e4b"], 7463.0),
+    "gemma4-31b-sft": (CONFIGS["gemma4-31b"], 30697.3),
+    "qwen3-30b-a3b-sft": (CONFIGS["qwen3-30b-a3b"], 30532.1),
+    "qwen3.6-35b-a3b-sft": (CONFIGS["qwen3.6-35b-a3b"], 34660.6),
+    "gpt-oss-20b-sft": (CONFIGS["gpt-oss-20b"], 20914.8),
+    "gemma4-26b-a4b-sft": (CONFIGS["gemma4-26b-a4b"], 25233.1),
 }
 # Qwen3.5 and 3.6, each for what suits its size.
 QWEN3_5 = {
-    "qwen3.5-0.8b-sft": (published.QWEN3_5_0_8B, 752.4),
-    "qwen3.6-27b-sft": (published.QWEN3_6_27B, 26895.9),
+    "qwen3.5-0.8b-sft": (CONFIGS["qwen3.5-0.8b"], 752.4),
+    "qwen3.6-27b-sft": (CONFIGS["qwen3.6-27b"], 26895.9),
 }
 OTHERS = {name.replace("-sft", method): shape for name, (shape, _) in MODELS.items() for method in ("-dpo", "-grpo")}
 ADAPTED = {
@@ -91,9 +91,9 @@ ADAPTED = {
     for method in ("-lora-sft", "-lora-dpo", "-lora-grpo", "-qlora-sft")
 }
 ADAPTED |= {name.replace("-sft", "-lora-sft"): shape for name, (shape, _) in RELATIVES.items()}
-ADAPTED |= {name: published.QWEN3_6_27B for name in ("qwen3.6-27b-lora-sft", "qwen3.6-27b-qlora-sft")}
-ADAPTED["qwen3.5-0.8b-lora-sft"] = published.QWEN3_5_0_8B
-OTHERS |= ADAPTED | {name: published.QWEN3_5_0_8B for name in ("qwen3.5-0.8b-dpo", "qwen3.5-0.8b-grpo")}
+ADAPTED |= {name: CONFIGS["qwen3.6-27b"] for name in ("qwen3.6-27b-lora-sft", "qwen3.6-27b-qlora-sft")}
+ADAPTED["qwen3.5-0.8b-lora-sft"] = CONFIGS["qwen3.5-0.8b"]
+OTHERS |= ADAPTED | {name: CONFIGS["qwen3.5-0.8b"] for name in ("qwen3.5-0.8b-dpo", "qwen3.5-0.8b-grpo")}
 MODELS |= RELATIVES | QWEN3_5
 NAMES = [name for name, _ in config.shipped()]
 PAIR = '{"prompt": "w3", "chosen": "w4", "rejected": "w5"}'

@@ -18,7 +18,7 @@ from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.tensor import colwise
 from dtrain.recipe.schema import Lora
 from dtrain.run.preflight import load, notes, preflight
-from tests.models import published
+from tests.models.published import CONFIGS
 from tests.tiny import FAMILIES, tiny_grpo, tiny_recipe, write_model, write_pairs
 from tests.world import run_world
 
@@ -297,7 +297,7 @@ def test_a_run_of_grpo_looks_at_the_section_too(tmp_path):
     assert any("put it in lora.modules_to_save" in one for one in found)
 
 
-SHAPES = {**FAMILIES, "gemma3 4b": published.GEMMA3_4B}
+SHAPES = {**FAMILIES, "gemma3 4b": CONFIGS["gemma3-4b"]}
 
 
 @pytest.mark.parametrize("family", SHAPES)

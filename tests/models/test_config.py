@@ -13,17 +13,16 @@ from dtrain.base.errors import UserError
 from dtrain.models import parse_config, read_config
 from dtrain.models.common.config import FULL, SLIDING
 from tests.models.oracle import VARIANTS
-from tests.models.published import (
-    GEMMA3_1B,
-    GEMMA3_4B,
-    LLAMA_2_7B,
-    LLAMA_3_2_1B,
-    MISTRAL_7B_V01,
-    PUBLISHED,
-    QWEN3_0_6B,
-    QWEN_2_5_0_5B,
-    QWEN_2_5_7B_YARN,
-)
+from tests.models.published import CONFIGS, PUBLISHED
+
+GEMMA3_1B = CONFIGS["gemma3-1b"]
+GEMMA3_4B = CONFIGS["gemma3-4b"]
+LLAMA_2_7B = CONFIGS["llama-2-7b"]
+LLAMA_3_2_1B = CONFIGS["llama-3.2-1b"]
+MISTRAL_7B_V01 = CONFIGS["mistral-7b-v0.1"]
+QWEN3_0_6B = CONFIGS["qwen3-0.6b"]
+QWEN_2_5_0_5B = CONFIGS["qwen2.5-0.5b"]
+QWEN_2_5_7B_YARN = CONFIGS["qwen2.5-7b-yarn"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
