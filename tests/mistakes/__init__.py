@@ -55,7 +55,7 @@ class Mistake:
         return [word.replace("{root}", str(root)) for word in self.typed]
 
 
-def mistake(typed: str | tuple[str, ...], *says: str, files=None, base: str = "sft", links=None) -> Mistake:
+def slip(typed: str | tuple[str, ...], *says: str, files=None, base: str = "sft", links=None) -> Mistake:
     """Return a mistake of a recipe: of overrides, or of files beside it."""
     return Mistake((typed,) if isinstance(typed, str) else typed, says, files or {}, base, links=links or {})
 
