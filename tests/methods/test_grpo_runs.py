@@ -239,8 +239,8 @@ def test_epochs_end_with_a_short_rollout(tmp_path):
 def test_a_disagreement_of_engine_and_trainer_stops_the_run(tmp_path, monkeypatch):
     exact = NativeEngine.generate
 
-    def off(self, requests, ask_stop):
-        drawn = exact(self, requests, ask_stop)
+    def off(self, requests, ask_stop, **more):
+        drawn = exact(self, requests, ask_stop, **more)
         return [replace(one, logprobs=[value - 0.2 for value in one.logprobs]) for one in drawn]
 
     monkeypatch.setattr(NativeEngine, "generate", off)
