@@ -93,3 +93,11 @@ def test_a_crafted_manifest_is_damage(saved, change):
     content = {**json.loads(path.read_text())["content"], **change}
     path.write_text(json.dumps({"content": content, "crc32": _text_checksum(content)}))
     assert str(path) in checkpoints(saved).damage(3)[0]
+
+
+def test_a_manifest_that_was_changed_is_damage(saved):
+    path = checkpoints(saved).path(3) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["content"]["world_size"] += 1
+    path.write_text(json.dumps(manifest))
+    assert "its checksum does not match" in checkpoints(saved).damage(3)[0]

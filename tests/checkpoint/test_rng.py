@@ -1,11 +1,13 @@
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.rng import random_state, set_random_state
+from dtrain.run import resume
 
 
 def draws():
@@ -26,6 +28,18 @@ def test_generators_go_on_where_they_were():
     expected = draws()
     draws()
     set_random_state(state)
+    assert draws() == expected
+
+
+def test_a_resume_puts_them_where_they_were(monkeypatch):
+    state = json.loads(json.dumps(random_state()))
+    expected = draws()
+    monkeypatch.setattr(resume.config, "diff", lambda *recipes: [])
+    saved = SimpleNamespace(read_rank_state=lambda step: (state, 0)), {"recipe": "", "method": {}, "policy": {}}
+    start = SimpleNamespace(saved=saved, step=1, verified=True)
+    policy = SimpleNamespace(checkpoint=SimpleNamespace(load=lambda *step, **more: None))
+    method = SimpleNamespace(load=lambda state: None, tensors=dict)
+    resume.restore(SimpleNamespace(start=start, recipe=None), policy, method)
     assert draws() == expected
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dtrain.base.errors import RecipeError, UserError
-from dtrain.launch import launch
+from dtrain.launch import launch, signals
 from dtrain.launch.agent import ENDED, ExitReport, WorkerFailed, _reason
 from dtrain.launch.place import RankPlace, find_place, first_host
 from dtrain.launch.rank import OutOfMemory, RunJob, memory_errors
@@ -126,6 +126,16 @@ def test_in_place_the_train_function_gets_one_rank_and_restored_signals(tmp_path
     torch.set_num_threads(threads)
     assert seen == [(0, 1, torch.device("cpu"), signal.SIGTERM), False]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_second_signal_is_raised_where_the_run_stands(monkeypatch):
+    monkeypatch.setattr(signals, "SAME_SECONDS", 0.0)
+    asked = []
+    with pytest.raises(KeyboardInterrupt), signals.on_signals(asked.append, [signal.SIGUSR1]):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.01)
+    assert asked == [signal.SIGUSR1]
 
 
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(2**60), lambda: bytearray(2**62)])
