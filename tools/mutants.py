@@ -6,7 +6,8 @@
     tools/mutants.py --whole NAME        the whole suite instead of the tests that a mutation names
 
 A mutation names a file, a text that stands there once, what replaces it, and the tests that must fail. Each runs in
-a copy of the tree. A line each: caught, or MISSED; the exit status is 1 where one was missed.
+a copy of the tree. A line each: caught, MISSED, or RED where the tests
+fail without the mutation, too; the exit status is 1 where one is not caught.
 """
 
 import argparse
@@ -55,10 +56,8 @@ def copy_tree(to: Path) -> Path:
     return to
 
 
-def is_caught(entry: dict, tree: Path, whole: bool, timeout: float) -> bool:
-    """Return whether a test fails on a mutation; one that hangs counts as failed."""
-    before = apply(entry, tree)
-    tests = ["tests"] if whole else entry["tests"]
+def is_red(tests: list[str], tree: Path, timeout: float) -> bool:
+    """Return whether a test fails; one that hangs counts as failed."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     words = [tree / ".venv/bin/python", "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
     process = subprocess.Popen(
@@ -70,11 +69,22 @@ def is_caught(entry: dict, tree: Path, whole: bool, timeout: float) -> bool:
         os.killpg(process.pid, 9)
         process.wait()
         return True
+    if process.returncode not in (0, 1, 2):  # 2: an error while tests are collected
+        raise RuntimeError(f"{tests}: pytest ended with {process.returncode}:\n{output.decode()[-2000:]}")
+    return process.returncode != 0
+
+
+def verdict(entry: dict, tree: Path, whole: bool, timeout: float) -> str:
+    """Return "caught", or "MISSED", or "RED" where the tests fail without the mutation, too."""
+    tests = ["tests"] if whole else entry["tests"]
+    before = apply(entry, tree)
+    try:
+        red = is_red(tests, tree, timeout)
     finally:
         (tree / entry["file"]).write_text(before)
-    if process.returncode not in (0, 1):
-        raise RuntimeError(f"{entry['name']}: pytest ended with {process.returncode}:\n{output.decode()[-2000:]}")
-    return process.returncode == 1
+    if not red:
+        return "MISSED"
+    return "RED" if is_red(tests, tree, timeout) else "caught"
 
 
 def main() -> int:
@@ -98,15 +108,15 @@ def main() -> int:
         def judge(entry):
             tree = trees.get()
             try:
-                caught = is_caught(entry, tree, options.whole, options.timeout)
+                word = verdict(entry, tree, options.whole, options.timeout)
             finally:
                 trees.put(tree)
-            print(f"{'caught' if caught else 'MISSED'}  {entry['area']}: {entry['name']}", flush=True)
-            if not caught:
+            print(f"{word:6}  {entry['area']}: {entry['name']}", flush=True)
+            if word != "caught":
                 missed.append(entry["name"])
 
         list(pool.map(judge, chosen))
-    print(f"{len(chosen)} mutations, {len(missed)} missed")
+    print(f"{len(chosen)} mutations, {len(missed)} not caught")
     return 1 if missed else 0
 
 

@@ -87,7 +87,6 @@ def test_bfloat16_under_fsdp_is_that_of_one_rank(tmp_path):
     "more",
     [
         ["train.activation_checkpointing=selective"],
-        ["train.compile=true"],
         ["parallel.reshard_after_forward=true", "train.micro_batch=3"],
     ],
 )
