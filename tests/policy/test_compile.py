@@ -33,6 +33,12 @@ def by_aot_eager():
     regions.has_triton = lambda: True  # a pretend card has none
 
 
+def forget_compiled():
+    """Begin without what this process, or the one that forked it, has compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+
+
 def graphs():
     return counters["stats"]["unique_graphs"]
 
@@ -54,6 +60,7 @@ def kept_for_backward(model):
 def lengths_on(rank, path, device, is_packed, inductor=False):
     """The graphs after each row, how far hidden states and gradients of compiled layers are from those of eager ones,
     and what eager and compiled layers keep for the backward. The first length is the hidden size too."""
+    forget_compiled()
     made, kept = [], []
     for is_compiled in (False, True):
         model = models.build(models.read_config(path))
@@ -103,7 +110,8 @@ def test_packed_rows_on_a_card_take_two_graphs(tmp_path):
 
 
 def by_inductor(rank, path):
-    return *lengths_on(rank, path, "cpu", False, inductor=True), generated.generated_kernel_count
+    before = generated.generated_kernel_count
+    return *lengths_on(rank, path, "cpu", False, inductor=True), generated.generated_kernel_count - before
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ for a CPU")
@@ -134,7 +142,7 @@ class Counting(StopFlag):
 
 def on_rank(rank, recipe, size, device="cpu"):
     by_aot_eager()
-    counters.clear()
+    forget_compiled()
     stop = Counting()
     place = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
     train_checked(recipe, Runtime(rank=rank, local_rank=rank, world_size=size, device=place, stop=stop))
@@ -214,6 +222,7 @@ def test_a_run_on_cards_compiles_nothing_after_its_third_step(tmp_path, name):
 def of_many_words(rank):
     """The graphs of a function of words, which are compiled in, and what was warned of."""
     by_aot_eager()
+    forget_compiled()
     said = SimpleNamespace(word="")
     region = regions.Region(lambda x: x + len(said.word))
     regions.GRAPHS = 4
