@@ -201,7 +201,6 @@ def shape_of(kind, packing):
 # A student's family, and what a larger teacher of it has of its own.
 FAMILIES = {
     "qwen3.5": {"linear_num_value_heads": 4, "linear_value_head_dim": 8},
-    "gemma4": {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3},
 }
 
 

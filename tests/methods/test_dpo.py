@@ -98,9 +98,7 @@ def steps_of_each(rank, recipes, world_size):
 
 
 SPLITS = {
-    "2 + 2": (1, 2, False),
     "packed one by one": (1, 1, True),
-    "two ranks": (2, 2, False),
     "two ranks one by one": (2, 1, False),
     "two ranks, packed in uneven rows": (2, 1, True),
 }

@@ -25,9 +25,8 @@ MODEL = {
 MESH = {
     "mesh": {
         "dp3": [],
-        "dp2 tp2": ["parallel.tp=2"],
+        "replicated 2 tp2": ["parallel.dp_replicate=2", "parallel.dp_shard=1", "parallel.tp=2"],
         "tp2 cp2": ["parallel.tp=2", "parallel.cp=2", "parallel.cp_rotate=ring"],
-        "replicated 2 cp2": ["parallel.dp_replicate=2", "parallel.dp_shard=1", "parallel.cp=2"],
     },
     "micro-batches": {
         "whole": [],
@@ -37,7 +36,7 @@ MESH = {
     "checkpointing": {name: [f"train.activation_checkpointing={name}"] for name in ("none", "full")},
 }
 AXES = MODEL | MESH
-DP = {"dp3": 3, "dp2 tp2": 2, "tp2 cp2": 1, "replicated 2 cp2": 2}
+DP = {"dp3": 3, "replicated 2 tp2": 2, "tp2 cp2": 1}
 # A model of rewards trains its head beside an adapter.
 HEAD = "lora.modules_to_save=[score]"
 

@@ -106,7 +106,6 @@ CASES = {
         2,
         ["parallel.cp=2", "data.max_length=142", "train.activation_checkpointing=selective"],
     ),
-    "dp2, kept gathered, mixed": (2, ["parallel.reshard_after_forward=false", "train.dtype=bfloat16"]),
     "one process, mixed, one micro-batch": (1, ["train.dtype=bfloat16", "train.micro_batch=1", "train.global_batch=1"]),
     "dp2, mixed, gradients larger than activations": (
         2,
