@@ -125,7 +125,7 @@ def _is_asked(workers: list[RankProcess], signums: list[int]) -> bool:
 
 def _watch(job: RunJob, workers: list[RankProcess], signums: list[int]) -> str | None:
     """Until all have ended, or one did not end well; or what is wrong with those that have not."""
-    is_asked, living = False, workers
+    is_asked, num_done = False, 0
     while any(worker.status is None for worker in workers) and not any(worker.status for worker in workers):
         time.sleep(LOOK_SECONDS)
         for worker in workers:
@@ -135,10 +135,11 @@ def _watch(job: RunJob, workers: list[RankProcess], signums: list[int]) -> str |
         if any(worker.lost() for worker in workers):
             lost = [how for worker in workers if (how := worker.lost(ALIKE_LOOKS))]
             return lost_text(job.recipe.run.directory, "; ".join(lost))
-        was_asked, were_living = is_asked, living
+        was_asked, were_done = is_asked, num_done
         is_asked = is_asked or _is_asked(workers, signums)
         living = [worker for worker in workers if worker.status is None]
-        if is_asked > was_asked or len(living) < len(were_living):  # those that waited for a rank's end get on now
+        num_done = sum(worker.status == 0 for worker in workers)
+        if (is_asked and not was_asked) or num_done > were_done:  # those that waited for a rank's end get on now
             for worker in workers:
                 worker.stalled.seconds = 0.0
         if is_asked and living and all(worker.stalled.is_over for worker in living):
