@@ -125,7 +125,6 @@ def stopped_while_drawing(rank, recipe, world_size, step, told, where=""):
     [
         (1, (0,), ()),
         (2, (1,), ("grpo.unshard=false",)),
-        (2, (0,), ("parallel.tp=2",)),
     ],
 )
 def test_a_rollout_is_given_up_for_a_signal_and_drawn_again(tmp_path, world_size, told, shape):

@@ -175,7 +175,7 @@ def dpo(root, *keys, name):
 
 PAD, FULL = "data.packing=false", "train.activation_checkpointing=full"
 SELECTIVE = "train.activation_checkpointing=selective"
-TP, CP, LORA = "parallel.tp=2", "parallel.cp=2", "lora.rank=4"
+TP, LORA = "parallel.tp=2", "lora.rank=4"
 
 # What is run, ranks, keys, and the most graphs that it may take.
 CPU = {
@@ -184,7 +184,6 @@ CPU = {
     "validated": (validated, 1, (PAD,), 5),
     "qlora": (qlora, 1, (PAD,), 4),  # the embedding is frozen, so nothing is owed to the first layer's input
     "selective tp": (sft, 2, (SELECTIVE, TP), 2),
-    "ring": (sft, 2, (CP, "parallel.cp_rotate=ring"), 2),
 }
 
 
