@@ -74,16 +74,12 @@ def test_meshes_train_as_one_process(one_process):
         assert_parity(recipe, trajectory(one), weights(one))
 
 
-def test_other_families_train_as_one_process(tmp_path):
-    alone, on_mesh = [], []
-    for family in ("mixtral", "gemma4-moe"):
-        save_weights(write_model(tmp_path / f"{family}-untied", family, tied=False))
-        more = [SECTION, "model.init=pretrained"]
-        alone.append(run(recipe_of(tmp_path, f"{family}, alone", 1, more, "true", family)))
-        mesh = ["parallel.ep=2", "parallel.tp=2"]
-        on_mesh.append(recipe_of(tmp_path, family, 4, [*more, *mesh], "true", family))
-    for recipe, reference in zip(run_all(on_mesh, 4), alone, strict=True):
-        assert_same(recipe, reference, rtol=1e-9)
+def test_another_family_trains_as_one_process(tmp_path):
+    save_weights(write_model(tmp_path / "mixtral-untied", "mixtral", tied=False))
+    more = [SECTION, "model.init=pretrained"]
+    one = run(recipe_of(tmp_path, "one", 1, more, "true", "mixtral"))
+    mesh = [*more, "parallel.ep=2", "parallel.tp=2"]
+    assert_same(run(recipe_of(tmp_path, "mesh", 4, mesh, "true", "mixtral"), 4), one, rtol=1e-9)
 
 
 def test_a_routers_dropout_is_the_same_where_its_tokens_are_cut(tmp_path):

@@ -88,7 +88,6 @@ def test_a_row_is_what_dtrain_eval_says_of_the_step(tmp_path, monkeypatch, capsy
 
 
 MESHES = [
-    ("gemma3", 2, ("parallel.cp=2",)),
     ("qwen3-moe", 4, ("parallel.ep=2", "parallel.tp=2", "moe.balance=0.1")),
 ]
 

@@ -25,7 +25,6 @@ MODEL = {
 MESH = {
     "mesh": {
         "dp3": [],
-        "replicated 2 tp2": ["parallel.dp_replicate=2", "parallel.dp_shard=1", "parallel.tp=2"],
         "tp2 cp2": ["parallel.tp=2", "parallel.cp=2", "parallel.cp_rotate=ring"],
     },
     "micro-batches": {
@@ -36,7 +35,7 @@ MESH = {
     "checkpointing": {name: [f"train.activation_checkpointing={name}"] for name in ("none", "full")},
 }
 AXES = MODEL | MESH
-DP = {"dp3": 3, "replicated 2 tp2": 2, "tp2 cp2": 1}
+DP = {"dp3": 3, "tp2 cp2": 1}
 # A model of rewards trains its head beside an adapter.
 HEAD = "lora.modules_to_save=[score]"
 

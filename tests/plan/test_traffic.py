@@ -91,7 +91,6 @@ def trained(rank, recipe, world_size):
 
 MESHES = {
     "dp2, llama, nothing even": ("llama", {"tied": False}, 2, []),
-    "dp_replicate2 dp2, qwen3": ("qwen3", {}, 4, ["parallel.dp_replicate=2"]),
     "tp2, sp off, biases": (
         "llama",
         {"attention_bias": True, "mlp_bias": True},

@@ -174,7 +174,6 @@ def dpo(root, *keys, name):
 
 
 PAD, FULL = "data.packing=false", "train.activation_checkpointing=full"
-SELECTIVE = "train.activation_checkpointing=selective"
 TP, LORA = "parallel.tp=2", "lora.rank=4"
 
 # What is run, ranks, keys, and the most graphs that it may take.
@@ -183,7 +182,7 @@ CPU = {
     # [B, H, S, hd], as SDPA gives it, of longer ones, whose blocks are joined, [B, S, H, hd].
     "validated": (validated, 1, (PAD,), 5),
     "qlora": (qlora, 1, (PAD,), 4),  # the embedding is frozen, so nothing is owed to the first layer's input
-    "selective tp": (sft, 2, (SELECTIVE, TP), 2),
+    "tp": (sft, 2, (TP,), 2),
 }
 
 
