@@ -42,15 +42,11 @@ METHODS = {
 
 
 def recipe_of(root, method: str, *overrides: str, name: str, family: str = "qwen3") -> Recipe:
-    """Return a recipe of METHODS: 3 steps of 12 samples in float64, validated on 7 samples and saved at the last.
-
-    That of KTO has a model of qwen3 in files.
-    """
+    """Return a recipe of METHODS: 3 steps of 12 samples in float64, validated on 7 samples and saved at the last."""
     make, options = METHODS[method]
     steps = ("train.steps=3", "checkpoint.every=3", "scheduler.warmup_steps=0", "train.global_batch=12")
     validated = ("data.val.path=${data.train.path}", "train.validate_every=3")
-    shape = {} if method == "kto" else {"family": family}
-    recipe = make(root, *options, *steps, *validated, *overrides, name=name, **shape)
+    recipe = make(root, *options, *steps, *validated, *overrides, name=name, family=family)
     rows = Path(recipe.data.train.path)
     recipe.data.val.path = str(rows.with_suffix(".val.jsonl"))
     Path(recipe.data.val.path).write_text("".join(rows.read_text().splitlines(keepends=True)[:7]))

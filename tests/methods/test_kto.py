@@ -35,7 +35,7 @@ def rows_of(count, seed=0):
     return rows
 
 
-def recipe_of(root, *overrides, name="run", count=ROWS_IN_ALL):
+def recipe_of(root, *overrides, name="run", count=ROWS_IN_ALL, family="qwen3"):
     data = root / "labelled.jsonl"
     if not data.exists():
         lines = [
@@ -43,8 +43,8 @@ def recipe_of(root, *overrides, name="run", count=ROWS_IN_ALL):
             for ids, prompt, label in rows_of(count)
         ]
         data.write_text("\n".join(map(json.dumps, lines)))
-        save_weights(write_model(root / "qwen3-tied"), seed=1)
-        save_weights(write_model(root / "reference"), seed=2)
+        save_weights(write_model(root / f"{family}-tied", family), seed=1)
+        save_weights(write_model(root / "reference", family), seed=2)
     fixed = (
         "method=kto",
         "run.seed=3",
@@ -60,7 +60,7 @@ def recipe_of(root, *overrides, name="run", count=ROWS_IN_ALL):
         "kto.desirable_weight=1.5",
         "kto.undesirable_weight=0.7",
     )
-    return tiny_recipe(root, *fixed, *shape, *more, *overrides, name=name)
+    return tiny_recipe(root, *fixed, *shape, *more, *overrides, name=name, family=family)
 
 
 def log_p(model, documents):
