@@ -10,6 +10,8 @@ from tests.checkpoint.processes import Processes, checkpoints, rows
 from tests.running import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe
 
+pytestmark = pytest.mark.long
+
 STEPS = 40
 SHAPE = (f"train.steps={STEPS}", "train.dtype=float32", "train.global_batch=4", "train.micro_batch=1")
 TORCHRUN = (
@@ -59,16 +61,18 @@ def test_a_signal_to_torchrun_saves_the_step(tmp_path):
     assert checkpoints(recipe).published() == [rows(started.directory)]
 
 
-@pytest.mark.parametrize("by", ["launcher", "torchrun"])
-def test_a_killed_worker_is_started_again_and_the_run_goes_on_by_itself(tmp_path, uninterrupted, by):
-    restarts = {"launcher": ("launch.nproc=2", "launch.max_restarts=1"), "torchrun": ("checkpoint.resume=null",)}
-    recipe = tiny_recipe(tmp_path, *SHAPE, "checkpoint.every=4", *restarts[by])
-    by_torchrun = by == "torchrun"
-    started = Processes(recipe, prefix=TORCHRUN if by_torchrun else ("-m", "dtrain"), starts=by_torchrun)
-    assert started.wait_for_rows(5)
-    workers = started.workers()
-    assert len(workers) == 2
-    started.kill(workers[1:])
-    assert started.end() == 0, started.text()
-    assert "resumed from" in started.text()
+def test_a_killed_worker_is_started_again_and_the_run_goes_on_by_itself(tmp_path, uninterrupted):
+    """By the launcher; tests/launch/test_clusters.py has torchrun's restart."""
+    for attempt in range(9):  # on a busy machine a run may be over before it is killed
+        root = tmp_path / str(attempt)
+        root.mkdir()
+        recipe = tiny_recipe(root, *SHAPE, "checkpoint.every=4", "launch.nproc=2", "launch.max_restarts=1")
+        started = Processes(recipe)
+        if started.wait_for_rows(5) and len(workers := started.workers()) == 2:
+            started.kill(workers[1:])
+        assert started.end() == 0, started.text()
+        if "resumed from" in started.text():
+            break
+    else:
+        pytest.fail("no run was killed in time")
     assert_equal_to(recipe, uninterrupted[2])
