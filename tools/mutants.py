@@ -59,7 +59,19 @@ def copy_tree(to: Path) -> Path:
 def is_red(tests: list[str], tree: Path, timeout: float) -> bool:
     """Return whether a test fails; one that hangs counts as failed."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    words = [tree / ".venv/bin/python", "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
+    words = [
+        tree / ".venv/bin/python",
+        "-m",
+        "pytest",
+        "--all",
+        "-q",
+        "-x",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+    ]
     process = subprocess.Popen(
         words, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
