@@ -153,11 +153,11 @@ def test_a_module_that_is_installed_comes_before_a_file_of_its_name(tmp_path, mo
 
 
 def test_a_run_directory_of_a_strangers_names_code_in_vain(tmp_path, harm, capfd):
-    recipe = run(tiny_recipe(tmp_path, "train.steps=1", "scheduler.warmup_steps=0", "checkpoint.every=1"))
+    recipe = run(tiny_grpo(tmp_path, "train.steps=1", "scheduler.warmup_steps=0", "checkpoint.every=1"))
     directory = Path(recipe.run.dir) / recipe.run.name
     config_yaml = (directory / "config.yaml").read_text()
     config_yaml = re.sub(r"name: adamw", "name: evil.code.Optimizer", config_yaml)
-    config_yaml = re.sub(r"fn: math_exact", "fn: evil.code.reward", config_yaml)
+    config_yaml = re.sub(r"fn: tests\.methods\.judges\.even", "fn: evil.code.reward", config_yaml)
     config_yaml = re.sub(r"environment: null", "environment: evil.code.plan", config_yaml)
     assert config_yaml.count("evil.code") == 3
     (directory / "config.yaml").write_text(config_yaml)
