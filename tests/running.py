@@ -18,6 +18,7 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.recipe.schema import Recipe
 from dtrain.run.metrics import Recorder
 from dtrain.run.trainer import Trainer, train_checked
+from tests.cases import run_cases
 from tests.world import run_world
 
 Row = tuple[float, ...]  # of a step: loss, gradient norm, rate, tokens, and of SFT the token accuracy
@@ -81,29 +82,20 @@ def on_rank(rank: int, recipe: Recipe, world_size: int) -> None:
     train_checked(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size))
 
 
-def run(recipe: Recipe, world_size: int = 1, **world) -> Recipe:
-    """Run a recipe, refused ones too (as nf4 in float64 is); `world`: arguments of run_world."""
-    return run_all([recipe], world_size, **world)[0]
+def run(recipe: Recipe, world_size: int = 1, timeout: float | None = None) -> Recipe:
+    """Run a recipe, refused ones too (as nf4 in float64 is)."""
+    return run_all([recipe], world_size, timeout)[0]
 
 
-def run_all(recipes: Sequence[Recipe], world_size: int = 1, **world) -> Sequence[Recipe]:
-    """Run recipes one after the other in one world of ranks."""
+def run_all(recipes: Sequence[Recipe], world_size: int = 1, timeout: float | None = None) -> Sequence[Recipe]:
+    """Run recipes one after the other in one world of ranks; timeout: seconds, a minute and one more a recipe."""
     if world_size == 1:
         for recipe in recipes:
             train_checked(recipe, Runtime())
     else:
-        world = {"timeout": 60.0 + 60.0 * len(recipes)} | world
-        run_world(_all_on_rank, world_size, recipes, world_size, **world)
+        cases = {f"{number}, {recipe.run.name}": (recipe, world_size) for number, recipe in enumerate(recipes)}
+        run_cases(on_rank, world_size, cases, timeout or 60.0 + 60.0 * len(recipes))
     return recipes
-
-
-def _all_on_rank(rank, recipes, world_size):
-    for recipe in recipes:
-        try:
-            on_rank(rank, recipe, world_size)
-        except Exception as error:
-            error.add_note(f"run {recipe.run.name}")
-            raise
 
 
 def distance(value: float, expected: float) -> float:
