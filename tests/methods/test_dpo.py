@@ -99,7 +99,6 @@ def steps_of_each(rank, recipes, world_size):
 
 SPLITS = {
     "packed one by one": (1, 1, True),
-    "two ranks one by one": (2, 1, False),
     "two ranks, packed in uneven rows": (2, 1, True),
 }
 

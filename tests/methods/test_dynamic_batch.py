@@ -10,7 +10,7 @@ from tests.methods.recipes import recipe_of
 from tests.running import interrupt, run
 from tests.tiny import tiny_recipe, write_rows
 
-SFT = ("train.steps=null", "train.epochs=2", "train.global_batch=6")  # 2 · 31 rows: the last batch has 2
+SFT = ("train.steps=null", "train.epochs=2", "train.global_batch=6")  # 2 · 13 rows: the last batch has 2
 VAL = ("data.val.path=${data.train.path}", "train.validate_every=2")
 
 
@@ -27,7 +27,7 @@ def test_fewer_micro_batches_and_a_resume_on_another_mesh(tmp_path, capfd):
         fixed = ("data.packing=false", "train.micro_batch=1", *SFT, *VAL)
         return tiny_recipe(tmp_path, *fixed, *overrides, name=name)
 
-    write_rows(tmp_path / "rows.jsonl", count=31)
+    write_rows(tmp_path / "rows.jsonl", count=13)
     by_tokens = "train.dynamic_batch=true"
     note = "micro-batches: rows of like length, up to 32 tokens with their padding"
     passes, recipes = [], [sft(name="one"), sft(by_tokens, name="dynamic")]

@@ -159,7 +159,7 @@ def test_a_language_model_begins_one_whose_body_stays(tmp_path):
     ],
 )
 def test_mixtures_and_linear_attention_on_meshes(tmp_path, family, shape):
-    options = ["train.steps=10", "checkpoint.every=10", "train.global_batch=4"]
+    options = ["train.steps=3", "checkpoint.every=3", "train.global_batch=4"]
     of_one = [word for word in shape if not word.startswith("parallel.")]
     one = run(recipe_at(tmp_path, "pairs", *options, *of_one, "train.micro_batch=4", family=family, name="one"))
     four = recipe_at(tmp_path, "pairs", *options, *shape, "train.micro_batch=2", family=family, name="four")
@@ -173,7 +173,7 @@ def test_an_adapter_beside_the_head(tmp_path, begins):
     if begins == "a classifier":
         oracle(directory=plain, pad_token_id=0).save_pretrained(plain)
     options = [f"model.path={plain}", "model.init=pretrained", "lora={rank: 4, modules_to_save: [score]}"]
-    options += ["train.steps=10", "checkpoint.every=10", "optimizer.lr=1e-2", "train.global_batch=4"]
+    options += ["train.steps=4", "checkpoint.every=4", "optimizer.lr=5e-2", "train.global_batch=4"]
     one = run(recipe_at(tmp_path, "pairs", *options, "train.micro_batch=4", name="one"))
     two = run(recipe_at(tmp_path, "pairs", *options, "train.micro_batch=2", "parallel.tp=2", name="two"), 4)
     assert_parity(two, trajectory(one), weights(one))

@@ -78,12 +78,12 @@ HOSTILE = {
     "the times of a device": "import os; os.utime('/dev/null')",
     "a setting of the kernel": "open('/proc/sys/kernel/core_pattern', 'r+')",
     "the score of the killer of processes": "open('/proc/self/oom_score_adj', 'w').write('-1000')",
-    "closed pipes": "import os; os.closerange(0, 64)",
+    "closed pipes": "import os; os.closerange(0, 4096)",
     "frames": "import sys, os\nframe = sys._getframe()\nwhile frame:\n    for value in [*frame.f_globals.values()]:\n"
-    "        for fd in range(64):\n            try: os.write(fd, str(value).encode() + b'+')\n"
+    "        for fd in range(4096):\n            try: os.write(fd, str(value).encode() + b'+')\n"
     "            except OSError: pass\n    frame = frame.f_back\nos._exit(0)",
     "a forged answer": "import os\nanswer = b'{\"value\": true, \"contents\": [], \"raised\": false}\\n'\n"
-    "for fd in range(3, 64):\n    try: os.write(fd, answer)\n    except OSError: pass\nos._exit(0)",
+    "for fd in range(3, 4096):\n    try: os.write(fd, answer)\n    except OSError: pass\nos._exit(0)",
 }  # fmt: skip
 ALLOWED_WITHOUT_WALLS = (
     *("the host's loopback", "a process to kill", "a file that is read", "a Unix socket by path"),
