@@ -13,7 +13,7 @@ from tests.covering import covering, worlds
 from tests.running import assert_each, assert_same_rows, assert_same_weights, run_all, trajectory, weights
 from tests.tiny import FAMILIES, tiny_recipe
 
-STEPS = 3
+STEPS = 2
 
 # Families of the same parts as others of the array; tests/parallel/test_parallelize.py and test_tensor.py have each.
 ALIKE = ("qwen2", "smollm3", "granite", "granite4", "ministral3", "mixtral", "qwen3.5-moe", "gemma4-moe")

@@ -53,6 +53,7 @@ def _child_main(parent, function, args):
 def join_gloo(rank: int, world_size: int, store_path: str) -> None:
     store = dist.FileStore(store_path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    dist.barrier()  # a rank that ended while others still connect to it would fail them
 
 
 def _rank_main(fn, rank, world_size, store_path, args, pipe, join):
