@@ -145,6 +145,7 @@ def test_a_models_shape_has_its_published_size(name):
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.slow
 def test_a_shape_that_does_not_belong_is_seen(name, files):
     shape, _ = MODELS[name]
     smaller = copy.deepcopy(shape)
@@ -207,6 +208,7 @@ def test_headers_say_what_how_and_what_to_override(name):
     "name",
     [*NAMES],
 )
+@pytest.mark.slow
 def test_a_recipe_written_out_and_loaded_again_is_the_same(tmp_path, name):
     recipe = load_recipe(name)
     (tmp_path / f"{name}.yaml").write_text(config.to_yaml(recipe))

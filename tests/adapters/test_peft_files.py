@@ -51,6 +51,7 @@ def change(directory, **fields):
 
 
 @pytest.mark.parametrize(("variant", "shape"), CASES)
+@pytest.mark.slow
 def test_an_adapter_of_peft_s_gives_its_logits_and_ours_gives_ours(tmp_path, variant, shape):
     base = save_base(tmp_path / "base", variant)
     theirs = save_adapter(base, tmp_path / "theirs", **SHAPES[shape])
@@ -148,6 +149,7 @@ def test_a_head_that_is_missing_of_an_untied_model_is_not_called_tied(made):
     "names of the tower; PEFT gives the same logits",
 )
 @pytest.mark.parametrize("case", TOWERS)
+@pytest.mark.slow
 def test_a_multimodal_model_s_text_tower(tmp_path, case):
     base = save_base(tmp_path / "base", "gemma3-vision")
     theirs = save_adapter(base, tmp_path / "adapter", **TOWERS[case])

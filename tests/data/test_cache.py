@@ -205,6 +205,7 @@ def alive(pid):
         return False
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_set(tmp_path, coder):
     def peak(count):
         file = write_jsonl(tmp_path / f"{count}.jsonl", texts(count))

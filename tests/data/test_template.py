@@ -215,6 +215,7 @@ TOO_MUCH = {
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)
+@pytest.mark.slow
 def test_a_template_has_limits_of_work_memory_and_time(name, monkeypatch):
     monkeypatch.setattr(sandbox, "ROUNDS", sandbox.ROUNDS // 10)  # the whole budget takes a tenth of a minute
     monkeypatch.setattr(sandbox, "SECONDS", sandbox.SECONDS / 10)

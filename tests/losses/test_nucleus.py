@@ -40,6 +40,7 @@ def by_sorting(logits, p, top_p):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [3, 300])
+@pytest.mark.slow
 def test_what_is_kept_is_what_a_sort_keeps(dtype, vocab):
     logits = rows(dtype, vocab)
     p = logits.softmax(-1, dtype=torch.promote_types(dtype, torch.float32))

@@ -46,6 +46,7 @@ def store_of(model):
     ],
 )
 @torch.no_grad()
+@pytest.mark.slow
 def test_cached_decoding_is_a_whole_forward(variant):
     """Prompts shorter and longer than the window, in pools of two sizes; three rows of one, and rows that outgrow
     their first slots."""

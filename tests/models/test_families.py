@@ -66,6 +66,7 @@ def test_logits_and_gradients(pair):
     "answers are learnt from the sample before",
     "packed documents are as if alone, in transformers too",
 )
+@pytest.mark.slow
 def test_packed_documents_are_as_if_alone(pair):
     theirs, directory = pair
     ours = models.from_pretrained(directory)
@@ -108,6 +109,7 @@ class Dtypes(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 def test_float64_has_no_float32_island(pair):
     _, directory = pair
     ours = models.from_pretrained(directory, dtype=torch.float64)
@@ -248,6 +250,7 @@ FREED += ["olmo2", "olmo2-biases", "olmo3-tied", "smollm3-window", "granite-bias
 
 
 @pytest.mark.parametrize("variant", FREED)
+@pytest.mark.slow
 def test_float64_equals_transformers_freed_of_its_islands(variant, tmp_path, monkeypatch):
     theirs = make(variant)
     if variant.startswith("ministral3"):

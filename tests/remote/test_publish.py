@@ -321,6 +321,7 @@ def test_an_error_in_the_thread_is_raised_where_it_is_taken():
     prefetcher.close()
 
 
+@pytest.mark.slow
 def test_it_draws_while_the_trainer_trains():
     begun, go_on = threading.Event(), threading.Event()
 

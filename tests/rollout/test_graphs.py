@@ -34,6 +34,7 @@ def requests(longest=24):
 
 
 @pytest.mark.parametrize("variant", ["llama3.1", "gemma3"])
+@pytest.mark.slow
 def test_the_tokens_are_those_without_graphs(variant):
     model, asked = build(variant), requests()
     expected, makers = Engine(model).generate(asked), Makers()
@@ -42,6 +43,7 @@ def test_the_tokens_are_those_without_graphs(variant):
     assert {one.finish for one in expected} == {"stop", "length"}
 
 
+@pytest.mark.slow
 def test_rows_come_and_go(monkeypatch):
     """Few rows at a time, ended ones noticed late: shapes come again, and replays go on with other rows."""
     monkeypatch.setattr(engine_module, "_LOOK_EVERY", {"cpu": 3})

@@ -136,6 +136,7 @@ def test_rows_of_model_and_adapter_are_never_in_one_forward(base, adapters):
         assert tokens == naive(directory, [start, 6, 7, index], 8 + index)[0]
 
 
+@pytest.mark.slow
 def test_in_place_what_is_under_way_goes_on_and_says_its_oldest_version(server, adapters):
     url, _ = server
     (first, merged), (second, other) = adapters
