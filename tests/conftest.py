@@ -1,9 +1,8 @@
 """What of the tests runs: everything, what is fast, or what a change asks for.
 
-By default every test runs but those of the files marked `long`; with `--all`, or where files are named, these too.
-`--fast` leaves out each test that starts a process, as tests/depends.py finds it, and each that is marked `slow`.
-`--changed REV` keeps the files that depend on what has changed since the commit REV; imports tell. What runs is a
-function of the files alone.
+By default every test runs. `--fast` leaves out each test that starts a process, as tests/depends.py finds it, and each
+that is marked `slow`. `--changed REV` keeps the files that depend on what has changed since the commit REV; imports
+tell. What runs is a function of the files alone.
 """
 
 import gc
@@ -19,7 +18,6 @@ STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"}  # audi
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="only what starts no process and takes little time")
-    parser.addoption("--all", action="store_true", help="what is marked long, too")
     parser.addoption("--changed", metavar="REV", help="only what depends on files changed since REV")
 
 
@@ -32,9 +30,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if rev := config.getoption("changed"):
         depending = dependent_tests(config.rootpath, changed_since(config.rootpath, rev))
         kept = [item for item in kept if item.path in depending]
-    is_named = any(".py" in argument for argument in config.args)
-    if not (config.getoption("all") or is_named or config.getoption("changed")):
-        kept = [item for item in kept if item.get_closest_marker("long") is None]
     if config.getoption("fast"):
         starting = {path: starters(path) for path in {item.path for item in kept}}
         kept = [item for item in kept if _is_fast(item, starting)]

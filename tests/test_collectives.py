@@ -17,8 +17,6 @@ from dtrain.policy import Policy
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
 
-pytestmark = pytest.mark.long
-
 KINDS = {
     "_allgather_base_": "all-gather",
     "allgather_": "all-gather",

@@ -27,8 +27,6 @@ from tests.running import assert_parity, assert_same, assert_same_rows, metrics,
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 from tests.world import run_world
 
-pytestmark = pytest.mark.long
-
 SIZES = Experts(count=6, top=2, inner=5, normed=True, layers=(0,))
 
 

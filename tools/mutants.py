@@ -63,7 +63,6 @@ def is_red(tests: list[str], tree: Path, timeout: float) -> bool:
         tree / ".venv/bin/python",
         "-m",
         "pytest",
-        "--all",
         "-q",
         "-x",
         "-n",

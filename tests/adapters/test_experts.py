@@ -22,8 +22,6 @@ from tests.running import assert_parity, assert_same, assert_same_rows, run, run
 from tests.test_experts import MESHES, recipe_of
 from tests.tiny import save_weights, tiny_recipe, write_model
 
-pytestmark = pytest.mark.long
-
 SECTION = "lora={rank: 4, alpha: 12, target: [all-linear, experts], rank_pattern: {down_proj: 3}}"
 ROUTED = SECTION.replace("experts]", "experts, gate.weight]")
 

@@ -10,8 +10,6 @@ from tests.methods.test_dpo_runs import recipe_of as dpo_recipe
 from tests.running import distance, run, run_all, trajectory
 from tests.tiny import tiny_grpo, tiny_recipe, write_rows
 
-pytestmark = pytest.mark.long
-
 # (ranks, rows of a micro-batch, family, overrides of the mesh, overrides); one process takes all 12 rows at once.
 CASES = {
     "dp3": (3, 2, "qwen2", [], []),

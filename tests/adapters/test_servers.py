@@ -18,8 +18,6 @@ from tests.policy.test_weights import policy_of
 from tests.tiny import save_weights, tiny_recipe, write_model
 from tests.world import run_world
 
-pytestmark = pytest.mark.long
-
 ADAPTERS = {
     "lora": "lora={rank: 4, alpha: 12}",
     "rslora": "lora={rank: 5, rslora: true, rank_pattern: {down_proj: 3}, exclude: [up_proj]}",

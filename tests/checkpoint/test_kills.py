@@ -18,8 +18,6 @@ from tests.checkpoint.processes import Processes, checkpoints, rows
 from tests.running import metrics, run, trajectory, weights
 from tests.tiny import tiny_grpo, tiny_recipe
 
-pytestmark = pytest.mark.long
-
 LAST = "checkpoint.every=1000"  # and the last
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}  # audit events
 SHAPE = ("train.dtype=float32", "checkpoint.every=1", "launch.nproc=2")

@@ -13,8 +13,6 @@ from tests.methods.test_dpo_runs import fields_of, recipe_of, rows_of
 from tests.running import assert_same, interrupt, metrics, run, trajectory
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 
-pytestmark = pytest.mark.long
-
 
 def stop_at(recipe, step, world_size=1):
     with pytest.raises((Stopped, AssertionError), match="stopped after step"):

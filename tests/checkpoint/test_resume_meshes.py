@@ -7,8 +7,6 @@ import pytest
 from tests.running import assert_same, interrupt, metrics, run, weights
 from tests.tiny import tiny_recipe
 
-pytestmark = pytest.mark.long
-
 # dp_replicate, dp_shard, cp, tp: of a step each. Every mesh is saved on and resumed on.
 PACKED = [(1, 3, 1, 1), (1, 2, 1, 2), (2, 2, 1, 1), (1, 1, 4, 1)]
 PADDED = [(1, 1, 1, 1), (1, 2, 2, 1), (1, 1, 2, 2), (1, 3, 1, 1)]

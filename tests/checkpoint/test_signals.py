@@ -10,8 +10,6 @@ from tests.checkpoint.processes import Processes, checkpoints, rows
 from tests.running import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe
 
-pytestmark = pytest.mark.long
-
 STEPS = 40
 SHAPE = (f"train.steps={STEPS}", "train.dtype=float32", "train.global_batch=4", "train.micro_batch=1")
 TORCHRUN = (

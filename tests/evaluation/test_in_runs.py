@@ -24,8 +24,6 @@ from tests.methods.test_dpo_runs import recipe_of as tiny_dpo
 from tests.running import run
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_prompts
 
-pytestmark = pytest.mark.long
-
 JUDGES = "[{fn: tests.methods.judges.wanted}, {fn: tests.methods.judges.even, weight: 0.5}]"
 CLOCKS = ("tokens_per_sec", "mem_gib", "step_time", "data_time", "rollout_time", "train_time")
 

@@ -32,8 +32,6 @@ from tests.launch.processes import wait_until_gone
 from tests.launch.test_two_hosts import MASTER, hosts, ip  # noqa: F401  hosts is a fixture
 from tests.tiny import tiny_recipe
 
-pytestmark = pytest.mark.long
-
 ROOT = Path(__file__).parents[2]
 BOUND = 300.0  # seconds for the survivors' processes to end on a busy machine
 

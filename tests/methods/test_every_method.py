@@ -14,8 +14,6 @@ from tests.methods.recipes import METHODS, recipe_of
 from tests.running import assert_each, run, run_all
 from tests.tiny import tiny_grpo
 
-pytestmark = pytest.mark.long
-
 # Options that decide numbers: the one process has them too.
 MODEL = {
     "method": {name: [] for name in METHODS if name != "sft"},

@@ -17,8 +17,6 @@ from tests.running import run, trajectory, weights
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs, write_rows
 from tests.world import run_world
 
-pytestmark = pytest.mark.long
-
 
 def on_rank(rank, recipe, world_size):
     train(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size))

@@ -23,8 +23,6 @@ from dtrain.policy import Policy
 from tests.cases import run_cases
 from tests.tiny import tiny_recipe, write_model
 
-pytestmark = pytest.mark.long
-
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 688,

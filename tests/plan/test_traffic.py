@@ -18,8 +18,6 @@ from dtrain.run.trainer import Trainer
 from tests.cases import run_cases
 from tests.tiny import tiny_recipe, write_model
 
-pytestmark = pytest.mark.long
-
 LENGTH = 16  # tokens of a sample: two of them fill a row, as in a plan's batch
 
 

@@ -24,8 +24,6 @@ from tests.running import metrics
 from tests.tiny import tiny_grpo, tiny_recipe, write_model, write_pairs, write_rows
 from tests.world import run_world
 
-pytestmark = pytest.mark.long
-
 ROWS = [(48, 48), (48, 48), (48, 16), (31, 9), (20, 7), (64, 13), (40, 40)]  # lengths of rows and of their documents
 COMPILE = torch.compile
 

@@ -19,8 +19,6 @@ from tests.policy.test_policy import rows
 from tests.tiny import VOCAB, tiny_recipe
 from tests.world import run_world
 
-pytestmark = pytest.mark.long
-
 MAKINGS = [Fixed(2), DynamicShapes(24), Packed(24)]
 ROWS = 7
 LONGEST = max(len(row["input_ids"]) for row in rows(ROWS))
