@@ -5,9 +5,9 @@
     tools/mutants.py losses.toml "mask"  those of a file, or with words in their name
     tools/mutants.py --whole NAME        the whole suite instead of the tests that a mutation names
 
-A mutation names a file, a text that stands there once, what replaces it, and the tests that must fail. Each runs in
-a copy of the tree. A line each: caught, MISSED, or RED where the tests
-fail without the mutation, too; the exit status is 1 where one is not caught.
+A mutation names a file, a text that stands there once, what replaces it, and the tests that must fail. Each runs in a
+copy of the tree. A line each: caught, MISSED, or RED where the tests fail without the mutation, too; the exit status is
+1 where one is not caught.
 """
 
 import argparse
@@ -59,18 +59,7 @@ def copy_tree(to: Path) -> Path:
 def is_red(tests: list[str], tree: Path, timeout: float) -> bool:
     """Return whether a test fails; one that hangs counts as failed."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    words = [
-        tree / ".venv/bin/python",
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        *tests,
-    ]
+    words = [tree / ".venv/bin/python", "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
     process = subprocess.Popen(
         words, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -85,8 +74,11 @@ def is_red(tests: list[str], tree: Path, timeout: float) -> bool:
     return process.returncode != 0
 
 
-def verdict(entry: dict, tree: Path, whole: bool, timeout: float) -> str:
-    """Return "caught", or "MISSED", or "RED" where the tests fail without the mutation, too."""
+def verdict(entry: dict, tree: Path, whole: bool, timeout: float, green: set[tuple[str, ...]]) -> str:
+    """Return "caught", or "MISSED", or "RED" where the tests fail without the mutation, too.
+
+    green: tests that are known to pass without one; those that this call finds to pass are added.
+    """
     tests = ["tests"] if whole else entry["tests"]
     before = apply(entry, tree)
     try:
@@ -95,7 +87,11 @@ def verdict(entry: dict, tree: Path, whole: bool, timeout: float) -> str:
         (tree / entry["file"]).write_text(before)
     if not red:
         return "MISSED"
-    return "RED" if is_red(tests, tree, timeout) else "caught"
+    if tuple(tests) not in green:
+        if is_red(tests, tree, timeout):
+            return "RED"
+        green.add(tuple(tests))
+    return "caught"
 
 
 def main() -> int:
@@ -110,7 +106,8 @@ def main() -> int:
         for entry in mutations()
         if not options.words or any(word == entry["area"] or word in entry["name"] for word in options.words)
     ]
-    missed = []
+    missed: list[str] = []
+    green: set[tuple[str, ...]] = set()
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(options.jobs) as pool:
         trees: SimpleQueue[Path] = SimpleQueue()
         for number in range(options.jobs):
@@ -119,7 +116,7 @@ def main() -> int:
         def judge(entry):
             tree = trees.get()
             try:
-                word = verdict(entry, tree, options.whole, options.timeout)
+                word = verdict(entry, tree, options.whole, options.timeout, green)
             finally:
                 trees.put(tree)
             print(f"{word:6}  {entry['area']}: {entry['name']}", flush=True)
