@@ -52,7 +52,8 @@ def test_grpo_draws_with_the_adapter_and_without_its_dropout(tmp_path):
 
 def test_distillation_into_an_adapter(tmp_path):
     """The teacher has none."""
-    teacher = run(tiny_recipe(tmp_path, "checkpoint.export=final", "train.steps=1", name="teacher"))
+    far = ["train.steps=3", "optimizer.lr=0.1"]
+    teacher = run(tiny_recipe(tmp_path, "checkpoint.export=final", *far, name="teacher"))
     section = ["method=distill", f"distill.teacher={teacher.run.directory / 'export'}", "lora={rank: 4}"]
     section += ["train.steps=3", "scheduler.warmup_steps=0", "checkpoint.every=3", "train.micro_batch=4"]
     one = run(tiny_recipe(tmp_path, *section, name="one"))
