@@ -158,7 +158,6 @@ MESHES = {
     "dp2 tp2": (4, ["parallel.tp=2", "parallel.sequence_parallel=false"]),
     "dp2 cp2": (4, ["parallel.cp=2"]),
     "tp2+sp cp2 ring": (4, ["parallel.tp=2", "parallel.cp=2", "parallel.cp_rotate=ring"]),
-    "dp2 tp2+sp cp2": (8, ["parallel.tp=2", "parallel.cp=2"]),
     "dp2, again": (2, ["train.activation_checkpointing=full"]),
     "tp2, again": (2, ["parallel.tp=2", "parallel.sequence_parallel=false", "train.activation_checkpointing=full"]),
     "tp2+sp cp2, again": (4, ["parallel.tp=2", "parallel.cp=2", "train.activation_checkpointing=full"]),
@@ -167,7 +166,7 @@ MESHES = {
 MODELS = {
     "qwen3": ("qwen3", {}),
     "llama, all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "gemma3": ("gemma3", {}),
+    "gemma3": ("gemma3", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
     "qwen2": ("qwen2", {}),
 }
 
@@ -193,7 +192,6 @@ CASES = (
     ("dp2 tp2", "qwen2", False),
     ("dp2 cp2", "gemma3", False),
     ("tp2+sp cp2 ring", "llama, all biases", False),
-    ("dp2 tp2+sp cp2", "gemma3", False),
     ("dp2, again", "qwen3", False),
     ("tp2, again", "gemma3", False),
     ("tp2+sp cp2, again", "gemma3", False),
@@ -215,10 +213,10 @@ def test_a_step_sends_what_the_table_says(tmp_path, ranks):
             family, changes = MODELS[model]
             path = write_model(tmp_path / family, family, **changes)
             recipe = tiny_recipe(tmp_path, f"model.path={path}", "train.global_batch=24", *options)
-            batch = 3 * recipe.train.micro_batch * config.sizes(recipe, ranks).dp
+            batch = 2 * recipe.train.micro_batch * config.sizes(recipe, ranks).dp
             recipe = tiny_recipe(tmp_path, f"model.path={path}", f"train.global_batch={batch}", *options)
             sizes = config.sizes(recipe, ranks)
-            assert sizes.accumulation == 3
+            assert sizes.accumulation == 2
             table = expected(read_config(path), sizes, recipe, eval_mode) if ranks > 1 else {}
             cases.append((f"{mesh}, {model}{', eval' * eval_mode}", recipe, eval_mode, table))
     for results in run_world(steps, ranks, cases, ranks, timeout=300.0):

@@ -22,6 +22,7 @@ from dtrain.policy import Packed
 from dtrain.policy.batching import all_reduced
 from dtrain.run.preflight import preflight
 from dtrain.run.trainer import Trainer
+from tests.cases import run_cases
 from tests.models.oracle import VARIANTS
 from tests.running import assert_parity, assert_same, assert_same_rows, metrics, run, run_all, trajectory, weights
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
@@ -92,11 +93,10 @@ def test_uneven_tokens_reach_their_experts_and_come_back_by_three_messages_and_t
 
 # name: (ranks, packing, overrides)
 MESHES = {
-    "dp4 ep4": (4, "true", ["parallel.ep=4"]),
     "dp2 ep2 tp2 not sp": (4, "true", ["parallel.ep=2", "parallel.tp=2", "parallel.sequence_parallel=false"]),
     "dp_replicate2 dp2 ep2": (4, "false", ["parallel.dp_replicate=2", "parallel.ep=2"]),
     "dp6 ep2": (6, "true", ["parallel.ep=2"]),
-    "dp2 cp2 tp2 ep4": (8, "false", ["parallel.cp=2", "parallel.tp=2", "parallel.ep=4", "parallel.cp_rotate=ring"]),
+    "cp2 tp2 ep2": (4, "false", ["parallel.cp=2", "parallel.tp=2", "parallel.ep=2", "parallel.cp_rotate=ring"]),
 }
 
 
@@ -104,8 +104,8 @@ def recipe_of(root, name, ranks, options, packing, family="qwen3-moe"):
     sizes = dict(option.removeprefix("parallel.").split("=") for option in options)
     dp = ranks // int(sizes.get("tp", 1)) // int(sizes.get("cp", 1))
     micro = 12 if ranks == 1 else 12 // (2 * dp)
-    shape = ["train.global_batch=12", f"train.micro_batch={micro}", "checkpoint.every=5", f"data.packing={packing}"]
-    more = ["train.steps=6", "train.dtype=float64", "moe.balance=0.5", *options]
+    shape = ["train.global_batch=12", f"train.micro_batch={micro}", "checkpoint.every=1", f"data.packing={packing}"]
+    more = ["train.steps=2", "scheduler.warmup_steps=0", "moe.balance=0.5", *options]
     return tiny_recipe(root, *shape, *more, family=family, tied=False, name=name)
 
 
@@ -138,36 +138,41 @@ def test_every_mesh_trains_as_one_process(ranks, one_process):
     "each rank reads its own",
 )
 def test_other_families_read_their_files_and_train_as_one_process(tmp_path):
-    alone, on_mesh = [], []
-    for family in ("qwen3.5-moe", "gemma4-moe", "gpt-oss"):
+    def recipe(name, family, ranks, *mesh):
+        return recipe_of(tmp_path, name, ranks, [*mesh, "model.init=pretrained"], "true", family)
+
+    families = ("qwen3.5-moe", "gemma4-moe", "gpt-oss")
+    for family in families:
         save_weights(write_model(tmp_path / f"{family}-untied", family, tied=False))
-        mesh = ["parallel.ep=4"] if family == "gpt-oss" else ["parallel.ep=2", "parallel.tp=2"]
-        read = "model.init=pretrained"
-        alone.append(run(recipe_of(tmp_path, f"{family}, alone", 1, [read], "true", family)))
-        on_mesh.append(recipe_of(tmp_path, family, 4, [*mesh, read], "true", family))
-    for recipe, reference in zip(run_all(on_mesh, 4), alone, strict=True):
-        assert_parity(recipe, trajectory(reference), weights(reference))
+    alone = run_all([recipe(f"{family}, alone", family, 1) for family in families])
+    # The first has an expert that all ranks share.
+    on_mesh = [run(recipe(families[0], families[0], 4, "parallel.ep=2", "parallel.tp=2"), 4)]
+    on_mesh += run_all([recipe(family, family, 2, "parallel.ep=2") for family in families[1:]], 2)
+    for found, reference in zip(on_mesh, alone, strict=True):
+        assert_parity(found, trajectory(reference), weights(reference))
 
 
 def test_a_teacher_without_experts_lies_beside_a_student_over_ep(tmp_path):
     teacher = save_weights(write_model(tmp_path / "teacher", "llama", tied=False))
     shape = ["method=distill", f"distill.teacher={teacher}"]
     one = run(recipe_of(tmp_path, "one", 1, shape, "true"))
-    options = [*shape, "parallel.ep=2", "parallel.tp=2"]
-    assert preflight(recipe_of(tmp_path, "four", 4, options, "true"), 4) == []
-    assert_same(run(recipe_of(tmp_path, "four", 4, options, "true"), 4), one, rtol=1e-9)
+    options = [*shape, "parallel.ep=2"]
+    two = recipe_of(tmp_path, "two", 2, options, "true")
+    assert preflight(two, 2) == []
+    assert_same(run(two, 2), one, rtol=1e-9)
 
 
 def test_a_run_goes_on_with_another_ep(one_process):
     root, references = one_process
-    whole = Path(references["true"].run.dir) / "one-true/checkpoints/step-5"
+    whole = Path(references["true"].run.dir) / "one-true/checkpoints/step-1"
     ours = run(recipe_of(root, "resumed", 4, ["parallel.ep=4", f"checkpoint.resume={whole}"], "true"), 4)
-    assert_same_rows(trajectory(ours), trajectory(references["true"])[5:], 1e-9, 1e-9, "resumed")
+    assert_same_rows(trajectory(ours), trajectory(references["true"])[1:], 1e-9, 1e-9, "resumed")
 
 
 def test_grpo_routes_alike_in_rollouts_and_in_training(tmp_path):
-    one = run(tiny_grpo(tmp_path, "train.dtype=float64", family="qwen3-moe", name="one"))
-    options = ["train.dtype=float64", "parallel.ep=2", "parallel.tp=2"]
+    shape = ["train.steps=3", "train.micro_batch=4"]  # the third is of completions that were drawn after an update
+    one = run(tiny_grpo(tmp_path, *shape, family="qwen3-moe", name="one"))
+    options = [*shape, "parallel.ep=2", "parallel.tp=2"]
     assert_same(run(tiny_grpo(tmp_path, *options, family="qwen3-moe", name="four"), 4), one, rtol=1e-9)
 
 
@@ -193,7 +198,7 @@ def log_likelihood(source, batch, global_seqs, global_tokens):
 
 
 def replayed_on_rank(rank, recipe, world_size, batching):
-    """Three steps on rows whose tokens go to other experts than their router's, but for the last ones: what each says,
+    """Two steps on rows whose tokens go to other experts than their router's, but for the last ones: what each says,
     and then the rows' logprobs [6, 20], with the experts and by the router."""
     draw = torch.Generator().manual_seed(3)
     lengths = torch.tensor([20, 7, 13, 4, 16, 9])
@@ -209,7 +214,7 @@ def replayed_on_rank(rank, recipe, world_size, batching):
         mine = torch.arange(policy.mesh.dp_rank, 6, policy.mesh.dp_size)
         batch = {name: tensor[mine] for name, tensor in whole.items()}
         said = []
-        for _ in range(3):
+        for _ in range(2):
             found = policy.train(batch, log_likelihood, mbs=batching)
             said += [found["global_loss"].item(), float(found["grad_norm"])]
             said += [value.item() for value in found["loads"].values()]
@@ -226,21 +231,23 @@ def replayed_on_rank(rank, recipe, world_size, batching):
 
 
 REPLAYS = {
-    "tp2": (2, ["parallel.tp=2", "train.activation_checkpointing=full"]),
-    "cp2 ring ep2": (2, ["parallel.cp=2", "parallel.ep=2", "parallel.cp_rotate=ring"]),
-    "dp_replicate2 dp2": (4, ["parallel.dp_replicate=2"]),
+    "tp2": ["parallel.tp=2", "train.activation_checkpointing=full"],
+    "cp2 ring ep2": ["parallel.cp=2", "parallel.ep=2", "parallel.cp_rotate=ring"],
+    "dp_replicate2": ["parallel.dp_replicate=2"],
 }
 
 
-@pytest.mark.parametrize("mesh", REPLAYS)
-def test_experts_that_are_replayed_are_the_same_on_every_mesh(mesh, tmp_path):
-    ranks, options = REPLAYS[mesh]
-    one, ours = (recipe_of(tmp_path, f"{n}", n, more, "false") for n, more in ((1, []), (ranks, options)))
-    ((said, logprobs),) = run_world(replayed_on_rank, 1, one, 1, 2)
+def test_experts_that_are_replayed_are_the_same_on_every_mesh(tmp_path):
+    ((said, logprobs),) = run_world(replayed_on_rank, 1, recipe_of(tmp_path, "one", 1, [], "false"), 1, 2)
     assert abs(logprobs[0] - logprobs[1]).max() > 0.01 and 0.3 < said[4] < 1  # the share that differs
-    for found, values in run_world(replayed_on_rank, ranks, ours, ranks, Packed(24) if "cp" in mesh else 2):
-        assert found == pytest.approx(said, rel=1e-9)
-        assert abs(values - logprobs).max() < 1e-9 * abs(logprobs).max()
+    cases = {}
+    for mesh, options in REPLAYS.items():
+        batching = Packed(24) if "cp" in mesh else 2
+        cases[mesh] = recipe_of(tmp_path, mesh, 2, options, "false"), 2, batching
+    for mesh, ranks in run_cases(replayed_on_rank, 2, cases).items():
+        for found, values in ranks:
+            assert found == pytest.approx(said, rel=1e-9), mesh
+            assert abs(values - logprobs).max() < 1e-9 * abs(logprobs).max(), mesh
 
 
 # What others had wrong, and whose gradients show it.
@@ -272,7 +279,7 @@ REGRESSIONS = {
 def test_gradients_are_whole_where_others_lost_parts(tmp_path):
     """Clipped, so each has the whole norm in it (Automodel #3817); an expert without a token has one too (#2995)."""
     write_model(tmp_path / "qwen3-moe-tied", "qwen3-moe", num_experts=32)
-    few = ["train.global_batch=4", "train.steps=3", "data.packing=false", "train.max_grad_norm=0.05"]
+    few = ["train.global_batch=4", "train.steps=2", "data.packing=false", "train.max_grad_norm=0.05"]
     shapes = {1: ["train.micro_batch=4"], 4: ["train.micro_batch=1", "parallel.ep=4"]}
     recipes = {n: tiny_recipe(tmp_path, *few, *more, family="qwen3-moe", name=f"{n}") for n, more in shapes.items()}
     (one,) = run_world(gradients_on_rank, 1, recipes[1], 1)

@@ -9,7 +9,7 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.policy.trained import choose_trained
 from dtrain.run.preflight import preflight
-from tests.running import MESHES, assert_parity, metrics, overrides_of, run, run_all, trajectory, weights
+from tests.running import MESHES, assert_parity, metrics, overrides_of, run, trajectory, weights
 from tests.test_parity import recipe_of
 from tests.tiny import tiny_recipe, write_model
 
@@ -19,24 +19,22 @@ CASES = {
     "norms and queries": ["train.train_only=['*norm*','*q_proj*']"],
     "the first layer, not its norms": ["train.freeze=[model.layers.1.*,'*norm*','lm_head.*','*embed*']"],
 }
-# case: (mesh of four ranks, model); tests/test_every_pair.py has "norms and queries".
+# case: (mesh, model); tests/test_every_pair.py has "norms and queries".
 ON_MESHES = {
-    "the last layer": ("dp2 tp2", ("qwen3", "tied", "packed")),
+    "the last layer": ("dp3", ("qwen3", "tied", "packed")),
     "not the embedding": ("tp2+sp cp2 ring", ("gemma3", "untied", "padded")),
-    "the first layer, not its norms": ("dp2 cp2", ("qwen2", "untied", "packed")),
+    "the first layer, not its norms": ("cp2 gather", ("qwen2", "untied", "packed")),
 }
+STEPS = ["train.steps=3", "scheduler.warmup_steps=0", "checkpoint.every=3"]
 
 
 def test_meshes_give_the_trajectory_of_one_process(tmp_path):
-    alone, on_mesh = [], []
     for case, (mesh, model) in ON_MESHES.items():
-        options = overrides_of(*MESHES[mesh], "float64")
-        alone.append(recipe_of(tmp_path, f"{case}, alone", *model, *CASES[case], options[-1], "train.micro_batch=12"))
-        on_mesh.append(recipe_of(tmp_path, case, *model, *CASES[case], *options))
-    run_all(alone)
-    run_all(on_mesh, 4)
-    for recipe, reference in zip(on_mesh, alone, strict=True):
-        assert_parity(recipe, trajectory(reference), weights(reference))
+        shape = [*model, *STEPS, *CASES[case]]
+        one = run(recipe_of(tmp_path, f"{case}, alone", *shape, "train.micro_batch=12"))
+        ranks, options = MESHES[mesh]
+        many = run(recipe_of(tmp_path, case, *shape, *overrides_of(ranks, options, "float64")), ranks)
+        assert_parity(many, trajectory(one), weights(one))
 
 
 @pytest.mark.parametrize(
@@ -47,9 +45,9 @@ def test_meshes_give_the_trajectory_of_one_process(tmp_path):
     ],
 )
 def test_other_ways_give_the_same(tmp_path, more):
-    case = [*CASES["the last layer"], "train.micro_batch=2", "train.dtype=float64"]
+    case = [*CASES["the last layer"], *STEPS, "train.micro_batch=6"]
     if "method=distill" in more:
-        teacher = tiny_recipe(tmp_path, "checkpoint.export=final", "train.steps=3", name="teacher")
+        teacher = tiny_recipe(tmp_path, "checkpoint.export=final", "train.steps=2", name="teacher")
         run(teacher)
         more = [*more, f"distill.teacher={teacher.run.directory / 'export'}"]
     one = run(recipe_of(tmp_path, "one", "qwen3", "tied", "packed", *case, *(more if "method=distill" in more else [])))
@@ -58,7 +56,7 @@ def test_other_ways_give_the_same(tmp_path, more):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
-    case = [*CASES["norms and queries"], "checkpoint.every=4"]
+    case = [*CASES["norms and queries"], "checkpoint.every=4", "train.steps=6"]
     whole = run(tiny_recipe(tmp_path, *case, name="whole"))
     run(tiny_recipe(tmp_path, *case, "train.steps=4", name="cut"))
     with pytest.raises(UserError, match="train.train_only"):

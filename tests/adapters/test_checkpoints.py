@@ -11,7 +11,7 @@ from dtrain.models.common.adapter_config import is_adapter
 from tests.running import metrics, run, weights
 from tests.tiny import save_weights, tiny_recipe, write_model
 
-STEPS = ["train.steps=8", "checkpoint.every=4", "model.init=pretrained"]
+STEPS = ["train.steps=8", "train.micro_batch=4", "checkpoint.every=4", "model.init=pretrained"]
 LORA = "lora={rank: 3, dora: true, dropout: 0.2, modules_to_save: [norm]}"
 
 

@@ -180,8 +180,6 @@ def test_what_a_text_tower_saves_is_named_whole(tmp_path):
 
 MESHES = {
     "dp3": (3, []),
-    "dp4": (4, []),
-    "tp2": (2, ["parallel.tp=2"]),
     "tp4": (4, ["parallel.tp=4"]),  # more ranks than key heads
     "dp3 tp2": (6, ["parallel.tp=2"]),
 }

@@ -32,7 +32,7 @@ MESHES = {
     "tp2": (2, ["parallel.tp=2"]),
     "tp4": (4, ["parallel.tp=4", "parallel.sequence_parallel=false"]),  # more ranks than key heads
     "dp2 tp2": (4, ["parallel.tp=2"]),
-    "dp3": (3, ["train.global_batch=3"]),  # a rank without rows of A
+    "dp3": (3, ["train.global_batch=3", "train.micro_batch=1"]),  # a rank without rows of A
 }
 # Every mesh and every kind of adapter, not each with each.
 CASES = [("one", "dora", "qwen2"), ("tp4", "dora", "qwen2"), ("dp2 tp2", "nf4", "qwen2")]
@@ -40,7 +40,7 @@ CASES += [("dp3", "dora", "llama"), ("dp2 tp2", "saved", "llama")]
 
 
 def recipe_of(root, mesh, adapter, *overrides, family="llama"):
-    sizes = ["train.global_batch=4", "train.micro_batch=1", *MESHES[mesh][1], ADAPTERS[adapter], *overrides]
+    sizes = ["train.global_batch=4", "train.micro_batch=2", *MESHES[mesh][1], ADAPTERS[adapter], *overrides]
     if "nf4" in adapter:  # which float64 does not go with
         base = save_weights(write_model(root / "base", family, tied=False, **SIZES))
         sizes += ["train.dtype=float32", "model.init=pretrained", f"model.path={base}"]

@@ -19,7 +19,7 @@ from tests.tiny import save_weights, tiny_recipe, write_model
 
 MESHES = {
     "one": (1, []),
-    "dp4 in the background": (4, ["checkpoint.async_save=true"]),
+    "dp4 in the background": (4, ["checkpoint.async_save=true", "train.micro_batch=1"]),
     "tp4": (4, ["parallel.tp=4", "checkpoint.async_save=false"]),
 }
 DORA = "lora={rank: 3, dora: true, rslora: true, rank_pattern: {v_proj: 2}, target: [v_proj, down_proj]}"
@@ -30,7 +30,7 @@ def trained(root, lora, *overrides, ranks=1, family="qwen2", name="run"):
     base = root / f"{family}-tied"
     if not base.exists():
         save_weights(write_model(base, family))
-    options = ["model.init=pretrained", "train.steps=2", "checkpoint.every=1", "train.micro_batch=1", *overrides]
+    options = ["model.init=pretrained", "train.steps=2", "checkpoint.every=1", "train.global_batch=4", *overrides]
     return run(tiny_recipe(root, lora, "checkpoint.export=final", *options, family=family, name=name), ranks)
 
 

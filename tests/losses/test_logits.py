@@ -208,7 +208,7 @@ def chosen(tp):
 CHECKS = (check_logprobs, check_distributions, check_topk)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp", [1, 3, 4])
 def test_functions_of_logits_equal_dense_float64(tp):
     failures = run_world(run_cases, tp, CHECKS, tp, chosen(tp), timeout=300)
     assert not any(failures), failures

@@ -177,30 +177,37 @@ def test_flops_count_products_and_the_heads_of_each_layer():
 
 
 def sft(root, name, *overrides):
-    return tiny_recipe(root, "train.global_batch=12", "train.steps=4", *overrides, family="gemma4", name=name)
+    shape = ["train.global_batch=12", "train.steps=3", "scheduler.warmup_steps=0"]
+    return tiny_recipe(root, *shape, *overrides, family="gemma4", name=name)
 
 
 def dpo(root, name, *overrides):
     pairs = root / "pairs.jsonl"
     if not pairs.exists():
         write_pairs(pairs)
-    shape = ["method=dpo", "train.global_batch=12", "train.steps=3", f"data.train.path={pairs}"]
+    shape = [
+        "method=dpo",
+        "train.global_batch=4",
+        "train.steps=2",
+        "scheduler.warmup_steps=0",
+        f"data.train.path={pairs}",
+    ]
     return tiny_recipe(root, *shape, *overrides, family="gemma4", name=name)
 
 
 def test_a_frozen_table_changes_no_number_on_a_mesh(tmp_path):
     """tests/test_every_pair.py has the ways of training that every family has."""
     option = "train.freeze=[model.embed_tokens_per_layer.*]"
-    alone = run(sft(tmp_path, "one", "train.micro_batch=12", "checkpoint.every=4", option))
-    mesh = "train.micro_batch=3", "parallel.tp=2"
-    together = run(sft(tmp_path, "many", "checkpoint.every=4", option, *mesh), 2)
+    alone = run(sft(tmp_path, "one", "train.micro_batch=12", "checkpoint.every=3", option))
+    mesh = "train.micro_batch=6", "parallel.tp=2"
+    together = run(sft(tmp_path, "many", "checkpoint.every=3", option, *mesh), 2)
     assert_same_run(together, alone)
 
 
 def assert_same_run(recipe, reference):
     for mine, right in zip(trajectory(recipe), trajectory(reference), strict=True):
         assert mine[0] == pytest.approx(right[0], rel=1e-9) and mine[1] == pytest.approx(right[1], rel=1e-9)
-    mine, right = weights(recipe, 4), weights(reference, 4)
+    mine, right = weights(recipe, 3), weights(reference, 3)
     assert mine.keys() == right.keys()
     for name, tensor in right.items():
         torch.testing.assert_close(mine[name], tensor, rtol=1e-9, atol=1e-10)
@@ -208,7 +215,7 @@ def assert_same_run(recipe, reference):
 
 @pytest.mark.parametrize("kind", ["full", "selective", "mlp"])
 def test_what_is_computed_again_has_the_same_bits(tmp_path, kind):
-    shape = ["train.micro_batch=3", "train.steps=2", "train.dtype=float32", "checkpoint.every=2"]
+    shape = ["train.micro_batch=6", "train.steps=2", "train.dtype=float32", "checkpoint.every=2"]
     one, two = (
         run(sft(tmp_path, "one", *shape)),
         run(sft(tmp_path, "two", *shape, f"train.activation_checkpointing={kind}")),
@@ -219,16 +226,16 @@ def test_what_is_computed_again_has_the_same_bits(tmp_path, kind):
 
 
 def test_preferences_on_a_mesh(tmp_path):
-    one = run(dpo(tmp_path, "one", "train.micro_batch=12"))
-    many = run(dpo(tmp_path, "many", "train.micro_batch=3", "parallel.cp=2"), 2)
+    one = run(dpo(tmp_path, "one", "train.micro_batch=4"))
+    many = run(dpo(tmp_path, "many", "train.micro_batch=2", "parallel.cp=2"), 2)
     for mine, right in zip(trajectory(many), trajectory(one), strict=True):
         assert mine[:2] == pytest.approx(right[:2], rel=1e-9)
 
 
 def test_rollouts_draw_the_same_tokens_on_a_mesh(tmp_path):
-    one = run(tiny_grpo(tmp_path, "train.steps=2", family="gemma4", name="one"))
-    shape = ["train.steps=2", "train.micro_batch=1", "parallel.tp=2"]
-    many = run(tiny_grpo(tmp_path, *shape, family="gemma4", name="many"), 2)
+    shape = ["train.steps=2", "scheduler.warmup_steps=0", "train.micro_batch=4"]
+    one = run(tiny_grpo(tmp_path, *shape, family="gemma4", name="one"))
+    many = run(tiny_grpo(tmp_path, *shape, "parallel.tp=2", family="gemma4", name="many"), 2)
     for mine, right in zip(metrics(many), metrics(one), strict=True):
         assert mine["loss"] == pytest.approx(right["loss"], rel=1e-8, abs=1e-12)
         assert mine["reward_mean"] == right["reward_mean"]
@@ -237,7 +244,7 @@ def test_rollouts_draw_the_same_tokens_on_a_mesh(tmp_path):
 def test_half_precision_follows_float32(tmp_path):
     save_weights(write_model(tmp_path / "model", "gemma4"))
     start = ["model.init=pretrained", f"model.path={tmp_path / 'model'}", "checkpoint.every=1", "train.steps=1"]
-    start += ["train.micro_batch=6", "scheduler.warmup_steps=0"]
+    start += ["train.micro_batch=6"]
     one = run(sft(tmp_path, "one", *start, "train.dtype=float32"))
     two = run(sft(tmp_path, "two", *start, "train.dtype=bfloat16"), 2)
     (mine,), (right,) = trajectory(two), trajectory(one)

@@ -85,47 +85,53 @@ def test_the_decay_keeps_its_precision(tmp_path):
 
 
 def sft(root, name, *overrides, family="qwen3.5"):
-    return tiny_recipe(root, "train.global_batch=12", "train.steps=4", *overrides, family=family, name=name)
+    shape = ["train.global_batch=12", "train.steps=3", "scheduler.warmup_steps=0"]
+    return tiny_recipe(root, *shape, *overrides, family=family, name=name)
 
 
 def dpo(root, name, *overrides):
     pairs = root / "pairs.jsonl"
     if not pairs.exists():
         write_pairs(pairs)
-    shape = ["method=dpo", "train.global_batch=12", "train.steps=3", f"data.train.path={pairs}"]
+    shape = [
+        "method=dpo",
+        "train.global_batch=4",
+        "train.steps=2",
+        "scheduler.warmup_steps=0",
+        f"data.train.path={pairs}",
+    ]
     return tiny_recipe(root, *shape, *overrides, family="qwen3.5", name=name)
 
 
 def test_an_adapter_of_linear_attention_changes_no_number_on_a_mesh(tmp_path):
     """tests/test_every_pair.py has the ways of training that every family has."""
     option = "lora={rank: 3, target: [in_proj_qkv, out_proj]}"
-    alone = run(sft(tmp_path, "one", "train.micro_batch=12", "checkpoint.every=4", option))
-    mesh = "train.micro_batch=3", "parallel.cp=2"
-    together = run(sft(tmp_path, "many", "checkpoint.every=4", option, *mesh), 2)
+    alone = run(sft(tmp_path, "one", "train.micro_batch=12", "checkpoint.every=3", option))
+    mesh = "train.micro_batch=6", "parallel.cp=2"
+    together = run(sft(tmp_path, "many", "checkpoint.every=3", option, *mesh), 2)
     assert_same_run(together, alone)
 
 
 def assert_same_run(recipe, reference):
     for mine, right in zip(trajectory(recipe), trajectory(reference), strict=True):
         assert mine[0] == pytest.approx(right[0], rel=1e-9) and mine[1] == pytest.approx(right[1], rel=1e-9)
-    mine, right = weights(recipe, 4), weights(reference, 4)
+    mine, right = weights(recipe, 3), weights(reference, 3)
     assert mine.keys() == right.keys()
     for name, tensor in right.items():
         torch.testing.assert_close(mine[name], tensor, rtol=1e-9, atol=1e-10)
 
 
 def test_preferences_on_a_mesh(tmp_path):
-    one = run(dpo(tmp_path, "one", "train.micro_batch=12"))
-    many = run(dpo(tmp_path, "many", "train.micro_batch=3", "parallel.cp=2"), 2)
+    one = run(dpo(tmp_path, "one", "train.micro_batch=4"))
+    many = run(dpo(tmp_path, "many", "train.micro_batch=2", "parallel.cp=2"), 2)
     for mine, right in zip(trajectory(many), trajectory(one), strict=True):
         assert mine[:2] == pytest.approx(right[:2], rel=1e-9)
 
 
 def test_rollouts_draw_the_same_tokens_on_a_mesh(tmp_path):
-    recipes = [tiny_grpo(tmp_path, "train.steps=2", family="qwen3.5", name="one")]
-    mesh = "train.micro_batch=1", "parallel.tp=2"
-    recipes.append(tiny_grpo(tmp_path, "train.steps=2", *mesh, family="qwen3.5", name="many"))
-    one, many = run(recipes[0]), run(recipes[1], 2)
+    shape = ["train.steps=2", "scheduler.warmup_steps=0", "train.micro_batch=4"]
+    one = run(tiny_grpo(tmp_path, *shape, family="qwen3.5", name="one"))
+    many = run(tiny_grpo(tmp_path, *shape, "parallel.tp=2", family="qwen3.5", name="many"), 2)
     for mine, right in zip(metrics(many), metrics(one), strict=True):
         assert mine["loss"] == pytest.approx(right["loss"], rel=1e-8, abs=1e-12)
         assert mine["reward_mean"] == right["reward_mean"]
@@ -135,7 +141,7 @@ def test_rollouts_draw_the_same_tokens_on_a_mesh(tmp_path):
 def test_half_precision_follows_float32_and_computes_the_decay_in_it(tmp_path, again):
     save_weights(write_model(tmp_path / "model", "qwen3.5"))
     start = ["model.init=pretrained", f"model.path={tmp_path / 'model'}", "checkpoint.every=1", "train.steps=1"]
-    start += ["train.micro_batch=6", "scheduler.warmup_steps=0"]
+    start += ["train.micro_batch=6"]
     one = run(sft(tmp_path, "one", *start, "train.dtype=float32"))
     keys = ["train.dtype=bfloat16", f"train.activation_checkpointing={again}"]
     two = run(sft(tmp_path, "two", *start, *keys), 2)
@@ -146,7 +152,7 @@ def test_half_precision_follows_float32_and_computes_the_decay_in_it(tmp_path, a
 
 
 def test_a_run_goes_on_where_it_stopped_on_another_mesh(tmp_path):
-    shape = ["train.micro_batch=3", "checkpoint.every=2"]
+    shape = ["train.micro_batch=6", "checkpoint.every=2"]
     whole = run(sft(tmp_path, "whole", *shape, "parallel.tp=2"), 2)
     parts = sft(tmp_path, "parts", *shape, "parallel.tp=2")
     with pytest.raises((Stopped, AssertionError), match="stopped after step"):

@@ -92,7 +92,7 @@ def test_every_method_and_adapters_train_weights_in_bfloat16(tmp_path, case):
 def test_the_loss_is_that_of_float32_moments(tmp_path):
     """60 steps that learn a few rows by heart; the tensors are large enough for int8."""
     write_rows(tmp_path / "rows.jsonl", count=12)
-    shape = ["train.steps=60", "optimizer.lr=3e-3", "data.packing=false"]
+    shape = ["train.steps=60", "train.micro_batch=8", "optimizer.lr=3e-3", "data.packing=false"]
     exact = trajectory(run(recipe_of(tmp_path, *shape, "run.name=float32", "train.dtype=float32")))
     assert exact[-1][0] < 0.5 * exact[0][0]
     for state in ("int8", "bfloat16"):
@@ -137,7 +137,13 @@ def test_gradients_in_bfloat16_add_up_however_many_they_are(tmp_path):
 
 
 def test_reduced_after_each_micro_batch_a_run_is_as_one_that_is_reduced_once(tmp_path):
-    shape = ["train.masters=bfloat16", "train.dtype=auto", "train.steps=3", "train.micro_batch=1"]
+    shape = [
+        "train.masters=bfloat16",
+        "train.dtype=auto",
+        "train.steps=3",
+        "train.global_batch=4",
+        "train.micro_batch=1",
+    ]
     once = trajectory(run(recipe_of(tmp_path, *shape, "run.name=once"), 2))
     each = trajectory(run(recipe_of(tmp_path, *shape, "parallel.reduce_each=true", "run.name=each"), 2))
     for mine, other in zip(each, once, strict=True):

@@ -24,7 +24,7 @@ def steps_between_evaluations(rank, config, reshard):
     """Evaluate, accumulate two micro-batches, update, and again: every number is that of one process."""
     ranks = torch.distributed.get_world_size()
     model, oracle = sharded(config, reshard), random_model(config)
-    for step in range(3):
+    for step in range(2):
         batches = [random_batch(config.vocab_size, seed=10 * step + index) for index in range(2 * ranks)]
         for _ in range(2):
             with torch.no_grad():

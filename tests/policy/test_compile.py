@@ -149,11 +149,16 @@ def on_rank(rank, recipe, size, device="cpu"):
     return stop.seen
 
 
+def after_the_third_step(seen):
+    """The graphs that were counted before the micro-batches of the last of STEPS steps."""
+    return set(seen[len(seen) * (STEPS - 1) // STEPS :])
+
+
 def sft(root, *keys, name, family="llama"):
     rows = root / "rows.jsonl"
     if not rows.exists():
         write_rows(rows, longest=140)  # over 64 tokens a CPU's mask comes in blocks
-    return tiny_recipe(root, "data.max_length=150", *keys, name=name, family=family)
+    return tiny_recipe(root, "data.max_length=150", "train.global_batch=4", *keys, name=name, family=family)
 
 
 def qlora(root, *keys, name):
@@ -163,7 +168,8 @@ def qlora(root, *keys, name):
 
 
 def validated(root, *keys, name):
-    return sft(root, f"data.val.path={root / 'rows.jsonl'}", "train.validate_every=1", *keys, name=name)
+    held_out = write_rows(root / "held-out.jsonl", count=6, longest=140, seed=1)
+    return sft(root, f"data.val.path={held_out}", "train.validate_every=1", *keys, name=name)
 
 
 def dpo(root, *keys, name):
@@ -173,6 +179,7 @@ def dpo(root, *keys, name):
     return tiny_recipe(root, "method=dpo", f"data.train.path={pairs}", "train.global_batch=4", *keys, name=name)
 
 
+STEPS = 4
 PAD, FULL = "data.packing=false", "train.activation_checkpointing=full"
 TP, LORA = "parallel.tp=2", "lora.rank=4"
 
@@ -191,10 +198,10 @@ def test_a_run_compiles_nothing_after_its_third_step(tmp_path, name):
     make, size, keys, most = CPU[name]
     rows = []
     for is_compiled in ("false", "true"):
-        compiled = f"train.compile={is_compiled}", "train.steps=5", "train.dtype=float32"
+        compiled = f"train.compile={is_compiled}", f"train.steps={STEPS}", "train.dtype=float32"
         recipe = make(tmp_path, *compiled, *keys, name=f"compiled-{is_compiled}")
         for seen in run_world(on_rank, size, recipe, size, timeout=240.0):
-            late = set(seen[len(seen) * 3 // 5 :])
+            late = after_the_third_step(seen)
             assert len(late) == 1 and late <= set(range(2, most + 1) if is_compiled == "true" else [0]), seen
         rows.append([(row["loss"], row["grad_norm"]) for row in metrics(recipe) if "loss" in row])
     assert torch.allclose(*map(torch.tensor, rows), rtol=1e-6, atol=0)
@@ -211,9 +218,10 @@ CARD = {
 @pytest.mark.parametrize("name", CARD)
 def test_a_run_on_cards_compiles_nothing_after_its_third_step(tmp_path, name):
     make, size, keys, most = CARD[name]
-    recipe = make(tmp_path, "train.steps=5", "train.dtype=bfloat16", "train.compile=true", *keys, name="compiled")
+    compiled = f"train.steps={STEPS}", "train.dtype=bfloat16", "train.compile=true"
+    recipe = make(tmp_path, *compiled, *keys, name="compiled")
     for seen in run_pretend(on_rank, size, recipe, size, "cuda", timeout=240.0):
-        late = set(seen[len(seen) * 3 // 5 :])
+        late = after_the_third_step(seen)
         assert len(late) == 1 and late <= set(range(2, most + 1)), seen
 
 

@@ -10,8 +10,8 @@ from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.recipe import sizes
+from tests.cases import run_cases
 from tests.tiny import VOCAB, tiny_recipe, write_model
-from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,14 +39,14 @@ def rows_of(packing):
     return [row_of(documents[:3]), row_of(documents[3:])] if packing else [row_of([ids]) for ids in documents]
 
 
-def oracle(directory, documents):
-    """log p of every token of every document but its first, in a list, one after the other."""
+def oracle(directory):
+    """log p of every token but the first, which has 0, of each of `documents_of`."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     found = []
-    for ids in documents:
+    for ids in documents_of():
         with torch.no_grad():
             logp = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
-        found += [0.0] + [logp[position, token].item() for position, token in enumerate(ids[1:])]
+        found.append([0.0] + [logp[position, token].item() for position, token in enumerate(ids[1:])])
     return found
 
 
@@ -80,10 +80,10 @@ def score(rank, recipe, world_size, packing, other):
     return mesh.dp_rank, before, after, reference
 
 
-def expected_of(directory, packing, dp_rank, dp_size):
-    documents = documents_of()
-    groups = [documents[:3], documents[3:]] if packing else [[ids] for ids in documents]
-    return oracle(directory, sum(groups[dp_rank::dp_size], []))
+def of_rank(values, packing, dp_rank, dp_size):
+    """What a dp rank has of the documents' `values`, in a list, one after the other."""
+    rows = [sum(values[:3], []), sum(values[3:], [])] if packing else values
+    return sum(rows[dp_rank::dp_size], [])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def expected_of(directory, packing, dp_rank, dp_size):
         ("qwen3", 3, 1, 1, True),  # two packed rows: a rank has none
         ("qwen3", 2, 1, 2, False),
         ("gemma3", 1, 1, 2, True),
-        ("gemma3", 2, 2, 1, False),
+        ("gemma3", 1, 2, 1, False),
     ],
 )
 def test_logprobs_are_those_of_transformers(tmp_path, family, dp, cp, tp, packing):
@@ -105,8 +105,11 @@ def test_logprobs_are_those_of_transformers(tmp_path, family, dp, cp, tp, packin
     shape = (f"parallel.cp={cp}", f"parallel.tp={tp}", f"data.packing={str(packing).lower()}")
     fixed = ("model.init=pretrained", "train.global_batch=12", "train.dtype=float32", "scheduler.warmup_steps=0")
     recipe = tiny_recipe(tmp_path, *fixed, *shape, family=family)
-    for path, wanted in ((None, directory), (str(other), other)):
-        for dp_rank, before, after, reference in run_world(score, dp * cp * tp, recipe, dp * cp * tp, packing, path):
-            assert before == pytest.approx(expected_of(directory, packing, dp_rank, dp), rel=1e-5, abs=1e-5)
-            assert reference == pytest.approx(expected_of(wanted, packing, dp_rank, dp), rel=1e-5, abs=1e-5)
+    ranks, expected = dp * cp * tp, {"its own": oracle(directory), "another": oracle(other)}
+    cases = {"its own": (recipe, ranks, packing, None), "another": (recipe, ranks, packing, str(other))}
+    for name, results in run_cases(score, ranks, cases).items():
+        for dp_rank, before, after, reference in results:
+            own, right = (of_rank(expected[of], packing, dp_rank, dp) for of in ("its own", name))
+            assert before == pytest.approx(own, rel=1e-5, abs=1e-5)
+            assert reference == pytest.approx(right, rel=1e-5, abs=1e-5)
             assert not before or after != pytest.approx(before, rel=1e-3)

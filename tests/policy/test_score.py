@@ -10,9 +10,9 @@ from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.recipe import sizes
+from tests.cases import run_cases
 from tests.policy.test_policy import rows
 from tests.tiny import tiny_recipe
-from tests.world import run_world
 
 
 def by_token(source, batch, global_seqs, global_tokens):
@@ -46,10 +46,13 @@ def flat(results):
 
 @pytest.mark.parametrize("tp, cp", [(2, 2)])
 def test_losses_of_tokens_are_those_of_one_process(tmp_path, tp, cp):
-    def on(tp, cp, loss_fn):
+    def on(tp, cp, *losses):
         recipe = tiny_recipe(tmp_path, "train.global_batch=4", f"parallel.tp={tp}", f"parallel.cp={cp}")
-        return flat(run_world(two_steps, tp * cp, recipe, tp * cp, loss_fn)[0])
+        cases = {getattr(loss_fn, "__name__", loss_fn): (recipe, tp * cp, loss_fn) for loss_fn in losses}
+        return [flat(ranks[0]) for ranks in run_cases(two_steps, tp * cp, cases).values()]
 
-    for loss_fn in (by_token, sum_by_token):
-        assert on(tp, cp, loss_fn) == pytest.approx(on(1, 1, loss_fn), rel=1e-9)
-    assert on(tp, cp, sum_by_token) == pytest.approx(on(1, 1, "sft"), rel=1e-9)
+    mine, of_sums = on(tp, cp, by_token, sum_by_token)
+    alone, *others = on(1, 1, by_token, sum_by_token, "sft")
+    assert mine == pytest.approx(alone, rel=1e-9)
+    for expected in others:
+        assert of_sums == pytest.approx(expected, rel=1e-9)

@@ -15,6 +15,7 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.batching import DynamicShapes, Fixed, Packed
 from dtrain.recipe import sizes
+from tests.cases import run_cases
 from tests.policy.test_policy import rows
 from tests.tiny import VOCAB, tiny_recipe
 from tests.world import run_world
@@ -81,6 +82,15 @@ def on(tmp_path, counts, *shape, width=4, ranks=1):
     return run_world(with_streams, len(counts) * ranks, recipe, len(counts) * ranks, counts, width)
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The numbers of one process, the same by each making."""
+    (makings,) = on(tmp_path_factory.mktemp("one"), [ROWS])
+    for numbers in makings[1:]:
+        assert numbers == pytest.approx(makings[0], rel=1e-11)
+    return makings[0]
+
+
 @pytest.mark.parametrize(
     "counts, shape, ranks",
     [
@@ -90,11 +100,10 @@ def on(tmp_path, counts, *shape, width=4, ranks=1):
         ([0, 7], ("parallel.cp=2",), 2),
     ],
 )
-def test_every_mesh_and_making_gives_the_numbers_of_one_process(tmp_path, counts, shape, ranks):
-    expected = on(tmp_path, [ROWS])[0]
+def test_every_mesh_and_making_gives_the_numbers_of_one_process(tmp_path, expected, counts, shape, ranks):
     for found in on(tmp_path, counts, *shape, ranks=ranks):
-        for numbers in (*found, *expected[1:]):
-            assert numbers == pytest.approx(expected[0], rel=1e-11)
+        for numbers in found:
+            assert numbers == pytest.approx(expected, rel=1e-11)
 
 
 def test_a_row_s_vector_as_long_as_the_rows_of_one_rank_stays_a_row_s_vector(tmp_path):
@@ -151,17 +160,18 @@ def with_positions(rank, recipe, world_size, gap, fill):
 
 
 def test_positions_are_the_caller_s_on_every_mesh_whatever_stands_on_padding(tmp_path):
-    def on(shape, gap, fill, ranks=1):
+    def on(ranks, *shape):
+        """[(gap, loss and norm of a rank and making)]"""
         recipe = tiny_recipe(tmp_path, "train.global_batch=12", "optimizer.lr=1e-30", *shape)
-        return [pair for found in run_world(with_positions, ranks, recipe, ranks, gap, fill) for pair in found]
+        cases = {f"{gap}, {fill}": (recipe, ranks, gap, fill) for gap in (0, 9) for fill in (0, 10_000)}
+        results = run_cases(with_positions, ranks, cases)
+        return [(cases[name][2], pair) for name, found in results.items() for pairs in found for pair in pairs]
 
-    expected, jumping = on((), 0, 0)[0], on((), 9, 0)[0]
-    assert jumping[0] != pytest.approx(expected[0], rel=1e-3)
-    for fill in (0, 1, 10_000):
-        for one in (*on(("parallel.cp=2",), 0, fill, 2), *on((), 0, fill)):
-            assert one == pytest.approx(expected, rel=1e-11)
-        for one in (*on(("parallel.cp=2",), 9, fill, 2), *on((), 9, fill)):
-            assert one == pytest.approx(jumping, rel=1e-11)
+    alone = on(1)
+    expected = {gap: next(pair for of, pair in alone if of == gap) for gap in (0, 9)}
+    assert expected[9][0] != pytest.approx(expected[0][0], rel=1e-3)
+    for gap, pair in (*alone, *on(2, "parallel.cp=2")):
+        assert pair == pytest.approx(expected[gap], rel=1e-11)
 
 
 def what_is_wrong(count):

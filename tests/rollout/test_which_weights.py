@@ -17,7 +17,8 @@ from tests.checkpoint.processes import checkpoints
 from tests.running import run
 from tests.tiny import tiny_recipe
 
-FIXED = ("checkpoint.every=2", "checkpoint.keep_last=null", "train.dtype=float32", "optimizer.lr=0.1")
+FIXED = ("train.micro_batch=8", "train.dtype=float32", "optimizer.lr=0.1")
+FIXED += ("checkpoint.every=2", "checkpoint.keep_last=null")
 
 
 def recipe_of(root, *overrides, name="run"):
