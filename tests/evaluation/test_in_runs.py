@@ -21,7 +21,7 @@ from dtrain.run.evaluations import Evaluations
 from dtrain.run.preflight import preflight
 from dtrain.run.trainer import train
 from tests.methods.test_dpo_runs import recipe_of as tiny_dpo
-from tests.running import run
+from tests.running import run, run_all
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_prompts
 
 pytestmark = pytest.mark.long
@@ -97,10 +97,12 @@ MESHES = [
 @pytest.mark.parametrize("family, size, shape", MESHES)
 def test_answers_and_rows_are_the_same_on_every_mesh_and_training_is_untouched(tmp_path, family, size, shape):
     """Against one process, and bit for bit against the same mesh without `eval`."""
+    shape = ("train.global_batch=4", *shape)
     alone = [word for word in shape if not word.startswith("parallel.")]
     one = run(tiny_recipe(tmp_path, *asked(tmp_path), *alone, family=family, name="one"))
-    mesh = run(tiny_recipe(tmp_path, *asked(tmp_path), *shape, family=family, name="mesh"), size)
-    plain = run(tiny_recipe(tmp_path, "train.steps=4", *shape, family=family, name="plain"), size)
+    mesh = tiny_recipe(tmp_path, *asked(tmp_path), *shape, family=family, name="mesh")
+    plain = tiny_recipe(tmp_path, "train.steps=4", *shape, family=family, name="plain")
+    run_all([mesh, plain], size)
     assert lines(mesh, "evals") == lines(one, "evals") and len(lines(one, "evals")) == 3 * 7 + 2 * 15
     assert evaluations(mesh) == evaluations(one)
     assert trained(mesh) == trained(plain)
