@@ -68,7 +68,8 @@ def test_a_signal_to_torchrun_saves_the_step(tmp_path, monkeypatch):
 def test_a_killed_worker_is_started_again_and_the_run_goes_on_by_itself(tmp_path, monkeypatch, uninterrupted):
     """By the launcher; tests/launch/test_clusters.py has torchrun's restart."""
     hold_after(monkeypatch, 5, tmp_path / "go")
-    recipe = tiny_recipe(tmp_path, *SHAPE, "checkpoint.every=4", "launch.nproc=2", "launch.max_restarts=1")
+    saves = ("checkpoint.every=4", "checkpoint.async_save=false")  # step 4 is saved before step 5 begins
+    recipe = tiny_recipe(tmp_path, *SHAPE, *saves, "launch.nproc=2", "launch.max_restarts=1")
     started = Processes(recipe)
     assert started.wait_for_rows(5) and len(workers := started.workers()) == 2
     started.kill(workers[1:])
