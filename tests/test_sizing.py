@@ -7,7 +7,7 @@ from dtrain.recipe.schema import Scheduler, Stage
 from dtrain.recipe.world import automatic_batch
 from dtrain.run.preflight import check
 from tests.running import assert_same, metrics, run, trajectory
-from tests.tiny import tiny_grpo, tiny_recipe, write_rows
+from tests.tiny import tiny_grpo, tiny_recipe, write_model, write_rows
 
 EPOCHS = ("train.steps=null", "data.packing=false", "scheduler.warmup_steps=null")
 
@@ -50,6 +50,7 @@ def test_the_recipe_tells_a_share_from_a_count(tmp_path):
 def test_auto_is_the_same_on_every_mesh_and_after_a_resume(tmp_path, capfd):
     """150 rows: 4 of them a step. A micro-batch of 3 does not divide a rank's 2, and becomes one of 2."""
     write_rows(tmp_path / "rows.jsonl", count=150, longest=6)
+    write_model(tmp_path / "qwen3-tied", num_hidden_layers=1)
     shape = (*EPOCHS, "train.epochs=1", "train.global_batch=auto", "train.micro_batch=3", "checkpoint.every=20")
     one = run(tiny_recipe(tmp_path, *shape, name="one"))
     told = _told(capfd)

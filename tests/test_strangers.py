@@ -67,7 +67,7 @@ def test_only_a_run_imports_what_a_recipe_names(tmp_path, harm, method, capfd):
     recipe = (tiny_grpo if method == "grpo" else tiny_recipe)(tmp_path, *NAMED, *rewards)
     file = recipe_file(recipe, tmp_path / "r.yaml")
     assert main(["validate", file]) == 0
-    search = ["--search"] * (method == "sft")  # many plans
+    search = ["--search", "train.global_batch=2", "train.micro_batch=1"] * (method == "sft")  # many plans
     assert main(["plan", file, "--world-size", "2", *search]) == 0
     said = capfd.readouterr().out
     assert "optimizer.name=evil.code.Optimizer is not imported" in said and "AdamW" in said

@@ -11,16 +11,30 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
+from tests.forked_python import ForkedPython
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_tool(name, *arguments, check=True, **environ):
-    command = [sys.executable, ROOT / "tools" / name, *map(str, arguments)]
+    """Run a tool by an interpreter of its own."""
+    return finished([ROOT / "tools" / name, *arguments], subprocess.Popen, check, environ)
+
+
+def fork_tool(name, *arguments, check=True):
+    """Run a tool that needs torch, which a fork has."""
+    code = f"import runpy; runpy.run_path({str(ROOT / 'tools' / name)!r}, run_name='__main__')"
+    return finished(["-c", code, *arguments], ForkedPython, check, {})
+
+
+def finished(arguments, popen, check, environ):
+    command = [sys.executable, *map(str, arguments)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environ}
-    finished = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT)
+    started = popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, cwd=ROOT)
+    out, err = started.communicate(timeout=300)
     if check:
-        assert finished.returncode == 0, finished.stderr
-    return finished
+        assert started.returncode == 0, err
+    return subprocess.CompletedProcess(command, started.returncode, out, err)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +89,8 @@ def test_the_model_directory_is_one_that_transformers_reads(arithmetic):
 
 
 def test_too_much_held_out_is_refused(tmp_path):
-    finished = run_tool("make_arithmetic.py", tmp_path, "--digits", 1, "--heldout", 50, check=False)
-    assert finished.returncode != 0 and "leave nothing to train on" in finished.stderr
+    ended = run_tool("make_arithmetic.py", tmp_path, "--digits", 1, "--heldout", 50, check=False)
+    assert ended.returncode != 0 and "leave nothing to train on" in ended.stderr
 
 
 def test_exact_match_counts(arithmetic, tmp_path):
@@ -98,10 +112,10 @@ def test_exact_match_counts(arithmetic, tmp_path):
             for a, b in rows
         )
     )
-    failing = run_tool("exact_match.py", directory, problems, "--scratch", 5, "--at-least", 60, check=False)
+    failing = fork_tool("exact_match.py", directory, problems, "--scratch", 5, "--at-least", 60, check=False)
     assert failing.stdout.splitlines()[-1] == "exact match: 50.0% (1 of 2 problems)"
     assert "'3 + 4'" in failing.stdout and failing.returncode == 1
-    missing = run_tool("exact_match.py", tmp_path / "nowhere", problems, check=False)
+    missing = fork_tool("exact_match.py", tmp_path / "nowhere", problems, check=False)
     assert missing.returncode == 1 and missing.stderr.startswith("exact_match: ")
 
 
@@ -111,8 +125,8 @@ def test_bench_prints_what_a_recipe_does(tmp_path):
     model, rows = write_model(tmp_path / "model"), write_rows(tmp_path / "rows.jsonl")
     overrides = [f"model.path={model}", "model.init=scratch", f"data.train.path={rows}", "data.max_length=32"]
     overrides.append("train.global_batch=4")
-    finished = run_tool("bench_sft.py", "sft", *overrides, "launch.nproc=2", "--steps", 3, "--warmup", 1)
-    result = json.loads(finished.stdout)
+    ended = fork_tool("bench_sft.py", "sft", *overrides, "launch.nproc=2", "--steps", 3, "--warmup", 1)
+    result = json.loads(ended.stdout)
     assert (result["recipe"], result["processes"], result["steps"]) == ("sft", 2, 3)
     assert result["tokens_per_sec"] > 0 and result["step_time"] > 0 and result["peak_memory_gib"] > 0.05
 
@@ -125,10 +139,11 @@ def test_preferences_are_right_answers_and_the_models_own_wrong_ones(arithmetic,
     directory = tmp_path / "model"
     shutil.copytree(arithmetic / "model", directory)
     safetensors.torch.save_model(model, directory / "model.safetensors", metadata={"format": "pt"})
-    out = tmp_path / "pairs.jsonl"
+    out, rows = tmp_path / "pairs.jsonl", tmp_path / "rows.jsonl"
+    rows.write_text("".join((arithmetic / "train.jsonl").read_text().splitlines(keepends=True)[:30]))
     for _ in range(2):  # the same bytes again
-        finished = run_tool("make_preferences.py", directory, arithmetic / "train.jsonl", out, "--pairs", 20)
-        assert "20 pairs" in finished.stdout
+        ended = fork_tool("make_preferences.py", directory, rows, out, "--pairs", 20)
+        assert "20 pairs" in ended.stdout
         kept = out.read_bytes() if out.exists() else None
     assert out.read_bytes() == kept
     for line in out.read_text().splitlines():
@@ -159,14 +174,14 @@ def test_setup_refuses_an_old_python(tmp_path):
     old = tmp_path / "python3.9"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
-    finished = subprocess.run(["bash", copy], env={**os.environ, "PYTHON": str(old)}, capture_output=True, text=True)
-    assert finished.returncode == 1 and "needs Python 3.11 or newer" in finished.stderr
+    ended = subprocess.run(["bash", copy], env={**os.environ, "PYTHON": str(old)}, capture_output=True, text=True)
+    assert ended.returncode == 1 and "needs Python 3.11 or newer" in ended.stderr
 
 
 def test_losses_are_timed_beside_the_plain_way_and_the_floor():
     sizes = ["--tokens", 16, "--vocab", 64, "--hidden", 8, "--rounds", 1]
-    finished = run_tool("bench_losses.py", "--ops", "topk", "hidden_kl", "--tp", 1, 2, "--device", "cpu", *sizes)
-    rows = [json.loads(line) for line in finished.stdout.splitlines()]
+    ended = fork_tool("bench_losses.py", "--ops", "topk", "hidden_kl", "--tp", 1, 2, "--device", "cpu", *sizes)
+    rows = [json.loads(line) for line in ended.stdout.splitlines()]
     assert [(row["tp"], row.get("op")) for row in rows] == [
         (tp, op) for tp in (1, 2) for op in (None, "topk", "hidden_kl")
     ]

@@ -34,7 +34,7 @@ SAVE_LAST = "checkpoint.every=10"
     "the trained tokens of the whole batch are the divisor",
 )
 def test_ranks_and_accumulation_give_the_trajectory_of_one_process(tmp_path):
-    family, shape = "gemma3", ("data.packing=true", "train.steps=4", "checkpoint.every=4")
+    family, shape = "gemma3", ("data.packing=true", "train.steps=4", SAVE_LAST)
     one = run(tiny_recipe(tmp_path, *shape, "train.micro_batch=8", family=family, name="one"))
     accumulated = run(tiny_recipe(tmp_path, *shape, "train.micro_batch=1", family=family, name="accumulated"))
     two = run(tiny_recipe(tmp_path, *shape, family=family, name="two"), 2)
@@ -111,9 +111,11 @@ def test_a_warmup_that_never_ends_and_rows_beyond_the_models_positions_are_said(
     "rows twice, others never",
     "the resumed run is the uninterrupted one to the bit",
 )
-@pytest.mark.parametrize(("world_size", "packing", "stop_at"), [(1, "true", 5), (2, "false", 2)])
-def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, world_size, packing, stop_at):
-    shape = ("train.dtype=float32", "train.steps=6", f"data.packing={packing}", f"checkpoint.every={stop_at}")
+@pytest.mark.parametrize(("world_size", "packing", "stop_at", "steps"), [(1, "true", 8, 10), (2, "false", 2, 5)])
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, world_size, packing, stop_at, steps):
+    if packing == "false":
+        write_rows(tmp_path / "rows.jsonl", count=20)  # an epoch ends within the third step
+    shape = ("train.dtype=float32", f"data.packing={packing}", f"checkpoint.every={stop_at}", f"train.steps={steps}")
     whole = run(tiny_recipe(tmp_path, *shape, name="whole"), world_size)
     resumed = tiny_recipe(tmp_path, *shape, name="resumed")
     with pytest.raises((Stopped, AssertionError), match="stopped after step"):
@@ -125,11 +127,17 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, world_si
 
 
 def test_resume_on_another_world_size_keeps_the_data_and_the_numbers(tmp_path):
-    shape = ("data.packing=false", "train.global_batch=12", "train.steps=5", "checkpoint.every=3")
+    shape = (
+        "data.packing=false",
+        "train.global_batch=12",
+        "train.micro_batch=2",
+        "checkpoint.every=2",
+        "train.steps=4",
+    )
     whole = run(tiny_recipe(tmp_path, *shape, name="whole"))
     resumed = tiny_recipe(tmp_path, *shape, name="resumed")
     with pytest.raises((Stopped, AssertionError), match="stopped after step"):
-        interrupt(resumed, 3, 3)
+        interrupt(resumed, 3, 2)
     run(resumed, 2)
     assert_same(resumed, whole, rtol=1e-9)
 
@@ -144,7 +152,7 @@ def test_a_finished_run_says_so_and_does_nothing(tmp_path, capfd):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_stopped_between_its_last_save_and_the_export_makes_up_for_it(tmp_path, capfd, world_size):
-    shape = ("train.steps=3", "checkpoint.every=3", "checkpoint.export=final", "train.dtype=float32")
+    shape = (SAVE_LAST, "checkpoint.export=final", "train.dtype=float32", "train.steps=3")
     stopped = tiny_recipe(tmp_path, *shape)
     with pytest.raises((Stopped, AssertionError), match="stopped after step 3"):
         interrupt(stopped, world_size, 3)
@@ -195,7 +203,7 @@ def test_resume_null_refuses_a_used_directory_and_a_path_starts_from_it(tmp_path
 )
 def test_validation_is_the_mean_over_all_trained_tokens(tmp_path):
     write_rows(tmp_path / "val.jsonl", count=13, seed=3)
-    shape = (f"data.val.path={tmp_path / 'val.jsonl'}", "train.steps=3", "train.validate_every=2")
+    shape = (f"data.val.path={tmp_path / 'val.jsonl'}", "train.validate_every=2", "train.steps=3")
     one = run(tiny_recipe(tmp_path, *shape, "train.global_batch=4", name="one"))
     four = run(tiny_recipe(tmp_path, *shape, "train.global_batch=4", "train.micro_batch=1", name="four"), 4)
     values = [[(row["step"], row["val_loss"]) for row in metrics(r) if "val_loss" in row] for r in (one, four)]
@@ -245,7 +253,7 @@ def test_a_run_shows_its_planned_peak_beside_what_it_holds_once_the_optimizer_ha
 
 def test_gradients_reduced_after_every_micro_batch_are_the_same(tmp_path):
     copies = ("parallel.dp_replicate=2", "parallel.tp=2", "parallel.dp_shard=1")
-    fixed = ("train.micro_batch=2", "train.steps=2", "scheduler.warmup_steps=0", *copies)
+    fixed = ("train.micro_batch=1", "train.global_batch=4", "train.steps=3", *copies)
     once = tiny_recipe(tmp_path, *fixed, name="once")
     each = tiny_recipe(tmp_path, *fixed, "parallel.reduce_each=true", name="each")
     run_all([once, each], 4)

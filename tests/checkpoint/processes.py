@@ -13,6 +13,7 @@ from dtrain import recipe as config
 from dtrain.base.orphans import end_with
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore
+from dtrain.run.metrics import Recorder
 from tests.forked_python import ForkedPython, pids_with
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +99,19 @@ class Processes:
             return f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes()
         except OSError:
             return False
+
+
+def hold_after(monkeypatch, step, go):
+    """Have the ranks of every start from here on, which are forks, wait once `step` is logged until the file `go` is
+    there."""
+    log = Recorder.train_row
+
+    def log_and_wait(recorder, at, **fields):
+        log(recorder, at, **fields)
+        while at == step and not go.exists():
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Recorder, "train_row", log_and_wait)
 
 
 def children(pid):

@@ -103,6 +103,7 @@ def grown(root, *overrides, name="run", **more):
         save_weights(write_model(root / "model"))
         (root / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     fixed = (f"model.path={root / 'model'}", "model.init=pretrained", "checkpoint.every=3", "train.steps=6")
+    fixed += ("train.global_batch=4",)
     return tiny_recipe(root, *fixed, *overrides, name=name, **more)
 
 

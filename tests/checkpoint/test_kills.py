@@ -27,10 +27,11 @@ def recipe_of(method, root, kills, *overrides):
     """Of a run that is long enough for so many kills."""
     if method in ("sft", "lora"):
         adapter = ["lora={rank: 3, dropout: 0.1}"] * (method == "lora")
-        sizes = (f"train.steps={10 + 6 * kills}", "train.global_batch=4", "train.micro_batch=1")
+        sizes = (f"train.steps={8 + 6 * kills}", "train.global_batch=2", "train.micro_batch=1")
         return tiny_recipe(root, *SHAPE, *sizes, *adapter, *overrides)
     # A rollout every fourth step: kills meet the drawing, the rewards and the updates.
-    sizes = (f"train.steps={16 + 4 * kills}", "grpo.updates_per_rollout=2", "grpo.beta=0.1")
+    sizes = (f"train.steps={8 + 6 * kills}", "grpo.updates_per_rollout=2", "grpo.beta=0.1")
+    sizes += ("grpo.prompts_per_step=2", "grpo.group_size=2", "train.global_batch=2", "train.micro_batch=1")
     return tiny_grpo(root, *SHAPE, *sizes, *overrides)
 
 

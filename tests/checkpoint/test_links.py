@@ -13,7 +13,7 @@ from dtrain.run.directory import RunDirectory
 from tests.running import run
 from tests.tiny import tiny_recipe
 
-SHAPE = ("train.steps=2", "checkpoint.every=1", "checkpoint.export=final")
+SHAPE = ("train.steps=2", "checkpoint.every=1", "checkpoint.export=final", "train.global_batch=2")
 
 
 @pytest.fixture

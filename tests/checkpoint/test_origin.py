@@ -8,7 +8,7 @@ import pytest
 
 from dtrain.base.errors import Stopped, UserError
 from dtrain.run.preflight import preflight
-from tests.checkpoint.processes import Processes, checkpoints
+from tests.checkpoint.processes import Processes, checkpoints, hold_after
 from tests.methods.test_dpo_runs import fields_of, recipe_of, rows_of
 from tests.running import assert_same, interrupt, metrics, run, trajectory
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
@@ -20,7 +20,8 @@ def stop_at(recipe, step, world_size=1):
 
 
 def grpo(root, *overrides, name="run"):
-    return tiny_grpo(root, "grpo.beta=0.1", "train.steps=6", "optimizer.lr=0.1", *overrides, name=name)
+    sizes = ("grpo.prompts_per_step=2", "grpo.group_size=4", "train.global_batch=4", "train.steps=6")
+    return tiny_grpo(root, "grpo.beta=0.1", "optimizer.lr=0.1", *sizes, *overrides, name=name)
 
 
 def dpo(root, *overrides, name="run"):
@@ -76,7 +77,7 @@ def test_the_start_stays_what_it_was_though_that_run_trained_on(tmp_path, method
 
 @pytest.mark.parametrize("before, after, mesh", [(3, 2, ("parallel.tp=2",))])
 def test_the_start_is_found_again_on_another_mesh(tmp_path, before, after, mesh):
-    sizes = ("train.global_batch=12", "data.packing=false", "train.micro_batch=1")
+    sizes = ("train.global_batch=6", "data.packing=false", "train.micro_batch=1")
     run(dpo(tmp_path, *sizes, "checkpoint.every=6", name="first"))
     shape = (*sizes, f"checkpoint.init_from={tmp_path}/runs/first", "checkpoint.every=3", "checkpoint.keep_last=null")
     whole, recipe = dpo(tmp_path, *shape, name="whole"), dpo(tmp_path, *shape)
@@ -94,15 +95,16 @@ def test_the_start_is_found_again_on_another_mesh(tmp_path, before, after, mesh)
 )
 def test_replaced_weights_of_a_reference_or_teacher_are_refused(tmp_path, kind, world_size, mesh):
     model, other = save_weights(write_model(tmp_path / "model")), save_weights(write_model(tmp_path / "other"), 1)
-    shape = [f"model.path={model}", "model.init=pretrained", "checkpoint.every=3", *mesh]
+    shape = [f"model.path={model}", "model.init=pretrained", "checkpoint.every=2", *mesh]
+    shape += ["train.steps=4", "train.global_batch=4"]
     if kind == "teacher":
-        shape += ["method=distill", f"distill.teacher={other}", "train.steps=6"]
+        shape += ["method=distill", f"distill.teacher={other}"]
         recipe, key, changed = tiny_recipe(tmp_path, *shape), "distill.teacher", other
     else:
         shape += [f"dpo.reference={other}"] * (kind == "reference")
         recipe, key = dpo(tmp_path, *shape), "dpo.reference"
         changed = other if kind == "reference" else model
-    stop_at(recipe, 3, world_size)
+    stop_at(recipe, 2, world_size)
     kept = (changed / "model.safetensors").read_bytes()
     save_weights(changed, 7)
     with pytest.raises((UserError, AssertionError), match=rf"{key}: \w+ -> \w+") as caught:
@@ -148,11 +150,14 @@ def lose(recipe, *, rows=None, steps=()):
             shutil.rmtree(checkpoints(recipe).path(step))
 
 
+SAVED = ("checkpoint.every=2", "checkpoint.keep_last=null", "train.global_batch=4")
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """A run of 10 steps, saved every second."""
     root = tmp_path_factory.mktemp("source")
-    return run(tiny_recipe(root, "checkpoint.every=2", "checkpoint.keep_last=null", name="first"))
+    return run(tiny_recipe(root, *SAVED, name="first"))
 
 
 @pytest.fixture
@@ -164,8 +169,7 @@ def copied(tmp_path, source):
 def begun(copied, *overrides):
     """A run in another directory that begins from step 4."""
     root, model = copied
-    fixed = (f"run.dir={root}/runs", "checkpoint.every=2", "checkpoint.keep_last=null")
-    return tiny_recipe(model, *fixed, *overrides, name="second")
+    return tiny_recipe(model, f"run.dir={root}/runs", *SAVED, *overrides, name="second")
 
 
 @pytest.mark.parametrize(
@@ -232,8 +236,7 @@ def test_a_directory_that_began_from_something_else_is_refused(copied, source):
     # The same path and step of another training is something else.
     shutil.rmtree(steps.parent)
     root_of_model = Path(source.run.dir).parent
-    other = (f"run.dir={root}/runs", "checkpoint.every=2", "checkpoint.keep_last=null", "run.seed=3")
-    run(tiny_recipe(root_of_model, *other, name="first"))
+    run(tiny_recipe(root_of_model, f"run.dir={root}/runs", *SAVED, "run.seed=3", name="first"))
     for path in (steps / "step-4", steps.parent):
         with pytest.raises(UserError, match="starts anew"):
             run(begun(copied, f"checkpoint.resume={path}"))
@@ -289,22 +292,20 @@ def test_a_run_with_saves_of_its_own_needs_no_more_of_where_it_began(copied, sou
             run(again)
 
 
-@pytest.mark.parametrize("killed", ["all"])
-def test_a_killed_run_that_began_from_a_path_goes_on(copied, source, killed):
-    """kill -9 before the first save: the launcher starts it again by itself, or its user by the same command."""
+def test_a_killed_run_that_began_from_a_path_goes_on(copied, source, monkeypatch):
+    """kill -9 before the first save; its user starts it again by the same command."""
     root, _ = copied
-    shape = ("launch.nproc=2", "launch.max_restarts=2", "checkpoint.every=100", "train.steps=60")
-    recipe = begun(copied, f"checkpoint.resume={root}/runs/first/checkpoints/step-4", *shape)
+    hold_after(monkeypatch, 6, root / "go")
+    began = f"checkpoint.resume={root}/runs/first/checkpoints/step-4"
+    recipe = begun(copied, began, "launch.nproc=2", "launch.max_restarts=2", "checkpoint.every=100")
     started = Processes(recipe)
     assert started.wait_for_rows(2), started.text()
-    started.kill(started.pids() if killed == "all" else started.workers()[:1])
-    status = started.end()
-    if killed == "all":
-        assert status != 0 and checkpoints(recipe).published() == []
-        started = Processes(recipe)
-        status = started.end()
-    assert status == 0, started.text()
-    assert started.text().count(f"resumed from {root}/runs/first/checkpoints/step-4") == (1 if killed == "all" else 2)
-    assert [row["step"] for row in metrics(recipe)] == list(range(5, 61))
-    for (loss, *_), (expected, *_) in zip(trajectory(recipe)[:1], trajectory(source)[4:], strict=False):
-        assert loss == pytest.approx(expected, rel=1e-9)
+    started.kill(started.pids())
+    assert started.end() != 0 and checkpoints(recipe).published() == []
+    (root / "go").touch()
+    started = Processes(recipe)
+    assert started.end() == 0, started.text()
+    assert started.text().count(f"resumed from {root}/runs/first/checkpoints/step-4") == 1
+    for rows, expected in zip(trajectory(recipe), trajectory(source)[4:], strict=True):
+        assert rows[0] == pytest.approx(expected[0], rel=1e-9)
+    assert [row["step"] for row in metrics(recipe)] == [5, 6, 7, 8, 9, 10]

@@ -212,22 +212,22 @@ def counted(recipe, world_size):
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3)])
 def test_a_methods_own_state_goes_on_with_the_run(tmp_path, before, after):
-    shape = ("train.global_batch=6", "train.micro_batch=1", "checkpoint.every=5", "data.packing=false")
-    shape += ("scheduler.name=constant",)
-    part = counted(tiny_recipe(tmp_path, *shape, "train.steps=5", name="part"), before)
-    state = checkpoints(part).read_state(5)["method"]
+    shape = ("train.global_batch=6", "train.micro_batch=1", "checkpoint.every=2", "data.packing=false")
+    shape += ("scheduler.name=constant", "scheduler.warmup_steps=0")
+    part = counted(tiny_recipe(tmp_path, *shape, "train.steps=2", name="part"), before)
+    state = checkpoints(part).read_state(2)["method"]
     table = {"method.table": torch.zeros(6, dtype=torch.int64)}
-    checkpoints(part).load(5, table, only=True)
+    checkpoints(part).load(2, table, only=True)
     calls = state["calls"]
-    assert calls == 5 * 6 // before
+    assert calls == 2 * 6 // before
     assert table["method.table"].tolist() == [row * calls * (calls + 1) // 2 for row in range(6)]
-    counted(tiny_recipe(tmp_path, *shape, name="part"), after)
-    assert checkpoints(part).read_state(10)["method"]["calls"] == calls + 5 * 6 // after
-    checkpoints(part).load(10, table, only=True)
-    last = calls + 5 * 6 // after
+    counted(tiny_recipe(tmp_path, *shape, "train.steps=4", name="part"), after)
+    assert checkpoints(part).read_state(4)["method"]["calls"] == calls + 2 * 6 // after
+    checkpoints(part).load(4, table, only=True)
+    last = calls + 2 * 6 // after
     assert table["method.table"].tolist() == [row * last * (last + 1) // 2 for row in range(6)]
     if before == after:
-        whole = counted(tiny_recipe(tmp_path, *shape, name="whole"), before)
+        whole = counted(tiny_recipe(tmp_path, *shape, "train.steps=4", name="whole"), before)
         assert trajectory(part) == trajectory(whole)
 
 
@@ -236,9 +236,10 @@ def test_a_methods_own_state_goes_on_with_the_run(tmp_path, before, after):
 
 @pytest.mark.parametrize("of", ["a run", "a step"])
 def test_init_from_takes_the_weights_and_nothing_else(tmp_path, of):
-    first = run(tiny_recipe(tmp_path, "checkpoint.every=5", name="first"), 2)
+    few = ("checkpoint.every=1", "train.steps=2", "train.global_batch=4", "scheduler.warmup_steps=0")
+    first = run(tiny_recipe(tmp_path, *few, name="first"), 2)
     path = Path(first.run.dir) / "first"
-    step, path = (10, path) if of == "a run" else (5, path / "checkpoints" / "step-5")
+    step, path = (2, path) if of == "a run" else (1, path / "checkpoints" / "step-1")
     shape = (f"checkpoint.init_from={path}", "run.seed=7", "checkpoint.every=1", "checkpoint.keep_last=null")
     second = tiny_recipe(tmp_path, *shape, "optimizer.lr=1e-30", "train.steps=2", name="second")
     assert preflight(second, 1) == []

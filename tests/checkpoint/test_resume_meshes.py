@@ -10,12 +10,13 @@ from tests.tiny import tiny_recipe
 # dp_replicate, dp_shard, cp, tp: of a step each. Every mesh is saved on and resumed on.
 PACKED = [(1, 3, 1, 1), (1, 2, 1, 2), (2, 2, 1, 1), (1, 1, 4, 1)]
 PADDED = [(1, 1, 1, 1), (1, 2, 2, 1), (1, 1, 2, 2), (1, 3, 1, 1)]
-SHAPE = ("train.global_batch=12", "train.micro_batch=1", "checkpoint.every=1", "train.steps=4")
+SHAPE = ("train.global_batch=12", "checkpoint.every=1", "train.steps=4")
 
 
 def mesh_keys(mesh):
     names = ("dp_replicate", "dp_shard", "cp", "tp")
-    return [f"parallel.{name}={size}" for name, size in zip(names, mesh, strict=True)]
+    sizes = [f"parallel.{name}={size}" for name, size in zip(names, mesh, strict=True)]
+    return [*sizes, f"train.micro_batch={6 // (mesh[0] * mesh[1])}"]  # two or three of them a step
 
 
 def ranks_of(mesh):
@@ -29,7 +30,7 @@ def ranks_of(mesh):
 def test_a_run_goes_on_on_another_mesh_at_every_step(tmp_path, packing, meshes):
     assert all(before != after for before, after in pairwise(meshes))
     shape = (*SHAPE, f"data.packing={packing}")
-    reference = run(tiny_recipe(tmp_path, *shape, name="whole"))
+    reference = run(tiny_recipe(tmp_path, *shape, "train.micro_batch=12", name="whole"))
     for step, mesh in enumerate(meshes, 1):
         recipe = tiny_recipe(tmp_path, *shape, *mesh_keys(mesh), name="moving")
         if step < len(meshes):

@@ -14,6 +14,7 @@ from dtrain.base.errors import RecipeError, UserError
 from dtrain.methods import load_recipe, recipe_keys
 from dtrain.recipe.secrets import HIDDEN, hide, is_secret_name, masked
 from dtrain.run.preflight import notes
+from tests.forked_python import ForkedPython
 from tests.tiny import tiny_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -197,15 +198,21 @@ def test_a_run_leaves_no_secret_behind_and_resumes_with_another(tmp_path, nproc)
 
     def dtrain(*arguments, **more):
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-        done = subprocess.run(
-            [sys.executable, "-m", "dtrain", *arguments], env=environ, capture_output=True, text=True, cwd=tmp_path
+        started = ForkedPython(
+            [sys.executable, "-m", "dtrain", *arguments],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
         )
-        assert TOKEN not in done.stdout + done.stderr and PLAIN not in done.stdout + done.stderr
-        return done
+        out, err = started.communicate(timeout=300)
+        assert TOKEN not in out + err and PLAIN not in out + err
+        return started.returncode, err
 
-    done = dtrain("run", str(path), *words)
-    assert done.returncode == 0, done.stderr
-    assert "note: data.template_kwargs.api_key is a secret in plain text" in done.stderr
+    status, err = dtrain("run", str(path), *words)
+    assert status == 0, err
+    assert "note: data.template_kwargs.api_key is a secret in plain text" in err
     files = [file for file in (tmp_path / "runs").rglob("*") if file.is_file()]
     assert [file for file in files if TOKEN.encode() in file.read_bytes() or PLAIN.encode() in file.read_bytes()] == []
     saved = yaml.safe_load((tmp_path / "runs" / "run" / "config.yaml").read_text())
@@ -214,11 +221,11 @@ def test_a_run_leaves_no_secret_behind_and_resumes_with_another(tmp_path, nproc)
     state = json.loads((tmp_path / "runs" / "run" / "checkpoints" / "step-2" / "state.json").read_text())
     assert yaml.safe_load(state["recipe"])["data"]["template_kwargs"] == kept
     if nproc == 1:
-        done = dtrain("run", str(path), *words, "train.steps=3", HF_TOKEN="another-one")
-        assert done.returncode == 0 and "changed since then: train.steps: 2 -> 3" in done.stderr, done.stderr
-        assert "template_kwargs" not in done.stderr.split("resumed from")[1]
-        done = dtrain("run", str(path), *words, "data.template_kwargs.token=no")
-        assert done.returncode == 1 and "data.template_kwargs.token: ${oc.env:HF_TOKEN} ->" in done.stderr
+        status, err = dtrain("run", str(path), *words, "train.steps=3", HF_TOKEN="another-one")
+        assert status == 0 and "changed since then: train.steps: 2 -> 3" in err, err
+        assert "template_kwargs" not in err.split("resumed from")[1]
+        status, err = dtrain("run", str(path), *words, "data.template_kwargs.token=no")
+        assert status == 1 and "data.template_kwargs.token: ${oc.env:HF_TOKEN} ->" in err
 
 
 def test_names_and_paths_that_only_look_like_secrets_stay(monkeypatch):

@@ -152,7 +152,7 @@ def tiny(root, *overrides, name):
 
 def test_a_run_is_the_same_on_a_mesh_and_after_a_resume(tmp_path, stand_in):
     one, mesh = (
-        tiny(tmp_path, *more, "checkpoint.every=20", name=name)
+        tiny(tmp_path, *more, "checkpoint.every=20", "grpo.prompts_per_step=2", "train.global_batch=4", name=name)
         for name, more in (("one", ()), ("mesh", ("parallel.tp=2",)))
     )
     run(one)
@@ -164,7 +164,7 @@ def test_a_run_is_the_same_on_a_mesh_and_after_a_resume(tmp_path, stand_in):
     samples = samples_of(one)
     assert all(row["reward"] == row["environment"]["right"] + 0.5 * row["environment"]["brief"] for row in samples)
     assert {"stop", "turns"} <= {row["finish"] for row in samples}
-    measured = sum(row["environment"]["num_turns"] for row in samples[:16]) / 16
+    measured = sum(row["environment"]["num_turns"] for row in samples[:8]) / 8
     assert 1 < rows_of(one)[0]["environment/num_turns"] == measured
 
 

@@ -21,7 +21,7 @@ from dtrain.run.evaluations import Evaluations
 from dtrain.run.preflight import preflight
 from dtrain.run.trainer import train
 from tests.methods.test_dpo_runs import recipe_of as tiny_dpo
-from tests.running import run
+from tests.running import run, run_all
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_prompts
 
 JUDGES = "[{fn: tests.methods.judges.wanted}, {fn: tests.methods.judges.even, weight: 0.5}]"
@@ -95,11 +95,13 @@ MESHES = [
 @pytest.mark.parametrize("family, size, shape", MESHES)
 def test_answers_and_rows_are_the_same_on_every_mesh_and_training_is_untouched(tmp_path, family, size, shape):
     """Against one process, and bit for bit against the same mesh without `eval`."""
+    shape = ("train.global_batch=4", "train.steps=2", *shape)
     alone = [word for word in shape if not word.startswith("parallel.")]
     one = run(tiny_recipe(tmp_path, *asked(tmp_path), *alone, family=family, name="one"))
-    mesh = run(tiny_recipe(tmp_path, *asked(tmp_path), *shape, family=family, name="mesh"), size)
-    plain = run(tiny_recipe(tmp_path, "train.steps=4", *shape, family=family, name="plain"), size)
-    assert lines(mesh, "evals") == lines(one, "evals") and len(lines(one, "evals")) == 3 * 7 + 2 * 15
+    mesh = tiny_recipe(tmp_path, *asked(tmp_path), *shape, family=family, name="mesh")
+    plain = tiny_recipe(tmp_path, *shape, family=family, name="plain")
+    run_all([mesh, plain], size)
+    assert lines(mesh, "evals") == lines(one, "evals") and len(lines(one, "evals")) == 2 * 7 + 15
     assert evaluations(mesh) == evaluations(one)
     assert trained(mesh) == trained(plain)
 
@@ -120,12 +122,19 @@ def test_training_is_the_same_with_and_without(tmp_path, method):
     assert states[0] == states[1] and len(lines(recipe, "evals")) == 51
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An evaluated run in one piece."""
+    root = tmp_path_factory.mktemp("whole")
+    return run(tiny_recipe(root, *asked(root), "checkpoint.every=10", name="whole"))
+
+
 @pytest.mark.parametrize("at", [0, 3, 4])
-def test_a_resume_repeats_no_evaluation_and_loses_none(tmp_path, monkeypatch, at):
+def test_a_resume_repeats_no_evaluation_and_loses_none(whole, monkeypatch, at):
     """Stopped before the first step, within an evaluation, and within that of the last step."""
-    fixed = (*asked(tmp_path), "checkpoint.every=10")
-    whole = run(tiny_recipe(tmp_path, *fixed, name="whole"))
-    recipe, stop, draw = tiny_recipe(tmp_path, *fixed, name="cut"), StopFlag(), Evaluations._of
+    root = Path(whole.run.dir).parent
+    recipe = tiny_recipe(root, *asked(root), "checkpoint.every=10", name=f"cut-at-{at}")
+    stop, draw = StopFlag(), Evaluations._of
 
     def stopped(self, one, step):
         if (one.set.name, step) == ("drawn" if at else "sure", at):

@@ -109,20 +109,20 @@ def torchrun(rank, port, *words, address="127.0.0.1", options=(), nproc=2):
     return [*command, *where, *options, "-m", *words]
 
 
-def srun(node, job, *words, restarts=0):
-    """What srun starts on `node` of two, two tasks each: commands and environments."""
+def srun(node, job, *words, restarts=0, tasks=2):
+    """What srun starts on `node` of two, so many tasks each: commands and environments."""
     shared = {
         "SLURM_JOB_ID": str(job),
         "SLURM_STEP_ID": "0",
-        "SLURM_NTASKS": "4",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_NTASKS": str(2 * tasks),
+        "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x2)",
         "SLURM_JOB_NODELIST": "localhost",
         "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1",  # a login node that nobody reaches
         **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
     }
     shared["SLURM_NODEID"] = str(node)
-    tasks = [{"SLURM_PROCID": str(2 * node + local), "SLURM_LOCALID": str(local)} for local in range(2)]
-    return [[sys.executable, "-m", *words]] * 2, [shared | task for task in tasks]
+    places = [{"SLURM_PROCID": str(tasks * node + local), "SLURM_LOCALID": str(local)} for local in range(tasks)]
+    return [[sys.executable, "-m", *words]] * tasks, [shared | place for place in places]
 
 
 def wait_for(*paths: Path, seconds: float = 300) -> None:
@@ -141,8 +141,8 @@ def rows(root: Path) -> list[int]:
 
 
 def long_recipe(root: Path, *overrides: str) -> Path:
-    """A file with a run that nobody waits for the end of, with a checkpoint at every fourth step."""
-    recipe = tiny_recipe(root, "train.steps=100000", "checkpoint.every=4", "launch.lost_after=20", *overrides)
+    """A file with a run that nobody waits for the end of, with a checkpoint at every second step."""
+    recipe = tiny_recipe(root, "train.steps=100000", "checkpoint.every=2", "launch.lost_after=20", *overrides)
     path = root / "recipe.yaml"
     path.write_text(config.to_yaml(recipe))
     return path
@@ -161,7 +161,7 @@ def test_srun_s_ranks_name_those_of_a_dead_node_and_go_on_when_they_are_queued_a
         start(*commands, environments=given)
         for commands, given in (srun(node, job, "dtrain", "run", str(recipe)) for node in range(2))
     ]
-    wait_for(saved(tmp_path, 4))
+    wait_for(saved(tmp_path, 2))
     both[1].kill()
     assert both[0].end(BOUND) == [1, 1]
     name = socket.gethostname()
@@ -170,14 +170,15 @@ def test_srun_s_ranks_name_those_of_a_dead_node_and_go_on_when_they_are_queued_a
     assert told[0].startswith(f"dtrain: ranks 2, 3 on {name} are lost: ended without a word")
     newest = max(saved(tmp_path, 0).parent.glob("step-*"), key=lambda path: int(path.name[5:]))
     assert f"The last checkpoint is {newest}: the same command goes on there" in told[0]
-    steps = int(newest.name[5:]) + 3
+    steps = int(newest.name[5:]) + 2
     again = [
         start(*commands, environments=given, starts=True)
         for commands, given in (
-            srun(node, job, "dtrain", "run", str(recipe), f"train.steps={steps}", restarts=1) for node in range(2)
+            srun(node, job, "dtrain", "run", str(recipe), f"train.steps={steps}", restarts=1, tasks=1)
+            for node in range(2)
         )
     ]
-    assert [host.end() for host in again] == [[0, 0], [0, 0]], again[0].text()
+    assert [host.end() for host in again] == [[0], [0]], again[0].text()
     assert f"resumed from {newest}" in again[0].text()
     assert rows(tmp_path) == list(range(1, steps + 1))
 
@@ -241,7 +242,7 @@ def test_torchrun_starts_the_survivors_again_and_they_meet_the_node_that_came_ba
 
     def node(rank):
         # Without is_host the first to come would serve the rendezvous: both are on the machine of that name.
-        options = [*meeting, f"is_host={rank == 0}", "--max-restarts", "2"]
+        options = [*meeting, f"is_host={rank == 0},keep_alive_interval=2", "--max-restarts", "2"]
         # An agent that shares its store tells where that is in its first round only (torch 2.13): a node that comes
         # later waits in vain.
         apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

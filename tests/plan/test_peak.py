@@ -34,11 +34,12 @@ SHAPE = {
 
 
 class Living(TorchDispatchMode):
-    """The largest sum of the storages that are alive, all of them looked at after every operation."""
+    """The largest sum of the storages that are alive: all of them are looked at where an operation meets one that is
+    new or has grown."""
 
     def __init__(self, tensors):
         super().__init__()
-        self.peak, self.living = 0, {}
+        self.peak, self.living = 0, {}  # a reference and its size when it was last looked at
         self.meet(tensors)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -49,12 +50,25 @@ class Living(TorchDispatchMode):
         return out
 
     def meet(self, tensors):
+        has_grown = False
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self.living[storage._cdata] = weakref.ref(storage)
-        storages = {key: reference() for key, reference in self.living.items()}
-        self.living = {key: self.living[key] for key, storage in storages.items() if storage is not None}
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in storages.values() if storage is not None))
+            reference, size = self.living.get(storage._cdata, (None, 0))
+            if reference is None or reference() is None or storage.nbytes() > size:
+                self.living[storage._cdata] = weakref.ref(storage), storage.nbytes()
+                has_grown = True
+        if has_grown:
+            self.look()
+
+    def look(self):
+        living, total = {}, 0
+        for key, (reference, _) in self.living.items():
+            if (storage := reference()) is not None:
+                size = storage.nbytes()
+                living[key] = reference, size
+                total += size
+        self.living = living
+        self.peak = max(self.peak, total)
 
 
 def peaks_of_a_step(rank, recipe, world_size):
@@ -101,7 +115,7 @@ def peaks_of_a_step(rank, recipe, world_size):
 FULL = "train.activation_checkpointing=full"
 CASES = {
     "tp2, by tokens": (2, ["parallel.tp=2", "data.packing=false", "train.dynamic_batch=true", FULL]),
-    "dpo": (1, ["method=dpo", "train.micro_batch=1"]),
+    "dpo": (1, ["method=dpo", "train.micro_batch=1", "train.global_batch=4"]),
     "cp2, a length that does not divide": (
         2,
         ["parallel.cp=2", "data.max_length=142", "train.activation_checkpointing=selective"],
@@ -118,11 +132,17 @@ CASES = {
     ),
     "the last layer alone": (
         1,
-        ["train.train_only=[model.layers.2.*]", "train.dtype=bfloat16", "train.micro_batch=2"],
+        ["train.train_only=[model.layers.2.*]", "train.dtype=bfloat16", "train.micro_batch=2", "train.global_batch=4"],
     ),
     "dpo of whole batches": (
         2,
-        ["method=dpo", "train.micro_batch=1", "dpo.loss=bco_pair", "dpo.kwargs={bco_shift: batch}"],
+        [
+            "method=dpo",
+            "train.micro_batch=1",
+            "train.global_batch=4",
+            "dpo.loss=bco_pair",
+            "dpo.kwargs={bco_shift: batch}",
+        ],
     ),
 }
 
@@ -131,7 +151,7 @@ CASES = {
 def test_the_planned_peak_is_that_of_a_real_step(tmp_path, ranks):
     path = write_model(tmp_path / "model", "qwen3", tied=False, **SHAPE)
     settings = [f"model.path={path}", "train.dtype=float32", "data.max_length=256", "launch.device=cpu"]
-    settings += ["train.global_batch=4", "train.micro_batch=1"]
+    settings += ["train.global_batch=2", "train.micro_batch=1"]
     recipes = {name: tiny_recipe(tmp_path, *settings, *more) for name, (size, more) in CASES.items() if size == ranks}
     assert_planned(recipes, ranks)
 

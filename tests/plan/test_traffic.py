@@ -62,25 +62,22 @@ class Sent(TorchDispatchMode):
 
 
 def trained(rank, recipe, world_size):
-    """This rank's bytes of parameters, gradients and optimizer state, and what one step sends: a run of two steps
-    less a run of one."""
-    sent, held = [], {}
-    for steps in (1, 2):
-        changed = load_recipe(recipe, [f"train.steps={steps}", f"run.name=steps{steps}", "scheduler.warmup_steps=0"])
-        counted = Sent()
-        with ExitStack() as stack:
-            trainer = Trainer.open(changed, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack)
-            start = trainer.resume()
-            policy = trainer.policy
+    """This rank's bytes of parameters, gradients and optimizer state, and what is sent from one step of the optimizer
+    to the next."""
+    sent, held, counted = [], {}, Sent()
+    with ExitStack() as stack:
+        trainer = Trainer.open(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack)
+        start = trainer.resume()
+        policy = trainer.policy
 
-            def weigh(optimizer, *_, policy=policy):
-                grads = [local_tensor(p.grad) for p in policy.model.parameters()]
-                held["gradients"] = sum(grad.numel() * grad.element_size() for grad in grads)
+        def weigh(*_):
+            grads = [local_tensor(p.grad) for p in policy.model.parameters()]
+            held["gradients"] = sum(grad.numel() * grad.element_size() for grad in grads)
+            sent.append(counted.found.copy())
 
-            policy.optimizer.register_step_pre_hook(weigh)
-            with counted:
-                trainer.loop(start)
-        sent.append(counted.found)
+        policy.optimizer.register_step_pre_hook(weigh)
+        with counted:
+            trainer.loop(start)
     shards = [local_tensor(parameter.detach()) for parameter in policy.model.parameters()]
     held["parameters"] = sum(shard.numel() * shard.element_size() for shard in shards)
     states = [value for state in policy.optimizer.state.values() for value in state.values()]
@@ -101,10 +98,20 @@ MESHES = {
         "qwen3",
         {"tied": False},
         4,
-        ["parallel.tp=4", "train.activation_checkpointing=full", "train.dtype=float32"],
+        ["parallel.tp=4", "train.activation_checkpointing=full", "train.dtype=float32", "train.global_batch=4"],
     ),
-    "cp2, gather, SGD": ("gemma3", {}, 2, ["parallel.cp=2", "optimizer.name=sgd", "optimizer.kwargs={momentum: 0.9}"]),
-    "cp3, ring, mixed": ("qwen3", {}, 3, ["parallel.cp=3", "parallel.cp_rotate=ring", "train.dtype=bfloat16"]),
+    "cp2, gather, SGD": (
+        "gemma3",
+        {},
+        2,
+        ["parallel.cp=2", "optimizer.name=sgd", "optimizer.kwargs={momentum: 0.9}", "train.global_batch=4"],
+    ),
+    "cp3, ring, mixed": (
+        "qwen3",
+        {},
+        3,
+        ["parallel.cp=3", "parallel.cp_rotate=ring", "train.dtype=bfloat16", "train.global_batch=4"],
+    ),
     "dp2 ep2 tp2, experts": ("qwen3-moe", {"tied": False}, 4, ["parallel.ep=2", "parallel.tp=2"]),
 }
 
@@ -119,7 +126,12 @@ def test_shards_and_traffic_are_those_of_a_real_run(tmp_path, ranks):
         if size == ranks:
             path = write_model(tmp_path / name, family, **changes)
             settings = [f"model.path={path}", f"data.train.path={rows}", "train.global_batch=8", "train.micro_batch=2"]
-            settings += ["launch.device=cpu", f"run.dir={tmp_path / name / 'runs'}"]
+            settings += [
+                "launch.device=cpu",
+                "train.steps=2",
+                "scheduler.warmup_steps=0",
+                f"run.dir={tmp_path / name / 'runs'}",
+            ]
             recipes[name] = tiny_recipe(tmp_path, *settings, *options)
     for name, real in run_cases(trained, ranks, {name: (one, ranks) for name, one in recipes.items()}).items():
         assert_as_planned(name, recipes[name], real)
