@@ -14,7 +14,7 @@ from dtrain.base.orphans import end_with
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.retention import Retention
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from tests.checkpoint.processes import Processes, checkpoints, rows
+from tests.checkpoint.processes import Processes, checkpoints, hold_after, rows
 from tests.running import metrics, run, trajectory, weights
 from tests.tiny import tiny_grpo, tiny_recipe
 
@@ -42,16 +42,22 @@ def uninterrupted(request, tmp_path_factory):
     return run(recipe_of(method, tmp_path_factory.mktemp("whole"), kills, LAST), 2)
 
 
-def kill_and_go_on(tmp_path, uninterrupted, draw, targets):
-    """Start the run once per target and kill that at a random instant, then let it end; compare it with one piece."""
+def kill_and_go_on(tmp_path, monkeypatch, uninterrupted, draw, targets):
+    """Start the run once per target and kill that at a random instant, then let it end; compare it with one piece.
+
+    Before its last step it waits for the kill.
+    """
     recipe = recipe_of("lora" if uninterrupted.lora else uninterrupted.method, tmp_path, len(targets))
     store, steps = checkpoints(recipe), recipe.train.steps
+    go = tmp_path / "go"
+    hold_after(monkeypatch, steps - 1, go)
     for target in targets:
+        go.unlink(missing_ok=True)
         before = max(store.published(), default=0)
         started = Processes(recipe)
         if draw.random() < 0.2:
             time.sleep(draw.uniform(0, 8))  # while it starts
-        elif started.wait_for_rows(before + 1 + draw.randrange(8)):
+        elif started.wait_for_rows(min(before + 1 + draw.randrange(8), steps - 1)):
             time.sleep(draw.uniform(0, 0.3))
         workers = started.workers()
         chosen = {
@@ -60,6 +66,7 @@ def kill_and_go_on(tmp_path, uninterrupted, draw, targets):
             "worker": [draw.choice(workers or [started.launcher.pid])],
         }
         started.kill(chosen[target])
+        go.touch()
         assert started.end() != 0 or rows(started.directory) == steps
         assert max(store.published(), default=0) >= before
         for step in store.published():
@@ -82,15 +89,15 @@ def kill_and_go_on(tmp_path, uninterrupted, draw, targets):
 
 
 @pytest.mark.parametrize("uninterrupted", [("sft", 1), ("lora", 1), ("grpo", 1)], indirect=True)
-def test_killed_runs_go_on(tmp_path, uninterrupted):
+def test_killed_runs_go_on(tmp_path, monkeypatch, uninterrupted):
     target = "all" if uninterrupted.lora else {"sft": "launcher", "grpo": "worker"}[uninterrupted.method]
-    kill_and_go_on(tmp_path, uninterrupted, random.Random(0), [target])
+    kill_and_go_on(tmp_path, monkeypatch, uninterrupted, random.Random(0), [target])
 
 
 @pytest.mark.parametrize("uninterrupted", [("grpo", 2)], indirect=True)
-def test_a_run_killed_twice_goes_on(tmp_path, uninterrupted):
+def test_a_run_killed_twice_goes_on(tmp_path, monkeypatch, uninterrupted):
     """Once while it starts again."""
-    kill_and_go_on(tmp_path, uninterrupted, random.Random(1), ["all", "worker"])
+    kill_and_go_on(tmp_path, monkeypatch, uninterrupted, random.Random(1), ["all", "worker"])
 
 
 # ---- one saver, killed often
