@@ -75,6 +75,7 @@ def can_run(case):
 def recipe_of(root, name, case, axes, *more):
     options = [option for axis, values in axes.items() for option in values[case[axis]]]
     shape = [f"train.steps={STEPS}", f"checkpoint.every={STEPS}", "train.global_batch=12"]
+    shape += ["scheduler.warmup_steps=0", "optimizer.lr=5e-3"]
     return tiny_recipe(root, *shape, *options, *more, family=case["family"], tied=case["head"] == "tied", name=name)
 
 
@@ -83,6 +84,12 @@ CASES = covering(
 )
 
 
+@pytest.mark.trap(
+    "adapters get no gradient under activation checkpointing",
+    "huggingface/peft #1142",
+    "nothing is trained",
+    "the trajectory without checkpointing",
+)
 @pytest.mark.parametrize("cases", [pytest.param(cases, id=name) for name, cases in worlds(CASES, ranks_of)])
 def test_runs_on_meshes_are_those_of_one_process(tmp_path, cases):
     alone = [recipe_of(tmp_path, f"{i} alone", case, MODEL, "train.micro_batch=12") for i, case in enumerate(cases)]

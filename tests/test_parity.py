@@ -15,6 +15,7 @@ def recipe_of(root, name, family, tied, packing, *overrides):
     shape = [
         "train.global_batch=12",
         "checkpoint.every=${train.steps}",
+        "scheduler.warmup_steps=0",
         f"data.packing={str(packing == 'packed').lower()}",
     ]
     return tiny_recipe(root, *shape, *overrides, family=family, tied=tied == "tied", name=name)

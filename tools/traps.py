@@ -38,6 +38,7 @@ TOPICS = {  # the folder or the file of a test -> its heading
     "test_experts": "Many processes",
     "test_parallel": "Many processes",
     "test_trainer": "Training",
+    "test_every_pair": "Training",
     "test_optim": "Training",
     "test_sizing": "Training",
     "optimizers": "Training",

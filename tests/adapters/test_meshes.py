@@ -12,12 +12,6 @@ from tests.test_parity import recipe_of
 from tests.tiny import tiny_grpo, tiny_recipe
 
 
-@pytest.mark.trap(
-    "adapters get no gradient under activation checkpointing",
-    "huggingface/peft #1142",
-    "nothing is trained",
-    "the trajectory without checkpointing",
-)
 @pytest.mark.parametrize(
     ("more", "ranks"),
     [
