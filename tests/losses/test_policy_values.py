@@ -114,6 +114,20 @@ def test_metrics_are_means_over_the_tokens():
         torch.testing.assert_close(metrics[key], value, **EXACT)
 
 
+@pytest.mark.parametrize("size", [1e-6, 1e-5, 1e-3, 1.0])
+def test_small_divergences_are_seen_in_float32(size):
+    """k3 of log-probabilities in float32 that differ by `size`, against k3 of the same numbers in Python's floats."""
+    draw = torch.Generator().manual_seed(0)
+    logps = -3 * torch.rand(4, 50, generator=draw)
+    sampled, old = (logps + size * torch.randn(4, 50, generator=draw) for _ in range(2))
+    mask = torch.ones(4, 50)
+    _, metrics = policy_loss("dapo", logps, old, torch.ones(4), mask, sampling_logps=sampled)
+    for name, first, second in (("approx_kl", old, logps), ("mismatch_kl", sampled, old)):
+        gaps = [b - a for a, b in zip(first.flatten().tolist(), second.flatten().tolist(), strict=True)]
+        expected = sum(math.expm1(gap) - gap for gap in gaps) / len(gaps)
+        assert expected > 0 and metrics[name].item() == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_normalizer_takes_the_counts_place():
     streams = completions()
     for name, own in (("dapo", 15), ("grpo", 4), ("dr_grpo", 4 * 6)):
@@ -127,6 +141,8 @@ def test_dtypes():
         streams = completions(dtype=dtype)
         for name in LOSSES:
             loss, metrics = loss_of(name, streams, **EVERYTHING)
+            divergences = {metrics.pop(key).dtype for key in ("kl", "approx_kl", "mismatch_kl")}
+            assert divergences == {torch.float64}, name
             assert {loss.dtype, *(value.dtype for value in metrics.values())} == {wide}, name
 
 

@@ -230,7 +230,11 @@ def mean_by_sequence(values: Tensor, sequences: Sequences) -> Tensor:
 
 def bounded_exp(values: Tensor) -> Tensor:
     """exp [...] that stays a number: beyond the dtype's range, less a few orders of magnitude, it is constant."""
-    return values.clamp(max=math.log(torch.finfo(values.dtype).max) - 8).exp()
+    return _bounded(values).exp()
+
+
+def _bounded(exponents: Tensor) -> Tensor:
+    return exponents.clamp(max=math.log(torch.finfo(exponents.dtype).max) - 8)
 
 
 def _by_sign(is_positive: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
@@ -290,8 +294,13 @@ def estimate(logps: Tensor, ref_logps: Tensor, estimator: str = "k3") -> Tensor:
 
 
 def k3_of(first: Tensor, second: Tensor) -> Tensor:
-    """k3 of KL(first ‖ second) at tokens [...] that `first` drew, without gradient."""
-    return estimate(first.detach(), second.detach(), "k3")
+    """k3 of KL(first ‖ second) [...], float64, at tokens that `first` drew, without gradient.
+
+    Near 0, exp(−x) − 1 + x is x²/2. In float32 the cancellation leaves nothing of it below x = 1e-4, so it is formed
+    with expm1 in float64.
+    """
+    log_ratio = second.detach().double() - first.detach().double()
+    return _bounded(log_ratio).expm1() - log_ratio
 
 
 def is_known(logps: Tensor | None, mask: Tensor) -> Tensor:

@@ -152,11 +152,11 @@ def policy_terms(
     micro-batch lie; sums over them are its collectives, the same number on every rank. entropy_threshold:
     `top_entropy_threshold` of the global batch.
 
-    Computed in max(float32, the dtype of logps). A token with log −inf, which a filter left out since it was drawn, has
-    ratio 0 and no gradient, counts as a log ratio of 0 in its sequence's, and the metrics leave it out; so it is where
-    old_logps has −inf. Where ref_logps has −inf there is no KL term, and where sampling_logps has −inf or NaN
-    (the sampler does not know) the weight is 1. Any other NaN reaches the loss. The gradient of a mask without a token
-    is zero. Raises ValueError for what `spec` needs and is not given.
+    Computed in max(float32, the dtype of logps), the divergences of the metrics in float64. A token with log −inf,
+    which a filter left out since it was drawn, has ratio 0 and no gradient, counts as a log ratio of 0 in its
+    sequence's, and the metrics leave it out; so it is where old_logps has −inf. Where ref_logps has −inf there is no KL
+    term, and where sampling_logps has −inf or NaN (the sampler does not know) the weight is 1. Any other NaN reaches
+    the loss. The gradient of a mask without a token is zero. Raises ValueError for what `spec` needs and is not given.
     """
     tokens = _tokens(spec, logps, old_logps, advantages, mask.bool(), sequences, ref_logps, sampling_logps, entropies)
     own = {name: spec.options[name] for name in spec.loss.options}
@@ -258,7 +258,7 @@ def _metric_sums(tokens: Tokens, clipped: Sequence[Tensor | None], is_near: Tens
     nowhere = torch.zeros_like(tokens.ratio)
     low, high = (nowhere if part is None else part.to(nowhere) for part in clipped)
     old_logps, logps, weights = tokens.old_logps, tokens.logps, tokens.correction
-    sums = _sums(tokens.possible, "known_tokens", approx_kl=k3_of(old_logps, logps), ratio=tokens.ratio)
+    sums = _sums(tokens.possible, "known_tokens", ratio=tokens.ratio, approx_kl=k3_of(old_logps, logps))
     sums |= _sums(tokens.mask, "tokens", clip_low=low, clip_high=high)
     if tokens.reference is not None:
         sums |= _sums(tokens.has_reference, "kl_tokens", kl=k3_of(logps, tokens.reference))
@@ -266,7 +266,7 @@ def _metric_sums(tokens: Tokens, clipped: Sequence[Tensor | None], is_near: Tens
         sums |= _sums(tokens.possible, "entropy_tokens", entropy=tokens.entropies)
     if tokens.sampler is not None:
         gap, drift = (tokens.sampler - old_logps).abs(), k3_of(tokens.sampler, old_logps)
-        sums |= _sums(tokens.is_sampled, "sampled_tokens", mismatch_kl=drift, mismatch_abs=gap)
+        sums |= _sums(tokens.is_sampled, "sampled_tokens", mismatch_abs=gap, mismatch_kl=drift)
     if weights is not None:
         outside = weights.outside.to(logps.dtype)
         sums |= _sums(tokens.mask, "corrected_tokens", correction=weights.weights, oob_frac=outside)
@@ -347,9 +347,9 @@ def policy_loss(
     max_completion_length, T by default. entropy_threshold, entropy_tokens: of the larger batch, by
     `top_entropy_threshold`, for top_entropy_quantile; entropy_tokens also divides the entropy term.
 
-    metrics: `terms.MEANS` as means over this batch, without gradient. Computed in max(float32, the dtype of
-    logps). No collective. Raises ValueError for an unknown name or option, a value out of its range, and what the loss
-    needs and is not given.
+    metrics: `terms.MEANS` as means over this batch, without gradient. Computed in max(float32, the dtype of logps),
+    divergences among the metrics in float64. No collective. Raises ValueError for an unknown name or option, a value
+    out of its range, and what the loss needs and is not given.
     """
     spec = PolicySpec(name, clip, beta, options)
     for key, value in (("logps", logps), ("mask", mask)):
