@@ -29,12 +29,11 @@ ADAPTERS = {
 MESHES = {
     "one": (1, []),
     "dp2": (2, []),
-    "tp2": (2, ["parallel.tp=2"]),
     "tp4": (4, ["parallel.tp=4", "parallel.sequence_parallel=false"]),  # more ranks than key heads
     "dp2 tp2": (4, ["parallel.tp=2"]),
     "dp3": (3, ["train.global_batch=3", "train.micro_batch=1"]),  # a rank without rows of A
 }
-# Every mesh and every kind of adapter, not each with each.
+# Meshes and kinds of adapters, not each with each.
 CASES = [("one", "dora", "qwen2"), ("tp4", "dora", "qwen2"), ("dp2 tp2", "nf4", "qwen2")]
 CASES += [("dp3", "dora", "llama"), ("dp2 tp2", "saved", "llama")]
 

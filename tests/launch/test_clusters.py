@@ -110,7 +110,7 @@ def torchrun(rank, port, *words, address="127.0.0.1", options=(), nproc=2):
 
 
 def srun(node, job, *words, restarts=0, tasks=2):
-    """What srun starts on `node` of two, so many tasks each: commands and environments."""
+    """Return the commands and environments that srun starts on `node` of two, with so many tasks each."""
     shared = {
         "SLURM_JOB_ID": str(job),
         "SLURM_STEP_ID": "0",
@@ -297,7 +297,7 @@ def parsed(words: list[str]):
     return arguments, load_recipe(arguments.recipe, arguments.overrides)
 
 
-def test_the_files_for_clusters_ship_and_are_no_recipes(tmp_path, capsys):
+def test_the_files_for_clusters_ship_and_are_no_recipes(tmp_path):
     names = [name for name, _ in config.shipped()]
     assert "sft" in names and not {"kubernetes", "slurm"} & set(names)
     for name in ("slurm.sh", "kubernetes.yaml"):

@@ -22,10 +22,7 @@ FEW = {
     "bfloat16 masters": ["train.masters=bfloat16"],
 }
 MESHES = {
-    "dp2": (2, []),
-    "dp3": (3, []),
     "dp_replicate2": (2, ["parallel.dp_replicate=2"]),
-    "tp2": (2, ["parallel.tp=2"]),
     "tp3": (3, ["parallel.tp=3"]),
     "dp3 tp2": (6, ["parallel.tp=2"]),
     "dp2 cp2": (4, ["parallel.cp=2"]),
@@ -72,7 +69,6 @@ def test_every_mesh_has_the_bits_of_one_process_and_goes_on_from_another(tmp_pat
 
 
 STACKS = {  # tensor parallel cuts the rows of each expert's first matrices, and the columns of its last
-    "tp2": (2, ["parallel.tp=2"]),
     "dp3 tp2": (6, ["parallel.tp=2"]),
     "dp2 tp2, experts shared": (4, ["parallel.tp=2", "parallel.ep=2"]),
 }

@@ -22,7 +22,6 @@ A100 = Card(name="NVIDIA A100-SXM4-80GB", capability=(8, 0))
 SLICE = Card(name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", memory=10 * GIB)
 SMALL = Card(memory=2**19)
 OLD = Card(refusal="The NVIDIA driver on your system is too old (found version 11040)")
-TOO_OLD = "CUDA does not start on .*: The NVIDIA driver on your system is too old .*update the"
 HALF, HIDDEN = "train.dtype=bfloat16", {"CUDA_VISIBLE_DEVICES": ""}
 
 CASES = {
