@@ -133,9 +133,9 @@ def test_a_product_and_its_gradients_are_those_of_the_dense_weight(shape, biased
         assert (mine - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
-def quantized_model(directory, dtype=torch.float32):
-    model = models.build(models.read_config(directory), dtype=dtype, device="meta")
-    quantize_linears(model, dtype)
+def quantized_model(directory):
+    model = models.build(models.read_config(directory), dtype=torch.float32, device="meta")
+    quantize_linears(model, torch.float32)
     model.to_empty(device="cpu")
     model.tie_weights()
     read_weights(model, directory)

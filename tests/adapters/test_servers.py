@@ -46,10 +46,10 @@ def recipe_of(root, mesh, adapter, *overrides, family="llama"):
     return tiny_recipe(root, *sizes, family=family, tied=False, name="run")
 
 
-def trained(rank, recipe, world_size, steps=2):
+def trained(rank, recipe, world_size):
     """Two steps, after which neither A nor B is what it began with."""
     policy = policy_of(rank, recipe, world_size)
-    for _ in range(steps):
+    for _ in range(2):
         policy.train(collate(rows(recipe.train.global_batch)), SftMethod(recipe).loss)
     return policy
 

@@ -125,8 +125,8 @@ def srun(node, job, *words, restarts=0, tasks=2):
     return [[sys.executable, "-m", *words]] * tasks, [shared | place for place in places]
 
 
-def wait_for(*paths: Path, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + 300
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, [path for path in paths if not path.exists()]
         time.sleep(0.1)

@@ -27,13 +27,13 @@ from tests.world import run_world
 LARGER = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 80}
 
 
-def teacher_at(root, family="llama", tied=False, seed=7, **changes):
-    """A teacher's directory, with weights: another family and width than the student's."""
+def teacher_at(root, family="llama", **changes):
+    """Return a teacher's directory, with weights: of another width than the student's, and mostly of another family."""
     directory = root / f"teacher-{family}"
     if not (directory / "model.safetensors").exists():
-        source = write_model(root / f"teacher-{family}-config", family, tied=tied, **{**LARGER, **changes})
+        source = write_model(root / f"teacher-{family}-config", family, tied=False, **{**LARGER, **changes})
         model = models.build(read_config(source), torch.float64)
-        models.init_weights(model, seed)
+        models.init_weights(model, 7)
         write_directory(model, directory, source, torch.float64)
     return directory
 

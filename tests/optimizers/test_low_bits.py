@@ -122,17 +122,15 @@ def test_the_formulas_are_torchs(name):
         torch.testing.assert_close(one, torchs[key], rtol=1e-13, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("state", "dtype", "most"), [("bfloat16", torch.bfloat16, 0.03), ("int8", torch.float32, 0.03)]
-)
-def test_rounding_at_random_stays_close_to_float32(state, dtype, most):
+@pytest.mark.parametrize(("state", "dtype"), [("bfloat16", torch.bfloat16), ("int8", torch.float32)])
+def test_rounding_at_random_stays_close_to_float32(state, dtype):
     start, exact = sample(), sample()
     few = {name: nn.Parameter(one.detach().to(dtype)) for name, one in sample().items()}
     move(exact, low_bit(exact, state="float32"), 50)
     move(few, low_bit(few, state=state), 50)
     moved = exact["w"] - start["w"]
     error = few["w"].double() - exact["w"]
-    assert error.norm() < most * moved.norm()
+    assert error.norm() < 0.03 * moved.norm()
     assert abs(error.mean()) < 1e-3 * moved.abs().mean()
 
 

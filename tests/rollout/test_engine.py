@@ -38,10 +38,10 @@ def mixed(max_new=20):
     return [Request(p, kind, 1, i, j) for i, p in enumerate(PROMPTS) for j, kind in enumerate(kinds)]
 
 
-def same(found, expected, tolerance=1e-12):
+def same(found, expected):
     for a, b in zip(found, expected, strict=True):
         assert a.ids == b.ids and a.finish == b.finish
-        assert a.logprobs == pytest.approx(b.logprobs, rel=0, abs=tolerance)
+        assert a.logprobs == pytest.approx(b.logprobs, rel=0, abs=1e-12)
 
 
 @pytest.mark.parametrize("variant", ["llama3.1", "qwen2-window", "qwen3", "gemma3", "qwen3.5", "gemma4"])
