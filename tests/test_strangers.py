@@ -44,7 +44,7 @@ NAMED = [
 
 @pytest.fixture
 def harm(tmp_path, monkeypatch):
-    """What comes into being when the stranger's code is imported; its package is in the working directory."""
+    """The file that an import of the stranger's code makes; its package is in the working directory."""
     package = tmp_path / "evil"
     package.mkdir()
     (package / "__init__.py").write_text(CODE.format(harm=str(tmp_path / "harm")))

@@ -39,7 +39,8 @@ CASES += [("dp3", "dora", "llama"), ("dp2 tp2", "saved", "llama")]
 
 
 def recipe_of(root, mesh, adapter, *overrides, family="llama"):
-    sizes = ["train.global_batch=4", "train.micro_batch=2", *MESHES[mesh][1], ADAPTERS[adapter], *overrides]
+    sizes = ["train.global_batch=4", "train.micro_batch=2", "scheduler.warmup_steps=0"]
+    sizes += [*MESHES[mesh][1], ADAPTERS[adapter], *overrides]
     if "nf4" in adapter:  # which float64 does not go with
         base = save_weights(write_model(root / "base", family, tied=False, **SIZES))
         sizes += ["train.dtype=float32", "model.init=pretrained", f"model.path={base}"]

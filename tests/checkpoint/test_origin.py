@@ -138,7 +138,7 @@ def test_a_table_is_found_by_what_the_reference_is(tmp_path):
 
 
 def lose(recipe, *, rows=None, steps=()):
-    """What a kill leaves: only so many rows, only these saves."""
+    """Leave so many rows and these saves alone of a run, as a kill does."""
     directory = Path(recipe.run.dir) / recipe.run.name
     shutil.rmtree(directory / "export", ignore_errors=True)
     if rows is not None:

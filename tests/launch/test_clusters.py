@@ -76,7 +76,7 @@ class Host:
 
 
 def children(pid: int) -> list[int]:
-    """Of a process, at any depth."""
+    """Return the pids of a process's children, at any depth."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, task.read_text().split()):

@@ -43,7 +43,7 @@ def judged_rows(root, task):
 
 
 def recipe_at(root, task, *overrides, **options):
-    """Of a tiny model from scratch, 3 steps."""
+    """Return the recipe of a reward model over a tiny one from scratch, 3 steps."""
     section = ["method=reward", f"reward.task={task}", f"data.train.path={judged_rows(root, task)}", "train.steps=3"]
     section += ["reward.num_labels=3"] if task == "classes" else []
     section += ["reward.center_rewards_coefficient=0.01"] if task == "pairs" else []

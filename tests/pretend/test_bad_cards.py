@@ -37,7 +37,7 @@ CASES = {
 
 
 def started(rank, path, cards, port, root, environ):
-    """What `dtrain run` under torchrun ends with: its status, what it says, and the bytes that it took of its card."""
+    """Return `dtrain run`'s status under torchrun, and the bytes that it took of its card; its words go to a file."""
     count = str(len(cards))
     if len(cards) > 1:
         of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
@@ -61,7 +61,7 @@ def with_card(cards, rank, size, store):
 
 
 def ends(rank, path, cards, port, root, environ):
-    """Of each rank, with a card of its own."""
+    """Return the result of `started` on each rank, with a card of its own."""
     return run_world(started, len(cards), path, cards, port, root, environ, join=partial(with_card, cards))
 
 
