@@ -179,7 +179,7 @@ def check_faces(rank, tp, case, dtype, seed):
     return failures
 
 
-def run_cases(rank, tp, cases):
+def failures_of_cases(rank, tp, cases):
     failures = []
     for seed, (case, dtype) in enumerate(cases):
         failures += check(rank, tp, case, dtype, seed) + check_faces(rank, tp, case, dtype, seed)
@@ -190,7 +190,7 @@ def run_cases(rank, tp, cases):
 def test_hidden_states_to_logprobs_equal_dense_float64(tp):
     """Every case in float64 and in another dtype, which differs between the sizes."""
     cases = [(case, dtype) for n, case in enumerate(CASES) for dtype in (DTYPES[0], DTYPES[1 + (n + tp) % 3])]
-    failures = run_world(run_cases, tp, tp, cases, timeout=300)
+    failures = run_world(failures_of_cases, tp, tp, cases, timeout=300)
     assert not any(failures), failures
 
 
