@@ -25,25 +25,13 @@ Row = tuple[float, ...]  # of a step: loss, gradient norm, rate, tokens, and of 
 
 # name: (ranks, overrides). Every run accumulates over two micro-batches, the one process that it is held to over none.
 MESHES = {
-    "dp2": (2, []),
-    "dp_replicate2": (2, ["parallel.dp_replicate=2"]),
-    "tp2": (2, ["parallel.tp=2", "parallel.sequence_parallel=false"]),
-    "tp2+sp": (2, ["parallel.tp=2"]),
+    "dp3": (3, []),
     "cp2 gather": (2, ["parallel.cp=2"]),
     "cp2 ring": (2, ["parallel.cp=2", "parallel.cp_rotate=ring"]),
     "dp2 tp2": (4, ["parallel.tp=2", "parallel.sequence_parallel=false"]),
-    "dp2 cp2": (4, ["parallel.cp=2"]),
     "tp2+sp cp2": (4, ["parallel.tp=2", "parallel.cp=2"]),
     "tp2+sp cp2 ring": (4, ["parallel.tp=2", "parallel.cp=2", "parallel.cp_rotate=ring"]),
-    "dp2 tp2+sp cp2": (8, ["parallel.tp=2", "parallel.cp=2"]),
-    # Sizes that divide nothing evenly, more ranks than key heads, three ways to cut the data.
-    "dp3": (3, []),
-    "dp3 tp2": (6, ["parallel.tp=2"]),
-    "tp4+sp": (4, ["parallel.tp=4"]),
-    "tp4": (4, ["parallel.tp=4", "parallel.sequence_parallel=false"]),
-    "cp3": (3, ["parallel.cp=3"]),
     "cp4 ring": (4, ["parallel.cp=4", "parallel.cp_rotate=ring"]),
-    "dp_replicate2 dp2 tp2": (8, ["parallel.dp_replicate=2", "parallel.tp=2"]),
 }
 
 

@@ -177,8 +177,8 @@ def test_grpo_routes_alike_in_rollouts_and_in_training(tmp_path):
 
 
 def gradients_on_rank(rank, recipe, world_size):
-    """Of each step this rank's part of what the optimizer is handed, and its place: [(name, slices, gradient)]. Memory
-    that nobody has written is NaN."""
+    """Return this rank's part of the gradients of each step, with its place: [(name, slices, gradient)]. Memory that
+    nobody has written is NaN."""
     torch.use_deterministic_algorithms(True)
     found = []
     with ExitStack() as stack:

@@ -95,6 +95,6 @@ def test_the_models_of_each_gpu_in_the_readme_are_those_that_were_planned():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("one", [plan_recipes.FITS[1]], ids=" ".join)
-def test_what_fits_a_gpu_is_the_plan_s(one):
-    assert plan_recipes.fits(*one) == fitting()[one]
+def test_what_fits_a_gpu_is_the_plan_s():
+    row = plan_recipes.FITS[1]
+    assert plan_recipes.fits(*row) == fitting()[row]

@@ -44,7 +44,7 @@ NAMED = [
 
 @pytest.fixture
 def harm(tmp_path, monkeypatch):
-    """What comes into being when the stranger's code is imported; its package is in the working directory."""
+    """The file that an import of the stranger's code makes; its package is in the working directory."""
     package = tmp_path / "evil"
     package.mkdir()
     (package / "__init__.py").write_text(CODE.format(harm=str(tmp_path / "harm")))
@@ -152,7 +152,7 @@ def test_a_module_that_is_installed_comes_before_a_file_of_its_name(tmp_path, mo
         find("yours.fn")
 
 
-def test_a_run_directory_of_a_strangers_names_code_in_vain(tmp_path, harm, capfd):
+def test_a_run_directory_of_a_strangers_names_code_in_vain(tmp_path, harm):
     recipe = run(tiny_grpo(tmp_path, "train.steps=1", "scheduler.warmup_steps=0", "checkpoint.every=1"))
     directory = Path(recipe.run.dir) / recipe.run.name
     config_yaml = (directory / "config.yaml").read_text()

@@ -1,4 +1,4 @@
-"""Adapters on a mesh: the trajectory of one process, to 1e-9 in float64. tests/test_every_pair.py has every mesh.
+"""Adapters on a mesh: the trajectory of one process, to 1e-9 in float64. tests/test_every_pair.py has more meshes.
 
 A gradient of a replicated A or B that is not summed over tp moves the loss by about 2e-3, so nothing looser would do.
 """

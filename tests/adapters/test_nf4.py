@@ -133,9 +133,9 @@ def test_a_product_and_its_gradients_are_those_of_the_dense_weight(shape, biased
         assert (mine - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
-def quantized_model(directory, dtype=torch.float32):
-    model = models.build(models.read_config(directory), dtype=dtype, device="meta")
-    quantize_linears(model, dtype)
+def quantized_model(directory):
+    model = models.build(models.read_config(directory), dtype=torch.float32, device="meta")
+    quantize_linears(model, torch.float32)
     model.to_empty(device="cpu")
     model.tie_weights()
     read_weights(model, directory)
@@ -235,14 +235,14 @@ MESHES = {
 
 
 def held_by(rank, recipe, world_size):
-    """Of every quantized layer the rows, columns and bytes of codes and scales on this rank."""
+    """Return {(layer, part): (slices, bytes)} of the codes and scales on this rank."""
     parallel = recipe.parallel
     shards = world_size // parallel.tp // parallel.dp_replicate
     mesh = build_mesh(Runtime(), dp_replicate=parallel.dp_replicate, dp_shard=shards, cp=1, tp=parallel.tp)
     config, precision = models.read_config(recipe.model.directory), choose_precision(recipe.train.dtype, "cpu")
     model = build_model(recipe, config, mesh, precision, torch.device("cpu"))
     return {
-        (name, part): [(local_slices(one), local_tensor(one).numpy().tobytes()) for one in [getattr(layer, part)]][0]
+        (name, part): (local_slices(getattr(layer, part)), local_tensor(getattr(layer, part)).numpy().tobytes())
         for name, layer in linears(model).items()
         for part in ("weight_codes", "weight_scales")
     }

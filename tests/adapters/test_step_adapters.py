@@ -26,12 +26,12 @@ DORA = "lora={rank: 3, dora: true, rslora: true, rank_pattern: {v_proj: 2}, targ
 SAVED = "lora={rank: 2, modules_to_save: [embed_tokens, 0.input_layernorm]}"
 
 
-def trained(root, lora, *overrides, ranks=1, family="qwen2", name="run"):
-    base = root / f"{family}-tied"
+def trained(root, lora, *overrides, ranks=1, name="run"):
+    base = root / "qwen2-tied"
     if not base.exists():
-        save_weights(write_model(base, family))
+        save_weights(write_model(base, "qwen2"))
     options = ["model.init=pretrained", "train.steps=2", "checkpoint.every=1", "train.global_batch=4", *overrides]
-    return run(tiny_recipe(root, lora, "checkpoint.export=final", *options, family=family, name=name), ranks)
+    return run(tiny_recipe(root, lora, "checkpoint.export=final", *options, family="qwen2", name=name), ranks)
 
 
 def equal(one, other):

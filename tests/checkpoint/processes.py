@@ -47,7 +47,7 @@ class Processes:
         )  # fmt: skip
 
     def pids(self):
-        """Of all living processes of this start: they keep its output open, or have its mark."""
+        """Return those of all living processes of this start: they keep its output open, or have its mark."""
         marked = {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if self._is_marked(entry)}
         return sorted(marked | set(pids_with(self._opened.fileno())))
 

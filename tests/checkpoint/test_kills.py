@@ -24,7 +24,7 @@ SHAPE = ("train.dtype=float32", "checkpoint.every=1", "launch.nproc=2")
 
 
 def recipe_of(method, root, kills, *overrides):
-    """Of a run that is long enough for so many kills."""
+    """Return the recipe of a run that is long enough for so many kills."""
     if method in ("sft", "lora"):
         adapter = ["lora={rank: 3, dropout: 0.1}"] * (method == "lora")
         sizes = (f"train.steps={8 + 6 * kills}", "train.global_batch=2", "train.micro_batch=1")
@@ -96,7 +96,7 @@ def test_killed_runs_go_on(tmp_path, monkeypatch, uninterrupted):
 
 @pytest.mark.parametrize("uninterrupted", [("grpo", 2)], indirect=True)
 def test_a_run_killed_twice_goes_on(tmp_path, monkeypatch, uninterrupted):
-    """Once while it starts again."""
+    """It is killed again after it has been started again."""
     kill_and_go_on(tmp_path, monkeypatch, uninterrupted, random.Random(1), ["all", "worker"])
 
 
@@ -105,16 +105,6 @@ def test_a_run_killed_twice_goes_on(tmp_path, monkeypatch, uninterrupted):
 
 def value(step):
     return torch.full((2000,), float(step)), torch.arange(1000.0) + step
-
-
-def save_for_ever(directory):
-    store = CheckpointStore(directory, Ranks(alone=True))
-    step = max(store.published(), default=0)
-    while True:
-        step += 1
-        a, b = value(step)
-        store.save(step, {"a": a, "b": b}, {"step": step}, {"step": step})
-        store.prune(Retention(keep_last=2, keep_every=50))
 
 
 def saved_until(directory, call, parent):

@@ -10,7 +10,7 @@ from tests.tiny import tiny_recipe
 # dp_replicate, dp_shard, cp, tp: of a step each. Every mesh is saved on and resumed on.
 PACKED = [(1, 3, 1, 1), (1, 2, 1, 2), (2, 2, 1, 1), (1, 1, 4, 1)]
 PADDED = [(1, 1, 1, 1), (1, 2, 2, 1), (1, 1, 2, 2), (1, 3, 1, 1)]
-SHAPE = ("train.global_batch=12", "checkpoint.every=1", "train.steps=4")
+SHAPE = ("train.global_batch=12", "checkpoint.every=1", "train.steps=4", "scheduler.warmup_steps=0")
 
 
 def mesh_keys(mesh):

@@ -149,7 +149,7 @@ def test_a_scheduler_in_stages_and_weighted_sources():
     assert load_recipe(yaml.safe_load(config.to_yaml(recipe))) == recipe
 
 
-def test_a_recipe_made_in_python_may_refer_to_others_and_a_loaded_one_means_what_it_says(tmp_path, monkeypatch):
+def test_a_recipe_made_in_python_may_refer_to_others_and_a_loaded_one_means_what_it_says(monkeypatch):
     monkeypatch.setenv("RUNS", "here/${run.name}")
     made = schema.Recipe(run=schema.Run(name="a", dir="x-${run.name}"), model=schema.Model(path="${oc.env:RUNS}"))
     loaded = load_recipe(made)

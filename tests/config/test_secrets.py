@@ -180,7 +180,7 @@ def test_what_reads_as_a_secret_is_hidden_under_any_name():
     assert fallback.grpo.kwargs["api_key"] == PLAIN and PLAIN not in config.to_yaml(fallback)
 
 
-def test_hosts_whose_values_differ_under_one_text_are_told_so(monkeypatch):
+def test_hosts_whose_values_differ_under_one_text_are_told_so():
     recipe = load_recipe({}, ["grpo.system_prompt=${oc.env:HF_TOKEN}", f"optimizer.kwargs.api_key={PLAIN}"])
     assert config.redacted_values(recipe) == {"grpo.system_prompt": TOKEN, "optimizer.kwargs.api_key": PLAIN}
 
@@ -228,7 +228,7 @@ def test_a_run_leaves_no_secret_behind_and_resumes_with_another(tmp_path, nproc)
         assert status == 1 and "data.template_kwargs.token: ${oc.env:HF_TOKEN} ->" in err
 
 
-def test_names_and_paths_that_only_look_like_secrets_stay(monkeypatch):
+def test_names_and_paths_that_only_look_like_secrets_stay():
     rewards = [{"fn": "math_exact", "kwargs": {"target_key": "answer", "ground_truth_key": "gold"}}]
     words = ["model.path=/models/hf_llama3_8b_instruct", "data.train.path=/d/answer.jsonl"]
     recipe = load_recipe({"method": "grpo", "grpo": {"rewards": rewards}}, words)

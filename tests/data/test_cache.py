@@ -180,7 +180,7 @@ def test_two_processes_build_once(tmp_path, coder):
     assert outputs[0][-1] == outputs[1][-1] == f"600 {open_(coder, file, tmp_path / 'cache').fingerprint}"
 
 
-def test_workers_end_with_their_parent(tmp_path, coder):
+def test_workers_end_with_their_parent(coder):
     def parent(pipe):
         with pool.Pool(coder, 2) as workers:
             pipe.send([process.pid for process in workers._processes])

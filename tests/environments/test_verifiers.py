@@ -194,7 +194,7 @@ def test_recipes(tmp_path, monkeypatch, capfd, stand_in):
 
 
 @pytest.mark.skipif(IS_INSTALLED, reason="it is installed")
-def test_a_library_that_is_not_installed_is_named(tmp_path, monkeypatch):
+def test_a_library_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     with pytest.raises(UserError, match=r"there is no package verifiers: pip install 'dtrain\[verifiers\]'"):
         from dtrain.rl.rewards.find import find_verifiers

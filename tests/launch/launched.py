@@ -131,10 +131,6 @@ def told_its_plan(recipe, runtime):
     _mark(recipe, runtime, runtime.planned(200.0).words if runtime.planned else "not asked")
 
 
-def starves(recipe, runtime):
-    torch.empty(2**60)
-
-
 def _fail_once(recipe, runtime):
     tried = Path(recipe.run.dir, f"tried-{runtime.rank}")
     if not tried.exists():

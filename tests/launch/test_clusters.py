@@ -76,7 +76,7 @@ class Host:
 
 
 def children(pid: int) -> list[int]:
-    """Of a process, at any depth."""
+    """Return the pids of a process's children, at any depth."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, task.read_text().split()):
@@ -110,7 +110,7 @@ def torchrun(rank, port, *words, address="127.0.0.1", options=(), nproc=2):
 
 
 def srun(node, job, *words, restarts=0, tasks=2):
-    """What srun starts on `node` of two, so many tasks each: commands and environments."""
+    """Return the commands and environments that srun starts on `node` of two, with so many tasks each."""
     shared = {
         "SLURM_JOB_ID": str(job),
         "SLURM_STEP_ID": "0",
@@ -125,8 +125,8 @@ def srun(node, job, *words, restarts=0, tasks=2):
     return [[sys.executable, "-m", *words]] * tasks, [shared | place for place in places]
 
 
-def wait_for(*paths: Path, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + 300
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, [path for path in paths if not path.exists()]
         time.sleep(0.1)
@@ -297,7 +297,7 @@ def parsed(words: list[str]):
     return arguments, load_recipe(arguments.recipe, arguments.overrides)
 
 
-def test_the_files_for_clusters_ship_and_are_no_recipes(tmp_path, capsys):
+def test_the_files_for_clusters_ship_and_are_no_recipes(tmp_path):
     names = [name for name, _ in config.shipped()]
     assert "sft" in names and not {"kubernetes", "slurm"} & set(names)
     for name in ("slurm.sh", "kubernetes.yaml"):

@@ -28,7 +28,7 @@ MESH = {
         "tp2 cp2": ["parallel.tp=2", "parallel.cp=2", "parallel.cp_rotate=ring"],
     },
     "micro-batches": {
-        "of so many rows": [],
+        "of rows": [],
         "by tokens": ["train.dynamic_batch=true"],
     },
     "checkpointing": {name: [f"train.activation_checkpointing={name}"] for name in ("none", "full")},

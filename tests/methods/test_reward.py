@@ -43,16 +43,16 @@ def judged_rows(root, task):
 
 
 def recipe_at(root, task, *overrides, **options):
-    """Of a tiny model from scratch, 3 steps."""
+    """Return the recipe of a reward model over a tiny one from scratch, 3 steps."""
     section = ["method=reward", f"reward.task={task}", f"data.train.path={judged_rows(root, task)}", "train.steps=3"]
     section += ["reward.num_labels=3"] if task == "classes" else []
     section += ["reward.center_rewards_coefficient=0.01"] if task == "pairs" else []
     return tiny_recipe(root, *section, *overrides, **options)
 
 
-def oracle(family="llama", labels=1, **changes):
-    """transformers' classifier of a tiny model, in float64."""
-    config = {**json.loads((changes.pop("directory") / "config.json").read_text()), "num_labels": labels, **changes}
+def oracle(directory, labels=1, **changes):
+    """Return transformers' classifier of a tiny model, in float64."""
+    config = {**json.loads((directory / "config.json").read_text()), "num_labels": labels, **changes}
     known = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
     torch.manual_seed(3)
     return AUTO.from_config(known, dtype=torch.float64, experts_implementation="eager").eval()
@@ -106,7 +106,7 @@ def test_a_step_is_transformers_and_its_export_too(tmp_path, task, family):
     outputs 2e-6: transformers has norms and rotary tables in float32."""
     cap = {"final_logit_softcapping": 2.0} if family == "gemma3" else {}  # of a vocabulary's head alone
     plain = write_model(tmp_path / "plain", family, **cap)
-    classifier = oracle(labels=3 if task == "classes" else 1, directory=plain, pad_token_id=0)
+    classifier = oracle(plain, labels=3 if task == "classes" else 1, pad_token_id=0)
     classifier.save_pretrained(plain)
     options = [f"model.path={plain}", "model.init=pretrained", "train.steps=1", "train.global_batch=24"]
     options += ["scheduler.warmup_steps=0"]
@@ -171,7 +171,7 @@ def test_an_adapter_beside_the_head(tmp_path, begins):
     """One process and dp2·tp2 to 1e-9; the adapter in PEFT, merged by transformers' names, and read here: equal."""
     plain = save_weights(write_model(tmp_path / "plain", "qwen3"))
     if begins == "a classifier":
-        oracle(directory=plain, pad_token_id=0).save_pretrained(plain)
+        oracle(plain, pad_token_id=0).save_pretrained(plain)
     options = [f"model.path={plain}", "model.init=pretrained", "lora={rank: 4, modules_to_save: [score]}"]
     options += ["train.steps=4", "checkpoint.every=4", "optimizer.lr=5e-2", "train.global_batch=4"]
     one = run(recipe_at(tmp_path, "pairs", *options, "train.micro_batch=4", name="one"))

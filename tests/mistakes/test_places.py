@@ -81,7 +81,7 @@ def test_what_validate_passes_reaches_its_steps(base, words, root, answer):
     assert len(rows) >= 10
 
 
-def test_all_mistakes_are_told_at_once(root, answer):
+def test_all_mistakes_are_told_at_once(answer):
     several = ("grpo.beta=0.1", "launch.device=cuda", "metrics.wandb=mine", "model.path={root}/cut",
                "model.init=pretrained", "data.train.path={root}/chat.jsonl", "train.stpes=1")  # fmt: skip
     chat = next(one.files for one in PLACES if "chat.jsonl" in one.files)
@@ -90,7 +90,7 @@ def test_all_mistakes_are_told_at_once(root, answer):
         assert any(words in line for line in said), (words, said)
 
 
-def test_a_saved_recipe_holds_the_sections_of_all_methods_at_their_defaults(root, answer):
+def test_a_saved_recipe_holds_the_sections_of_all_methods_at_their_defaults(root):
     assert all(one.typed[0].split(".")[0] != one.base for one in METHODS)
     loaded = load_recipe(root / "sft.yaml")
     assert loaded.unread == [] and load_recipe(load_recipe({}, ["grpo.beta=0.1"])).unread == ["grpo.beta"]

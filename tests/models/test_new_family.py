@@ -32,7 +32,7 @@ def root(tmp_path, monkeypatch):
 
 
 def recipe_of(root, name, *overrides):
-    shape = ["train.steps=2", "checkpoint.every=2", "checkpoint.export=final"]
+    shape = ["train.steps=2", "scheduler.warmup_steps=0", "checkpoint.every=2", "checkpoint.export=final"]
     return tiny_recipe(root, *shape, *overrides, family="llama", tied=False, name=name)
 
 

@@ -84,9 +84,9 @@ def test_the_decay_keeps_its_precision(tmp_path):
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-def sft(root, name, *overrides, family="qwen3.5"):
+def sft(root, name, *overrides):
     shape = ["train.global_batch=12", "train.steps=3", "scheduler.warmup_steps=0"]
-    return tiny_recipe(root, *shape, *overrides, family=family, name=name)
+    return tiny_recipe(root, *shape, *overrides, family="qwen3.5", name=name)
 
 
 def dpo(root, name, *overrides):

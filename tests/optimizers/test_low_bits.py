@@ -22,10 +22,7 @@ FEW = {
     "bfloat16 masters": ["train.masters=bfloat16"],
 }
 MESHES = {
-    "dp2": (2, []),
-    "dp3": (3, []),
     "dp_replicate2": (2, ["parallel.dp_replicate=2"]),
-    "tp2": (2, ["parallel.tp=2"]),
     "tp3": (3, ["parallel.tp=3"]),
     "dp3 tp2": (6, ["parallel.tp=2"]),
     "dp2 cp2": (4, ["parallel.cp=2"]),
@@ -72,7 +69,6 @@ def test_every_mesh_has_the_bits_of_one_process_and_goes_on_from_another(tmp_pat
 
 
 STACKS = {  # tensor parallel cuts the rows of each expert's first matrices, and the columns of its last
-    "tp2": (2, ["parallel.tp=2"]),
     "dp3 tp2": (6, ["parallel.tp=2"]),
     "dp2 tp2, experts shared": (4, ["parallel.tp=2", "parallel.ep=2"]),
 }
@@ -126,17 +122,15 @@ def test_the_formulas_are_torchs(name):
         torch.testing.assert_close(one, torchs[key], rtol=1e-13, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("state", "dtype", "most"), [("bfloat16", torch.bfloat16, 0.03), ("int8", torch.float32, 0.03)]
-)
-def test_rounding_at_random_stays_close_to_float32(state, dtype, most):
+@pytest.mark.parametrize(("state", "dtype"), [("bfloat16", torch.bfloat16), ("int8", torch.float32)])
+def test_rounding_at_random_stays_close_to_float32(state, dtype):
     start, exact = sample(), sample()
     few = {name: nn.Parameter(one.detach().to(dtype)) for name, one in sample().items()}
     move(exact, low_bit(exact, state="float32"), 50)
     move(few, low_bit(few, state=state), 50)
     moved = exact["w"] - start["w"]
     error = few["w"].double() - exact["w"]
-    assert error.norm() < most * moved.norm()
+    assert error.norm() < 0.03 * moved.norm()
     assert abs(error.mean()) < 1e-3 * moved.abs().mean()
 
 

@@ -67,7 +67,7 @@ def test_a_model_without_our_kernels_is_an_error_at_the_end_of_the_context():
 
 
 def beside_a_model(rank):
-    """What the check leaves alone, and what it does not hide."""
+    """Check that other models and other errors are left alone."""
     mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), llama()
     ctx, batch = make_cp_batch_and_ctx(mesh, a_batch())
     with pytest.raises(ZeroDivisionError), ctx():

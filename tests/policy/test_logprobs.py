@@ -81,7 +81,7 @@ def score(rank, recipe, world_size, packing, other):
 
 
 def of_rank(values, packing, dp_rank, dp_size):
-    """What a dp rank has of the documents' `values`, in a list, one after the other."""
+    """Return a dp rank's part of the documents' `values`, in a list, one after the other."""
     rows = [sum(values[:3], []), sum(values[3:], [])] if packing else values
     return sum(rows[dp_rank::dp_size], [])
 

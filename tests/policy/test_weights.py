@@ -140,7 +140,8 @@ def moved(rank, recipe, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_was_offloaded_comes_back(tmp_path, world_size):
-    stayed, came_back = run_world(moved, world_size, tiny_recipe(tmp_path), world_size)[0]
+    recipe = tiny_recipe(tmp_path, "scheduler.warmup_steps=0")
+    stayed, came_back = run_world(moved, world_size, recipe, world_size)[0]
     assert stayed == came_back
 
 
@@ -162,6 +163,7 @@ def saved_and_loaded(rank, recipe, world_size, at):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_was_saved_is_loaded_and_goes_on(tmp_path, world_size):
-    for losses in run_world(saved_and_loaded, world_size, tiny_recipe(tmp_path), world_size, tmp_path):
+    recipe = tiny_recipe(tmp_path, "scheduler.warmup_steps=0")
+    for losses in run_world(saved_and_loaded, world_size, recipe, world_size, tmp_path):
         assert losses[:2] == losses[2:]
     assert (tmp_path / "tokenizer" / "tokenizer.json").is_file()

@@ -119,7 +119,7 @@ def saved(rank, recipe, at):
 
 
 def test_a_worker_goes_on_from_what_was_saved(tmp_path):
-    run_world(saved, 1, tiny_recipe(tmp_path), tmp_path)
+    run_world(saved, 1, tiny_recipe(tmp_path, "scheduler.warmup_steps=0"), tmp_path)
 
 
 def within_a_context(rank, recipe):

@@ -22,7 +22,6 @@ A100 = Card(name="NVIDIA A100-SXM4-80GB", capability=(8, 0))
 SLICE = Card(name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", memory=10 * GIB)
 SMALL = Card(memory=2**19)
 OLD = Card(refusal="The NVIDIA driver on your system is too old (found version 11040)")
-TOO_OLD = "CUDA does not start on .*: The NVIDIA driver on your system is too old .*update the"
 HALF, HIDDEN = "train.dtype=bfloat16", {"CUDA_VISIBLE_DEVICES": ""}
 
 CASES = {
@@ -38,7 +37,7 @@ CASES = {
 
 
 def started(rank, path, cards, port, root, environ):
-    """What `dtrain run` under torchrun ends with: its status, what it says, and the bytes that it took of its card."""
+    """Return `dtrain run`'s status under torchrun, and the bytes that it took of its card; its words go to a file."""
     count = str(len(cards))
     if len(cards) > 1:
         of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
@@ -62,7 +61,7 @@ def with_card(cards, rank, size, store):
 
 
 def ends(rank, path, cards, port, root, environ):
-    """Of each rank, with a card of its own."""
+    """Return the result of `started` on each rank, with a card of its own."""
     return run_world(started, len(cards), path, cards, port, root, environ, join=partial(with_card, cards))
 
 

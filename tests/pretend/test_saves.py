@@ -97,5 +97,5 @@ def moved(rank, recipe, size):
 
 
 def test_what_was_moved_to_the_host_comes_back(tmp_path):
-    stayed, came_back = run_pretend(moved, 2, tiny_recipe(tmp_path), 2)[0]
+    stayed, came_back = run_pretend(moved, 2, tiny_recipe(tmp_path, "scheduler.warmup_steps=0"), 2)[0]
     assert stayed == came_back

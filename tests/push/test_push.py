@@ -182,7 +182,7 @@ def test_refusals(hub, trained, monkeypatch, capsys, name, token, may_write, sai
     assert said in capsys.readouterr().err and hub.models == {}
 
 
-def test_no_network_is_said(tmp_path, hub, trained, logged_in, monkeypatch, capsys):  # noqa: F811
+def test_no_network_is_said(hub, trained, logged_in, monkeypatch, capsys):  # noqa: F811
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert main(["push", str(trained), NAME]) == 1
     assert f"{NAME} could not be pushed: " in capsys.readouterr().err

@@ -26,7 +26,7 @@ def recipe_of(root, *overrides, name="run"):
 
 
 def source_of(directory):
-    """What `load` read, as the name of a directory, and the weights."""
+    """Return the name of the directory that `load` read, and a weight."""
     model, tokenizer = load(Path(directory), torch.float32, torch.device("cpu"))
     return tokenizer.directory.name, model.state_dict()["model.norm.weight"]
 
