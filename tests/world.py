@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
@@ -53,14 +54,16 @@ def _child_main(parent, function, args):
 def join_gloo(rank: int, world_size: int, store_path: str) -> None:
     store = dist.FileStore(store_path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    dist.barrier()  # a rank that ended while others still connect to it would fail them
 
 
-def _rank_main(fn, rank, world_size, store_path, args, pipe, join):
+def _rank_main(fn, rank, world_size, store_path, args, pipe, join, end):
+    end_of_all, parents_end = end
+    os.close(parents_end)
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     try:
         join(rank, world_size, store_path)
         pipe.send((True, fn(rank, *args)))
+        os.read(end_of_all, 1)  # a rank that ended while others still connect to it would fail them
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
@@ -85,12 +88,15 @@ def run_world(
     stacks then stand on stderr.
     """
     gc.collect()  # as `fork` does, once for all ranks: it takes longer than a fork
-    with tempfile.TemporaryDirectory() as directory:
+    end_of_all, parents_end = os.pipe()  # its closing tells the ranks that all have given their results
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        stack.callback(os.close, end_of_all)
+        ends = stack.enter_context(open(parents_end, "wb"))
         store_path = os.path.join(directory, "store")
         pipes, processes = {}, []
         for rank in range(world_size):
             receiver, sender = multiprocessing.Pipe(duplex=False)
-            process = _fork(_rank_main, fn, rank, world_size, store_path, args, sender, join)
+            process = _fork(_rank_main, fn, rank, world_size, store_path, args, sender, join, (end_of_all, parents_end))
             sender.close()
             pipes[receiver] = rank
             processes.append(process)
@@ -114,6 +120,7 @@ def run_world(
                     failure = f"rank {rank} of {world_size} failed:\n{value}"
                     break
                 results[rank] = value
+        ends.close()
         for process in processes:
             if failure is not None:
                 process.kill()
