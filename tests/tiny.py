@@ -260,6 +260,15 @@ def tiny_recipe(root: Path, *overrides: str, family: str = "qwen3", tied: bool =
     return load_recipe(recipe, overrides)
 
 
+def tiny_dpo(root: Path, *overrides: str, family: str = "qwen3", name: str = "run") -> Recipe:
+    """A DPO recipe over a tiny model from scratch and 40 tokenized pairs, float64: two steps of 4 pairs."""
+    pairs = root / "pairs.jsonl"
+    if not pairs.exists():
+        write_pairs(pairs)
+    shape = ("method=dpo", f"data.train.path={pairs}", "train.global_batch=4", "train.steps=2")
+    return tiny_recipe(root, *shape, "scheduler.warmup_steps=0", *overrides, family=family, name=name)
+
+
 def write_prompts(path: Path, count: int = 24, longest: int = 6, seed: int = 0) -> Path:
     """Tokenized prompts of random lengths, each with a column `wanted`: a token id."""
     draw = random.Random(seed)

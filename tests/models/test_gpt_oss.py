@@ -15,26 +15,12 @@ from dtrain.optim.muon import is_matrix
 from dtrain.optim.update import parameter_groups
 from tests.models.oracle import VARIANTS, make, save
 from tests.running import assert_each, interrupt, run, run_all, trajectory, weights
-from tests.tiny import tiny_grpo, tiny_recipe, write_pairs
+from tests.tiny import tiny_dpo, tiny_grpo, tiny_recipe
 
 
 def sft(root, name, *overrides):
     shape = ["train.global_batch=12", "train.steps=3", "scheduler.warmup_steps=0", "moe.balance=0.5"]
     return tiny_recipe(root, *shape, *overrides, family="gpt-oss", name=name, tied=False)
-
-
-def dpo(root, name, *overrides):
-    pairs = root / "pairs.jsonl"
-    if not pairs.exists():
-        write_pairs(pairs)
-    shape = [
-        "method=dpo",
-        "train.global_batch=4",
-        "train.steps=2",
-        "scheduler.warmup_steps=0",
-        f"data.train.path={pairs}",
-    ]
-    return tiny_recipe(root, *shape, *overrides, family="gpt-oss", name=name)
 
 
 def assert_same(ours, expected):
@@ -69,8 +55,8 @@ def assert_one_way(recipe, reference):
 
 
 def test_preferences_on_a_mesh(tmp_path):
-    one = run(dpo(tmp_path, "one", "train.micro_batch=4"))
-    assert_same(run(dpo(tmp_path, "many", "train.micro_batch=1", "parallel.ep=2"), 2), one)
+    one = run(tiny_dpo(tmp_path, "train.micro_batch=4", family="gpt-oss", name="one"))
+    assert_same(run(tiny_dpo(tmp_path, "train.micro_batch=1", "parallel.ep=2", family="gpt-oss", name="many"), 2), one)
 
 
 def test_rollouts_draw_the_same_tokens_on_every_mesh(tmp_path):

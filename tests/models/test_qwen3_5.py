@@ -10,7 +10,7 @@ from dtrain.base.errors import Stopped
 from dtrain.checkpoint.huggingface.write import write_directory
 from tests.models import oracle
 from tests.running import interrupt, metrics, run, trajectory, weights
-from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs
+from tests.tiny import save_weights, tiny_dpo, tiny_grpo, tiny_recipe, write_model
 
 IDS = torch.arange(80).view(2, 40)
 
@@ -89,20 +89,6 @@ def sft(root, name, *overrides):
     return tiny_recipe(root, *shape, *overrides, family="qwen3.5", name=name)
 
 
-def dpo(root, name, *overrides):
-    pairs = root / "pairs.jsonl"
-    if not pairs.exists():
-        write_pairs(pairs)
-    shape = [
-        "method=dpo",
-        "train.global_batch=4",
-        "train.steps=2",
-        "scheduler.warmup_steps=0",
-        f"data.train.path={pairs}",
-    ]
-    return tiny_recipe(root, *shape, *overrides, family="qwen3.5", name=name)
-
-
 def test_an_adapter_of_linear_attention_changes_no_number_on_a_mesh(tmp_path):
     """tests/test_every_pair.py has the ways of training that every family has."""
     option = "lora={rank: 3, target: [in_proj_qkv, out_proj]}"
@@ -122,8 +108,8 @@ def assert_same_run(recipe, reference):
 
 
 def test_preferences_on_a_mesh(tmp_path):
-    one = run(dpo(tmp_path, "one", "train.micro_batch=4"))
-    many = run(dpo(tmp_path, "many", "train.micro_batch=2", "parallel.cp=2"), 2)
+    one = run(tiny_dpo(tmp_path, "train.micro_batch=4", family="qwen3.5", name="one"))
+    many = run(tiny_dpo(tmp_path, "train.micro_batch=2", "parallel.cp=2", family="qwen3.5", name="many"), 2)
     for mine, right in zip(trajectory(many), trajectory(one), strict=True):
         assert mine[:2] == pytest.approx(right[:2], rel=1e-9)
 
