@@ -5,6 +5,7 @@
     .venv/bin/python tools/bench_sft.py my.yaml launch.nproc=8 train.micro_batch=2
     .venv/bin/python tools/bench_sft.py --peer trl
     .venv/bin/python tools/bench_sft.py --peer trl --method dpo
+    .venv/bin/python tools/bench_sft.py --peer trl --model build/SmolLM2-135M-Instruct --rows build/real/train.jsonl
 
 With a recipe: runs it in a scratch directory without checkpoints, validation and export; the first --warmup steps do
 not count.
@@ -12,8 +13,9 @@ not count.
 With --peer: both sides train the same weights on the same rows in the same order (a Llama of 9 million parameters,
 vocabulary 8192, 4 rows of 512 tokens a step, float32, fused AdamW, no gradient checkpointing), one thread each, taking
 turns --rounds times, each in a process of its own; the losses must agree. For dpo the rows are two pairs, a prompt of
-128 tokens and completions of 384, against the model that they start from, which both sides score as they go. The peer
-lives in an environment that is made once under --env. A ratio above 1 means that dtrain is faster; memory is the
+128 tokens and completions of 384, against the model that they start from, which both sides score as they go. With
+--model and --rows (chat messages) both train the same adapter of that model, which PEFT has drawn, 16 rows a step. The
+peer lives in an environment that is made once under --env. A ratio above 1 means that dtrain is faster; memory is the
 process's peak resident set.
 """
 
@@ -30,8 +32,9 @@ import venv
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent
-PEERS = {"trl": ("bench_trl.py", ["trl==1.16.*"])}
+PEERS = {"trl": ("bench_trl.py", ["trl==1.16.*", "peft==0.21.*"])}
 ROWS, LENGTH, VOCAB = 4, 512, 8192
+CHAT_ROWS, CHAT_LENGTH = 16, 256  # of --rows
 PROMPT = 128  # tokens of a pair's prompt
 LLAMA_9M = {
     "architectures": ["LlamaForCausalLM"],
@@ -138,23 +141,45 @@ def write_case(directory: Path, rows: int, method: str) -> None:
             words_file.write(json.dumps({**text, "prompt": text["prompt"] + " "}) + "\n")
 
 
-def compare(peer: str, method: str, environment: Path, steps: int, warmup: int, rounds: int) -> dict:
-    """Both sides in turn, `rounds` times."""
+def write_chat(directory: Path, model: Path, rows: Path, count: int) -> None:
+    """Write the first `count` conversations of `rows` to rows.jsonl as tokens and labels, by the model's template."""
+    from dtrain.data.formats.encoder import Encoder
+    from dtrain.data.formats.formats import normalise
+    from dtrain.data.text.template import choose_template
+    from dtrain.data.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_directory(model)
+    encoder = Encoder(tokenizer, choose_template(model, tokenizer.special_tokens), max_length=CHAT_LENGTH)
+    with (directory / "rows.jsonl").open("w") as file:
+        for line in rows.read_text(encoding="utf-8").splitlines()[:count]:
+            ids, trained = encoder.encode(normalise({"messages": json.loads(line)["messages"]}, "messages"))
+            labels = [token if is_trained else -100 for token, is_trained in zip(ids, trained, strict=True)]
+            file.write(json.dumps({"input_ids": ids[:CHAT_LENGTH], "labels": labels[:CHAT_LENGTH]}) + "\n")
+
+
+def compare(options: argparse.Namespace) -> dict:
+    """Both sides in turn, `options.rounds` times."""
+    peer, method, steps, warmup = options.peer, options.method, options.steps, options.warmup
     script, packages = PEERS[peer]
     torch_version = subprocess.check_output(
         [sys.executable, "-c", "import torch; print(torch.__version__.split('+')[0])"], text=True
     ).strip()
-    python = make_environment(environment, [f"torch=={torch_version}", *packages])
+    python = make_environment(options.env, [f"torch=={torch_version}", *packages])
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     sides: dict[str, list[dict]] = {"dtrain": [], peer: []}
     with tempfile.TemporaryDirectory() as scratch:
         case = Path(scratch)
-        write_case(case, ROWS * (steps + warmup), method)
-        batch = ROWS if method == "sft" else ROWS // 2
+        model, batch, length = options.model or case, ROWS if method == "sft" else ROWS // 2, LENGTH
+        adapter: list[str] = []
+        if options.model is None:
+            write_case(case, ROWS * (steps + warmup), method)
+        else:
+            batch, length, adapter = CHAT_ROWS, CHAT_LENGTH, [str(case / "adapter")]
+            write_chat(case, model, options.rows, batch * (steps + warmup))
         recipe = [
-            f"model.path={case}",
+            f"model.path={model}",
             f"data.train.path={case / 'rows.jsonl'}",
-            f"data.max_length={LENGTH}",
+            f"data.max_length={length}",
             "data.packing=false",
             "data.shuffle=false",
             f"train.global_batch={batch}",
@@ -166,12 +191,18 @@ def compare(peer: str, method: str, environment: Path, steps: int, warmup: int, 
             "scheduler.warmup_steps=0",
             "launch.device=cpu",
             "launch.nproc=1",
+            *(f"lora.path={directory}" for directory in adapter),
         ]
-        for number in range(rounds):
+        rows_file = case / ("rows.jsonl" if method == "sft" else "text.jsonl")
+        sizes = [method, model, rows_file, batch, length, steps, warmup, *adapter]
+        command = [str(word) for word in (python, TOOLS / script, *sizes)]
+        if adapter:
+            _run_peer(command, environ)  # writes the adapter
+        for number in range(options.rounds):
             sides["dtrain"].append(run_dtrain(method, recipe, steps, warmup, environ))
-            sides[peer].append(_run_peer(python, script, method, case, steps, warmup, environ))
+            sides[peer].append(json.loads(_run_peer(command, environ).splitlines()[-1]))
             speeds = {name: results[-1]["tokens_per_sec"] for name, results in sides.items()}
-            print(f"round {number + 1} of {rounds}: tokens/s {speeds}", file=sys.stderr)
+            print(f"round {number + 1} of {options.rounds}: tokens/s {speeds}", file=sys.stderr)
     ours, theirs = sides["dtrain"], sides[peer]
     pairs = zip(ours[0]["losses"], theirs[0]["losses"], strict=True)
     gap = max(abs(a - b) / abs(b) for a, b in pairs)
@@ -185,18 +216,16 @@ def compare(peer: str, method: str, environment: Path, steps: int, warmup: int, 
             max(run["peak_memory_gib"] for run in ours) / max(run["peak_memory_gib"] for run in theirs), 3
         ),
         "largest_relative_loss_difference": gap,
+        "last_loss": ours[0]["losses"][-1],
         **{name: [_without_losses(run) for run in results] for name, results in sides.items()},
     }
 
 
-def _run_peer(
-    python: Path, script: str, method: str, case: Path, steps: int, warmup: int, environ: dict[str, str]
-) -> dict:
-    command = [str(python), str(TOOLS / script), method, str(case), str(ROWS), str(LENGTH), str(steps), str(warmup)]
+def _run_peer(command: list[str], environ: dict[str, str]) -> str:
     finished = subprocess.run(command, env=environ, capture_output=True, text=True)
     if finished.returncode:
         raise SystemExit(f"{' '.join(command)}\nfailed:\n{finished.stdout}{finished.stderr}")
-    return json.loads(finished.stdout.splitlines()[-1])
+    return finished.stdout
 
 
 def _without_losses(run: dict) -> dict:
@@ -211,6 +240,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default 5)")
     parser.add_argument("--peer", choices=PEERS, help="compare with this library instead")
     parser.add_argument("--method", choices=("sft", "dpo"), default="sft", help="what is compared (default sft)")
+    parser.add_argument("--model", type=Path, help="a real model's directory, in a comparison")
+    parser.add_argument("--rows", type=Path, help="its rows: chat messages")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side in a comparison (default 3)")
     parser.add_argument(
         "--env",
@@ -220,7 +251,9 @@ def main() -> None:
     )
     args = parser.parse_intermixed_args()
     if args.peer:
-        result = compare(args.peer, args.method, args.env, args.steps, args.warmup, args.rounds)
+        if (args.model is None) != (args.rows is None) or (args.model is not None and args.method != "sft"):
+            parser.error("--model and --rows go together, and with --method sft")
+        result = compare(args)
     elif args.recipe:
         run = run_dtrain(args.recipe, args.overrides, args.steps, args.warmup, dict(os.environ))
         result = {"recipe": args.recipe, **_without_losses(run)}

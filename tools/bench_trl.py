@@ -1,8 +1,10 @@
 """The peer's side of `bench_sft.py --peer trl`: TRL's SFTTrainer or DPOTrainer, run in an environment of its own.
 
-    python bench_trl.py METHOD CASE ROWS LENGTH STEPS WARMUP
+    python bench_trl.py METHOD MODEL ROWS BATCH LENGTH STEPS WARMUP [ADAPTER]
 
 prints one line of JSON. A step is timed from the end of the one before to its own end; nothing is logged in between.
+ADAPTER is a directory in PEFT's layout to train; where it is not there, an adapter of rank 16 on every linear layer is
+written to it, and nothing is trained.
 """
 
 import json
@@ -11,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 from datasets import load_dataset
@@ -43,16 +46,32 @@ class RecordedDpo(Recorded, DPOTrainer):
     pass
 
 
+def write_adapter(model, directory: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")).save_pretrained(directory)
+
+
 def main() -> None:
-    method, case, rows, length, steps, warmup = *sys.argv[1:3], *map(int, sys.argv[3:])
+    method, directory, rows_file = sys.argv[1:4]
+    rows, length, steps, warmup = map(int, sys.argv[4:8])
+    adapter = Path(sys.argv[8]) if len(sys.argv) > 8 else None
     is_sft = method == "sft"
     torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    if adapter is not None and not adapter.exists():
+        return write_adapter(model, adapter)
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     clock = Clock()
     with tempfile.TemporaryDirectory() as out:
         config = (SFTConfig if is_sft else DPOConfig)(
             output_dir=out,
             max_steps=warmup + steps,
-            per_device_train_batch_size=rows if is_sft else rows // 2,
+            per_device_train_batch_size=rows,
             gradient_accumulation_steps=1,
             gradient_checkpointing=False,
             max_length=length,
@@ -75,21 +94,24 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
         )
-        rows_file = f"{case}/{'rows' if is_sft else 'text'}.jsonl"
+        dataset = load_dataset("json", data_files=rows_file, split="train", cache_dir=out)
         trainer = (RecordedSft if is_sft else RecordedDpo)(
-            model=AutoModelForCausalLM.from_pretrained(case, dtype=torch.float32),
+            model=model,
             args=config,
-            train_dataset=load_dataset("json", data_files=rows_file, split="train", cache_dir=out),
-            processing_class=AutoTokenizer.from_pretrained(case),
+            train_dataset=dataset,
+            processing_class=AutoTokenizer.from_pretrained(directory),
             callbacks=[clock],
         )
         trainer.losses = []
         trainer.train()
     times = [end - start for start, end in zip(clock.ends[warmup - 1 : -1], clock.ends[warmup:], strict=True)]
+    tokens = 2 * rows * length * len(times)  # of pairs
+    if is_sft:
+        tokens = sum(map(len, dataset[rows * warmup : rows * (warmup + steps)]["input_ids"]))
     result = {
         "processes": 1,
         "steps": len(times),
-        "tokens_per_sec": round(rows * length * len(times) / sum(times), 1),
+        "tokens_per_sec": round(tokens / sum(times), 1),
         "step_time": round(statistics.median(times), 5),
         "peak_memory_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 4),
         "losses": [loss.item() for loss in trainer.losses[warmup:]],

@@ -16,6 +16,7 @@ from dtrain.checkpoint.dcp.store import CheckpointStore, locate, step_of
 from dtrain.checkpoint.dcp.training_state import SCORE, model_tensors, training_tensors
 from dtrain.checkpoint.huggingface.base_weights import RunFacts, step_around, trained_beside
 from dtrain.checkpoint.huggingface.model_files import held_by
+from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, base_of, is_adapter_directory, read_adapter_config
 from dtrain.checkpoint.peft.files import ADAPTER
@@ -26,7 +27,6 @@ from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.models.common.adapter_config import linears
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.nf4 import quantize_linears
 from dtrain.policy.precision import DTYPES, choose_precision
 
 
@@ -162,8 +162,9 @@ def _model_of(store: CheckpointStore, step: int, source: Path, dtype: torch.dtyp
     folder, facts = store.path(step) / ADAPTER, RunFacts.of(store.directory.parent)
     adapter = read_adapter_config(folder) if is_adapter_directory(folder) else None
     model = models.build(models.read_config(source), dtype, "meta", adapter=adapter)
-    if facts.nf4 and adapter is not None:
-        quantize_linears(model, dtype, adapter.saved(linears(model.config)))
+    if adapter is not None and facts.path is not None:
+        whole = adapter.saved(linears(model.config))
+        hold_in_4_bits(model, facts.path, dtype, nf4=facts.nf4, except_for=whole)
     model.to_empty(device="cpu")
     model.tie_weights()
     tensors = training_tensors(model)

@@ -50,6 +50,11 @@ FIELDS = (
     *("kl", "entropy", "mismatch_kl", "approx_kl", "ratio"),
     *("clip_frac", "clip_low", "clip_high", "correction", "oob_frac", "off_policy_frac"),
 )
+MOST_DRIFT = 0.01  # nats a token: probabilities that differ by about 14 % of themselves
+DRIFTED = (
+    "warning: mismatch_kl at step {} is {:.2g}, more than 0.01: the sampler's probabilities are far from the "
+    "trainer's. dtrain/rl/README.md (the native engine) says what to look at. This is said once"
+)
 
 
 @dataclass
@@ -101,6 +106,7 @@ class GrpoMethod(MethodWithReference):
     more_steps = "a smaller grpo.prompts_per_step"
     adapter_rates = (5e-6, "1e-5")  # full tuning takes 1e-6
     _began = 0.0
+    _is_warned = False  # that sampler and trainer have drifted apart
 
     def problems(self) -> list[str]:
         section = self.section
@@ -391,6 +397,9 @@ class GrpoMethod(MethodWithReference):
         averages = means(sums)
         averages["clip_frac"] = averages["clip_low"] + averages["clip_high"]
         named = {name: averages[name] for name in FIELDS if name in averages}
+        if named.get("mismatch_kl", 0.0) > MOST_DRIFT and not self._is_warned:
+            self._is_warned = True
+            self._run.metrics.say(DRIFTED.format(self.source.position.step, named["mismatch_kl"]))
         return self.source.fields | named | {"train_time": time.perf_counter() - self._began}
 
     def validate(self, policy: Policy, rows: Rows) -> dict[str, float]:

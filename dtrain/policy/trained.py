@@ -9,11 +9,11 @@ from torch import nn
 
 from dtrain.base.errors import UserError
 from dtrain.base.name_patterns import matched, unmatched
+from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
 from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.adapters import add_adapters
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.nf4 import quantize_linears
 from dtrain.parallel.tensor import exact_modules
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe.schema import Train
@@ -33,8 +33,9 @@ def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) ->
     model.adapters = add_adapters(model, config, recipe.run.seed)
     modules = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
     whole = {module for module in modules if config.saved([model.config.whole(module)])}
-    if recipe.lora.quantize == "nf4":
-        quantize_linears(model, dtype, {model.config.whole(module) for module in whole})
+    trained = {model.config.whole(module) for module in whole}
+    is_nf4 = recipe.lora.quantize == "nf4"
+    hold_in_4_bits(model, recipe.model.directory, dtype, nf4=is_nf4, except_for=trained)
     frozen = {
         parameter
         for parameter, known in _names(model).items()

@@ -7,9 +7,11 @@ import torch
 
 from dtrain import models
 from dtrain.base.errors import UserError
+from dtrain.models.common import adapter_config
 from dtrain.models.common.decoder import flops_per_token
 from dtrain.models.common.nf4 import quantize_linears
-from dtrain.models.common.quantization_config import quantize_problems
+from dtrain.models.common.quantization_config import block_problems
+from dtrain.run.preflight import preflight
 from tests.adapters.test_nf4 import (
     FIXTURE,
     SIZES,
@@ -19,7 +21,8 @@ from tests.adapters.test_nf4 import (
     quantized_model,
     stored_as_bitsandbytes,
 )
-from tests.tiny import write_model
+from tests.running import run
+from tests.tiny import tiny_recipe, write_model
 
 
 def change(name, value):
@@ -67,13 +70,40 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, broken, message):
         quantized_model(directory)
 
 
-def test_without_nf4_the_checkpoint_is_refused_with_the_key(tmp_path):
+def test_codes_whose_config_does_not_tell_of_them_are_refused(tmp_path):
     directory, _ = stored_as_bitsandbytes(base(tmp_path), tmp_path / "bnb", False)
-    with pytest.raises(UserError, match=r"down_proj.weight is U8, in 4 bits; lora.quantize=nf4 reads such"):
+    values = json.loads((directory / "config.json").read_text())
+    del values["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"down_proj.weight is U8, codes of 4 bits; they are read where config.json"):
         models.from_pretrained(directory)
-    (problem,) = quantize_problems(models.read_config(directory), "none", 1)
-    assert "set lora.quantize=nf4" in problem
-    assert quantize_problems(models.read_config(directory), "nf4", 2) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["lora=null"], "its weights are in 4 bits, which take an adapter and are not trained: set lora={}"),
+        (["model.init=scratch"], "is of a model in 4 bits: set model.init=pretrained"),
+    ],
+)
+def test_what_codes_cannot_do_is_refused(tmp_path, overrides, words):
+    directory, _ = stored_as_bitsandbytes(base(tmp_path), tmp_path / "bnb", False)
+    options = [f"model.path={directory}", "model.init=pretrained", "lora.rank=4", *overrides]
+    assert words in "\n".join(preflight(tiny_recipe(tmp_path, *options), 1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides", "words"),
+    [
+        ({}, ["lora.modules_to_save=[down_proj]"], "for layers that are not trained whole"),
+        ({"intermediate_size": 96}, [], "bitsandbytes made blocks of 64 inputs, which do not divide the 96 of down_pr"),
+    ],
+)
+def test_codes_that_do_not_fit_are_refused_before_any_step(tmp_path, sizes, overrides, words):
+    directory, _ = stored_as_bitsandbytes(base(tmp_path, **sizes), tmp_path / "bnb", False)
+    options = [f"model.path={directory}", "model.init=pretrained", "lora.rank=4", *overrides]
+    with pytest.raises(UserError, match=words):
+        run(tiny_recipe(tmp_path, *options))
 
 
 @pytest.mark.parametrize(
@@ -104,16 +134,15 @@ def test_other_quantization_is_refused_by_name(tmp_path, section, message):
 )
 def test_sizes_that_blocks_do_not_fit_are_named(tmp_path, sizes, tp, words):
     config = models.read_config(write_model(tmp_path / "model", "llama", **SIZES | sizes))
-    found = "\n".join(quantize_problems(config, "nf4", tp))
-    assert all(word in found for word in words) and bool(found) == bool(words), found
-    assert quantize_problems(config, "none", tp) == []
+    problems = "\n".join(block_problems(config, adapter_config.linears(config), tp))
+    assert all(word in problems for word in words) and bool(problems) == bool(words), problems
 
 
 def test_a_quantized_weight_counts_whole_and_takes_its_own_bytes(tmp_path):
     directory = base(tmp_path)
     plain = models.build(models.read_config(directory), device="meta")
     model = models.build(models.read_config(directory), device="meta")
-    quantize_linears(model, torch.float32)
+    quantize_linears(model, torch.float32, adapter_config.linears(model.config))
     for one in plain.parameters():
         one.requires_grad_(False)
     for one in model.parameters():

@@ -1,5 +1,6 @@
 """Whole GRPO runs from files: meshes, resume in the middle of a rollout, minibatches, validation, what is written."""
 
+import math
 import signal
 import socket
 import time
@@ -247,7 +248,7 @@ def test_epochs_end_with_a_short_rollout(tmp_path):
     "every ratio is wrong",
     "the run stops at grpo.max_mismatch",
 )
-def test_a_disagreement_of_engine_and_trainer_stops_the_run(tmp_path, monkeypatch):
+def test_a_disagreement_of_engine_and_trainer_stops_the_run(tmp_path, monkeypatch, capsys):
     exact = NativeEngine.generate
 
     def off(self, requests, ask_stop, **version):
@@ -259,7 +260,12 @@ def test_a_disagreement_of_engine_and_trainer_stops_the_run(tmp_path, monkeypatc
     with pytest.raises(UserError, match=r"disagree by 0\.2 .* more than grpo.max_mismatch=0\.1"):
         run(recipe)
     assert not any("loss" in row for row in metrics(recipe)) if (tmp_path / "runs/run/metrics.jsonl").exists() else True
-    run(tiny_grpo(tmp_path, "train.steps=2", "grpo.max_mismatch=0.3", name="other"))
+    capsys.readouterr()
+    drifted = tiny_grpo(tmp_path, "train.steps=2", "grpo.max_mismatch=0.3", name="other")
+    run(drifted)
+    drift = [row["mismatch_kl"] for row in metrics(drifted) if "loss" in row]
+    assert drift == pytest.approx([math.expm1(0.2) - 0.2] * 2, rel=1e-6)
+    assert capsys.readouterr().err.count("warning: mismatch_kl at step 1 is 0.021, more than 0.01") == 1
 
 
 @pytest.mark.parametrize(

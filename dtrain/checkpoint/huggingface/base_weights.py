@@ -124,15 +124,11 @@ class BaseWeights:
         in_4_bits: bool = False,
         whole: tuple[str, ...] = (),
     ):
-        is_stored_so = model.config.unquantized is not None
         self.files, self.dtype, self._exact = files, dtype, exact_names(model)
-        if in_4_bits or is_stored_so:
-            own = getattr(torch, model.config.dtype or "float32")
-            nf4.quantize_linears(model, dtype or own, whole)
+        own = dtype or getattr(torch, model.config.dtype or "float32")
+        quantized.hold_in_4_bits(model, files.directory, own, nf4=in_4_bits, except_for=whole)
         self._coded = {
-            f"{name}.weight": (layer, held)
-            for name, layer in model.named_modules()
-            if isinstance(held := getattr(layer, "held", None), nf4.NF4Weight)
+            f"{name}.weight": (layer, layer.held) for name, layer in model.named_modules() if nf4.holds_codes(layer)
         }
         self._sources = {quantized.file_name(name): source for name, source in check_fit(model, files).items()}
 

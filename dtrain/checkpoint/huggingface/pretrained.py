@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.peft.config import base_of, is_adapter_directory, read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
@@ -11,7 +12,6 @@ from dtrain.checkpoint.peft.tensors import outputs_in
 from dtrain.models.building import build
 from dtrain.models.common.adapter_config import linears
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.nf4 import quantize_linears
 from dtrain.models.read_config import read_config
 
 
@@ -28,16 +28,21 @@ def from_pretrained(
     `read_config`. Raises UserError: no such directory, a config that cannot be used, weights that are missing or do not
     fit, a base that is not found."""
     if not is_adapter_directory(path):
-        model = build(read_config(path, labels), dtype, device)
-        read_weights(model, path)
+        model = build(read_config(path, labels), dtype, "meta")
+        hold_in_4_bits(model, Path(path), dtype, nf4=False)
+        _fill(model, path, device)
         return model
     base, adapter = base_of(Path(path)), read_adapter_config(Path(path))
     config = read_config(base, None if labels is None else outputs_in(Path(path)) or labels)
     model = build(config, dtype, "meta", adapter=adapter)
-    if nf4 or config.unquantized is not None:  # the base is in 4 bits
-        quantize_linears(model, dtype, adapter.saved(linears(config)))
-    model.to_empty(device=device)
-    model.tie_weights()
-    read_weights(model, base)
+    hold_in_4_bits(model, base, dtype, nf4=nf4, except_for=adapter.saved(linears(config)))
+    _fill(model, base, device)
     read_adapter(model, path)
     return model
+
+
+def _fill(model: CausalLM, directory: str | Path, device: torch.device | str) -> None:
+    """Give the model, on meta, memory on `device` and its weights."""
+    model.to_empty(device=device)
+    model.tie_weights()
+    read_weights(model, directory)

@@ -7,16 +7,21 @@ is JSON in the bytes of `weight.quant_state.bitsandbytes__nf4`.
 """
 
 import json
+from collections.abc import Collection
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dtrain.base.model_directory import has_weights
 from dtrain.checkpoint.huggingface.file_rows import FileRows
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.models.common.nf4 import LEVELS, quantize
-from dtrain.models.common.quantization_config import BLOCK
+from dtrain.models.common.adapter_config import linears
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.nf4 import LEVELS, quantize, quantize_linears
+from dtrain.models.common.quantization_config import BLOCK, skips
 from dtrain.parallel.placement import local_slices, local_tensor
 
 CODES, SCALES = ".weight_codes", ".weight_scales"
@@ -28,6 +33,29 @@ _TILE = 2**22  # weights that are in memory at once
 def file_name(name: str) -> str:
     """The name of the tensor in files that the model holds as `name`: a layer's codes are its weight."""
     return f"{name.removesuffix(CODES)}.weight" if name.endswith(CODES) else name
+
+
+def hold_in_4_bits(
+    model: CausalLM, directory: Path, dtype: torch.dtype, *, nf4: bool, except_for: Collection[str] = ()
+) -> list[str]:
+    """Let linear layers of `model`, on meta, hold their weights in 4 bits, and return their names in files.
+
+    Of a checkpoint that bitsandbytes has quantized, whole or in part, they are those of which the files in `directory`
+    hold codes; where no files are, as for a plan, those that config.json does not skip. Of any other checkpoint they
+    are all with `nf4`, and none without. dtype: what they compute in. except_for: names of layers that are trained
+    whole. The headers are read; no collective.
+    """
+    names, skipped = [name for name in linears(model.config) if name not in except_for], model.config.unquantized
+    if skipped is None:
+        names = names if nf4 else []
+    elif not has_weights(directory):
+        names = [name for name in names if not skips(skipped, name)]
+    else:
+        stored = WeightFiles(directory).stored
+        in_files = {name: model.checkpoint_names(f"{name}.weight") for name in names}
+        names = [name for name in names if any(f"{weight}.{_STATE}" in stored for weight in in_files[name])]
+    quantize_linears(model, dtype, names)
+    return names
 
 
 def companions(files: WeightFiles, weight: str) -> list[str]:

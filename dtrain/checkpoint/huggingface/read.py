@@ -93,7 +93,10 @@ def _mismatches(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes:
     if is_codes and stored.kind == "U8":
         return quantized.stored_mismatches(files, name, shape)
     if has_beside and not is_codes:
-        return [f"dtype: {name} is {stored.kind}, in 4 bits; lora.quantize=nf4 reads such layers and trains none whole"]
+        return [
+            f"dtype: {name} is {stored.kind}, codes of 4 bits; they are read where config.json has bitsandbytes' "
+            "quantization_config, for layers that are not trained whole"
+        ]
     mismatches = []
     if stored.shape != shape:
         mismatches.append(f"shape: {name} is {list(stored.shape)}, the model has {list(shape)}")

@@ -5,7 +5,7 @@ the first in its high half. Scales are held as the bits of a float32, int32: wha
 computation leaves them exact.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.models.common.adapter_config import linears
 from dtrain.models.common.decoder import CausalLM, Linear
-from dtrain.models.common.quantization_config import BLOCK, skips
+from dtrain.models.common.quantization_config import BLOCK
 
 PARTS = CODES, SCALES = "weight_codes", "weight_scales"  # a layer's parameters, in place of its weight
 LEVELS = (
@@ -87,22 +86,27 @@ class NF4Weight:
         return dequantize(read(CODES), read(SCALES), self.dtype)
 
 
-def quantize_linears(model: CausalLM, dtype: torch.dtype, except_for: Collection[str] = ()) -> None:
-    """Let the linear layers of `model`'s decoder, on meta and before it lies on a mesh, hold their weights [out, in] as
-    an `NF4Weight` does, in two frozen parameters, which `read_weights` fills. dtype: what they compute in. except_for:
-    the names in files of layers that stay as they are, beside those that the model's own checkpoint leaves so. Sizes
-    must fit (`quantization_config.quantize_problems`)."""
-    config = model.config
+def quantize_linears(model: CausalLM, dtype: torch.dtype, names: Iterable[str]) -> None:
+    """Let linear layers of `model`'s decoder, on meta and before it lies on a mesh, hold their weights [out, in] as an
+    `NF4Weight` does, in two frozen parameters, which `read_weights` fills.
+
+    dtype: what the layers compute in. names: of the layers in files (`checkpoint.huggingface.quantized` chooses them).
+    Sizes must fit (`quantization_config.block_problems`).
+    """
     torch.compiler.assume_constant_result(_pairs)  # here, because it loads torch._dynamo
-    for name in linears(config):
-        if name not in except_for and not skips(config.unquantized or (), name):
-            for part in config.parts(name):
-                layer = cast(Linear, model.get_submodule(part))
-                layer.register_parameter("weight", None)
-                layer.held = NF4Weight(dtype)
-                for key, width, kind in ((CODES, 2, torch.uint8), (SCALES, BLOCK, torch.int32)):
-                    empty = torch.empty(layer.out_features, layer.in_features // width, dtype=kind, device="meta")
-                    layer.register_parameter(key, nn.Parameter(empty, requires_grad=False))
+    for name in names:
+        for part in model.config.parts(name):
+            layer = cast(Linear, model.get_submodule(part))
+            layer.register_parameter("weight", None)
+            layer.held = NF4Weight(dtype)
+            for key, width, kind in ((CODES, 2, torch.uint8), (SCALES, BLOCK, torch.int32)):
+                empty = torch.empty(layer.out_features, layer.in_features // width, dtype=kind, device="meta")
+                layer.register_parameter(key, nn.Parameter(empty, requires_grad=False))
+
+
+def holds_codes(layer: nn.Module) -> bool:
+    """Return whether `layer` is a linear layer that holds its weight in 4 bits."""
+    return isinstance(getattr(layer, "held", None), NF4Weight)
 
 
 class _Product(torch.autograd.Function):

@@ -68,26 +68,19 @@ def _is_pattern(value: Any) -> bool:
     return isinstance(value, str) and pattern_error(_from_start(value)) is None
 
 
-def quantize_problems(config: ModelConfig, quantize: str, tp: int) -> list[str]:
-    """Return what keeps a model from `lora.quantize` on `tp` tensor-parallel ranks, one line each."""
-    if quantize != "nf4" and config.unquantized is not None:
-        return [
-            "its config.json has a quantization_config of bitsandbytes: set lora.quantize=nf4 to train an adapter "
-            "of the weights in 4 bits, or use the original checkpoint"
-        ]
-    if quantize != "nf4":
-        return []
-    problems = []
-    for name, inputs in {name.rpartition(".")[2]: columns for name, (_, columns) in linears(config).items()}.items():
+def block_problems(config: ModelConfig, names: Iterable[str], tp: int) -> list[str]:
+    """Return what keeps the linear layers `names` (in files) from 4 bits on `tp` tensor-parallel ranks, one line each
+    for layers of one name."""
+    problems, table = [], linears(config)
+    made = "lora.quantize=nf4 makes" if config.unquantized is None else "bitsandbytes made"
+    instead = "set lora.quantize=none" if config.unquantized is None else "use the original checkpoint"
+    for name, inputs in {name.rpartition(".")[2]: table[name][1] for name in names}.items():
         if inputs % BLOCK:
-            problems.append(
-                f"lora.quantize=nf4 makes blocks of {BLOCK} inputs, which do not divide the {inputs} of {name}: set "
-                "lora.quantize=none"
-            )
+            problems.append(f"{made} blocks of {BLOCK} inputs, which do not divide the {inputs} of {name}: {instead}")
         elif name in _CUT_BY_INPUTS and inputs // BLOCK % tp:
             fitting = [str(size) for size in range(1, tp) if inputs // BLOCK % size == 0]
             problems.append(
                 f"parallel.tp={tp} does not divide the {inputs // BLOCK} blocks of {BLOCK} inputs that "
-                f"lora.quantize=nf4 makes of {name}'s {inputs}; of the sizes below it tp may be {', '.join(fitting)}"
+                f"{made} of {name}'s {inputs}; of the sizes below it tp may be {', '.join(fitting)}"
             )
     return problems

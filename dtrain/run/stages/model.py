@@ -14,7 +14,8 @@ from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_f
 from dtrain.checkpoint.peft.config import base_of, is_adapter_directory
 from dtrain.checkpoint.peft.tensors import read_header
 from dtrain.models.common import quantization_config
-from dtrain.models.common.adapter_config import modules
+from dtrain.models.common.adapter_config import linears, modules
+from dtrain.models.common.nf4 import holds_codes
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.trained import choose_trained
@@ -40,9 +41,19 @@ def check_models(spec: RunSpec) -> list[str]:
         return []
     if is_adapter_directory(path):
         return [_is_an_adapter(spec.source.path)]
-    model, quantize = spec.model_config, "none" if recipe.lora is None else recipe.lora.quantize
-    problems = quantization_config.quantize_problems(model, quantize, max(recipe.parallel.tp, 1))
-    problems = [f"model.path={path}: {problem}" if problem.startswith("its ") else problem for problem in problems]
+    model, problems = spec.model_config, []
+    if model.unquantized is not None and recipe.lora is None:
+        problems.append(
+            f"model.path={path}: its weights are in 4 bits, which take an adapter and are not trained: set lora={{}}, "
+            "or use the original checkpoint"
+        )
+    elif model.unquantized is not None and recipe.model.init == "scratch":
+        problems.append(
+            f"model.init=scratch draws weights, and config.json of model.path={path} is of a model in 4 bits: set "
+            "model.init=pretrained, or use the original checkpoint's config.json"
+        )
+    elif model.unquantized is None and recipe.lora is not None and recipe.lora.quantize == "nf4":
+        problems += quantization_config.block_problems(model, linears(model), max(recipe.parallel.tp, 1))
     if model.experts is None and recipe.moe.balance > 0:
         problems.append(f"moe.balance={recipe.moe.balance}: this model has no experts; leave it out")
     problems += spec.method.model_problems(model)
@@ -115,6 +126,9 @@ def _build(spec: RunSpec) -> None:
     recipe, compute = spec.recipe, spec.precision.compute
     model = models.build(spec.model_config, dtype=spec.precision.master, device="meta")
     choose_trained(model, recipe, compute)
+    coded = [model.config.whole(name) for name, layer in model.named_modules() if holds_codes(layer)]
+    if problems := quantization_config.block_problems(model.config, coded, recipe.parallel.tp):
+        raise UserError("\n".join(problems))
     if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):
         plan = find_plan(recipe.parallel.custom_plan, model)
         styles_of(model, plan, sequence_parallel=recipe.parallel.sequence_parallel)

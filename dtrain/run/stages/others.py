@@ -10,7 +10,6 @@ from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.peft.config import is_adapter_directory
 from dtrain.methods import REWARD_MODEL, TEACHER
-from dtrain.models.common import quantization_config
 from dtrain.models.common.config import ModelConfig
 from dtrain.run.host import Host, problems_of
 from dtrain.run.preflight import model_ids
@@ -46,8 +45,8 @@ def _unfit(spec: RunSpec, key: str, source: ModelDirectory) -> list[str]:
         hint = f"set {key}={export}" if export.is_dir() else "give a model's directory"
         raise UserError(f"{key}={path}: it has no config.json, so it is no model; {hint}")
     theirs = source.config
-    if quantization_config.quantize_problems(theirs, "none", 1):
-        return [f"{key}={path}: weights in 4 bits are read by lora.quantize=nf4 alone: give the original model"]
+    if theirs.unquantized is not None:
+        return [f"{key}={path}: weights in 4 bits are read of model.path alone: give the original model"]
     ours = spec.readable_config
     if not key.endswith((TEACHER, REWARD_MODEL)):
         return [] if ours is None else reference_problems(ours, theirs, key, str(path))

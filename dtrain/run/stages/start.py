@@ -82,9 +82,10 @@ def check_files(spec: RunSpec) -> list[str]:
             f"checkpoint.init_from={init_from} has an adapter that this run has not: set lora as it was there, or "
             f"`dtrain export {init_from} OUT`, and set model.path=OUT and checkpoint.init_from=null"
         )
-    if recipe.lora is not None and recipe.lora.quantize == "nf4" and not is_adapter:
+    is_stored_so = spec.readable_config is not None and spec.readable_config.unquantized is not None
+    if recipe.lora is not None and (recipe.lora.quantize == "nf4" or is_stored_so) and not is_adapter:
         problems.append(
-            f"checkpoint.init_from={init_from} holds whole weights, and lora.quantize=nf4 rounds those of model.path: "
+            f"checkpoint.init_from={init_from} holds whole weights, and this run holds those of model.path in 4 bits: "
             f"`dtrain export {init_from} OUT`, and set model.path=OUT and checkpoint.init_from=null"
         )
     return problems
