@@ -1,4 +1,4 @@
-"""What of the tests runs: everything, what is fast, or what a change asks for.
+"""Choice of the tests that run: all, the fast ones, or those that a change asks for.
 
 By default every test runs. `--fast` leaves out each test that starts a process, as tests/depends.py finds it, and each
 that is marked `slow`. `--changed REV` keeps the files that depend on what has changed since the commit REV; imports

@@ -1,4 +1,4 @@
-"""What depends on what, read from the sources: the tests behind a changed file, and the tests that start processes."""
+"""Dependencies, read from the sources: the tests behind a changed file, and the tests that start processes."""
 
 import ast
 import re

@@ -308,7 +308,7 @@ def _command(directory: Path, said: Path, words: list[str]) -> None:
 
 
 def _status(words: Sequence[str]) -> int:
-    """What `dtrain` with `words` ends with."""
+    """Return the exit status of `dtrain` with `words`."""
     try:
         return main(words)
     except SystemExit as error:  # argparse

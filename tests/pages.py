@@ -1,4 +1,4 @@
-"""What stands in the Markdown pages: fenced blocks, the commands in them, inline code, links and tables.
+"""Contents of the Markdown pages: fenced blocks, the commands in them, inline code, links and tables.
 
 Code stands in fences that name their language: `sh` holds commands and nothing else, `text` what a terminal shows,
 where a line that begins with `$ ` is a command too.

@@ -1,4 +1,4 @@
-"""What is known before a run from its model's directory and its files, in the user's terms."""
+"""Facts known before a run from its model's directory and its files, in the user's terms."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the terminal is told of a run before it begins and when it is done."""
+"""The terminal's lines about a run before it begins and when it is done."""
 
 import json
 

@@ -26,7 +26,7 @@ def part(rank, size):
 
 
 def dropped(batch, *, seed=0, step=0, number=0, tp=None, cut=None):
-    """What is left of ones [B, S, WIDTH], or of a rank's part of them."""
+    """Return ones [B, S, WIDTH], or a rank's part of them, after dropout."""
     state = AdapterState(dropout=SHARE, seed=seed, step=step)
     state.tokens = state.numbers(batch)
     rows, length = batch["input_ids"].shape

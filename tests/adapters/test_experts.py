@@ -27,7 +27,7 @@ ROUTED = SECTION.replace("experts]", "experts, gate.weight]")
 
 
 def test_values_and_gradients_are_those_of_peft_s_matrices(tmp_path):
-    """Of the experts alone, for transformers routes in float32. One has no token."""
+    """The router is left out: transformers routes in float32. One expert has no token."""
     base = save_base(tmp_path / "base", "qwen3-moe", torch.float64)
     theirs = save_adapter(base, tmp_path / "adapter", torch.float64, **SHAPES["experts"]).double()
     theirs.save_pretrained(tmp_path / "adapter")

@@ -264,7 +264,7 @@ FIELDS = {
     "rank and scale of each layer as PEFT has them",
 )
 def test_layers_ranks_and_scales_are_those_that_peft_chooses(tmp_path):
-    """Of 300 random files, by PEFT's own functions."""
+    """300 random files are read by PEFT's own functions."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.other import get_pattern_key

@@ -1,4 +1,4 @@
-"""What a run with an adapter is compared with: the model without it, a copy of what is trained, another model."""
+"""References of runs with an adapter: the model without it, a copy of what is trained, another model."""
 
 import pytest
 import torch

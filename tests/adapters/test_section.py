@@ -27,7 +27,7 @@ ADAPTER = ["lora={}", "lora.rank=8"]
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory):
-    """What is wrong with a recipe of a tiny Qwen3, with overrides."""
+    """Return the problems of a recipe of a tiny Qwen3 with overrides."""
     recipe = tiny_recipe(tmp_path_factory.mktemp("recipe"))
     return lambda *overrides: preflight(load_recipe(recipe, overrides), 1)
 
@@ -318,7 +318,7 @@ def test_the_names_are_those_of_the_model(tmp_path, family):
 
 
 def with_styles(rank, path, styles):
-    """What a plan with `styles` for the MLPs' gates says of a model with adapters; None where it applies."""
+    """Return the error of a plan with `styles` for the MLPs' gates on a model with adapters; None where it applies."""
     model = models.build(models.read_config(path), device="meta")
     add_adapters(model, AdapterConfig(rank=4))
     plan = {**DECODER_PLAN, "model.layers.*.self_attn.?_norm": "head_norm", **styles}

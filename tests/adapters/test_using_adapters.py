@@ -77,7 +77,7 @@ def test_a_run_in_4_bits(tmp_path):
 
 
 def places(directory):
-    """Where one adapter of a run's last step is found."""
+    """Return the directories that mean the adapter of a run's last step."""
     step = directory / "checkpoints" / "step-2"
     return directory, step, step / "adapter", directory / "export"
 

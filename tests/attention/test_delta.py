@@ -51,8 +51,8 @@ ROWS = {
 @pytest.mark.parametrize("sizes", [SHARED, EQUAL], ids=["shared", "equal"])
 @pytest.mark.parametrize("case", ROWS)
 def test_packed_rows_are_their_documents_alone(case, sizes, flash):
-    """What Automodel #2131 and ms-swift #9618 had wrong: a document went on from the state, and from the convolution's
-    last inputs, of the one before."""
+    """A document must not go on from the state of the one before (Automodel #2131, ms-swift #9618), nor from the last
+    inputs of its convolution."""
     documents = ROWS[case]
     leaves = inputs(*documents.shape, sizes)
     up = torch.randn(*documents.shape, sizes.value_heads, sizes.value, dtype=torch.float64)

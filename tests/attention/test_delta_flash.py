@@ -1,4 +1,4 @@
-"""Which flash-linear-attention is taken: the one that gives torch's numbers in every way it is used."""
+"""Choice of flash-linear-attention: it is taken where it gives torch's numbers in every way it is used."""
 
 import sys
 from types import ModuleType

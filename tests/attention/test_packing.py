@@ -1,5 +1,5 @@
-"""What is to be computed under context parallel, for any documents, ranks, rows and windows: the calls of all ranks,
-made one after the other, are dense attention and its gradients in float64."""
+"""The attention calls of a context-parallel rank, for any documents, ranks, rows and windows: those of
+all ranks, made one after the other, are dense attention and its gradients in float64."""
 
 import random
 

@@ -38,7 +38,7 @@ def check(kernel, given, visibility, rows, extra=0, sinks=False):
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_rows_are_what_the_mask_says(name):
-    """Where the host knows the packing, sequence parallel's padding behind it, and where it is read from the device."""
+    """The host knows the packing, with sequence parallel's padding behind it, or reads it from the device."""
     visibility, flash = VISIBILITIES[name], WrittenFlash()
     positions, documents = visibility.key_positions, visibility.key_documents
     packing, kernel = Packing.of(positions, documents), VarlenKernel(flash)

@@ -1,4 +1,4 @@
-"""What a run reads at its start is known by its content: digests, and what a resume does when it has changed."""
+"""Digests of what a run reads at its start, and resumes when it has changed."""
 
 import json
 import os

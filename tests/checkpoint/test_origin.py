@@ -1,4 +1,4 @@
-"""What a run began from is chosen once: the weights of `init_from`, and the checkpoint at the path of `resume`."""
+"""The origin of a run is chosen once: the weights of `init_from`, and the checkpoint at the path of `resume`."""
 
 import json
 import shutil

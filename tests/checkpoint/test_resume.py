@@ -1,4 +1,4 @@
-"""What `auto` picks when files are damaged, what stays of old saves, a method's own state, and weights alone."""
+"""Resumes: the choice of `auto` when files are damaged, old saves, a method's own state, and weights alone."""
 
 import json
 import re

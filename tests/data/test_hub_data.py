@@ -156,7 +156,7 @@ def test_a_part_of_a_split_is_not_taken_for_the_whole(hub, rows):  # noqa: F811
 
 
 def test_a_cache_without_a_listing_is_known_by_its_names(hub, rows):  # noqa: F811
-    """Of an earlier version of the library, say."""
+    """An earlier version of the library wrote none, say."""
     files = download(NAME, Pick())
     for one in files[0].parents[3].rglob("trees/*.json"):
         one.unlink()

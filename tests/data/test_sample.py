@@ -1,4 +1,4 @@
-"""Which tokens are trained: masks worked out by hand, for every template and every kind of row."""
+"""Masks of the trained tokens, worked out by hand, for every template and every kind of row."""
 
 import pytest
 from tokenizers import normalizers

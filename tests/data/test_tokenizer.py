@@ -39,7 +39,7 @@ def test_a_text_with_its_own_bos_gets_no_second_one(tmp_path, make, bos):
 
 
 def test_a_text_of_two_bos_keeps_both(tmp_path):
-    """Where the post-processor adds none, none is taken away."""
+    """No BOS is taken away where the post-processor adds none."""
     for name, made in (("a", byte_level()), ("b", byte_level(bos=None))):
         tokenizer = Tokenizer.from_directory(save(tmp_path / name, made))
         assert tokenizer.encode("<|begin_of_text|>" * 2 + "a", True) == tokenizer.encode("<|begin_of_text|>" * 2 + "a")
@@ -118,7 +118,7 @@ def test_limits_of_the_file_do_not_hold(tmp_path):
 
 
 def test_torch_free():
-    """What validate needs loads no torch."""
+    """Tokenizers load no torch, for `validate`."""
     names = "sources.files formats.formats text.tokenizer text.template text.replies formats.encoder rows.pool".split()
     code = "".join(f"import dtrain.data.{name}\n" for name in names) + "import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

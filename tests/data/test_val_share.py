@@ -39,7 +39,7 @@ def opened(model, split, *paths, kind="examples", seed=3, val: object = SHARE, s
 
 
 def held(samples):
-    """How often each sample is there, by its documents' ids."""
+    """Return the number of times that each sample is there, by its documents' ids."""
     return Counter(str([ids.tolist() for ids, _ in samples[index]]) for index in range(len(samples)))
 
 

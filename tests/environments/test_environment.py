@@ -112,7 +112,7 @@ def requests_for(prompt, count, most=40):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_conversation_token_by_token(tmp_path, name):
-    """What the model sees is the conversation as its template writes it, for replies that the template leaves alone."""
+    """The model sees the conversation as its template writes it, for replies that the template leaves alone."""
     tokenizer, template = family(tmp_path, name)
     asked = [{"role": "user", "content": "two and two?"}]
     prompt = tokenizer.encode(template.render(asked, add_generation_prompt=True))

@@ -33,7 +33,7 @@ def look_up(words: list[str], how: Literal["exact", "near"] = "exact", most: flo
 
 
 async def several(one: int | str, many: dict[str, list[int]], any_of: "list[int] | dict[str, bool] | None" = None):
-    """Of many kinds."""
+    """Take arguments of many kinds."""
     return f"{one} {many}"
 
 

@@ -29,7 +29,7 @@ class Launched:
         )
 
     def pids(self, count: int) -> list[int]:
-        """Of the ranks, once all of them have begun to train."""
+        """Return the process ids of the ranks, once all of them have begun to train."""
         deadline = time.monotonic() + 300
         while True:
             marks = sorted(self.runs.glob("mark-*"))

@@ -235,7 +235,7 @@ def test_a_cut_wire_is_noticed_on_both_hosts(tmp_path, hosts, start):  # noqa: F
 
 
 def test_torchrun_starts_the_survivors_again_and_they_meet_the_node_that_came_back(tmp_path, start):
-    """That ranks which were started again resume is held by tests/checkpoint/test_signals.py."""
+    """tests/checkpoint/test_signals.py holds that ranks which were started again resume."""
     tiny_recipe(tmp_path)
     port, met = free_port(), marks(tmp_path)[:2]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "x", "--rdzv-conf"]

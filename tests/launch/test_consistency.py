@@ -23,7 +23,7 @@ from tests.world import run_world
 
 
 def two_hosts(root, act):
-    """What each of two ranks is told: act(rank) with `root`/rank as its working directory; None: nothing."""
+    """Return each of two ranks' error from act(rank), with `root`/rank as its working directory; None: none."""
 
     def on_rank(rank):
         (root / str(rank)).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What is wrong with the GPUs of a run, from facts made up here: no GPU is asked for."""
+"""Problems of a run's GPUs, from facts made up here: no GPU is asked for."""
 
 import threading
 from dataclasses import replace
@@ -95,7 +95,7 @@ def test_slices_work_alone():
 
 
 def agreed(starts):
-    """What each rank is told, whose devices start so."""
+    """Return the message that each rank gets, whose devices start so."""
     store, told = dist.HashStore(), {}
 
     def rank(number: int) -> None:

@@ -1,4 +1,4 @@
-"""How long ranks wait for one another, what a run leaves in its process, and what is started beside it."""
+"""Process groups: how long ranks wait, what a run leaves in its process, and what is started beside it."""
 
 import os
 import signal
@@ -119,7 +119,7 @@ def test_a_second_run_in_a_process_is_as_the_first_one(tmp_path):
 
 
 def cuda_begins(monkeypatch, **environ):
-    """What is asked of torch, in its order, where a rank begins on CUDA."""
+    """Return the calls of torch, in order, of a rank that begins on CUDA."""
     asked = []
     found = types.SimpleNamespace(name="H100", total_memory=80 * 2**30, major=9, minor=0)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)

@@ -1,4 +1,4 @@
-"""What a run listens on: on one host nothing beyond the loopback and no store, on several the interface that is used.
+"""Sockets of a run: on one host nothing beyond the loopback and no store, on several the interface that is used.
 
 Sockets are found as the system lists them, by the processes that hold them.
 """
@@ -51,7 +51,7 @@ def addresses(found) -> set[str]:
 
 
 def is_store(address: str, port: int) -> bool:
-    """Whether a client of torch's store, as a stranger has it, gets an answer there."""
+    """Return whether a client of torch's store, as a stranger has it, gets an answer there."""
     try:
         client = within(3, lambda: dist.TCPStore(address, port, is_master=False))
     except dist.DistError:

@@ -20,7 +20,7 @@ def launched(directory, training, nproc=2, *overrides):
 
 
 def test_a_stopped_rank_is_lost_by_name_and_ends_the_run(tmp_path):
-    """Whether or not the run is told to stop meanwhile."""
+    """The run may have been told to stop meanwhile, or not."""
     runs = [launched(tmp_path / name, "reduces", 3, "train.global_batch=12") for name in ("left", "asked")]
     pids = [run.pids(3) for run in runs]
     time.sleep(2)  # for the first heartbeats: silence counts from the start of a process

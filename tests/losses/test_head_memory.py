@@ -1,4 +1,4 @@
-"""What the head's gradient holds beside its accumulator, where the operands are bfloat16 and their sums float32."""
+"""Memory of the head's gradient beside its accumulator: operands in bfloat16, sums in float32."""
 
 import pytest
 import torch

@@ -54,7 +54,7 @@ def test_what_is_kept_is_what_a_sort_keeps(dtype, vocab):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_at_the_end_of_their_range(dtype):
-    """Where trial values reach the NaNs beyond −inf."""
+    """Trial values reach the NaNs beyond −inf."""
     least, half = torch.finfo(dtype).min, torch.tensor([-9000, -9100, -9200, -9400]).to(dtype)
     assert kept_by_top_p(half[None], 0.5).tolist() == [[True, False, False, False]]
     for value in (least, -10000.0):

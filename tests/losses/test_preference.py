@@ -240,7 +240,7 @@ def test_half_precision_counts_in_float32_and_float32_is_near_float64(name, dtyp
 @pytest.mark.parametrize("gap", [1e3, 1e30, math.inf])
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("ipo", "ipo_sum", "sppo_hard", "robust")])
 def test_a_rejected_completion_that_is_impossible_gives_no_nan(name, gap, dtype):
-    """Where the limit is finite, loss and gradient are; without label smoothing, except for exo_pair."""
+    """Loss and gradient are finite where the limit is; without label smoothing, except for exo_pair."""
     smoothing = {"label_smoothing": 0.1} if name == "exo_pair" else {}
     lengths = {"chosen_lengths": torch.tensor([2, 3]), "rejected_lengths": torch.tensor([4, 1])}
     chosen, rejected = torch.tensor([[-1.5, -2.5], [-gap, -3.0]], dtype=dtype).unbind()

@@ -33,7 +33,7 @@ class FallsSilent:
 
 
 def not_a_number(completions):
-    """What a division of zero by zero gives, as a library would."""
+    """Return NaN, as a library that divides zero by zero would."""
     return [float("nan")] * len(completions)
 
 

@@ -12,7 +12,7 @@ from tests.tiny import tiny_grpo
 
 
 def test_turns_in_an_environment(tmp_path):
-    """What the environment says is read and not trained. Meshes: tests/methods/test_every_method.py."""
+    """The environment's words are read and not trained. Meshes: tests/methods/test_every_method.py."""
     fixed = ("grpo.environment=tests.methods.judges.Asks", "grpo.rewards=[]", "train.steps=4", "train.micro_batch=2")
     turns = ("grpo.sampling.stop=[w1,w2,w3]", "grpo.beta=0.1")  # about every second word ends a turn
     one = run(tiny_grpo(tmp_path, *fixed, *turns, name="one"))

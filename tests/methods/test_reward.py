@@ -234,7 +234,7 @@ def test_a_padding_token_that_ends_texts_is_none_of_a_classifiers(tmp_path):
     "the last token that is no padding",
 )
 def test_a_score_is_read_at_the_last_token_that_is_no_padding():
-    """Of two packed documents whose ends are pad_token_id 0, one of padding alone, and one in a padded row."""
+    """Two packed documents end with pad_token_id 0, one is padding alone, and one stands in a padded row."""
     ids = [torch.tensor(one) for one in ([4, 5, 0, 6, 0, 0, 0, 0], [7, 8])]
     seq_ids = [torch.tensor(one) for one in ([0, 0, 0, 1, 1, 1, 2, 2], [0, 0])]
     rows = [

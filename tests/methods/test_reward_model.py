@@ -24,7 +24,7 @@ TEMPLATE = (
 
 
 def number(word):
-    """Of the reward model's tokenizer, which numbers words in its own way."""
+    """Return the id of a word in the reward model's tokenizer, which numbers words in its own way."""
     return int(word[1:] if word[1:].isdigit() else 52) * 5 % VOCAB
 
 

@@ -62,7 +62,7 @@ def classifier(root, form):
 
 
 def scores_of(model, directory, conversations):
-    """What transformers gives for each alone, [N] in float64."""
+    """Return the score that transformers gives each alone, [N] in float64."""
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
     rows = [tokenizer.apply_chat_template(one, return_dict=False) for one in conversations]
     with torch.no_grad():
@@ -77,7 +77,7 @@ def margins_of(model, directory, count=16):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rated_documents_are_those_of_transformers(tmp_path, form):
-    """Of pairs and of examples; what is too long keeps its end, and a pair one beginning."""
+    """Pairs and examples: a document that is too long keeps its end, and a pair one beginning."""
     directory = directory_of(tmp_path, form)
     ours, theirs = Tokenizer.from_directory(directory), transformers.PreTrainedTokenizerFast.from_pretrained(directory)
     template = choose_template(directory, ours.special_tokens)

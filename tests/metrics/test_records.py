@@ -1,4 +1,4 @@
-"""What a run wrote down, read again while others write; and small plots for a terminal."""
+"""Records of a run, read again while others write; and small plots for a terminal."""
 
 import json
 import random

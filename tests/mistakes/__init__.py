@@ -1,4 +1,4 @@
-"""What users get wrong, one line each, and the words that the answer must hold: file, key and fix.
+"""Mistakes of users, one line each, and the words that the answer must hold: file, key and fix.
 
 `recipes.py` holds what stands in a recipe and its overrides; `places.py` what files, weights, devices and directories
 tell; `commands.py` what is typed after `dtrain`.
@@ -32,7 +32,7 @@ class Mistake:
 
     @property
     def name(self) -> str:
-        """Of the test's case."""
+        """Name of the test's case."""
         shown = " ".join(self.typed) or next(iter(self.files), "nothing")
         return f"{self.base}: {shown}"[:80] if self.base != "sft" else shown[:80]
 

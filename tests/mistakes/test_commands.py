@@ -1,4 +1,4 @@
-"""What is typed wrong after `dtrain` is answered with what to type, by status 1 or 2, and never with a traceback."""
+"""Words typed wrong after `dtrain` are answered with what to type, by status 1 or 2, and never with a traceback."""
 
 import pytest
 

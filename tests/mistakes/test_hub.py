@@ -1,4 +1,4 @@
-"""What is not in the hub's cache: `validate` asks the hub for what `run` would fetch, and both answer alike."""
+"""Ids that are not in the hub's cache: `validate` asks the hub for what `run` would fetch, and both answer alike."""
 
 import json
 

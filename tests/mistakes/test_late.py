@@ -1,4 +1,4 @@
-"""What a rank finds late, once its model is built or its data are read to the end: `validate` finds it before."""
+"""Mistakes that a rank finds late, once its model is built or its data are read to the end: `validate` finds them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the world tells of a recipe, `validate` and `run` say in the same words; what validate passes, run trains."""
+"""`validate` and `run` say the same words of a recipe's files and devices; what validate passes, run trains."""
 
 import json
 import shutil

@@ -75,7 +75,7 @@ def steps(rank, recipe, world_size, out, begin, end, start=None):
 
 
 def step_on(recipe, world_size, out, begin=0, end=3, start=None) -> dict[str, torch.Tensor]:
-    """What a checkpoint of the optimizer's steps from `begin` to `end` holds, of a run on so many ranks."""
+    """Return the checkpoint of the optimizer's steps from `begin` to `end`, of a run on so many ranks."""
     run_world(steps, world_size, recipe, world_size, out, begin, end, start)
     store = CheckpointStore(out)
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in store.tensors(end).items()}

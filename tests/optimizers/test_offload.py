@@ -65,7 +65,7 @@ def test_masters_are_saved_in_float32_and_resume_on_another_mesh(tmp_path, dtype
 
 
 def given(recipe, rank, size):
-    """What a policy gives out before and after a step, with another's weights in place, and after it left the card."""
+    """Return the weights that a policy gives out before and after a step, with another's in place, and off the card."""
     from dtrain.base.batch import collate
     from dtrain.commands.plan.step import full_rows
     from dtrain.methods import method_of

@@ -1,4 +1,4 @@
-"""What tests of meshes compare with: a tiny float64 model in one process, its loss and its gradients."""
+"""Oracle of the tests of meshes: a tiny float64 model in one process, its loss and its gradients."""
 
 import copy
 import json

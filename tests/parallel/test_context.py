@@ -19,7 +19,7 @@ from tests.world import run_world
 
 
 class Dimension:
-    """What users' tests hand in for one dimension of a mesh."""
+    """One dimension of a mesh, as users' tests hand it in."""
 
     def __init__(self, size, rank=0):
         self._size, self._rank = size, rank

@@ -1,4 +1,4 @@
-"""Which attention kernel a model is built with."""
+"""Choice of the attention kernel that a model is built with."""
 
 import pytest
 import torch

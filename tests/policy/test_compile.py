@@ -95,7 +95,7 @@ def model_at(root):
 
 
 def test_rows_of_all_lengths_take_two_graphs(tmp_path):
-    """What lies before attention, and what after it."""
+    """One graph lies before attention, one after it."""
     [(counts, off, _)] = run_world(lengths_on, 1, model_at(tmp_path), "cpu", False, timeout=180.0)
     assert counts == [2] * len(ROWS)
     assert off < 1e-5

@@ -1,4 +1,4 @@
-"""What a GPU would have felt of a run: waits of the host for the device, copies, collectives, and which kernels ran.
+"""Journal of what a run costs a GPU: waits of the host for the device, copies, collectives, and which kernels ran.
 
 Each entry is (kind, what, where): `where` is the innermost line of dtrain on the stack, or "". Kinds: `sync` the host
 waits for the device; `pageable` a copy from memory that is not pinned, asked not to wait; `copy` one that is pinned;

@@ -15,7 +15,7 @@ from tests.pretend import cuda, journal
 
 @dataclass(frozen=True)
 class Felt:
-    """Of one rank: {(what, where): how often} by kind, and the most bytes that it held."""
+    """Journal of one rank: {(what, where): how often} by kind, and the most bytes that it held."""
 
     entries: dict[str, dict[tuple[str, str], int]]
     peak: int

@@ -1,4 +1,4 @@
-"""Which kernel scaled_dot_product_attention takes on a CUDA device: the rules of torch 2.13's wheel with cuDNN 9.19.
+"""Kernels of scaled_dot_product_attention on a CUDA device, by the rules of torch 2.13's wheel with cuDNN 9.19.
 
 The order is cuDNN, flash, memory-efficient, math on cards of compute capability 9 and 10, and without cuDNN at the head
 on others; `torch.nn.attention.sdpa_kernel` and the switches of torch.backends.cuda hold.

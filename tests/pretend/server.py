@@ -86,7 +86,7 @@ def _run(case: Case) -> list[Any]:
 
 
 def _join(cuda: Any, size: int, card: Card) -> Callable[[int, int, str], None]:
-    """How a rank gets its card and its process groups; one rank alone has none, as under the launcher."""
+    """Return what gives a rank its card and its process groups; one rank alone has none, as under the launcher."""
 
     def join(rank: int, world_size: int, store_path: str) -> None:
         import torch

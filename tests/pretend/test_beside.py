@@ -1,4 +1,4 @@
-"""What comes before, beside and after a run in its process: plans, a second run, servers that take its weights."""
+"""Neighbours of a run in its process: plans before it, a second run, servers that take its weights."""
 
 from pathlib import Path
 

@@ -86,7 +86,7 @@ def test_without_a_mutant_the_plan_is_met(tmp_path, size):
 
 
 def waits(recipe, **more):
-    """Of a run: the host's waits for the card, and copies from memory that is not pinned."""
+    """Return a run's waits of the host for the card, and its copies from memory that is not pinned."""
     (felt,) = run_pretend(train_on_card, 1, recipe, 1, **more)
     return felt.count("sync"), felt.count("pageable")
 

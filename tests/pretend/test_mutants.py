@@ -48,7 +48,7 @@ PLACES = {
 
 
 def test_every_mutant_still_fits():
-    """What they change stands once in its file."""
+    """The line that each changes stands once in its file."""
     costs = [cost for table in (MEMORY, WAITS) for cost in table.values()]
     for module, line in {(place.module, place.line) for place in [*PLACES.values(), *costs]}:
         source = (Path(dtrain.__file__).parent / f"{module.replace('.', '/')}.py").read_text()

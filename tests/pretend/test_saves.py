@@ -1,4 +1,4 @@
-"""What leaves a card: saves and what resumes from them, exports, and weights sent to a receiver."""
+"""Saves from a card and what resumes from them, exports, and weights sent to a receiver."""
 
 import hashlib
 import multiprocessing

@@ -1,4 +1,4 @@
-"""How often the host waits for the card in a step of training: for the norm, and for the step's sums."""
+"""Waits of the host for the card in a step of training: for the norm, and for the step's sums."""
 
 import pytest
 

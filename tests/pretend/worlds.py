@@ -1,4 +1,4 @@
-"""What tests call: functions on ranks that have a pretend card each.
+"""Calls of functions on ranks that have a pretend card each.
 
     def on_rank(rank, root): ...
     def test_it(tmp_path): run_pretend(on_rank, 2, tmp_path)

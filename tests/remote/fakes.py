@@ -25,7 +25,7 @@ Fault = Callable[[BaseHTTPRequestHandler, dict], bool | None]
 
 
 def drawn(prompt: list[int], seed: int, most: int) -> tuple[list[int], list[float]]:
-    """What these servers "draw": a function of prompt and seed."""
+    """Return the tokens and log-probabilities that these servers "draw", a function of prompt and seed."""
     ids = [(sum(prompt) * 31 + seed * 7 + position * position) % 60 + 2 for position in range(most)]
     return ids, [-0.5 - 0.01 * token for token in ids]
 

@@ -1,4 +1,4 @@
-"""Which experts servers say that tokens went to: in the forms that they have, and nothing of it believed."""
+"""Experts that servers say tokens went to: in the forms that they have, and nothing of it believed."""
 
 import base64
 import io

@@ -73,7 +73,7 @@ def test_greedy_tokens_and_logprobs_are_transformers(variant, tmp_path):
 @pytest.mark.parametrize("look_every", [1, 16])
 @torch.no_grad()
 def test_experts_are_those_of_transformers(look_every, tmp_path, monkeypatch):
-    """Of every token that was read, however late the host looks; nothing is told where it was not asked for."""
+    """Every token that was read has them, however late the host looks; there are none where none were asked for."""
     theirs = make("qwen3-moe-mixed")
     save(theirs, tmp_path / "model")
     theirs = theirs.double()
@@ -130,7 +130,7 @@ def test_completions_do_not_depend_on_the_batch():
 
 
 def near_ties(model, request, found, expected):
-    """Where two completions part, the margin between the two tokens is a matter of float32's rounding."""
+    """The margin between the two tokens at which completions part is a matter of float32's rounding."""
     for at, (a, b) in enumerate(zip(found.ids, expected.ids, strict=False)):
         if a != b:
             with torch.no_grad():

@@ -64,7 +64,7 @@ def on_mesh(rank, variant, sizes, *, sp=False, ring=False, dtype=torch.float64, 
 
 
 def state_of(model):
-    """What training relies on: shards in place, what is given back after a forward, kernels, cuts and mode."""
+    """State that training relies on: shards in place, what is given back after a forward, kernels, cuts and mode."""
     units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
     return (
         [local_tensor(parameter).shape for parameter in model.parameters()],

@@ -160,7 +160,7 @@ def test_a_completion_that_no_reward_knows_has_none(mine):
 
 
 def test_a_reward_that_forks_answers_once(mine):
-    """What its child returns, too, is no other reward's answer, nor one of the next call."""
+    """The child's return, too, is no other reward's answer, nor one of the next call."""
     with Rewards([Spec("mine.forks"), Spec("mine.exact", 10.0)]) as rewards:
         for _ in range(3):
             assert scored(rewards).parts == {"forks": [0.25, 0.25], "exact": [1.0, 0.0]}

@@ -1,4 +1,4 @@
-"""Which weights a directory of a run means: `export/` where it is of the newest checkpoint, whatever the times say."""
+"""Weights that a directory of a run means: `export/` where it is of the newest checkpoint, whatever the times say."""
 
 import os
 import shutil

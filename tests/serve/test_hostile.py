@@ -208,7 +208,7 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_hostile_head_is_answered_and_the_connection_ends(open_server, model, name):
-    """What follows on the same connection is not read as a request: the answer is the only one."""
+    """Bytes that follow on the same connection are not read as a request: the answer is the only one."""
     data, expected = HEADS[name]
     data = data if isinstance(data, bytes) else data.encode("latin-1" if "é" in data else "utf-8")
     status, answer = raw(open_server, data)

@@ -1,4 +1,4 @@
-"""What a completion is made with."""
+"""Parameters of a chat completion."""
 
 
 class ChatCompletion(dict):
