@@ -204,7 +204,7 @@ SAID = {"qwen25": [("say", {"text": "\n dtrain calls <|im_end|>"})], "llama3": [
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_episode_is_the_conversation_that_its_template_writes(tmp_path, name):
-    """Question, calls, answers and last reply are the same at once and token by token; only drawn tokens count as such."""
+    """Question, calls, answers and last reply are the same at once and by tokens; only drawn tokens count as such."""
     tokenizer, template = family(tmp_path, name)
     calls = learn_tool_format(template, TOOLS)
     encoder = PromptEncoder(tokenizer, template, options=PromptOptions(8000, tools=TOOLS), max_length=9999)
