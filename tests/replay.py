@@ -95,7 +95,7 @@ class Recording(TorchDispatchMode):
         return _storage(tensor) in self._host
 
     def _alias(self, tensor: Tensor) -> Tensor:
-        """Return the stand-in of a tensor in a recording: an alias of one from outside, so that its owner may drop it."""
+        """Return the stand-in of a tensor in a recording: an alias of one from outside; its owner may drop it."""
         storage = _storage(tensor)
         if self._is_host(tensor) or storage in self._made:
             return tensor
