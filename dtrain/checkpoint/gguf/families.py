@@ -47,10 +47,8 @@ def architecture_of(config: ModelConfig) -> str:
     of a model that llama.cpp computes otherwise, all of them."""
     arch = ARCHITECTURES.get(config.architecture)
     if arch is None:
-        written = ", ".join(
-            dict.fromkeys(name.removesuffix("ForCausalLM") for name in ARCHITECTURES if "Causal" in name)
-        )
-        raise UserError(f"{config.architecture}: GGUF files are written of {written}; {INSTEAD}")
+        written = ", ".join(ARCHITECTURES)
+        raise UserError(f"{config.architecture}: no GGUF file is written of it, but of {written}; {INSTEAD}")
     if problems := list(_problems(arch, config)):
         lines = "\n  ".join([f"llama.cpp's {arch} cannot compute this {config.architecture}:", *problems, INSTEAD])
         raise UserError(lines)
