@@ -86,6 +86,10 @@ def _notes(model: CausalLM, arch: str, vocabulary: Vocabulary) -> list[str]:
         notes.append(
             f"llama.cpp has no sliding window of this architecture: the context length is the window, {window}"
         )
+    if (most := model.config.most_positions) is not None:
+        notes.append(
+            f"llama.cpp takes long_factor for every text where its context is longer than {most}: dtrain has none"
+        )
     return [f"  note: {note}" for note in notes]
 
 
