@@ -49,7 +49,7 @@ def expect(export: Path, out: Path) -> None:
     from dtrain.data.text.tokenizer import Tokenizer
 
     tokenizer, model = Tokenizer.from_directory(export), models.from_pretrained(export).eval()
-    added = [token.content for token in tokenizer.added_tokens.values()]
+    added = [token.content for token in tokenizer.added_tokens().values()]
     texts = [*TEXTS, *(f"a {token}b{token} c" for token in added[:40]), "".join(added[:40])]
     ids = {text: tokenizer.encode(text) for text in texts}
     whole = {text: tokenizer.encode(text, add_special_tokens=True) for text in texts}
@@ -116,7 +116,8 @@ def write_tiny(directory: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 16}
     linear = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}
     long = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.5], "long_factor": [2.0, 9.0]}
-    phi = {"rope_parameters": {**long, "partial_rotary_factor": 0.5}, "original_max_position_embeddings": 64}
+    phi = {"rope_parameters": {**long, "partial_rotary_factor": 0.5}, "max_position_embeddings": 1024}
+    phi["original_max_position_embeddings"] = 256  # llama.cpp's least context, beyond which it takes long_factor
     pattern = ["sliding_attention", "full_attention", "sliding_attention"]
     untied = {"tie_word_embeddings": False}
     kinds = {

@@ -78,7 +78,7 @@ def _write_model(found: WholeModel, out: Path, kind: str) -> str:
 
 
 def _notes(model: CausalLM, arch: str, vocabulary: Vocabulary) -> list[str]:
-    """What of the model the file or llama.cpp does not have, as lines."""
+    """Lines that name the parts of a model that the file or llama.cpp does not have."""
     notes = list(vocabulary.notes)
     if model.config.is_text_tower:
         notes.insert(0, "the text part alone: no images")

@@ -1,4 +1,4 @@
-"""One GGUF file, written tensor by tensor beside its place and whole before it has its name."""
+"""Writing of a GGUF file: tensor by tensor, beside its place, renamed when it is whole."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -5,11 +5,14 @@ expressions. `llama` is SentencePiece's BPE: two neighbours merge where their te
 and there is no split. What is read is tokenizer.json's content; a part that gives other ids there is refused by name.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer as Backend
+from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from dtrain.base.errors import UserError
@@ -26,7 +29,7 @@ _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # but after these
 
 @dataclass
 class Vocabulary:
-    """What a GGUF file says of a tokenizer. kind: "gpt2" or "llama"; types: TokenType's names; notes: what llama.cpp
+    """A tokenizer in a GGUF file's terms. kind: "gpt2" or "llama"; types: TokenType's names; notes: what llama.cpp
     leaves out of it, for the user."""
 
     kind: str
@@ -82,7 +85,7 @@ def _read(tokenizer: Tokenizer, written: Mapping[str, Any], rows: int) -> Vocabu
         _read_byte_level(found, written, pairs)
     else:
         _read_sentencepiece(found, tokenizer, written, pairs)
-    _type_added(found, tokenizer)
+    _type_added(found, tokenizer, Backend.from_str(json.dumps(written)).normalizer)
     _add_special(found, tokenizer)
     return found
 
@@ -115,7 +118,7 @@ def _read_sentencepiece(
     if unknown in ids:
         found.types[ids[unknown]] = "UNKNOWN"
         found.ids["unk"] = ids[unknown]
-    found.scores = _scores(found.tokens, pairs, {token.content for token in tokenizer.added_tokens.values()})
+    found.scores = _scores(found.tokens, pairs, {token.content for token in tokenizer.added_tokens().values()})
 
 
 def _adds_space(written: Mapping[str, Any]) -> bool:
@@ -165,14 +168,15 @@ def _scores(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]], added: set[
     return [-float(ranks.get(token, len(ranks))) for token in tokens]
 
 
-def _type_added(found: Vocabulary, tokenizer: Tokenizer) -> None:
+def _type_added(found: Vocabulary, tokenizer: Tokenizer, normalizer: Normalizer | None) -> None:
     """Say which tokens are added ones. UserError for flags that llama.cpp does not have."""
-    added = tokenizer.added_tokens
+    added = tokenizer.added_tokens()
     for number, token in added.items():
         if token.single_word or token.lstrip:
             flag = "single_word" if token.single_word else "lstrip"
             raise UserError(f"added_tokens: {token.content!r} is {flag}, which llama.cpp does not know")
-        if token.normalized and tokenizer.normalized(token.content) != token.content:
+        changes = normalizer is not None and normalizer.normalize_str(token.content) != token.content
+        if token.normalized and changes:
             raise UserError(f"added_tokens: {token.content!r} is found after the normalizer changed it (normalized)")
         is_spaces = not token.content.strip(_SPACE) and found.kind == "llama"
         if found.types[number] == "NORMAL" and not is_spaces:  # spaces are merged, and written as spaces

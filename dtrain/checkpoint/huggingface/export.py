@@ -82,7 +82,7 @@ def export(
 
 
 def find(source: Path, dtype: torch.dtype | None, form: str | None, original_base: bool) -> WholeModel | AdapterAlone:
-    """What `source` holds, in a `form`, described and not yet read. The arguments and errors are those of `export`."""
+    """The model or adapter in `source`, not yet read. The arguments and errors are those of `export`."""
     if original_base and form not in (None, "merged"):
         raise UserError("--original-base says what --merged merges into; it has no meaning with another form")
     if not source.is_dir():

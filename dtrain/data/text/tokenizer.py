@@ -100,20 +100,9 @@ class Tokenizer:
         named = json.dumps([self._source[1], self.special_tokens, self.bos_id, self.eos_ids], sort_keys=True)
         return hashlib.sha256((self._source[0] + named).encode()).hexdigest()[:16]
 
-    @property
     def added_tokens(self) -> dict[int, AddedToken]:
-        """The tokens that are found in a text before it is split, by id."""
+        """Return the tokens that are found in a text before it is split, by id."""
         return self._whole.get_added_tokens_decoder()
-
-    def normalized(self, text: str) -> str:
-        """Return `text` as the tokenizer's normalizer writes it."""
-        normalizer = self._whole.normalizer
-        return text if normalizer is None else normalizer.normalize_str(text)
-
-    @property
-    def special_texts(self) -> list[str]:
-        """Texts of the special tokens, which `decode` can leave out."""
-        return [token.content for token in self.added_tokens.values() if token.special]
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return ids of `text`; with special tokens, what the tokenizer's post-processor adds (BOS, for most), but no
