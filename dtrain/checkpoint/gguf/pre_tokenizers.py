@@ -1,8 +1,8 @@
 """llama.cpp's name for how a tokenizer splits a text, by the content of tokenizer.json.
 
 llama.cpp has the regular expressions in its own code, under names (`tokenizer.ggml.pre`). A name is given where the
-steps of tokenizer.json split every text as it does. Those that tell capital and small letters apart are not among them:
-llama.cpp has this for ASCII letters alone.
+steps of tokenizer.json split every text as it does. Those that tell capital and small letters apart (tekken, gpt-4o)
+are not among them: llama.cpp has this for ASCII letters alone, and cuts ÉCOLE after the É.
 """
 
 from collections.abc import Mapping
