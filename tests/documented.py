@@ -101,6 +101,8 @@ class Directory:
             for word in words[2:]:
                 extra = re.fullmatch(r"dtrain\[(\w[\w-]*)\]", word)
                 assert extra and extra[1] in extras, word
+        elif words[0] == "ollama":
+            assert words[1] == "create" and words[3:] == ["-f", "Modelfile"], words
         elif words[:3] == ["python", "-m", "dtrain.rl.environments.verifiers"]:  # tests/environments has a stand-in
             json.loads(words[4])
             shutil.copy(self.path / "problems.jsonl", self.path / f"{words[3]}.jsonl")
@@ -130,6 +132,8 @@ class Directory:
         elif words[0] == "serve":
             self.close()
             self._serve(words)
+        elif words[0] == "export" and words[2].endswith(".gguf"):  # of tokenizers that llama.cpp has: tests/checkpoint
+            assert Path(self.path, words[1]).is_dir()
         elif words[0] == "download":
             assert is_id(words[1]) and len(words) == 2
         else:

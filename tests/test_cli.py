@@ -108,6 +108,16 @@ def test_python_dash_m_and_the_exit_status():
     assert dtrain_("nothing").returncode == 2
 
 
+def test_the_type_of_an_export_is_that_of_its_kind(tmp_path, capsys):
+    source = str(tmp_path / "gone")
+    assert main(["export", source, str(tmp_path / "m.gguf"), "--dtype", "float16"]) == 1
+    assert "the type of a GGUF file is --type f16, bf16, f32 or q8_0" in capsys.readouterr().err
+    assert main(["export", source, str(tmp_path / "out"), "--type", "f16"]) == 1
+    assert "let OUT end with .gguf, or give a directory's --dtype" in capsys.readouterr().err
+    assert main(["export", source, str(tmp_path / "m.gguf"), "--type", "f16"]) == 1
+    assert "gone is no directory" in capsys.readouterr().err
+
+
 def test_export_and_generate_answer_a_missing_directory(tmp_path, capsys):
     assert main(["export", str(tmp_path / "gone"), str(tmp_path / "out")]) == 1
     assert main(["generate", str(tmp_path / "gone"), "--prompt", "hello"]) == 1

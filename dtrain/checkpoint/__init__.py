@@ -7,4 +7,5 @@ code that is in it (tensors are read with torch's weights-only loader, everythin
 dcp            saves that a run resumes from, through torch's distributed checkpoint
 huggingface    safetensors with config.json, read by slices and written
 peft           adapters in PEFT's layout
+gguf           one file of a model or an adapter, for llama.cpp
 """

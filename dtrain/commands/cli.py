@@ -109,11 +109,12 @@ def _parser() -> _Command:
     copy.add_argument("recipe", metavar="RECIPE", help=RECIPE)
     copy.add_argument("target", metavar="TARGET", type=Path, help="a file that is not there yet, or a directory")
     add("cat", _cat, "print a recipe").add_argument("recipe", metavar="RECIPE", help=RECIPE)
-    export = add("export", _export, "write a directory that others read from a run, a checkpoint or an adapter")
-    sources = "runs/x, runs/x/checkpoints/step-N, or an adapter's directory"
+    export = add("export", _export, "write what others read from a run, a checkpoint or an adapter")
+    sources = "runs/x, runs/x/checkpoints/step-N, or an adapter's or a model's directory"
     export.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help=sources)
-    export.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
+    export.add_argument("out", metavar="OUT", type=Path, help="the directory to write, or OUT.gguf for llama.cpp")
     export.add_argument("--dtype", help="bfloat16, float16, float32 or float64 (default: as saved)")
+    export.add_argument("--type", help="of OUT.gguf: f16, bf16, f32 or q8_0 (default: f16)")
     forms = export.add_mutually_exclusive_group()
     merged = "a whole model, an adapter merged into it (the default)"
     forms.add_argument("--merged", dest="form", action="store_const", const="merged", help=merged)
@@ -228,10 +229,21 @@ def _cat(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from dtrain.checkpoint.huggingface.export import export
+    source, out, kind = arguments.source, arguments.out, arguments.type
+    form, original_base = arguments.form, arguments.original_base
+    if out.suffix == ".gguf":
+        if arguments.dtype is not None:
+            raise UserError("--dtype is for directories: the type of a GGUF file is --type f16, bf16, f32 or q8_0")
+        from dtrain.checkpoint.gguf.export import export_gguf
 
-    origin = export(arguments.source, arguments.out, arguments.dtype, arguments.form, arguments.original_base)
-    print(f"wrote {arguments.out} from {origin}")
+        origin = export_gguf(source, out, kind or "f16", form, original_base)
+    else:
+        if kind is not None:
+            raise UserError("--type is for GGUF files: let OUT end with .gguf, or give a directory's --dtype")
+        from dtrain.checkpoint.huggingface.export import export
+
+        origin = export(source, out, arguments.dtype, form, original_base)
+    print(f"wrote {out} from {origin}")
 
 
 def _download(arguments: argparse.Namespace) -> None:

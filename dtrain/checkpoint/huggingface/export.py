@@ -1,7 +1,7 @@
 """A run, one of its checkpoints or an adapter, as a directory that others read: one process, tensor by tensor."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,27 @@ from dtrain.models.read_config import read_config
 FORMS = ("merged", "adapter", "folded")
 
 
+@dataclass(frozen=True)
+class WholeModel:
+    """A model that a source holds, an adapter merged into it; `entries`, its tensors in files, are read when they are
+    written. description: what was found."""
+
+    description: str
+    model: CausalLM
+    layout: Layout
+    entries: list[WholeWeight]
+
+
+@dataclass(frozen=True)
+class AdapterAlone:
+    """An adapter that a source holds. directories: of its tokenizer and template, a later one's over an earlier's.
+    description: what was found."""
+
+    description: str
+    adapter: StoredAdapter
+    directories: list[Path]
+
+
 def export(
     source: str | Path, out: str | Path, dtype: str | None = None, form: str | None = None, original_base: bool = False
 ) -> str:
@@ -48,17 +69,27 @@ def export(
     `model.path`, which must hold what it held then. Memory: one tensor. No process group is needed or used. UserError
     where something is missing or damaged; `out` is whole or absent.
     """
-    source, out = Path(source), Path(out)
     if dtype is not None and dtype not in BY_NAME:
         raise UserError(f"--dtype {dtype}: choose one of {', '.join(BY_NAME)}")
+    wanted = BY_NAME[dtype] if dtype is not None else None
+    found = find(Path(source), wanted, form, original_base)
+    if isinstance(found, WholeModel):
+        write_entries(found.model, found.entries, found.layout, Path(out), ranks=Ranks(alone=True))
+        return found.description
+    write = found.adapter.fold if form == "folded" else found.adapter.copy
+    write(Path(out), found.directories, wanted)
+    return f"{found.description}, its scale folded into B" if form == "folded" else found.description
+
+
+def find(source: Path, dtype: torch.dtype | None, form: str | None, original_base: bool) -> WholeModel | AdapterAlone:
+    """The model or adapter in `source`, not yet read. The arguments and errors are those of `export`."""
     if original_base and form not in (None, "merged"):
         raise UserError("--original-base says what --merged merges into; it has no meaning with another form")
-    wanted = BY_NAME[dtype] if dtype is not None else None
     if not source.is_dir():
         raise UserError(f"{source} is no directory: give a run's directory, a checkpoints/step-N, or an exported model")
     step = step_around(source)
     if step is None and is_adapter_directory(source):
-        return _export_adapter(source, out, wanted, form or "merged", original_base)
+        return _find_adapter(source, dtype, form or "merged", original_base)
     if (source / CONFIG).is_file() and has_weights(source):
         if form is not None:
             raise UserError(f"--{form}: {source} is a whole model, which has no adapter")
@@ -67,10 +98,9 @@ def export(
         places, exact = check_fit(model, files), exact_names(model)
         kept = {places[name].name for name in exact}
         names = dict.fromkeys(name for rows in places.values() for name in rows.names)
-        entries = [stored_weight(files, name, wanted and wider(wanted, name in kept)) for name in names]
-        write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
-        return f"weights of {source}"
-    return _export_step(*locate(step or source, Ranks(alone=True)), out, wanted, form, original_base)
+        entries = [stored_weight(files, name, dtype and wider(dtype, name in kept)) for name in names]
+        return WholeModel(f"weights of {source}", model, layout, entries)
+    return _find_step(*locate(step or source, Ranks(alone=True)), dtype, form, original_base)
 
 
 def _model(layout: Layout, labels: int = 0) -> CausalLM:
@@ -78,24 +108,25 @@ def _model(layout: Layout, labels: int = 0) -> CausalLM:
     return build(read_config(layout.source, labels), device="meta")
 
 
-def _export_adapter(source: Path, out: Path, dtype: torch.dtype | None, form: str, original_base: bool) -> str:
+def _find_adapter(source: Path, dtype: torch.dtype | None, form: str, original_base: bool) -> WholeModel | AdapterAlone:
     base = base_of(source)
     layout = layout_of(base)
     labels = outputs_in(source) or 0
     model = _model(layout, labels)
     adapter = StoredAdapter(source, model)
     if form != "merged":
-        return _write_form(adapter, form, out, [base, source], dtype, f"the adapter {source}")
+        return AdapterAlone(f"the adapter {source}", adapter, [base, source])
     in_4_bits, kept = (False, None) if original_base else trained_beside(source)
     weights = BaseWeights(_model(layout, labels), WeightFiles(base), kept, in_4_bits=in_4_bits, whole=adapter.whole)
-    _write_model(model, replace(layout, companions=(source,)), out, dtype, {}, None, weights, adapter)
-    as_trained = in_4_bits or kept is not None
-    return f"the adapter {source}, merged into {base}{', as its run trained beside it' if as_trained else ''}"
+    entries = _entries(model, layout, dtype, {}, None, weights, adapter)
+    beside = ", as its run trained beside it" if in_4_bits or kept is not None else ""
+    description = f"the adapter {source}, merged into {base}{beside}"
+    return WholeModel(description, model, replace(layout, companions=(source,)), entries)
 
 
-def _export_step(
-    store: CheckpointStore, step: int, out: Path, dtype: torch.dtype | None, form: str | None, original_base: bool
-) -> str:
+def _find_step(
+    store: CheckpointStore, step: int, dtype: torch.dtype | None, form: str | None, original_base: bool
+) -> WholeModel | AdapterAlone:
     directory, run = store.path(step), store.directory.absolute().parent
     facts, state = RunFacts.of(run), store.read_state(step)
     description, trains_adapter = f"step {step} of {run}", (directory / ADAPTER / ADAPTER_CONFIG).is_file()
@@ -111,8 +142,7 @@ def _export_step(
     if adapter is not None and form in ("adapter", "folded"):
         named = read_json(adapter.directory / ADAPTER_CONFIG).get(BASE)
         alone = ", whose base lies in no files but the run's steps: --merged writes both" if named is None else ""
-        description = f"the adapter of {description}{alone}"
-        return _write_form(adapter, form, out, [layout.source], dtype, description)
+        return AdapterAlone(f"the adapter of {description}{alone}", adapter, [layout.source])
     stored = store.tensors(step).items()
     saved = {name[6:]: size for name, size in stored if name.startswith("model.") and not is_adapter(name)}
     wanted = model_tensors(model)
@@ -140,22 +170,20 @@ def _export_step(
         if name not in wanted or tuple(wanted[name].shape) != shape:
             text = f"{directory} has {name} of {list(shape)}, which the model of its config.json does not have"
             raise UserError(text)
-    _write_model(model, layout, out, dtype, saved, read, weights, adapter)
-    return description
+    return WholeModel(description, model, layout, _entries(model, layout, dtype, saved, read, weights, adapter))
 
 
-def _write_model(
+def _entries(
     model: nn.Module,
     layout: Layout,
-    out: Path,
     dtype: torch.dtype | None,
     saved: Sizes,
     read: Callable[[str], Tensor] | None,
     base: BaseWeights | None,
     adapter: StoredAdapter | None,
-) -> None:
-    """Write the tensors of `model`: those `saved` as `read` gives them, others of the `base`, an adapter merged into
-    them. dtype: None for the tensors' own."""
+) -> list[WholeWeight]:
+    """The tensors of `model`: those `saved` as `read` gives them, others of the `base`, an adapter merged into them.
+    dtype: None for the tensors' own."""
     tensors, known, exact = model_tensors(model), aliases(model), exact_names(model)
 
     def weight(name: str) -> WholeWeight:
@@ -174,15 +202,7 @@ def _write_model(
         return WholeWeight(known[name], tensors[name].shape, own, merged, exact=name in exact)
 
     weights = {name: weight(name) for name in [*saved, *(other for other in tensors if other not in saved)]}
-    entries = [whole.in_file(layout.name(model, whole.names), dtype) for whole in in_files(model, weights).values()]
-    write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
-
-
-def _write_form(
-    adapter: StoredAdapter, form: str, out: Path, companions: list[Path], dtype: torch.dtype | None, description: str
-) -> str:
-    (adapter.fold if form == "folded" else adapter.copy)(out, companions, dtype)
-    return f"{description}, its scale folded into B" if form == "folded" else description
+    return [whole.in_file(layout.name(model, whole.names), dtype) for whole in in_files(model, weights).values()]
 
 
 def _run_layout(run: Path, facts: RunFacts, held: dict[str, Any]) -> Layout:

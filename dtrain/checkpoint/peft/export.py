@@ -83,15 +83,7 @@ class StoredAdapter:
     def fold(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:
         """Write the adapter to `out` that is the same to a reader of r and lora_alpha alone: the scale is multiplied
         into B, lora_alpha is r, and all ranks are the largest, by zeros. UserError where that cannot be."""
-        if self.config.dora or self.config.modules_to_save:
-            has = "DoRA's magnitudes" if self.config.dora else "modules that are trained whole (modules_to_save)"
-            raise UserError(
-                f"--folded: the adapter has {has}, which a reader of plain LoRA has no place for: export it --merged"
-            )
-        if self.config.adapted_parameters(self.adapted):
-            raise UserError("--folded: a reader of plain LoRA has no place for adapters of experts: export it --merged")
-        if not self.adapted:
-            raise UserError(f"--folded: {self.directory} has no adapter of a layer: there is nothing to fold")
+        self.refuse_more_than_lora("--folded")
         rank = max(layer.rank for layer in self.adapted.values())
         names = tuple(self.adapted)
         config = AdapterConfig(rank=rank, alpha=rank, dropout=self.config.dropout, target=names)
@@ -99,14 +91,37 @@ class StoredAdapter:
         sizes: Sizes = {}
         for name in (f"{module}.{part}" for module in names for part in ("lora_A", "lora_B")):
             stored = self.files.stored[self._outer(name)[0]]
-            shape = (rank, stored.shape[1]) if name.endswith("A") else (stored.shape[0], rank)
-            sizes[name] = shape, torch.promote_types(DTYPES[stored.kind], torch.float32)
+            sizes[name] = self.padded_shape(name, rank), torch.promote_types(DTYPES[stored.kind], torch.float32)
 
         def read(name: str) -> Tensor:
             scale = self.adapted[name.rpartition(".")[0]].scale
-            return folded(name, self.files.read(self._outer(name)[0]).to(sizes[name][1]), rank, scale)
+            return folded(name, self.stored(name).to(sizes[name][1]), rank, scale)
 
         _write(out, form.entries(sizes, read, dtype), form.finish, companions)
+
+    def stored(self, name: str) -> Tensor:
+        """The A [r, in] or B [out, r] of a layer of the files, the parameter `name`, as it is stored."""
+        return self.files.read(self._outer(name)[0])
+
+    def padded_shape(self, name: str, rank: int) -> tuple[int, int]:
+        """The shape of such a parameter at this `rank`."""
+        rows, columns = self.files.stored[self._outer(name)[0]].shape
+        return (rank, columns) if name.endswith("A") else (rows, rank)
+
+    def refuse_more_than_lora(self, option: str) -> None:
+        """Raise UserError, which begins with the `option`, where a reader of plain LoRA has no place for a part of it,
+        or where it is empty."""
+        if self.config.dora or self.config.modules_to_save:
+            has = "DoRA's magnitudes" if self.config.dora else "modules that are trained whole (modules_to_save)"
+            raise UserError(
+                f"{option}: the adapter has {has}, which a reader of plain LoRA has no place for: export it --merged"
+            )
+        if self.config.adapted_parameters(self.adapted):
+            raise UserError(
+                f"{option}: a reader of plain LoRA has no place for adapters of experts: export it --merged"
+            )
+        if not self.adapted:
+            raise UserError(f"{option}: {self.directory} has no adapter of a layer: there is nothing to write")
 
     @property
     def _base(self) -> str | None:

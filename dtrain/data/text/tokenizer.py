@@ -100,10 +100,9 @@ class Tokenizer:
         named = json.dumps([self._source[1], self.special_tokens, self.bos_id, self.eos_ids], sort_keys=True)
         return hashlib.sha256((self._source[0] + named).encode()).hexdigest()[:16]
 
-    @property
-    def special_texts(self) -> list[str]:
-        """Texts of the special tokens, which `decode` can leave out."""
-        return [token.content for token in self._whole.get_added_tokens_decoder().values() if token.special]
+    def added_tokens(self) -> dict[int, AddedToken]:
+        """Return the tokens that are found in a text before it is split, by id."""
+        return self._whole.get_added_tokens_decoder()
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return ids of `text`; with special tokens, what the tokenizer's post-processor adds (BOS, for most), but no

@@ -170,7 +170,8 @@ def open_episodes(section: RolloutSection, data: Data, tokenizer: Tokenizer, run
             arguments = {"path": "dtrain.rl.environments.tools:Toolbox", "options": options, "whose": "grpo.tools"}
         if library.name is not None:
             path = "dtrain.rl.environments.verifiers:Library"
-            library_options = (library.name, library.args, tokenizer.special_texts)
+            special = [token.content for token in tokenizer.added_tokens().values() if token.special]
+            library_options = (library.name, library.args, special)
             arguments = {"path": path, "options": library_options, "whose": "grpo.verifiers"}
         environments = Environments(
             **arguments, timeout=section.environment_timeout, threads=section.environment_threads, say=run.metrics.say

@@ -1,0 +1,171 @@
+"""A run, one of its checkpoints, a model or an adapter, as one GGUF file that llama.cpp and ollama read."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.base.errors import UserError
+from dtrain.base.model_directory import CHAT_TEMPLATE, TOKENIZER
+from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
+from dtrain.checkpoint.gguf.families import (
+    add_sizes,
+    architecture_of,
+    changed,
+    rotary_tensors,
+    window_beyond,
+)
+from dtrain.checkpoint.gguf.file import GgufTensor, check_place, type_of, write_tensors, writing
+from dtrain.checkpoint.gguf.tokenizer import Vocabulary, add_vocabulary, general_name, read_vocabulary
+from dtrain.checkpoint.huggingface.export import AdapterAlone, WholeModel, find
+from dtrain.checkpoint.huggingface.file_rows import joints
+from dtrain.checkpoint.huggingface.merged import WholeWeight, folded
+from dtrain.checkpoint.huggingface.read import candidate_names
+from dtrain.models.common.decoder import CausalLM
+
+_HEAD = "lm_head"
+
+
+def export_gguf(
+    source: str | Path, out: str | Path, kind: str = "f16", form: str | None = None, original_base: bool = False
+) -> str:
+    """Write one GGUF file `out` from `source`, which is as of `huggingface.export.export`, as are form, original_base.
+    Returns lines that say what was read, and what of it the file or llama.cpp does not have.
+
+    kind: the type of matrices, "f16", "bf16", "f32" or "q8_0" (blocks of 32 values in 8 bits with a scale); vectors
+    are float32. A merged weight is rounded once, to it. An adapter alone is for a file of its base: llama.cpp's --lora.
+    Of a multimodal model the text part is written.
+
+    Memory: one tensor. No process group is needed or used. UserError, before weights are read, for an architecture, a
+    tokenizer or an adapter that llama.cpp does not compute as dtrain does; `out` is whole or absent.
+    """
+    out = Path(out)
+    check_place(out, kind)
+    found = find(Path(source), None, form, original_base)
+    if isinstance(found, AdapterAlone):
+        return _write_adapter(found, out, kind, is_folded=form == "folded")
+    return _write_model(found, out, kind)
+
+
+def _write_model(found: WholeModel, out: Path, kind: str) -> str:
+    config, layout = found.model.config, found.layout
+    arch, file = architecture_of(config), _text_config(layout.config)
+    directories = [layout.source, *layout.companions]
+    tokenizer = next((path for path in reversed(directories) if (path / TOKENIZER).is_file()), layout.source)
+    template = next((path for path in reversed(directories) if (path / CHAT_TEMPLATE).is_file()), tokenizer)
+    vocabulary = read_vocabulary(tokenizer, layout.source, config.vocab_size, template)
+    names = _gguf_names(found.model, arch)
+    tensors: dict[str, GgufTensor] = {}
+    for name, tensor in rotary_tensors(arch, config, file).items():
+        tensors[name] = GgufTensor(name, tensor.shape, "f32", tensor.to)
+    for entry in found.entries:
+        text_name, name = names[entry.names[0]]
+        if name not in tensors:  # files may have a tied head beside its embedding
+            read = partial(_read, entry, text_name, found.model, arch)
+            tensors[name] = GgufTensor(name, entry.shape, type_of(entry.shape, kind), read)
+    with writing(out, arch) as writer:
+        writer.add_type("model")
+        if (title := general_name(out.stem, vocabulary)) is not None:
+            writer.add_name(title)
+        _add_file_type(writer, kind)
+        add_sizes(writer, arch, config, file)
+        add_vocabulary(writer, vocabulary)
+        write_tensors(writer, list(tensors.values()))
+    return "\n".join([found.description, *_notes(found.model, arch, vocabulary)])
+
+
+def _notes(model: CausalLM, arch: str, vocabulary: Vocabulary) -> list[str]:
+    """Lines that name the parts of a model that the file or llama.cpp does not have."""
+    notes = list(vocabulary.notes)
+    if model.config.is_text_tower:
+        notes.insert(0, "the text part alone: no images")
+    if (window := window_beyond(arch, model.config)) is not None:
+        notes.append(
+            f"llama.cpp has no sliding window of this architecture: the context length is the window, {window}"
+        )
+    if (most := model.config.most_positions) is not None:
+        notes.append(
+            f"llama.cpp takes long_factor for every text where its context is longer than {most}: dtrain has none"
+        )
+    return [f"  note: {note}" for note in notes]
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
+
+
+def _gguf_names(model: CausalLM, arch: str) -> dict[str, tuple[str, str]]:
+    """Names that files may give the tensors of `model` -> what a text model's files call each, and a GGUF file."""
+    known = aliases(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()}
+    names: dict[str, tuple[str, str]] = {}
+    for fused in joints(model, shapes):
+        found = fused.name, gguf_name(fused.name, arch, model.config.num_hidden_layers)
+        names |= dict.fromkeys(candidate_names(model, known.get(fused.name, [fused.name])), found)
+    return names
+
+
+def gguf_name(name: str, arch: str, layers: int) -> str:
+    """Return what llama.cpp's graph of `arch` calls a tensor of a text model with so many layers."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    (number,) = [number for number, known in MODEL_ARCH_NAMES.items() if known == arch]
+    module, _, parameter = name.rpartition(".")
+    found = get_tensor_name_map(number, layers).get_name(module)
+    if found is None:
+        raise ValueError(f"{name} is nowhere in llama.cpp's {arch}")
+    return f"{found}.{parameter}"
+
+
+def _read(entry: WholeWeight, name: str, model: CausalLM, arch: str, dtype: torch.dtype) -> Tensor:
+    """The tensor `name` [its shape] as llama.cpp reads it, rounded to `dtype`. No collective."""
+    return changed(arch, model.config, name, entry.read(dtype).to(dtype))
+
+
+def _add_file_type(writer: Any, kind: str) -> None:
+    from gguf import GGML_QUANT_VERSION, LlamaFileType
+
+    writer.add_file_type(LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
+    if kind == "q8_0":
+        writer.add_quantization_version(GGML_QUANT_VERSION)
+
+
+def _write_adapter(found: AdapterAlone, out: Path, kind: str, is_folded: bool) -> str:
+    """Write llama.cpp's file of a LoRA, whose scale is one alpha over each layer's rank; where a layer has another, or
+    all are folded, it is multiplied into B."""
+    adapter = found.adapter
+    arch, config = architecture_of(adapter.model.config), adapter.model.config
+    adapter.refuse_more_than_lora("--folded" if is_folded else "--adapter")
+    if _HEAD in adapter.adapted and config.tie_word_embeddings:
+        raise UserError(f"an adapter of {_HEAD}, which is tied: llama.cpp has no such tensor; export it --merged")
+    rank = max(layer.rank for layer in adapter.adapted.values())
+    alpha = float(rank) if is_folded else adapter.config.alpha
+
+    def read(name: str, dtype: torch.dtype) -> Tensor:
+        module, _, part = name.rpartition(".")
+        layer, tensor = adapter.adapted[module], adapter.stored(name).float()
+        if is_folded:
+            tensor = folded(name, tensor, rank, layer.scale)
+        elif part == "lora_B":
+            tensor = tensor * (layer.scale * layer.rank / alpha)
+        return (changed(arch, config, f"{module}.weight", tensor) if part == "lora_B" else tensor).to(dtype)
+
+    tensors = []
+    for module, layer in adapter.adapted.items():
+        weight = gguf_name(f"{module}.weight", arch, config.num_hidden_layers)
+        for part in ("lora_A", "lora_B"):
+            name = f"{module}.{part}"
+            shape = adapter.padded_shape(name, rank if is_folded else layer.rank)
+            tensors.append(GgufTensor(f"{weight}.{part.lower()}", shape, type_of(shape, kind), partial(read, name)))
+    with writing(out, arch) as writer:
+        writer.add_type("adapter")
+        writer.add_name(out.stem)
+        _add_file_type(writer, kind)
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", alpha)
+        write_tensors(writer, tensors)
+    return f"{found.description}, its scale folded into B" if is_folded else found.description

@@ -1,0 +1,237 @@
+"""A tokenizer as GGUF files have it: tokens with types, merges or scores, the special ones' ids, and the chat template.
+
+llama.cpp has two kinds that models here use. `gpt2` is byte-level BPE: merges by rank, after a split by regular
+expressions. `llama` is SentencePiece's BPE: two neighbours merge where their text is a token, the best score first,
+and there is no split. What is read is tokenizer.json's content; a part that gives other ids there is refused by name.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers.normalizers import Normalizer
+from tokenizers.pre_tokenizers import ByteLevel
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import LARGE, read_json
+from dtrain.base.model_directory import TOKENIZER
+from dtrain.checkpoint.gguf.pre_tokenizers import pre_tokenizer_name
+from dtrain.data.text.template import choose_template
+from dtrain.data.text.tokenizer import Tokenizer
+
+_SPACE = "▁"  # SentencePiece's
+_PHI3 = "phi-3"  # llama.cpp strips spaces after special tokens where a file's name has this
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # but after these
+
+
+@dataclass
+class Vocabulary:
+    """A tokenizer in a GGUF file's terms. kind: "gpt2" or "llama"; types: TokenType's names; notes: what llama.cpp
+    leaves out of it, for the user."""
+
+    kind: str
+    pre: str
+    tokens: list[str]
+    types: list[str]
+    merges: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    ids: dict[str, int] = field(default_factory=dict)
+    adds_bos: bool = False
+    adds_eos: bool = False
+    adds_space: bool = False
+    strips_after_special: bool = False
+    chat_template: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def read_vocabulary(directory: Path, base: Path, rows: int, template: Path) -> Vocabulary:
+    """Read the tokenizer of `directory` for an embedding of so many `rows`; base: as of `Tokenizer.from_directory`;
+    template: the directory with the chat template. UserError for a tokenizer that llama.cpp does not have."""
+    tokenizer = Tokenizer.from_directory(directory, base)
+    file = directory / TOKENIZER
+    if tokenizer.size > rows:
+        raise UserError(f"{file} has an id {tokenizer.size - 1}, and the model's embedding has {rows} rows")
+    try:
+        found = _read(tokenizer, read_json(file, most=LARGE), rows)
+    except UserError as error:
+        raise UserError(
+            f"{file}: no GGUF file gives this tokenizer's ids: {error}. `dtrain export RUN DIR` writes a directory; "
+            "llama.cpp's own convert_hf_to_gguf.py may write a file of it with other ids"
+        ) from error
+    chosen = choose_template(template, tokenizer.special_tokens)
+    found.chat_template = chosen.source if chosen is not None else None
+    return found
+
+
+def _read(tokenizer: Tokenizer, written: Mapping[str, Any], rows: int) -> Vocabulary:
+    model = written["model"]
+    if model.get("type") != "BPE":
+        raise UserError(f"model: its type is {model.get('type')}; BPE is written")
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise UserError(f"model: it has a {key}")
+    words = {number: word for word, number in tokenizer.vocabulary.items()}
+    tokens = [words.get(number, f"[PAD{number}]") for number in range(rows)]
+    if len(set(tokens)) < rows:
+        raise UserError("model: a token is called [PAD and its id, as llama.cpp's tokens without a text are")
+    types = ["NORMAL" if number in words else "UNUSED" for number in range(rows)]
+    is_byte_level = not model.get("byte_fallback")
+    found = Vocabulary("gpt2" if is_byte_level else "llama", "default", tokens, types)
+    pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model.get("merges", ())]
+    if is_byte_level:
+        _read_byte_level(found, written, pairs)
+    else:
+        _read_sentencepiece(found, tokenizer, written, pairs)
+    _type_added(found, tokenizer, Backend.from_str(json.dumps(written)).normalizer)
+    _add_special(found, tokenizer)
+    return found
+
+
+def _read_byte_level(found: Vocabulary, written: Mapping[str, Any], pairs: Sequence[tuple[str, ...]]) -> None:
+    normalizer = written.get("normalizer")
+    if normalizer is not None and normalizer.get("type") != "NFC":
+        raise UserError(f"normalizer: llama.cpp has none, and this one is {normalizer.get('type')}")
+    if normalizer is not None:
+        found.notes.append("llama.cpp does not compose characters (NFC), as the tokenizer does: give it composed ones")
+    # Bytes without a token are left out by both; llama.cpp knows no token in their place.
+    if written["model"].get("unk_token") is not None and set(ByteLevel.alphabet()) - set(found.tokens):
+        raise UserError("model: bytes without a token become its unk_token")
+    found.pre = pre_tokenizer_name(written)
+    found.merges = [" ".join(pair) for pair in pairs]
+
+
+def _read_sentencepiece(
+    found: Vocabulary, tokenizer: Tokenizer, written: Mapping[str, Any], pairs: Sequence[tuple[str, ...]]
+) -> None:
+    if written["model"].get("ignore_merges"):
+        raise UserError("model: it looks whole words up before it merges (ignore_merges)")
+    found.adds_space = _adds_space(written)
+    ids = {token: number for number, token in enumerate(found.tokens)}
+    for value in range(256):
+        if (number := ids.get(f"<0x{value:02X}>")) is None:
+            raise UserError(f"model: the byte <0x{value:02X}> has no token")
+        found.types[number] = "BYTE"
+    unknown = written["model"].get("unk_token")
+    if unknown in ids:
+        found.types[ids[unknown]] = "UNKNOWN"
+        found.ids["unk"] = ids[unknown]
+    found.scores = _scores(found.tokens, pairs, {token.content for token in tokenizer.added_tokens().values()})
+
+
+def _adds_space(written: Mapping[str, Any]) -> bool:
+    """Return whether a space comes before a text, and after every special token, as in Llama 2; False for Gemma's. The
+    steps that write spaces as SentencePiece does are the only ones that there may be."""
+    normalizer, split = written.get("normalizer") or {}, written.get("pre_tokenizer") or {}
+    steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
+    kinds = [step.get("type") for step in steps]
+    replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    if kinds in (["Prepend", "Replace"], ["Replace"]) and steps[-1] == replaces:
+        if split and not (split.get("type") == "Split" and split.get("pattern") == {"String": " "}):
+            raise UserError(f"pre_tokenizer: llama.cpp splits no text of SentencePiece's, and this is {split}")
+        return len(kinds) == 2
+    if not kinds and split.get("type") == "Metaspace":
+        scheme = split.get("prepend_scheme", "always")
+        if split.get("replacement") == _SPACE and split.get("split") is False and scheme != "first":
+            if scheme == "always":  # it adds none before a space, and llama.cpp does
+                raise UserError("pre_tokenizer: Metaspace adds a space where a text has none; llama.cpp adds it always")
+            return False
+        raise UserError(
+            f"pre_tokenizer: Metaspace with prepend_scheme {scheme!r} and split {split.get('split')!r}; llama.cpp adds "
+            "a space after every special token or none at all, and splits nothing"
+        )
+    raise UserError(f"normalizer: llama.cpp has none that does {kinds or 'nothing'} beside a pre_tokenizer {split}")
+
+
+def _scores(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]], added: set[str]) -> list[float]:
+    """Return a score for each token with which the best pair to merge is the pair of the lowest rank. UserError where
+    no scores do this: for merges that form a token at ranks apart, or not from all of its parts."""
+    ranks: dict[str, int] = {}
+    previous = None
+    for left, right in pairs:
+        word = left + right
+        if word != previous and word in ranks:
+            raise UserError(f"model: merges form {word!r} at ranks apart, which scores of tokens cannot say")
+        ranks.setdefault(word, len(ranks))
+        previous = word
+    known, merged = set(tokens) - added, set(pairs)
+    for word in ranks.keys() & known:
+        for cut in range(1, len(word)):
+            part = word[:cut], word[cut:]
+            if part[0] in known and part[1] in known and part not in merged:
+                raise UserError(f"model: no merge forms {word!r} of {part[0]!r} and {part[1]!r}, which llama.cpp does")
+    for word in known - ranks.keys():
+        if any(word[:cut] in known and word[cut:] in known for cut in range(1, len(word))):
+            raise UserError(f"model: no merge forms {word!r}, which llama.cpp forms of its parts")
+    return [-float(ranks.get(token, len(ranks))) for token in tokens]
+
+
+def _type_added(found: Vocabulary, tokenizer: Tokenizer, normalizer: Normalizer | None) -> None:
+    """Say which tokens are added ones. UserError for flags that llama.cpp does not have."""
+    added = tokenizer.added_tokens()
+    for number, token in added.items():
+        if token.single_word or token.lstrip:
+            flag = "single_word" if token.single_word else "lstrip"
+            raise UserError(f"added_tokens: {token.content!r} is {flag}, which llama.cpp does not know")
+        changes = normalizer is not None and normalizer.normalize_str(token.content) != token.content
+        if token.normalized and changes:
+            raise UserError(f"added_tokens: {token.content!r} is found after the normalizer changed it (normalized)")
+        is_spaces = not token.content.strip(_SPACE) and found.kind == "llama"
+        if found.types[number] == "NORMAL" and not is_spaces:  # spaces are merged, and written as spaces
+            found.types[number] = "CONTROL" if token.special else "USER_DEFINED"
+    stripping = {token.content for token in added.values() if token.rstrip}
+    found.strips_after_special = bool(stripping)
+    if stripping:
+        matched = {token.content for number, token in added.items() if found.types[number] != "NORMAL"}
+        if stripping != matched - set(_KEEP_SPACES) or "</s>" not in stripping or set(_KEEP_SPACES) - matched:
+            raise UserError(f"added_tokens: {min(stripping)!r} is rstrip, which llama.cpp knows as Phi-3 has it alone")
+
+
+def _add_special(found: Vocabulary, tokenizer: Tokenizer) -> None:
+    before, after = tokenizer.affixes()
+    if len(before) > 1 or len(after) > 1:
+        raise UserError("post_processor: it adds more than one token before a text or after it")
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    if before and before[0] != bos or after and after[0] != eos:
+        raise UserError("post_processor: it adds other tokens than bos_token before a text and eos_token after it")
+    found.adds_bos, found.adds_eos = bool(before), bool(after)
+    # Each of these ends an answer there: the token that ends a text, a turn, a message.
+    found.ids |= dict(zip(("eos", "eot", "eom"), tokenizer.eos_ids, strict=False))
+    if bos is not None:
+        found.ids["bos"] = bos
+    if "pad_token" in tokenizer.special_tokens:
+        found.ids["pad"] = tokenizer.pad_id
+
+
+def general_name(name: str, found: Vocabulary) -> str | None:
+    """Return a file's name for itself: `name`, or where llama.cpp would strip spaces by it, and the tokenizer does
+    otherwise, a longer one or none."""
+    is_phi3 = any(word in name.lower() for word in (_PHI3, "phi3"))
+    if found.strips_after_special == is_phi3:
+        return name
+    return f"{name} ({_PHI3})" if found.strips_after_special else None
+
+
+def add_vocabulary(writer: Any, found: Vocabulary) -> None:
+    """Add the tokenizer to a GGUFWriter."""
+    from gguf import TokenType
+
+    writer.add_tokenizer_model(found.kind)
+    writer.add_tokenizer_pre(found.pre)
+    writer.add_token_list(found.tokens)
+    writer.add_token_types([TokenType[kind] for kind in found.types])
+    if found.kind == "llama":
+        writer.add_token_scores(found.scores)
+        writer.add_add_space_prefix(found.adds_space)
+    else:
+        writer.add_token_merges(found.merges)
+    adders = {"bos": writer.add_bos_token_id, "eos": writer.add_eos_token_id, "unk": writer.add_unk_token_id}
+    adders |= {"pad": writer.add_pad_token_id, "eot": writer.add_eot_token_id, "eom": writer.add_eom_token_id}
+    for name, number in found.ids.items():
+        adders[name](number)
+    writer.add_add_bos_token(found.adds_bos)
+    writer.add_add_eos_token(found.adds_eos)
+    if found.chat_template is not None:
+        writer.add_chat_template(found.chat_template)
