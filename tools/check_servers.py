@@ -12,6 +12,7 @@ vLLM's build for CPUs is installed once, in an environment of its own below ~/.c
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -119,8 +120,8 @@ def experts(report: Report, root: Path) -> None:
         server.wait()
         report.holds("experts", "the server tells experts: extend this check", False)
     except RuntimeError as error:
-        lines = [line for line in str(error).splitlines() if "Error" in line or "Triton" in line]
-        report.not_here("experts", lines[-1].strip()[-200:] if lines else "the server ended")
+        found = re.search(r"Value error, (.*?)(?: \[type=|$)", str(error), re.MULTILINE)
+        report.not_here("experts", found[1] if found else str(error)[-200:])
     finally:
         server.stop()
 
