@@ -80,7 +80,8 @@ def smollm2(report: Report, root: Path) -> None:
         trainer, engine = Trainer(root, SMOLLM2), engine_of(server)
         check_draws(report, "SmolLM2", trainer, engine)
         check_stop_text(report, "SmolLM2", trainer, engine, decode)
-        check_weights(report, "SmolLM2", trainer, engine, root / "shared")
+        # A server that begins with the changed weights is 1.8e-4 from float64 too, at a token of log-probability -15.
+        check_weights(report, "SmolLM2", trainer, engine, root / "shared", most=5e-4)
 
 
 def runs(report: Report, root: Path) -> None:
