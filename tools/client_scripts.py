@@ -1,5 +1,6 @@
 """The environment of other projects' clients and readers, and the scripts in tests/real that run in it."""
 
+import hashlib
 import os
 import re
 import subprocess
@@ -15,17 +16,22 @@ PACKAGES = ("openai", "lm-eval[api]", "mcp", "verifiers>=0.1.14,<0.4", "pytest",
 NOT_INSTALLED = 77  # a script's status where its package lacks
 
 
+def needed() -> list[str]:
+    """Return the packages, and what dtrain needs; dtrain itself is found by PYTHONPATH."""
+    return [*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"], *PACKAGES]
+
+
 def fill(python: Path) -> None:
-    """Install the packages, and what dtrain needs; dtrain itself is found by PYTHONPATH."""
-    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    needs = needed()
     torch = next(need for need in needs if re.match("torch[<>=]", need))
     install_torch(python, torch)
-    install(python, *needs, *PACKAGES)
+    install(python, *needs)
 
 
 def run_scripts(names: Sequence[str]) -> int:
     """Run the scripts of these names, all where there are none; return how many failed."""
-    python = environment("clients", fill)
+    name = f"clients-{hashlib.sha256(' '.join(needed()).encode()).hexdigest()[:8]}"
+    python = environment(name, fill)
     failed = 0
     for script in sorted(SCRIPTS.glob("*.py")):
         if script.stem in ("__init__", "common") or (names and script.stem not in names):
