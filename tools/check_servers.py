@@ -169,11 +169,13 @@ def main() -> None:
             except RuntimeError as error:  # a server that does not come up
                 report.tells(name, "the server comes up", str(error), "up")
     failed = [result for result in report.results if result.ok is False]
+    absent = sum(result.ok is None for result in report.results)
     if options.json:
         versions = {"vllm": VLLM, "torch": torch.__version__}
         options.json.write_text(json.dumps({"versions": versions, "results": report.as_json()}, indent=1) + "\n")
     minutes = (time.monotonic() - started) / 60
-    print(f"vLLM {VLLM}: {len(report.results) - len(failed)} of {len(report.results)} passed, {minutes:.0f} minutes")
+    passed = len(report.results) - len(failed) - absent
+    print(f"vLLM {VLLM}: {passed} passed, {len(failed)} failed, {absent} not here, in {minutes:.0f} minutes")
     sys.exit(bool(failed))
 
 

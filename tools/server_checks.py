@@ -89,7 +89,9 @@ class Report:
 
     def _add(self, result: Result) -> None:
         self.results.append(result)
-        outcome = {True: "ok", False: "FAILED", None: "-"}[result.ok]
+        if result.ok is None:
+            return print(f"{result.name}: {result.figure}", flush=True)
+        outcome = "ok" if result.ok else "FAILED"
         print(f"{result.name}: {result.compared}: {result.figure} ({result.bound}) {outcome}", flush=True)
 
     def as_json(self) -> list[dict]:

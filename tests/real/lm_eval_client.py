@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 from tests.serve.serving import Process  # noqa: E402
 
-ROWS, TOKENS = 24, 12
+ROWS, TOKENS = 12, 12
 TASK = """task: sums
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {rows}}}}}
