@@ -51,7 +51,11 @@ class Fake:
                 pass
 
             def do_GET(self):
-                self.answer(200, fake.get(self.path))
+                try:
+                    answer = fake.get(self.path)
+                except Refusal as error:
+                    return self.answer(error.status, fake.problem(error.message))
+                self.answer(404 if answer is None else 200, answer or {"detail": "Not Found"})
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
@@ -112,6 +116,7 @@ class FakeVllm(Fake):
     short = False
     max_lora_rank: int | None = None  # None: started without runtime updates of adapters
     max_loras = 1  # that stay in memory
+    weight_version: str | None = None  # None: a release that cannot say; "default": of the weights it began with
 
     def __init__(self):
         super().__init__()
@@ -119,6 +124,8 @@ class FakeVllm(Fake):
         self.resident: list[str] = []  # names, the one that came last is the last
 
     def get(self, path):
+        if path == "/weight_info":
+            return self.weight_version and {"weight_version": self.weight_version}
         answer = super().get(path)
         return {"data": answer["data"] + [{"id": name, "owned_by": "vllm"} for name in self.adapters]}
 
@@ -152,6 +159,9 @@ class FakeVllm(Fake):
             return self.load(body["lora_name"], body["lora_path"], self.max_lora_rank)
         if self.max_lora_rank is not None and path == "/v1/unload_lora_adapter":
             return self.unload(body["lora_name"])
+        if path == "/update_weight_version" and self.weight_version is not None:
+            self.weight_version = body["new_version"]
+            return {"success": True, "new_version": self.weight_version}
         return {} if path.split("?")[0] in self.routes else None
 
     def load(self, name, path, most):

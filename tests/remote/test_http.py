@@ -276,7 +276,7 @@ def test_vllm_reads_a_directory(vllm, tmp_path):
     engine.update_from_directory(tmp_path, 3)
     paths = [path for path, _ in vllm.calls]
     pause = "/pause?mode=keep&clear_cache=false"
-    assert paths == [pause, "/collective_rpc", "/reset_prefix_cache", "/resume"]
+    assert paths == [pause, "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/resume"]
     assert vllm.calls[1][1] == {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
     assert engine.generate(requests_of(1, 1))[0].version == 3
     vllm.routes = ("/reset_prefix_cache",)
@@ -314,3 +314,37 @@ def test_a_server_with_old_weights_is_not_asked(sglang, tmp_path):
     with pytest.raises(UserError, match="has version 0 of the weights, not 2: was it restarted"):
         engine.generate(requests_of(1, 1))
     other.close()
+
+
+def test_a_wrong_key_is_told_with_the_setting(vllm):
+    def refuse(path):
+        raise fakes.Refusal(401, "Unauthorized")
+
+    vllm.get = refuse
+    with pytest.raises(UserError, match="401: Unauthorized; grpo.server.api_key_file names a file"):
+        engine_of(vllm)
+
+
+def test_a_context_that_is_too_small_is_told_with_the_flag(vllm):
+    def refused(handler, body):
+        problem = "max_tokens=400 cannot be greater than max_model_len=256. Please request fewer output tokens."
+        handler.answer(400, {"error": {"message": problem, "type": "BadRequestError", "code": 400}})
+        return True
+
+    vllm.faults = [refused]
+    with pytest.raises(UserError, match="max_model_len=256(.|\n)*hold prompt and completion .--max-model-len"):
+        engine_of(vllm).generate(requests_of(1, 1))
+
+
+def test_vllm_that_was_started_anew_is_known_by_what_it_says_of_its_weights(vllm, tmp_path):
+    """Its completions do not tell their version; since 0.32 the server does."""
+    vllm.weight_version = "default"
+    engine = engine_of(vllm, retries=1)
+    assert engine.generate(requests_of(1, 1))[0].version is None
+    engine.update_from_directory(tmp_path, 2)
+    assert engine.generate(requests_of(1, 1))[0].version == 2
+    for vllm.weight_version, held in (("default", "the weights that it began with"), ("1", "version 1 of the weights")):
+        with pytest.raises(UserError, match=f"it has {held}, not version 2: was it restarted"):
+            engine.generate(requests_of(1, 1))
+    engine.update_from_directory(tmp_path, 3)
+    assert engine.generate(requests_of(1, 1))[0].version == 3

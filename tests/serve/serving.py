@@ -96,12 +96,13 @@ class Process:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self.lines: list[str] = []
+        self._start_seconds = 300.0 if starts else 60.0
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     @property
     def url(self) -> str:
-        wait_until(lambda: self._listening() or self.process.poll() is not None, 60)
+        wait_until(lambda: self._listening() or self.process.poll() is not None, self._start_seconds)
         assert self._listening(), self.lines
         return self._listening()[0].split(" at ")[1].split()[0]
 

@@ -139,9 +139,12 @@ def test_chat_takes_the_template_and_streams(server, model):
     assert status == 200 and answer["object"] == "chat.completion" and answer["usage"]["prompt_tokens"] == 5
     assert choice["message"] == {"role": "assistant", "content": text_of(ids)}
     assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == pytest.approx(logprobs, abs=1e-9)
+    _, told = ask(server.url, "/v1/chat/completions", {**body, "return_token_ids": True})
+    assert told["prompt_token_ids"] == [8, 5, 8, 6, 9] and "prompt_token_ids" not in answer  # as vLLM has it
     _, thinking = ask(server.url, "/v1/chat/completions", {**body, "chat_template_kwargs": {"thinking": True}})
     assert thinking["usage"]["prompt_tokens"] == 6
-    pieces, _ = events(server.url, "/v1/chat/completions", body)
+    pieces, _ = events(server.url, "/v1/chat/completions", {**body, "return_token_ids": True})
+    assert [piece.get("prompt_token_ids") for piece in pieces[:2]] == [[8, 5, 8, 6, 9], None]
     assert pieces[0]["object"] == "chat.completion.chunk" and pieces[0]["choices"][0]["delta"]["role"] == "assistant"
     assert "".join(piece["choices"][0]["delta"]["content"] for piece in pieces) == choice["message"]["content"]
 

@@ -51,15 +51,16 @@ class Answer:
     def whole(self, pieces: Sequence[StreamChunk]) -> dict[str, Any]:
         """Return the body of the answer; `pieces`: one for each request, in any order."""
         choices = [self._choice(piece, "message") for piece in sorted(pieces, key=lambda piece: piece.index)]
-        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
+        return {**self._head("chat.completion"), **self._prompt(), "choices": choices, "usage": self._usage()}
 
     def event(self, piece: StreamChunk) -> bytes:
         """Return the server-sent event of `piece`; b"" if it adds nothing that a client may see yet."""
+        prompt = {} if self._begun else self._prompt()
         choice = self._choice(piece, "delta")
         text = choice["delta"].get("content") if self.ask.chat else choice["text"]
         if not (text or choice["finish_reason"] or self.ask.logprobs or self._fields["return_token_ids"]):
             return b""
-        return server_sent_event({**self._head("chat.completion.chunk"), "choices": [choice]})
+        return server_sent_event({**self._head("chat.completion.chunk"), **prompt, "choices": [choice]})
 
     def last_events(self) -> bytes:
         """Return the events that end the stream."""
@@ -70,6 +71,11 @@ class Answer:
     def _head(self, kind: str) -> dict[str, Any]:
         kind = kind if self.ask.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.ask.name}
+
+    def _prompt(self) -> dict[str, Any]:
+        """Return what vLLM says of a conversation's prompt beside the choices, where it was requested."""
+        is_wanted = self.ask.chat and self._fields["return_token_ids"]
+        return {"prompt_token_ids": list(self.ask.requests[0].prompt)} if is_wanted else {}
 
     def _usage(self) -> dict[str, int]:
         prompt = sum(len(request.prompt) for request in self.ask.requests[:: self._fields["n"]])

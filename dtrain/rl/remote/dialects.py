@@ -118,10 +118,22 @@ class Vllm:
             arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
             if not self._try(call, "/collective_rpc", arguments):
                 raise UserError("it has no /collective_rpc: start it with VLLM_SERVER_DEV_MODE=1")
+            self._try(call, "/update_weight_version", {"new_version": str(version)})
             self._try(call, "/reset_prefix_cache", {})
         finally:
             for post in self.resume if was_paused else []:
                 call(*post)
+
+    def stale(self, client: HttpClient, version: int, seconds: float) -> str | None:
+        """Return what it holds where these are older weights than `version`, as after a restart; None where it has
+        them, where completions tell their version, and where the release cannot say. Raises RetryableError."""
+        try:
+            held = client.ask("/weight_info", None, seconds).get("weight_version")
+        except ClientError:
+            return None
+        if (number := _version(held)) is not None:
+            return f"version {number} of the weights" if number < version else None
+        return "the weights that it began with" if held == "default" else None
 
     def lacks_adapters(self, call: Call) -> str | None:
         """Return why it takes no adapter, by how it was started; None where it takes them."""
@@ -177,6 +189,9 @@ class Dtrain(Vllm):
 
     def load(self, call: Call, directory: Path, version: int) -> None:
         call("/update_weights_from_disk", {"model_path": str(directory), "weight_version": version})
+
+    def stale(self, client: HttpClient, version: int, seconds: float) -> str | None:
+        return None
 
     def lacks_adapters(self, call: Call) -> str | None:
         try:
@@ -244,6 +259,9 @@ class Sglang:
         finish = finish.get("type") if isinstance(finish, dict) else finish
         ids, values = [token[1] for token in drawn], [token[0] for token in drawn]
         return _completion(ids, values, finish, _version(meta.get("weight_version")))
+
+    def stale(self, client: HttpClient, version: int, seconds: float) -> str | None:
+        return None
 
     def load(self, call: Call, directory: Path, version: int) -> None:
         for post in self.pause:

@@ -5,6 +5,7 @@ the fewest under way. No torch; on a mesh one rank calls `generate` and shares w
 """
 
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -28,6 +29,7 @@ Item = TypeVar("Item")
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds between tries, doubled each time
 ASK_EVERY = 0.5  # seconds between questions whether to stop
 TRY_SECONDS = 30.0  # for the completion that shows what a server answers
+CONTEXT = "does the server's context hold prompt and completion (--max-model-len, --context-length, --max-length)?"
 REPORT_EVERY = 30.0  # seconds between lines about a server that is waited for
 
 
@@ -200,7 +202,8 @@ class HttpEngine:
                 dialect, models = recognise(client, kind, tries.seconds)
                 break
             except ClientError as error:
-                raise UserError(f"{client.url}: {error}") from error
+                fix = "; grpo.server.api_key_file names a file with the server's key" if error.status == 401 else ""
+                raise UserError(f"{client.url}: {error}{fix}") from error
             except RetryableError as error:
                 tries.note(client.url, error)
                 waits = f"of {self._start_timeout:g} s, grpo.server.start_timeout"
@@ -314,6 +317,10 @@ class HttpEngine:
             seconds = tries.seconds / 2 if has_others else tries.seconds
             try:
                 completions = self._ask(server, adapter, requests, seconds)
+                if adapter is None and version is not None:
+                    held = server.dialect.stale(server.client, version, seconds)
+                    if held is not None:
+                        raise RetryableError(f"it has {held}, not version {version}: was it restarted?")
                 if adapter is not None and server.dialect.names_versions:  # the name tells the version, not the base's
                     completions = [replace(completion, version=version) for completion in completions]
                 for completion, request in zip(completions, requests, strict=True):
@@ -342,6 +349,8 @@ class HttpEngine:
         try:
             answer = server.client.ask(path, body, seconds)
         except ClientError as error:
+            if error.status == 400 and re.search("max_model_len|context", str(error)):
+                raise UserError(f"{error}; {CONTEXT}") from error
             if adapter is None or error.status != 404:
                 raise
             raise RetryableError(f"{error} (it had the adapter {adapter}): was it restarted?") from error
@@ -409,8 +418,7 @@ def _check(completion: Completion, most: int, version: int | None) -> None:
     if count > most or (not count and most) or (completion.finish == "length" and count != most):
         raise UserError(
             f"a completion has {count} tokens and ended by {completion.finish}, where "
-            f"{most} were asked for at most: does the server's context hold prompt and completion "
-            "(--max-model-len, --context-length, --max-length)?"
+            f"{most} were asked for at most: {CONTEXT}"
         )
     if version is not None and completion.version is not None and completion.version < version:
         raise RetryableError(f"it has version {completion.version} of the weights, not {version}: was it restarted?")
