@@ -12,7 +12,16 @@ from real_servers import environment, install, install_torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "tests" / "real"
-PACKAGES = ("openai", "lm-eval[api]", "mcp", "verifiers>=0.1.14,<0.4", "pytest", "peft>=0.21", "transformers>=5")
+PACKAGES = (
+    "openai",
+    "lm-eval[api]",
+    "mcp",
+    "verifiers>=0.1.14,<0.4",
+    "pytest",
+    "peft>=0.21",
+    "gguf>=0.17",
+    "transformers>=5",
+)
 NOT_INSTALLED = 77  # a script's status where its package lacks
 
 

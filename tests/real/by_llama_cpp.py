@@ -10,6 +10,7 @@ Where llama_cpp is, these say how far each file, or each of `tiny`, is from that
     python tests/real/by_llama_cpp.py check EXPECTED.npz F.gguf ... [--lora A.gguf]
     python tests/real/by_llama_cpp.py check DIR
 
+Where both are, no argument does `tiny` and `check` in a temporary directory.
 `check` ends with status 1 where ids differ, where logits differ by more than the file's type rounds, or where a greedy
 answer of an f32 file is another one.
 """
@@ -17,6 +18,7 @@ answer of an f32 file is another one.
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -162,11 +164,20 @@ def check_tiny(directory: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("expect", "tiny", "check"))
-    parser.add_argument("first", type=Path, help="EXPORT, DIR or EXPECTED.npz")
+    parser.add_argument("action", choices=("expect", "tiny", "check"), nargs="?")
+    parser.add_argument("first", type=Path, nargs="?", help="EXPORT, DIR or EXPECTED.npz")
     parser.add_argument("others", type=Path, nargs="*", help="EXPECTED.npz, or GGUF files")
     parser.add_argument("--lora", type=Path, help="an adapter's GGUF file, for each of the files")
     given = parser.parse_args()
+    if given.action is None:
+        from tests.real.common import need
+
+        need("llama-cpp-python", "llama_cpp")
+        with tempfile.TemporaryDirectory() as directory:
+            write_tiny(Path(directory))
+            return 0 if check_tiny(Path(directory)) else 1
+    if given.first is None:
+        parser.error("name EXPORT, DIR or EXPECTED.npz")
     if given.action == "check":
         if given.first.is_dir():
             return 0 if check_tiny(given.first) else 1
