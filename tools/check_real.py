@@ -43,8 +43,9 @@ class Row:
 
 
 def written(name: str) -> dict:
-    """Return the JSON object that ends the file `name` in build/real."""
-    return json.loads((BUILD / name).read_text(encoding="utf-8"))
+    """Return the JSON object in the file `name` of build/real; lines before it may say what was installed."""
+    text = (BUILD / name).read_text(encoding="utf-8")
+    return json.loads(text[text.index("{") :])
 
 
 def accuracy(name: str) -> float:
@@ -148,12 +149,31 @@ ROWS = {
     "export": Row(
         "The adapter merged, in transformers",
         (
-            "dtrain export runs/real-lora build/real/merged",
+            "rm -rf build/real/merged && dtrain export runs/real-lora build/real/merged",
             "python tools/real_equal.py runs/real-lora build/real/merged build/real/heldout.jsonl "
             "> build/real/export.json",
         ),
         lambda: equal("export"),
         ("sft-lora",),
+    ),
+    "vllm": Row(
+        "The adapter merged, in vLLM",
+        (
+            "python tools/real_peers.py vllm runs/real-lora build/real/merged build/real/heldout.jsonl "
+            "> build/real/vllm.json",
+        ),
+        lambda: "of {prompts} prompts {equal_answers} have equal greedy answers".format(**written("vllm.json")),
+        ("export",),
+    ),
+    "gguf": Row(
+        "The adapter merged, as a GGUF file in llama.cpp",
+        (
+            "rm -f build/real/merged.gguf",
+            "dtrain export runs/real-lora build/real/merged.gguf --type f32",
+            "python tools/real_peers.py gguf build/real/merged build/real/merged.gguf > build/real/gguf.txt",
+        ),
+        lambda: (BUILD / "gguf.txt").read_text(encoding="utf-8").splitlines()[-1],
+        ("export",),
     ),
     "dpo": Row(
         "DPO on pairs of the adapted model's own right and wrong answers",
