@@ -10,9 +10,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dtrain.base.orphans import end_with
-from tests.world import fork, run_world
+from tests import world
+from tests.world import fork, join_gloo, run_world
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
 
@@ -67,3 +69,24 @@ def test_a_fork_may_use_many_threads():
 def many_threads(large):
     torch.set_num_threads(2)
     large.exp()
+
+
+JOINED_BEFORE = None  # a file of the test
+
+
+def _hangs_at_first(rank, world_size, store_path):
+    if rank == 1 and not JOINED_BEFORE.exists():
+        JOINED_BEFORE.touch()
+        time.sleep(1000)
+    join_gloo(rank, world_size, store_path)
+
+
+def test_a_world_whose_rank_does_not_join_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(world, "JOIN_SECONDS", 10.0)
+    monkeypatch.setitem(globals(), "JOINED_BEFORE", tmp_path / "joined")
+    assert run_world(_size, 2, join=_hangs_at_first) == [2, 2]
+    assert JOINED_BEFORE.exists()
+
+
+def _size(rank):
+    return dist.get_world_size()

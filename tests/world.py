@@ -31,6 +31,10 @@ from dtrain.base.orphans import end_with
 # for them without end.
 torch.set_num_threads(1)
 
+JOINED, DONE, FAILED = "joined", "done", "failed"  # what a rank says
+STARTS = 3  # of a world whose ranks do not join
+JOIN_SECONDS = 40.0  # less than gloo's own minute
+
 
 def fork(function: Callable[..., None], *args: Any) -> multiprocessing.Process:
     """`function(*args)` in a process forked from this one, which ends with this one."""
@@ -62,12 +66,13 @@ def _rank_main(fn, rank, world_size, store_path, args, pipe, join, end):
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     try:
         join(rank, world_size, store_path)
-        pipe.send((True, fn(rank, *args)))
+        pipe.send((JOINED, None))
+        pipe.send((DONE, fn(rank, *args)))
         os.read(end_of_all, 1)  # a rank that ended while others still connect to it would fail them
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send((FAILED, traceback.format_exc()))
     finally:
         pipe.close()
         os._exit(0)
@@ -86,7 +91,19 @@ def run_world(
     Returns the ranks' results in order: picklable, and no tensors, whose memory would go with their rank.
     Raises AssertionError with the traceback of the first rank that failed, or the names of ranks that hung, whose
     stacks then stand on stderr.
+
+    A fork takes along a lock that another thread of this process holds just then, of the resolver say, and the child
+    waits for it without end. Where ranks do not join in time, the world is started again: no line of `fn` has run.
     """
+    for _ in range(STARTS):
+        results = _run_once(fn, world_size, args, timeout, join)
+        if results is not None:
+            return results
+    raise AssertionError(f"{world_size} ranks did not join in {STARTS} starts")
+
+
+def _run_once(fn, world_size, args, timeout, join) -> list[Any] | None:
+    """Return the results of `run_world`; None where a rank has not joined in JOIN_SECONDS."""
     gc.collect()  # as `fork` does, once for all ranks: it takes longer than a fork
     end_of_all, parents_end = os.pipe()  # its closing tells the ranks that all have given their results
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
@@ -101,29 +118,36 @@ def run_world(
             pipes[receiver] = rank
             processes.append(process)
         results: dict[int, Any] = {}
-        failure = None
-        while pipes and failure is None:
-            ready = wait(list(pipes), timeout)
+        absent, until = set(range(world_size)), time.monotonic() + JOIN_SECONDS
+        failure, is_late = None, False
+        while pipes and failure is None and not is_late:
+            ready = wait(list(pipes), max(until - time.monotonic(), 0.0) if absent else timeout)
             if not ready:
                 failure = f"ranks {sorted(pipes.values())} of {world_size} gave no result within {timeout} s"
-                for rank in pipes.values():
+                is_late = bool(absent)
+                for rank in absent or pipes.values():
                     os.kill(processes[rank].pid, signal.SIGUSR1)  # where it hangs, on stderr
                 time.sleep(1)
             for pipe in ready:
-                rank = pipes.pop(pipe)
+                rank = pipes[pipe]
                 try:
-                    succeeded, value = pipe.recv()
+                    kind, value = pipe.recv()
                 except EOFError:
                     failure = f"rank {rank} of {world_size} died without a result"
                     break
-                if not succeeded:
+                if kind == FAILED:
                     failure = f"rank {rank} of {world_size} failed:\n{value}"
                     break
-                results[rank] = value
+                absent.discard(rank)
+                if kind == DONE:
+                    results[rank] = value
+                    del pipes[pipe]
         ends.close()
         for process in processes:
             if failure is not None:
                 process.kill()
             process.join()
+    if is_late:
+        return None
     assert failure is None, failure
     return [results[rank] for rank in range(world_size)]
