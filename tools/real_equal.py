@@ -22,20 +22,28 @@ def prompts_of(path: Path, limit: int) -> list[list[dict]]:
     return [messages[:1] for messages in rows]
 
 
+class Greedy:
+    """Greedy answers of a model in dtrain to messages, in float32. prompts, answers: token ids."""
+
+    def __init__(self, directory: Path, messages: list[list[dict]], max_new_tokens: int):
+        loaded = load(directory, torch.float32, torch.device("cpu"))
+        self.model, self.tokenizer, template = loaded.model, loaded.tokenizer, loaded.template()
+        self.prompts = [self.tokenizer.encode(template.render(row, add_generation_prompt=True)) for row in messages]
+        self.answers = generate(self.model, self.prompts, max_new_tokens=max_new_tokens, eos_ids=self.tokenizer.eos_ids)
+
+
 @torch.no_grad()
 def compare(ours: Path, theirs: Path, prompts: list[list[dict]], max_new_tokens: int) -> dict:
     """Return the largest difference of logits, and how many answers are equal token for token."""
     import transformers
 
-    loaded = load(ours, torch.float32, torch.device("cpu"))
-    model, tokenizer, template = loaded.model, loaded.tokenizer, loaded.template()
+    mine = Greedy(ours, prompts, max_new_tokens)
+    eos_ids = list(mine.tokenizer.eos_ids)
     peer = transformers.AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32).eval()
     peer_tokenizer = transformers.AutoTokenizer.from_pretrained(theirs)
     equal_ids = equal = 0
     largest = 0.0
-    encoded = [tokenizer.encode(template.render(prompt, add_generation_prompt=True)) for prompt in prompts]
-    answers = generate(model, encoded, max_new_tokens=max_new_tokens, eos_ids=tokenizer.eos_ids)
-    for prompt, ids, answer in zip(prompts, encoded, answers, strict=True):
+    for prompt, ids, answer in zip(prompts, mine.prompts, mine.answers, strict=True):
         given = peer_tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
         equal_ids += ids == given
         row = torch.tensor([given])
@@ -44,13 +52,13 @@ def compare(ours: Path, theirs: Path, prompts: list[list[dict]], max_new_tokens:
             attention_mask=torch.ones_like(row),
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            eos_token_id=list(tokenizer.eos_ids),
-            pad_token_id=next(iter(tokenizer.eos_ids)),
+            eos_token_id=eos_ids,
+            pad_token_id=eos_ids[0],
         )[0, len(given) :]
         equal += text.tolist() == list(answer)
         whole = torch.tensor([[*ids, *answer]])
         right = peer(whole).logits
-        largest = max(largest, ((model(whole) - right).abs().max() / right.abs().max()).item())
+        largest = max(largest, ((mine.model(whole) - right).abs().max() / right.abs().max()).item())
     return {"logits": largest, "prompts": len(prompts), "equal_ids": equal_ids, "equal_answers": equal}
 
 

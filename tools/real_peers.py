@@ -18,7 +18,7 @@ import urllib.request
 from pathlib import Path
 
 import torch
-from real_equal import prompts_of
+from real_equal import Greedy, prompts_of
 from real_servers import Vllm, environment, install, vllm_python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,14 +27,7 @@ LLAMA_CPP = "0.3.36"
 
 def in_vllm(run: Path, export: Path, rows: Path, limit: int, max_new_tokens: int) -> dict:
     """Return the number of prompts, and of those whose greedy answers are equal."""
-    from dtrain.inference.generate import generate, load
-
-    loaded = load(run, torch.float32, torch.device("cpu"))
-    model, tokenizer, template = loaded.model, loaded.tokenizer, loaded.template()
-    prompts = [
-        tokenizer.encode(template.render(prompt, add_generation_prompt=True)) for prompt in prompts_of(rows, limit)
-    ]
-    answers = generate(model, prompts, max_new_tokens=max_new_tokens, eos_ids=tokenizer.eos_ids)
+    greedy = Greedy(run, prompts_of(rows, limit), max_new_tokens)
     vllm_python()
     equal = 0
     with tempfile.TemporaryDirectory() as directory:
@@ -42,7 +35,7 @@ def in_vllm(run: Path, export: Path, rows: Path, limit: int, max_new_tokens: int
         try:
             server.wait()
             key = server.key_file.read_text().strip()
-            for prompt, answer in zip(prompts, answers, strict=True):
+            for prompt, answer in zip(greedy.prompts, greedy.answers, strict=True):
                 body = {"model": "policy", "prompt": prompt, "max_tokens": max_new_tokens, "temperature": 0}
                 request = urllib.request.Request(
                     f"{server.url}/v1/completions",
@@ -53,7 +46,7 @@ def in_vllm(run: Path, export: Path, rows: Path, limit: int, max_new_tokens: int
                     equal += json.load(reply)["choices"][0]["token_ids"] == list(answer)
         finally:
             server.stop()
-    return {"prompts": len(prompts), "equal_answers": equal}
+    return {"prompts": len(greedy.prompts), "equal_answers": equal}
 
 
 def in_llama_cpp(export: Path, file: Path) -> int:

@@ -126,7 +126,7 @@ class Process:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def said(self, lines: int = 15) -> str:
+    def last_lines(self, lines: int = 15) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
@@ -154,7 +154,7 @@ class Server(Process):
         while not self.answers():
             if self.status is not None or time.monotonic() > until:
                 how = "took too long to start" if self.status is None else f"ended with {self.status}"
-                raise RuntimeError(f"the server {how}:\n{self.said()}")
+                raise RuntimeError(f"the server {how}:\n{self.last_lines()}")
             time.sleep(0.3)
 
     def answers(self) -> bool:

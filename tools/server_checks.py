@@ -75,14 +75,14 @@ class Report:
         """Add whether `act` raises a UserError that tells `fix`."""
         try:
             act()
-            said = "nothing was refused"
+            message = "nothing was refused"
         except UserError as error:
-            said = str(error)
-        self.tells(name, compared, said, fix)
+            message = str(error)
+        self.tells(name, compared, message, fix)
 
-    def tells(self, name: str, compared: str, said: str, fix: str) -> None:
-        ok = fix in said
-        self._add(Result(name, compared, "told" if ok else f"said: {said[-600:]}", fix, ok))
+    def tells(self, name: str, compared: str, message: str, fix: str) -> None:
+        ok = fix in message
+        self._add(Result(name, compared, "told" if ok else f"said: {message[-600:]}", fix, ok))
 
     def not_here(self, name: str, reason: str) -> None:
         self._add(Result(name, "", f"not here: {reason}", "", None))
@@ -201,7 +201,7 @@ def check_draws(report: Report, name: str, trainer: Trainer, engine: HttpEngine)
 
     requests = requests_of(SamplingParams(16, 0.0), samples=1)
     drawn, expected = engine.generate(requests), trainer.greedy(requests)
-    same = sum(one.ids == other.ids for one, other in zip(drawn, expected, strict=True))
+    same = sum(first.ids == second.ids for first, second in zip(drawn, expected, strict=True))
     report.holds(f"{name} greedy", "completions that are the native engine's, token for token", same == len(drawn),
                  f"{same} of {len(drawn)}")  # fmt: skip
 
@@ -209,9 +209,9 @@ def check_draws(report: Report, name: str, trainer: Trainer, engine: HttpEngine)
     drawn, again = engine.generate(requests), engine.generate(requests)
     alone = [engine.generate([request])[0] for request in requests]
     report.holds(f"{name} n", "samples of a prompt that differ", len({tuple(c.ids) for c in drawn[:4]}) == 4)
-    same = sum(one.ids == other.ids for one, other in zip(drawn, again, strict=True))
+    same = sum(first.ids == second.ids for first, second in zip(drawn, again, strict=True))
     report.holds(f"{name} seeds", "samples drawn again that are the same", same == 8, f"{same} of 8")
-    same = sum(one.ids == other.ids for one, other in zip(drawn, alone, strict=True))
+    same = sum(first.ids == second.ids for first, second in zip(drawn, alone, strict=True))
     report.holds(f"{name} seeds alone", "samples that are the same in a call of their own", same == 8, f"{same} of 8")
 
     stop = drawn[0].ids[4]

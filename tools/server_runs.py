@@ -33,12 +33,12 @@ def ages(root: Path, name: str) -> list[int]:
     return [row["step"] - 1 - row["version"] for row in rows(root, name, "samples.jsonl")]
 
 
-def said(root: Path, name: str) -> str:
+def log_of(root: Path, name: str) -> str:
     return (root / f"{name}.log").read_text(errors="replace")
 
 
 def failure(root: Path, name: str, status: int) -> str:
-    return said(root, name)[-500:] if status else ""
+    return log_of(root, name)[-500:] if status else ""
 
 
 def check_runs(report: Report, root: Path, model: Path, server) -> None:
@@ -66,10 +66,10 @@ def check_runs(report: Report, root: Path, model: Path, server) -> None:
         ok = bool(behind) and max(behind) <= 4 and max(behind) > 0 and min(behind) == 0
         figure = f"{min(behind, default=0)} to {max(behind, default=0)}"
         report.holds(f"{name} ahead", "completions are 0 to 4 steps old, and some are old", ok, figure)
-    report.tells("run adapter", "auto took the adapter alone", said(root, "adapter"), "the adapter alone")
+    report.tells("run adapter", "auto took the adapter alone", log_of(root, "adapter"), "the adapter alone")
     finish(grpo(root, "changed", model, [server], *ways["adapter"]))
     compared = "an adapter on a server that got whole weights since"
-    report.tells("run adapter", compared, said(root, "changed"), "engine and trainer disagree")
+    report.tells("run adapter", compared, log_of(root, "changed"), "engine and trainer disagree")
 
 
 def check_two(report: Report, root: Path, model: Path, servers: Sequence) -> None:
@@ -138,7 +138,7 @@ def check_flags(report: Report, root: Path, model: Path, bare, small) -> None:
         ("VLLM_SERVER_DEV_MODE", small, "start it with VLLM_SERVER_DEV_MODE=1"),
     ):
         finish(grpo(root, name, model, [server], *overrides))
-        report.tells("flags", f"a run without {name}", said(root, name), fix)
+        report.tells("flags", f"a run without {name}", log_of(root, name), fix)
 
     trainer = Trainer(root, model)
     engine = engine_of(bare)

@@ -52,7 +52,7 @@ FIELDS = (
 )
 MOST_DRIFT = 0.01  # nats a token: probabilities that differ by about 14 % of themselves
 DRIFTED = (
-    "warning: mismatch_kl at step {} is {:.2g}, more than 0.01: the sampler's probabilities are far from the "
+    "warning: mismatch_kl at step {} is {:.2g}, more than {}: the sampler's probabilities are far from the "
     "trainer's. dtrain/rl/README.md (the native engine) says what to look at. This is said once"
 )
 
@@ -399,7 +399,7 @@ class GrpoMethod(MethodWithReference):
         named = {name: averages[name] for name in FIELDS if name in averages}
         if named.get("mismatch_kl", 0.0) > MOST_DRIFT and not self._is_warned:
             self._is_warned = True
-            self._run.metrics.say(DRIFTED.format(self.source.position.step, named["mismatch_kl"]))
+            self._run.metrics.say(DRIFTED.format(self.source.position.step, named["mismatch_kl"], MOST_DRIFT))
         return self.source.fields | named | {"train_time": time.perf_counter() - self._began}
 
     def validate(self, policy: Policy, rows: Rows) -> dict[str, float]:

@@ -82,8 +82,8 @@ def check(expected: Path, file: Path, lora: Path | None) -> bool:
     wrong = []
     for text, ids, whole in zip(facts["texts"], facts["ids"], facts["whole"], strict=True):
         for wanted, add_bos in ((ids, False), (whole, True)):
-            if (found := model.tokenize(text.encode(), add_bos=add_bos, special=True)) != wanted:
-                wrong.append(f"  {text!r}, add_bos={add_bos}: {found}, and not {wanted}")
+            if (tokens := model.tokenize(text.encode(), add_bos=add_bos, special=True)) != wanted:
+                wrong.append(f"  {text!r}, add_bos={add_bos}: {tokens}, and not {wanted}")
     largest = spread = 0.0
     changed = []
     for number, (prompt, answer) in enumerate(zip(facts["prompts"], facts["answers"], strict=True)):
@@ -92,11 +92,11 @@ def check(expected: Path, file: Path, lora: Path | None) -> bool:
         wanted = held[f"logits{number}"]
         largest = max(largest, float(np.abs(model.scores[: len(prompt)] - wanted).max()))
         spread = max(spread, float(wanted.std()))
-        found = []
-        while len(found) < len(answer):
-            found.append(int(model.scores[model.n_tokens - 1].argmax()))
-            model.eval(found[-1:])
-        if found != answer:
+        drawn = []
+        while len(drawn) < len(answer):
+            drawn.append(int(model.scores[model.n_tokens - 1].argmax()))
+            model.eval(drawn[-1:])
+        if drawn != answer:
             changed.append(number)
     kind = {0: "F32", 1: "F16", 7: "Q8_0", 32: "BF16"}[int(model.metadata["general.file_type"])]
     print(

@@ -63,14 +63,14 @@ class Checks:
     def __init__(self) -> None:
         self.failed = 0
 
-    def same(self, name: str, found: object, expected: object) -> None:
-        ok = found == expected
-        self._say(name, ok, "equal" if ok else f"{found!r}, not {expected!r}")
+    def same(self, name: str, actual: object, expected: object) -> None:
+        ok = actual == expected
+        self._say(name, ok, "equal" if ok else f"{actual!r}, not {expected!r}")
 
-    def near(self, name: str, found: Sequence[float], expected: Sequence[float], most: float) -> None:
-        if len(found) != len(expected):
-            return self._say(name, False, f"{len(found)} numbers, not {len(expected)}")
-        distance = max((abs(one - other) for one, other in zip(found, expected, strict=True)), default=math.inf)
+    def near(self, name: str, actual: Sequence[float], expected: Sequence[float], most: float) -> None:
+        if len(actual) != len(expected):
+            return self._say(name, False, f"{len(actual)} numbers, not {len(expected)}")
+        distance = max((abs(value - right) for value, right in zip(actual, expected, strict=True)), default=math.inf)
         self._say(name, distance <= most, f"{distance:.1e} apart, at most {most:g}")
 
     def holds(self, name: str, ok: bool, figure: object = "") -> None:

@@ -58,7 +58,7 @@ def main() -> None:
             score = json.loads(dtrain("eval", str(run), str(root / "rows.jsonl"), *words))["reward"]
             return score, [json.loads(line)["completion"] for line in out.read_text().splitlines()]
 
-        def found(backend: str, is_chat: bool = False, **options: object) -> tuple[float, list[str]]:
+        def scored(backend: str, is_chat: bool = False, **options: object) -> tuple[float, list[str]]:
             given = ",".join(f"{key}={value}" for key, value in options.items())
             more = {"task_manager": tasks, "batch_size": 1, "log_samples": True, "device": "cpu"}
             result = lm_eval.simple_evaluate(
@@ -77,17 +77,17 @@ def main() -> None:
         text_score, chat_score = expected("text"), expected("user")
         checks.holds("dtrain eval: some right and some wrong", 0 < text_score[0] < 1, f"{text_score[0]:.3f}")
         checks.holds("dtrain eval, chat: score", True, f"{chat_score[0]:.3f}")
-        compare("hf on the export", text_score, found("hf", pretrained=run / "export", dtype="float32"))
-        compare("hf, chat", chat_score, found("hf", True, pretrained=run / "export", dtype="float32"))
+        compare("hf on the export", text_score, scored("hf", pretrained=run / "export", dtype="float32"))
+        compare("hf, chat", chat_score, scored("hf", True, pretrained=run / "export", dtype="float32"))
         server = Process(run, dtype="float32", starts=True)
         try:
             words = {"tokenizer_backend": "huggingface", "tokenizer": run / "export", "num_concurrent": 1}
             served = {"model": run, **words}
             base = f"{server.url}/v1"
             compare(
-                "local-completions", text_score, found("local-completions", base_url=f"{base}/completions", **served)
+                "local-completions", text_score, scored("local-completions", base_url=f"{base}/completions", **served)
             )
-            talk = found("local-chat-completions", True, base_url=f"{base}/chat/completions", **served)
+            talk = scored("local-chat-completions", True, base_url=f"{base}/chat/completions", **served)
             compare("local-chat-completions", chat_score, talk)
         finally:
             server.kill()

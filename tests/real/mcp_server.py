@@ -41,9 +41,9 @@ async def words(text: str) -> list[str]:
 
 
 @server.tool()
-def divide(one: float, other: float) -> float:
+def divide(dividend: float, divisor: float) -> float:
     """Divides."""
-    return one / other
+    return dividend / divisor
 
 
 @server.tool()
@@ -55,7 +55,7 @@ def leave() -> str:
 server.run("stdio")
 '''
 CALLS = [("power", {"base": 3}), ("power", {"base": 2, "exponent": 10}), ("words", {"text": "añb c \u2028d"})]
-WRONG = [("divide", {"one": 1, "other": 0}), ("power", {"base": "x"}), ("nothing", {})]
+WRONG = [("divide", {"dividend": 1, "divisor": 0}), ("power", {"base": "x"}), ("nothing", {})]
 
 
 async def by_its_own(file: Path) -> tuple[list[dict], list[str]]:
@@ -79,8 +79,8 @@ def main() -> None:
         try:
             tools = [tool["function"] for tool in server.tools()]
             expected = [(tool["name"], tool["description"], tool["inputSchema"]) for tool in listed]
-            found = [(tool["name"], tool["description"], tool["parameters"]) for tool in tools]
-            checks.same("names, descriptions and schemas", found, expected)
+            described = [(tool["name"], tool["description"], tool["parameters"]) for tool in tools]
+            checks.same("names, descriptions and schemas", described, expected)
             checks.same("answers", [server.answer(*call) for call in CALLS], texts)
             wrong = [server.answer(*call) for call in WRONG]
             checks.holds("mistakes answer an error", all(text.startswith("error: ") for text in wrong), wrong)

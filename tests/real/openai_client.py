@@ -94,13 +94,13 @@ def chat(checks: Checks, client: openai.OpenAI, oracle: Oracle) -> None:
     whole = client.chat.completions.create(**settings, logprobs=True)
     choice = whole.choices[0]
     checks.same("chat: text", choice.message.content, text)
-    checks.near("chat: logprobs", [one.logprob for one in choice.logprobs.content], logprobs, 1e-4)
+    checks.near("chat: logprobs", [token.logprob for token in choice.logprobs.content], logprobs, 1e-4)
     checks.same("chat: tokens of the prompt", whole.usage.prompt_tokens, len(oracle.chat(messages)))
     parts = list(client.chat.completions.create(**settings, stream=True, logprobs=True))
-    said = [part.choices[0].delta.content or "" for part in parts if part.choices]
-    checks.same("chat: streamed text", "".join(said), text)
+    pieces = [part.choices[0].delta.content or "" for part in parts if part.choices]
+    checks.same("chat: streamed text", "".join(pieces), text)
     values = [
-        one.logprob for p in parts if p.choices and p.choices[0].logprobs for one in p.choices[0].logprobs.content
+        token.logprob for p in parts if p.choices and p.choices[0].logprobs for token in p.choices[0].logprobs.content
     ]
     checks.near("chat: streamed logprobs", values, logprobs, 1e-4)
 

@@ -37,7 +37,7 @@ def main() -> None:
         run = trained(Path(root), "lora={rank: 8, alpha: 16}", "optimizer.lr=1e-2")
         read = peft.PeftModel.from_pretrained(base(), run / "export")
         expected = logprobs(read, ids)
-        moved = max(abs(one - other) for one, other in zip(plain, expected, strict=True))
+        moved = max(abs(before - after) for before, after in zip(plain, expected, strict=True))
         checks.holds("a run's adapter changes the model", moved > 1e-2, f"{moved:.2g}")
         server = Process(run, dtype="float32", starts=True)
         try:

@@ -44,27 +44,27 @@ def export_gguf(
     """
     out = Path(out)
     check_place(out, kind)
-    found = find(Path(source), None, form, original_base)
-    if isinstance(found, AdapterAlone):
-        return _write_adapter(found, out, kind, is_folded=form == "folded")
-    return _write_model(found, out, kind)
+    content = find(Path(source), None, form, original_base)
+    if isinstance(content, AdapterAlone):
+        return _write_adapter(content, out, kind, is_folded=form == "folded")
+    return _write_model(content, out, kind)
 
 
-def _write_model(found: WholeModel, out: Path, kind: str) -> str:
-    config, layout = found.model.config, found.layout
+def _write_model(content: WholeModel, out: Path, kind: str) -> str:
+    config, layout = content.model.config, content.layout
     arch, file = architecture_of(config), _text_config(layout.config)
     directories = [layout.source, *layout.companions]
     tokenizer = next((path for path in reversed(directories) if (path / TOKENIZER).is_file()), layout.source)
     template = next((path for path in reversed(directories) if (path / CHAT_TEMPLATE).is_file()), tokenizer)
     vocabulary = read_vocabulary(tokenizer, layout.source, config.vocab_size, template)
-    names = _gguf_names(found.model, arch)
+    names = _gguf_names(content.model, arch)
     tensors: dict[str, GgufTensor] = {}
     for name, tensor in rotary_tensors(arch, config, file).items():
         tensors[name] = GgufTensor(name, tensor.shape, "f32", tensor.to)
-    for entry in found.entries:
+    for entry in content.entries:
         text_name, name = names[entry.names[0]]
         if name not in tensors:  # files may have a tied head beside its embedding
-            read = partial(_read, entry, text_name, found.model, arch)
+            read = partial(_read, entry, text_name, content.model, arch)
             tensors[name] = GgufTensor(name, entry.shape, type_of(entry.shape, kind), read)
     with writing(out, arch) as writer:
         writer.add_type("model")
@@ -74,7 +74,7 @@ def _write_model(found: WholeModel, out: Path, kind: str) -> str:
         add_sizes(writer, arch, config, file)
         add_vocabulary(writer, vocabulary)
         write_tensors(writer, list(tensors.values()))
-    return "\n".join([found.description, *_notes(found.model, arch, vocabulary)])
+    return "\n".join([content.description, *_notes(content.model, arch, vocabulary)])
 
 
 def _notes(model: CausalLM, arch: str, vocabulary: Vocabulary) -> list[str]:
@@ -104,8 +104,8 @@ def _gguf_names(model: CausalLM, arch: str) -> dict[str, tuple[str, str]]:
     shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()}
     names: dict[str, tuple[str, str]] = {}
     for fused in joints(model, shapes):
-        found = fused.name, gguf_name(fused.name, arch, model.config.num_hidden_layers)
-        names |= dict.fromkeys(candidate_names(model, known.get(fused.name, [fused.name])), found)
+        both = fused.name, gguf_name(fused.name, arch, model.config.num_hidden_layers)
+        names |= dict.fromkeys(candidate_names(model, known.get(fused.name, [fused.name])), both)
     return names
 
 
@@ -115,10 +115,10 @@ def gguf_name(name: str, arch: str, layers: int) -> str:
 
     (number,) = [number for number, known in MODEL_ARCH_NAMES.items() if known == arch]
     module, _, parameter = name.rpartition(".")
-    found = get_tensor_name_map(number, layers).get_name(module)
-    if found is None:
+    gguf_module = get_tensor_name_map(number, layers).get_name(module)
+    if gguf_module is None:
         raise ValueError(f"{name} is nowhere in llama.cpp's {arch}")
-    return f"{found}.{parameter}"
+    return f"{gguf_module}.{parameter}"
 
 
 def _read(entry: WholeWeight, name: str, model: CausalLM, arch: str, dtype: torch.dtype) -> Tensor:
@@ -134,10 +134,10 @@ def _add_file_type(writer: Any, kind: str) -> None:
         writer.add_quantization_version(GGML_QUANT_VERSION)
 
 
-def _write_adapter(found: AdapterAlone, out: Path, kind: str, is_folded: bool) -> str:
+def _write_adapter(content: AdapterAlone, out: Path, kind: str, is_folded: bool) -> str:
     """Write llama.cpp's file of a LoRA, whose scale is one alpha over each layer's rank; where a layer has another, or
     all are folded, it is multiplied into B."""
-    adapter = found.adapter
+    adapter = content.adapter
     arch, config = architecture_of(adapter.model.config), adapter.model.config
     adapter.refuse_more_than_lora("--folded" if is_folded else "--adapter")
     if _HEAD in adapter.adapted and config.tie_word_embeddings:
@@ -168,4 +168,4 @@ def _write_adapter(found: AdapterAlone, out: Path, kind: str, is_folded: bool) -
         writer.add_string("adapter.type", "lora")
         writer.add_float32("adapter.lora.alpha", alpha)
         write_tensors(writer, tensors)
-    return f"{found.description}, its scale folded into B" if is_folded else found.description
+    return f"{content.description}, its scale folded into B" if is_folded else content.description

@@ -55,15 +55,15 @@ def read_vocabulary(directory: Path, base: Path, rows: int, template: Path) -> V
     if tokenizer.size > rows:
         raise UserError(f"{file} has an id {tokenizer.size - 1}, and the model's embedding has {rows} rows")
     try:
-        found = _read(tokenizer, read_json(file, most=LARGE), rows)
+        vocabulary = _read(tokenizer, read_json(file, most=LARGE), rows)
     except UserError as error:
         raise UserError(
             f"{file}: no GGUF file gives this tokenizer's ids: {error}. `dtrain export RUN DIR` writes a directory; "
             "llama.cpp's own convert_hf_to_gguf.py may write a file of it with other ids"
         ) from error
     chosen = choose_template(template, tokenizer.special_tokens)
-    found.chat_template = chosen.source if chosen is not None else None
-    return found
+    vocabulary.chat_template = chosen.source if chosen is not None else None
+    return vocabulary
 
 
 def _read(tokenizer: Tokenizer, written: Mapping[str, Any], rows: int) -> Vocabulary:
@@ -79,46 +79,50 @@ def _read(tokenizer: Tokenizer, written: Mapping[str, Any], rows: int) -> Vocabu
         raise UserError("model: a token is called [PAD and its id, as llama.cpp's tokens without a text are")
     types = ["NORMAL" if number in words else "UNUSED" for number in range(rows)]
     is_byte_level = not model.get("byte_fallback")
-    found = Vocabulary("gpt2" if is_byte_level else "llama", "default", tokens, types)
+    vocabulary = Vocabulary("gpt2" if is_byte_level else "llama", "default", tokens, types)
     pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model.get("merges", ())]
     if is_byte_level:
-        _read_byte_level(found, written, pairs)
+        _read_byte_level(vocabulary, written, pairs)
     else:
-        _read_sentencepiece(found, tokenizer, written, pairs)
-    _type_added(found, tokenizer, Backend.from_str(json.dumps(written)).normalizer)
-    _add_special(found, tokenizer)
-    return found
+        _read_sentencepiece(vocabulary, tokenizer, written, pairs)
+    _type_added(vocabulary, tokenizer, Backend.from_str(json.dumps(written)).normalizer)
+    _add_special(vocabulary, tokenizer)
+    return vocabulary
 
 
-def _read_byte_level(found: Vocabulary, written: Mapping[str, Any], pairs: Sequence[tuple[str, ...]]) -> None:
+def _read_byte_level(vocabulary: Vocabulary, written: Mapping[str, Any], pairs: Sequence[tuple[str, ...]]) -> None:
     normalizer = written.get("normalizer")
     if normalizer is not None and normalizer.get("type") != "NFC":
         raise UserError(f"normalizer: llama.cpp has none, and this one is {normalizer.get('type')}")
     if normalizer is not None:
-        found.notes.append("llama.cpp does not compose characters (NFC), as the tokenizer does: give it composed ones")
+        vocabulary.notes.append(
+            "llama.cpp does not compose characters (NFC), as the tokenizer does: give it composed ones"
+        )
     # Bytes without a token are left out by both; llama.cpp knows no token in their place.
-    if written["model"].get("unk_token") is not None and set(ByteLevel.alphabet()) - set(found.tokens):
+    if written["model"].get("unk_token") is not None and set(ByteLevel.alphabet()) - set(vocabulary.tokens):
         raise UserError("model: bytes without a token become its unk_token")
-    found.pre = pre_tokenizer_name(written)
-    found.merges = [" ".join(pair) for pair in pairs]
+    vocabulary.pre = pre_tokenizer_name(written)
+    vocabulary.merges = [" ".join(pair) for pair in pairs]
 
 
 def _read_sentencepiece(
-    found: Vocabulary, tokenizer: Tokenizer, written: Mapping[str, Any], pairs: Sequence[tuple[str, ...]]
+    vocabulary: Vocabulary, tokenizer: Tokenizer, written: Mapping[str, Any], pairs: Sequence[tuple[str, ...]]
 ) -> None:
     if written["model"].get("ignore_merges"):
         raise UserError("model: it looks whole words up before it merges (ignore_merges)")
-    found.adds_space = _adds_space(written)
-    ids = {token: number for number, token in enumerate(found.tokens)}
+    vocabulary.adds_space = _adds_space(written)
+    ids = {token: number for number, token in enumerate(vocabulary.tokens)}
     for value in range(256):
         if (number := ids.get(f"<0x{value:02X}>")) is None:
             raise UserError(f"model: the byte <0x{value:02X}> has no token")
-        found.types[number] = "BYTE"
+        vocabulary.types[number] = "BYTE"
     unknown = written["model"].get("unk_token")
     if unknown in ids:
-        found.types[ids[unknown]] = "UNKNOWN"
-        found.ids["unk"] = ids[unknown]
-    found.scores = _scores(found.tokens, pairs, {token.content for token in tokenizer.added_tokens().values()})
+        vocabulary.types[ids[unknown]] = "UNKNOWN"
+        vocabulary.ids["unk"] = ids[unknown]
+    vocabulary.scores = _scores(
+        vocabulary.tokens, pairs, {token.content for token in tokenizer.added_tokens().values()}
+    )
 
 
 def _adds_space(written: Mapping[str, Any]) -> bool:
@@ -168,7 +172,7 @@ def _scores(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]], added: set[
     return [-float(ranks.get(token, len(ranks))) for token in tokens]
 
 
-def _type_added(found: Vocabulary, tokenizer: Tokenizer, normalizer: Normalizer | None) -> None:
+def _type_added(vocabulary: Vocabulary, tokenizer: Tokenizer, normalizer: Normalizer | None) -> None:
     """Say which tokens are added ones. UserError for flags that llama.cpp does not have."""
     added = tokenizer.added_tokens()
     for number, token in added.items():
@@ -178,60 +182,60 @@ def _type_added(found: Vocabulary, tokenizer: Tokenizer, normalizer: Normalizer 
         changes = normalizer is not None and normalizer.normalize_str(token.content) != token.content
         if token.normalized and changes:
             raise UserError(f"added_tokens: {token.content!r} is found after the normalizer changed it (normalized)")
-        is_spaces = not token.content.strip(_SPACE) and found.kind == "llama"
-        if found.types[number] == "NORMAL" and not is_spaces:  # spaces are merged, and written as spaces
-            found.types[number] = "CONTROL" if token.special else "USER_DEFINED"
+        is_spaces = not token.content.strip(_SPACE) and vocabulary.kind == "llama"
+        if vocabulary.types[number] == "NORMAL" and not is_spaces:  # spaces are merged, and written as spaces
+            vocabulary.types[number] = "CONTROL" if token.special else "USER_DEFINED"
     stripping = {token.content for token in added.values() if token.rstrip}
-    found.strips_after_special = bool(stripping)
+    vocabulary.strips_after_special = bool(stripping)
     if stripping:
-        matched = {token.content for number, token in added.items() if found.types[number] != "NORMAL"}
+        matched = {token.content for number, token in added.items() if vocabulary.types[number] != "NORMAL"}
         if stripping != matched - set(_KEEP_SPACES) or "</s>" not in stripping or set(_KEEP_SPACES) - matched:
             raise UserError(f"added_tokens: {min(stripping)!r} is rstrip, which llama.cpp knows as Phi-3 has it alone")
 
 
-def _add_special(found: Vocabulary, tokenizer: Tokenizer) -> None:
+def _add_special(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
     before, after = tokenizer.affixes()
     if len(before) > 1 or len(after) > 1:
         raise UserError("post_processor: it adds more than one token before a text or after it")
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     if before and before[0] != bos or after and after[0] != eos:
         raise UserError("post_processor: it adds other tokens than bos_token before a text and eos_token after it")
-    found.adds_bos, found.adds_eos = bool(before), bool(after)
+    vocabulary.adds_bos, vocabulary.adds_eos = bool(before), bool(after)
     # Each of these ends an answer there: the token that ends a text, a turn, a message.
-    found.ids |= dict(zip(("eos", "eot", "eom"), tokenizer.eos_ids, strict=False))
+    vocabulary.ids |= dict(zip(("eos", "eot", "eom"), tokenizer.eos_ids, strict=False))
     if bos is not None:
-        found.ids["bos"] = bos
+        vocabulary.ids["bos"] = bos
     if "pad_token" in tokenizer.special_tokens:
-        found.ids["pad"] = tokenizer.pad_id
+        vocabulary.ids["pad"] = tokenizer.pad_id
 
 
-def general_name(name: str, found: Vocabulary) -> str | None:
+def general_name(name: str, vocabulary: Vocabulary) -> str | None:
     """Return a file's name for itself: `name`, or where llama.cpp would strip spaces by it, and the tokenizer does
     otherwise, a longer one or none."""
     is_phi3 = any(word in name.lower() for word in (_PHI3, "phi3"))
-    if found.strips_after_special == is_phi3:
+    if vocabulary.strips_after_special == is_phi3:
         return name
-    return f"{name} ({_PHI3})" if found.strips_after_special else None
+    return f"{name} ({_PHI3})" if vocabulary.strips_after_special else None
 
 
-def add_vocabulary(writer: Any, found: Vocabulary) -> None:
+def add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
     """Add the tokenizer to a GGUFWriter."""
     from gguf import TokenType
 
-    writer.add_tokenizer_model(found.kind)
-    writer.add_tokenizer_pre(found.pre)
-    writer.add_token_list(found.tokens)
-    writer.add_token_types([TokenType[kind] for kind in found.types])
-    if found.kind == "llama":
-        writer.add_token_scores(found.scores)
-        writer.add_add_space_prefix(found.adds_space)
+    writer.add_tokenizer_model(vocabulary.kind)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types([TokenType[kind] for kind in vocabulary.types])
+    if vocabulary.kind == "llama":
+        writer.add_token_scores(vocabulary.scores)
+        writer.add_add_space_prefix(vocabulary.adds_space)
     else:
-        writer.add_token_merges(found.merges)
+        writer.add_token_merges(vocabulary.merges)
     adders = {"bos": writer.add_bos_token_id, "eos": writer.add_eos_token_id, "unk": writer.add_unk_token_id}
     adders |= {"pad": writer.add_pad_token_id, "eot": writer.add_eot_token_id, "eom": writer.add_eom_token_id}
-    for name, number in found.ids.items():
+    for name, number in vocabulary.ids.items():
         adders[name](number)
-    writer.add_add_bos_token(found.adds_bos)
-    writer.add_add_eos_token(found.adds_eos)
-    if found.chat_template is not None:
-        writer.add_chat_template(found.chat_template)
+    writer.add_add_bos_token(vocabulary.adds_bos)
+    writer.add_add_eos_token(vocabulary.adds_eos)
+    if vocabulary.chat_template is not None:
+        writer.add_chat_template(vocabulary.chat_template)

@@ -35,7 +35,7 @@ FORMS = ("merged", "adapter", "folded")
 @dataclass(frozen=True)
 class WholeModel:
     """A model that a source holds, an adapter merged into it; `entries`, its tensors in files, are read when they are
-    written. description: what was found."""
+    written. description: of what was read."""
 
     description: str
     model: CausalLM
@@ -46,7 +46,7 @@ class WholeModel:
 @dataclass(frozen=True)
 class AdapterAlone:
     """An adapter that a source holds. directories: of its tokenizer and template, a later one's over an earlier's.
-    description: what was found."""
+    description: of what was read."""
 
     description: str
     adapter: StoredAdapter
@@ -72,13 +72,13 @@ def export(
     if dtype is not None and dtype not in BY_NAME:
         raise UserError(f"--dtype {dtype}: choose one of {', '.join(BY_NAME)}")
     wanted = BY_NAME[dtype] if dtype is not None else None
-    found = find(Path(source), wanted, form, original_base)
-    if isinstance(found, WholeModel):
-        write_entries(found.model, found.entries, found.layout, Path(out), ranks=Ranks(alone=True))
-        return found.description
-    write = found.adapter.fold if form == "folded" else found.adapter.copy
-    write(Path(out), found.directories, wanted)
-    return f"{found.description}, its scale folded into B" if form == "folded" else found.description
+    content = find(Path(source), wanted, form, original_base)
+    if isinstance(content, WholeModel):
+        write_entries(content.model, content.entries, content.layout, Path(out), ranks=Ranks(alone=True))
+        return content.description
+    write = content.adapter.fold if form == "folded" else content.adapter.copy
+    write(Path(out), content.directories, wanted)
+    return f"{content.description}, its scale folded into B" if form == "folded" else content.description
 
 
 def find(source: Path, dtype: torch.dtype | None, form: str | None, original_base: bool) -> WholeModel | AdapterAlone:

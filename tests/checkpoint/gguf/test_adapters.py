@@ -48,8 +48,8 @@ def test_an_adapter_alone_adds_what_the_merge_adds(tmp_path, family, form, optio
     assert changed == {name.rpartition(".")[0] for name in parts} and len(changed) >= 8
     for name in changed:
         a, b = parts[f"{name}.lora_a"], parts[f"{name}.lora_b"]
-        found = b @ a * (keys["adapter.lora.alpha"] / len(a))
-        assert torch.allclose(found, after[name] - before[name], atol=1e-6), name
+        added = b @ a * (keys["adapter.lora.alpha"] / len(a))
+        assert torch.allclose(added, after[name] - before[name], atol=1e-6), name
 
 
 def test_what_llama_cpp_has_no_place_for_is_refused(tmp_path):

@@ -66,7 +66,7 @@ def test_a_type_rounds_matrices_and_nothing_else(tmp_path, kind):
 def test_hyper_parameters_are_those_of_config_json(tmp_path):
     make(tmp_path / "gemma", "gemma3", layer_types=["sliding_attention", "full_attention", "sliding_attention"])
     export_gguf(tmp_path / "gemma", tmp_path / "g.gguf")
-    found = values(tmp_path / "g.gguf")
+    header = values(tmp_path / "g.gguf")
     wanted = {
         "context_length": 128,
         "embedding_length": 32,
@@ -81,9 +81,9 @@ def test_hyper_parameters_are_those_of_config_json(tmp_path):
         "rope.freq_base_swa": 100.0,
         "rope.dimension_count": 16,
     }
-    assert {key: found[f"gemma3.{key}"] for key in wanted} == wanted
-    assert math.isclose(found["gemma3.attention.layer_norm_rms_epsilon"], 1e-6, rel_tol=1e-6)
-    assert found["general.file_type"] == 1 and len(found["tokenizer.ggml.tokens"]) == ROWS
+    assert {key: header[f"gemma3.{key}"] for key in wanted} == wanted
+    assert math.isclose(header["gemma3.attention.layer_norm_rms_epsilon"], 1e-6, rel_tol=1e-6)
+    assert header["general.file_type"] == 1 and len(header["tokenizer.ggml.tokens"]) == ROWS
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,15 @@ def test_hyper_parameters_are_those_of_config_json(tmp_path):
 def test_rotary_scaling_is_told(tmp_path, rope, keys):
     make(tmp_path / "model", "qwen3", rope_parameters={**rope, "factor": 4.0, "rope_theta": 100.0})
     export_gguf(tmp_path / "model", tmp_path / "m.gguf")
-    found = values(tmp_path / "m.gguf")
-    assert {key: found[f"qwen3.rope.scaling.{key}"] for key in keys} == keys
+    header = values(tmp_path / "m.gguf")
+    assert {key: header[f"qwen3.rope.scaling.{key}"] for key in keys} == keys
 
 
 def test_rotary_factors_are_tensors(tmp_path):
     make(tmp_path / "llama", "llama3")
     export_gguf(tmp_path / "llama", tmp_path / "l.gguf")
-    (found,) = [tensor for tensor in GGUFReader(tmp_path / "l.gguf").tensors if tensor.name == "rope_freqs.weight"]
-    assert found.data.min() == 1 and found.data.max() == 8  # fast pairs stay, slow ones are divided by the factor
+    (factors,) = [tensor for tensor in GGUFReader(tmp_path / "l.gguf").tensors if tensor.name == "rope_freqs.weight"]
+    assert factors.data.min() == 1 and factors.data.max() == 8  # fast pairs stay, slow ones are divided by the factor
     factors = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 9.0]}
     rope = {"rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5, **factors}
     make(tmp_path / "phi", "phi3", rope_parameters=rope, original_max_position_embeddings=32)
@@ -124,7 +124,7 @@ def test_a_window_that_llama_cpp_does_not_have_is_the_context_length(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "fields", "said"),
+    ("family", "fields", "message"),
     [
         ("olmo3", {}, "Olmo3ForCausalLM: no GGUF file is written of it"),
         ("qwen3-moe", {}, "Qwen3MoeForCausalLM: no GGUF file.*dtrain export RUN DIR"),
@@ -135,9 +135,9 @@ def test_a_window_that_llama_cpp_does_not_have_is_the_context_length(tmp_path):
         ("qwen3", {"rope_parameters": SHAPES["llama3"]["rope_parameters"]}, "rotary scaling llama3"),
     ],
 )
-def test_what_llama_cpp_computes_otherwise_is_refused_by_name(tmp_path, family, fields, said):
+def test_what_llama_cpp_computes_otherwise_is_refused_by_name(tmp_path, family, fields, message):
     make(tmp_path / "model", family, **fields)
-    with pytest.raises(UserError, match=f"(?s){said}"):
+    with pytest.raises(UserError, match=f"(?s){message}"):
         export_gguf(tmp_path / "model", tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
 
@@ -189,8 +189,8 @@ def test_of_a_multimodal_model_the_text_part_is_written(tmp_path):
 def test_a_run_s_newest_checkpoint_is_written(tmp_path):
     directory = make(tmp_path / "qwen3-tied", "qwen3")
     shape = ["model.init=pretrained", f"model.path={directory}", "train.steps=1", "scheduler.warmup_steps=0"]
-    found = run(tiny_recipe(tmp_path, *shape, "checkpoint.every=1")).run.directory
-    assert "step 1 of" in export_gguf(found, tmp_path / "m.gguf", "f32")
-    export(found, tmp_path / "export", "float32")
+    run_directory = run(tiny_recipe(tmp_path, *shape, "checkpoint.every=1")).run.directory
+    assert "step 1 of" in export_gguf(run_directory, tmp_path / "m.gguf", "f32")
+    export(run_directory, tmp_path / "export", "float32")
     assert difference(tmp_path / "m.gguf", tmp_path / "export")[0] < 1e-5
     assert difference(tmp_path / "m.gguf", directory)[0] > 1e-3

@@ -40,8 +40,8 @@ def test_a_tokenizer_of_every_kind_gives_the_same_ids(tmp_path, kind):
     ours, theirs = Tokenizer.from_directory(directory), tokenizer_of(tmp_path / "m.gguf")
     if kind == "llama-bpe":  # llama.cpp looks whole words up, which transformers leaves out
         theirs.model.ignore_merges = True
-    found = [theirs.encode(text, add_special_tokens=False).ids for text in TEXTS]
-    assert found == [ours.encode(text) for text in TEXTS] and max(map(len, found)) > 10
+    ids = [theirs.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    assert ids == [ours.encode(text) for text in TEXTS] and max(map(len, ids)) > 10
     keys = values(tmp_path / "m.gguf")
     assert keys["tokenizer.ggml.pre"] == ("default" if kind == "gemma" else kind)
     types, tokens = keys["tokenizer.ggml.token_type"], keys["tokenizer.ggml.tokens"]
@@ -59,14 +59,14 @@ def test_special_tokens_and_the_template_are_told(tmp_path):
     ends = [tokenizer.token_to_id("<|turn|>"), tokenizer.token_to_id("</s>")]
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     export_gguf(directory, tmp_path / "m.gguf")
-    found = values(tmp_path / "m.gguf")
+    header = values(tmp_path / "m.gguf")
     ids = {"bos": 1, "eos": ends[0], "eot": 2, "padding": 0, "unknown": 0}
-    assert {name: found[f"tokenizer.ggml.{name}_token_id"] for name in ids} == ids
+    assert {name: header[f"tokenizer.ggml.{name}_token_id"] for name in ids} == ids
     adds = ("add_bos_token", "add_eos_token", "add_space_prefix")
-    assert [found[f"tokenizer.ggml.{name}"] for name in adds] == [True, False, True]
-    assert found["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 6]  # UNKNOWN, CONTROL, CONTROL, BYTE
-    assert found["tokenizer.chat_template"] == "{{ messages }}<|turn|>"
-    scores = dict(zip(found["tokenizer.ggml.tokens"], found["tokenizer.ggml.scores"], strict=True))
+    assert [header[f"tokenizer.ggml.{name}"] for name in adds] == [True, False, True]
+    assert header["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 6]  # UNKNOWN, CONTROL, CONTROL, BYTE
+    assert header["tokenizer.chat_template"] == "{{ messages }}<|turn|>"
+    scores = dict(zip(header["tokenizer.ggml.tokens"], header["tokenizer.ggml.scores"], strict=True))
     assert scores["th"] > scores["▁the"] > scores["hat"] > scores["em"]
 
 
@@ -130,18 +130,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_a_part_with_other_ids_in_llama_cpp_is_refused_by_name(tmp_path, said):
-    tokenizer = REFUSED[said]()
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_part_with_other_ids_in_llama_cpp_is_refused_by_name(tmp_path, message):
+    tokenizer = REFUSED[message]()
     tokenizer.add_special_tokens(["<|turn|>"])
     directory = make(tmp_path / "model", "llama", tokenizer)
-    with pytest.raises(UserError, match=f"tokenizer.json: no GGUF file gives this tokenizer's ids: .*{said}"):
+    with pytest.raises(UserError, match=f"tokenizer.json: no GGUF file gives this tokenizer's ids: .*{message}"):
         export_gguf(directory, tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda model: model["merges"].remove(["t", "he"]), "no merge forms 'the' of 't' and 'he'"),
         (lambda model: model["merges"].append(["t", "h"]), "merges form 'th' at ranks apart"),
@@ -150,14 +150,14 @@ def test_a_part_with_other_ids_in_llama_cpp_is_refused_by_name(tmp_path, said):
         (lambda model: model.update(type="WordLevel", unk_token="<unk>"), "its type is WordLevel"),
     ],
 )
-def test_merges_that_scores_cannot_say_are_refused(tmp_path, change, said):
+def test_merges_that_scores_cannot_say_are_refused(tmp_path, change, message):
     directory = make(tmp_path / "model", "llama", add_tokens(sentencepiece(adds_space=True)))
     written = json.loads((directory / "tokenizer.json").read_text())
     change(written["model"])
     if written["model"]["type"] == "WordLevel":
         written["model"] = {key: written["model"][key] for key in ("type", "vocab", "unk_token")}
     (directory / "tokenizer.json").write_text(json.dumps(written))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         export_gguf(directory, tmp_path / "m.gguf")
 
 
