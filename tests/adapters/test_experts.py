@@ -26,6 +26,7 @@ SECTION = "lora={rank: 4, alpha: 12, target: [all-linear, experts], rank_pattern
 ROUTED = SECTION.replace("experts]", "experts, gate.weight]")
 
 
+@pytest.mark.slow
 def test_values_and_gradients_are_those_of_peft_s_matrices(tmp_path):
     """The router is left out: transformers routes in float32. One expert has no token."""
     base = save_base(tmp_path / "base", "qwen3-moe", torch.float64)

@@ -75,6 +75,7 @@ def test_a_tied_embedding_is_merged_as_one(tmp_path):
     assert (logits(load_base(tmp_path / "out")) - logits(theirs)).abs().max() < 5e-5
 
 
+@pytest.mark.slow
 def test_a_vision_tower_goes_along(tmp_path):
     base = save_base(tmp_path / "base", "gemma3-vision")
     names = [name for name, _ in load_base(base).named_modules() if "language_model" in name]

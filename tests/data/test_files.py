@@ -210,6 +210,7 @@ def test_json_that_python_cannot_read_names_its_line(tmp_path, value):
             read(tmp_path / "a.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.csv", "a.parquet"])
 def test_a_row_has_a_bounded_size(tmp_path, name):
     """A line of 60 MB took minutes to tokenise, and one without end all of the memory."""

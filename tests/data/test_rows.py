@@ -88,6 +88,7 @@ def test_rows_hold_the_samples(samples):
         assert at == len(row["input_ids"])
 
 
+@pytest.mark.slow
 @pytest.mark.trap(
     "a resume in the second epoch goes on in the order of the first",
     "huggingface/accelerate #2016",

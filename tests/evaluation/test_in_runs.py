@@ -227,6 +227,7 @@ def server():
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_judge_is_asked_once_for_the_same_words_and_its_failures_are_no_values(server, tmp_path):
     given = {"url": server.url, "model": "wise", "rubric": "long {ones}", "cache": str(tmp_path / "c" / "judged.jsonl")}
     judge = Judge(**given)

@@ -89,6 +89,7 @@ def test_passing_errors_are_tried_again(vllm, fault):
     assert engine_of(vllm).generate(requests) == expected
 
 
+@pytest.mark.slow
 def test_calls_under_way_are_given_up_when_asked(vllm):
     requests = requests_of(2, 2)
     expected = engine_of(vllm).generate(requests)
@@ -108,6 +109,7 @@ def test_calls_under_way_are_given_up_when_asked(vllm):
     prefetcher.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_broken_ends_in_its_name_and_what_was_tried(vllm):
     vllm.faults = [fakes.status(500)] * 100
     engine = engine_of(vllm, retries=2)
@@ -144,6 +146,7 @@ def test_other_servers_go_on_where_one_dies(vllm):
     assert len(vllm.calls) == 12 and any(other.url in line for line in said)
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_costs_half_the_time_and_alone_all_of_it(vllm):
     other = FakeVllm()
     vllm.faults = [fakes.slow(30)] * 10
@@ -203,6 +206,7 @@ def torn(handler, body):
     return True
 
 
+@pytest.mark.slow
 def test_an_answer_has_its_time_and_its_size(vllm, monkeypatch):
     """From its first byte to its last, however they trickle."""
     vllm.faults = [trickle]
@@ -297,6 +301,7 @@ def test_sglang_reads_a_directory_and_says_its_version(sglang, tmp_path):
     assert sglang.calls[-1][0] == "/continue_generation"
 
 
+@pytest.mark.slow
 def test_a_server_with_old_weights_is_not_asked(sglang, tmp_path):
     """One that did not take the last weights, or was started anew since, gives no completions until it has them."""
     other, said = FakeSglang(), []
@@ -336,6 +341,7 @@ def test_a_context_that_is_too_small_is_told_with_the_flag(vllm):
         engine_of(vllm).generate(requests_of(1, 1))
 
 
+@pytest.mark.slow
 def test_vllm_that_was_started_anew_is_known_by_what_it_says_of_its_weights(vllm, tmp_path):
     """Its completions do not tell their version; since 0.32 the server does."""
     vllm.weight_version = "default"

@@ -251,6 +251,7 @@ def test_the_group_is_the_one_that_sglang_joins():
     assert sent == received and len(sent) == 32
 
 
+@pytest.mark.slow
 def test_a_receiver_that_nobody_meets_gives_up():
     with pytest.raises(RuntimeError):
         WeightReceiver("127.0.0.1", free_port(), 1, 2, wait=timedelta(seconds=1))

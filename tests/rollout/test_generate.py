@@ -37,6 +37,7 @@ def theirs_alone(model, prompt, count, eos_ids=()):
     return output[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["llama3.1", "mistral-window", "qwen2-window", "qwen3", "gemma3"])
 def test_greedy_is_transformers_one_prompt_at_a_time(variant, tmp_path):
     theirs, ours = pair(variant, tmp_path)

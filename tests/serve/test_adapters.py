@@ -111,6 +111,7 @@ def adapted(model):
     return [one for one in model.modules() if getattr(one, "adapter", None) is not None]
 
 
+@pytest.mark.slow
 def test_rows_of_model_and_adapter_are_never_in_one_forward(base, adapters):
     (first, merged), _ = adapters
     with serving(base, key="secret", control=base.parent, engine=Watched) as (url, worker):

@@ -169,6 +169,7 @@ def test_bodies_under_way_are_bounded_together(model):
 SLOW = Limits(head_seconds=0.6, body_seconds=0.6, idle_seconds=0.6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [b"GET /health HTTP/1.1\r\nX-", b"", post(b'{"a": "', length=5000)])
 def test_a_slow_client_meets_its_deadline(model, start):
     """A byte now and then does not move the deadline."""

@@ -69,6 +69,7 @@ def poisoned(root, request):
     return net, sound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look_every", [1, 16])
 def test_a_poisoned_row_fails_alone(poisoned, look_every, monkeypatch):
     """Its neighbours draw the tokens of a batch with sound weights, as do rows that get its place in the cache later;
@@ -127,6 +128,7 @@ def test_a_row_that_meets_the_poison_late_fails_late(poisoned):
     assert list(found) == [good]
 
 
+@pytest.mark.slow
 def test_a_poisoned_request_is_500_and_its_neighbours_are_answered(poisoned, model):
     """Over HTTP: whole answers and streams."""
     net, sound = poisoned
