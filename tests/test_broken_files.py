@@ -41,7 +41,7 @@ def told(directory):
     found = []
     for read in (
         read_config,
-        lambda path: data.choose_template(path, data.Tokenizer.from_directory(path).special_tokens),
+        lambda path: data.choose_template(path, data.Tokenizer.from_directory(path)),
         indexed_files,
     ):
         try:
@@ -155,9 +155,9 @@ def test_a_template_that_is_no_utf_8_or_no_template_is_named(tmp_path, directory
     for content in (b"{{ \xff }}", b"a" * (2 << 20), b"{{ " + b"(" * 20000, loops):
         path.write_bytes(content)
         with pytest.raises(UserError, match=str(path)):
-            data.choose_template(directory, {})
+            data.choose_template(directory, data.Tokenizer.from_directory(directory))
         with pytest.raises(UserError, match=str(path)):
-            data.choose_template(tmp_path, {}, str(path))
+            data.choose_template(tmp_path, data.Tokenizer.from_directory(directory), str(path))
 
 
 def test_a_small_file_takes_little_memory_whatever_the_limit(tmp_path):

@@ -149,7 +149,7 @@ def write_chat(directory: Path, model: Path, rows: Path, count: int) -> None:
     from dtrain.data.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_directory(model)
-    encoder = Encoder(tokenizer, choose_template(model, tokenizer.special_tokens), max_length=CHAT_LENGTH)
+    encoder = Encoder(tokenizer, choose_template(model, tokenizer), max_length=CHAT_LENGTH)
     with (directory / "rows.jsonl").open("w") as file:
         for line in rows.read_text(encoding="utf-8").splitlines()[:count]:
             ids, trained = encoder.encode(normalise({"messages": json.loads(line)["messages"]}, "messages"))

@@ -40,7 +40,7 @@ def pairs(
     seed: int,
 ) -> Iterator[dict]:
     """A preference for each row on which one sample of the model was wrong."""
-    template = choose_template(tokenizer.directory, tokenizer.special_tokens)
+    template = choose_template(tokenizer.directory, tokenizer)
     for start in range(0, len(rows), BATCH):
         some = rows[start : start + BATCH]
         prompts = [tokenizer.encode(template.render(row[:-1], add_generation_prompt=True)) for row in some]

@@ -96,7 +96,7 @@ class Loaded(NamedTuple):
 
     def template(self, file: str | None = None, variables: Mapping[str, Any] | None = None) -> ChatTemplate | None:
         """Return the chat template of the tokenizer's directory, or of `file`; as `choose_template`."""
-        return choose_template(self.tokenizer.directory, self.tokenizer.special_tokens, file, variables)
+        return choose_template(self.tokenizer.directory, self.tokenizer, file, variables)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, without special tokens."""

@@ -36,7 +36,7 @@ class RewardModel:
         self._scorer = Scorer(self.model, policy.mesh, policy.device)
         self._pad, recipe = config.pad_token_id, policy.recipe
         tokenizer = Tokenizer.from_directory(path)
-        template = choose_template(Path(path), tokenizer.special_tokens, None)
+        template = choose_template(Path(path), tokenizer, None)
         self._encoder = PairEncoder(tokenizer, template, max_length=config.max_position_embeddings)
         self._batching = DynamicShapes(recipe.train.micro_batch * recipe.data.max_length)
 

@@ -93,7 +93,7 @@ class ModelDirectory:
     @cached_property
     def template(self) -> ChatTemplate | None:
         """The chat template, or None. Raises UserError."""
-        return choose_template(self.path, self.tokenizer.special_tokens, *self._options)
+        return choose_template(self.path, self.tokenizer, *self._options)
 
 
 @dataclass

@@ -98,7 +98,7 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(model):
     from dtrain.models import from_pretrained
 
     tokenizer = Tokenizer.from_directory(model)
-    template = choose_template(model, tokenizer.special_tokens)
+    template = choose_template(model, tokenizer)
     encoder = PromptEncoder(tokenizer, template, max_length=128, options=PromptOptions(128))
     conversation = Conversation(Engine(from_pretrained(model)), encoder, 128, SamplingParams(50, temperature=0.0))
     pieces = conversation.say("w5")

@@ -202,6 +202,6 @@ def test_no_template_reaches_the_machine(tmp_path, template):
     (directory / "chat_template.jinja").write_text(template.replace("HARM", str(harm)))
     tokenizer = data.Tokenizer.from_directory(directory)
     with pytest.raises(UserError):
-        chosen = data.choose_template(directory, tokenizer.special_tokens, None, {})
+        chosen = data.choose_template(directory, tokenizer, None, {})
         chosen.render([{"role": "user", "content": "w3"}])
     assert not harm.exists()

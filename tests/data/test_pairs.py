@@ -22,7 +22,7 @@ def say(content, **more):
 def encoder(directory, template=None, make=byte_level, variables=None, config=(), **options):
     save(directory, make(), template, **dict(config))
     tokenizer = Tokenizer.from_directory(directory)
-    chosen = choose_template(directory, tokenizer.special_tokens, None, variables)
+    chosen = choose_template(directory, tokenizer, None, variables)
     return PairEncoder(tokenizer, chosen, **{"max_length": 4096, **options})
 
 

@@ -23,7 +23,7 @@ def say(content, **more):
 def encoder(directory, template=None, make=byte_level, variables=None, **options):
     save(directory, make(), template)
     tokenizer = Tokenizer.from_directory(directory)
-    chosen = choose_template(directory, tokenizer.special_tokens, None, variables)
+    chosen = choose_template(directory, tokenizer, None, variables)
     return Encoder(tokenizer, chosen, **{"max_length": 4096, **options})
 
 

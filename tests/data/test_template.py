@@ -32,7 +32,7 @@ FAMILIES = ("LLAMA3", "QWEN25", "QWEN3", "GEMMA3", "LLAMA2", "BY_INDEX", "GENERA
 
 def load(directory, template=None, **variables):
     tokenizer = Tokenizer.from_directory(directory)
-    return tokenizer, choose_template(directory, tokenizer.special_tokens, template, variables)
+    return tokenizer, choose_template(directory, tokenizer, template, variables)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -80,7 +80,7 @@ def test_rated_documents_are_those_of_transformers(tmp_path, form):
     """Pairs and examples: a document that is too long keeps its end, and a pair one beginning."""
     directory = directory_of(tmp_path, form)
     ours, theirs = Tokenizer.from_directory(directory), transformers.PreTrainedTokenizerFast.from_pretrained(directory)
-    template = choose_template(directory, ours.special_tokens)
+    template = choose_template(directory, ours)
     asked, chosen, rejected = conversation(1)
     expected = [theirs.apply_chat_template([*asked, *one], return_dict=False) for one in (chosen, rejected)]
 

@@ -161,7 +161,7 @@ def test_prompts_take_the_chat_template_unless_raw(tmp_path):
         "{% for m in messages %}w8 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
     )
     tokenizer = Tokenizer.from_directory(directory)
-    template = choose_template(directory, tokenizer.special_tokens)
+    template = choose_template(directory, tokenizer)
     assert encode_prompt(tokenizer, "w5", template) == [8, 5, 9]
     assert encode_prompt(tokenizer, "w5", None) == [5]
 

@@ -159,7 +159,7 @@ def events(url: str, path: str, body: dict) -> tuple[list[dict], str]:
 def serving(directory, key=None, control=None, limits=None, engine=Engine):
     """A server in threads of this process; its address, and the worker."""
     net, tokenizer = load(Path(directory), torch.float64, torch.device("cpu"))
-    template = choose_template(tokenizer.directory, tokenizer.special_tokens)
+    template = choose_template(tokenizer.directory, tokenizer)
     encoder = PromptEncoder(tokenizer, template, max_length=128, options=PromptOptions(128))
     worker = EngineThread(engine(net, decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True), max_rows=4))
     parser, updates = Parser(encoder, "tiny", 128), Updates(net, worker, control)

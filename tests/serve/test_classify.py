@@ -35,7 +35,7 @@ def written(root, labels):
 @contextmanager
 def serving(directory, max_length=32):
     model, tokenizer = load(directory, torch.float64, torch.device("cpu"), classifiers=True)
-    encoder = PairEncoder(tokenizer, choose_template(directory, tokenizer.special_tokens), max_length=max_length)
+    encoder = PairEncoder(tokenizer, choose_template(directory, tokenizer), max_length=max_length)
     names = names_of(directory / "config.json", model.config.labels)
     service = ClassifyService(Classifier(model), encoder, "tiny", names, None, {"localhost", "127.0.0.1"})
     server = HttpServer(("127.0.0.1", 0), service)

@@ -61,7 +61,7 @@ def read_vocabulary(directory: Path, base: Path, rows: int, template: Path) -> V
             f"{file}: no GGUF file gives this tokenizer's ids: {error}. `dtrain export RUN DIR` writes a directory; "
             "llama.cpp's own convert_hf_to_gguf.py may write a file of it with other ids"
         ) from error
-    chosen = choose_template(template, tokenizer.special_tokens)
+    chosen = choose_template(template, tokenizer)
     vocabulary.chat_template = chosen.source if chosen is not None else None
     return vocabulary
 

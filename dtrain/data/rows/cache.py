@@ -47,7 +47,7 @@ from dtrain.data.rows.pool import Job, Pool
 from dtrain.data.sources.files import read_chunks
 
 META = "meta.json"
-VERSION = 7
+VERSION = 8
 SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
 NAMED = 20  # rows left out that messages name; left_out.txt has all
 ARRAYS = {"tokens.bin": torch.int32, "trained.bin": torch.uint8, "offsets.bin": torch.int64, "origins.bin": torch.int64}

@@ -27,7 +27,9 @@ from jinja2.visitor import NodeTransformer
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json, read_text
+from dtrain.data.text.control_tokens import ControlTokens
 from dtrain.data.text.sandbox import Sandbox
+from dtrain.data.text.tokenizer import Tokenizer
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -65,6 +67,7 @@ class ChatTemplate:
     origin          where it was found, for messages
     special_tokens  `bos_token` ... as the template sees them
     variables       the recipe's `data.template_kwargs`
+    control_texts   texts of the tokenizer's control tokens, escaped where users and tools write them
     """
 
     def __init__(
@@ -74,9 +77,11 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         variables: Mapping[str, Any] | None = None,
         tool_source: str | None = None,
+        control_texts: Sequence[str] = (),
     ):
         self.source, self.origin, self._sources = source, origin, (source, tool_source or "")
         self._arguments = (source, origin, dict(special_tokens), dict(variables or {}), tool_source)
+        self._control_tokens = ControlTokens(control_texts)
         taken = [name for name in variables or {} if name in RESERVED]
         if taken:
             raise UserError(f"data.template_kwargs.{taken[0]} is set by dtrain itself; take it out of the recipe")
@@ -95,7 +100,7 @@ class ChatTemplate:
         self._tool_template = self._template if tool_source is None else self._compiled(tool_source)
 
     def __reduce__(self):
-        return ChatTemplate, self._arguments
+        return ChatTemplate, (*self._arguments, self._control_tokens.texts)
 
     @property
     def fingerprint(self) -> str:
@@ -157,8 +162,8 @@ class ChatTemplate:
 
     def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages as transformers hands them to a template: nulls left out, reasoning under each name in use;
-        for one that knows it as a part of the content alone, there."""
-        prepared = _named_reasoning(messages)
+        for one that knows it as a part of the content alone, there. Control tokens of users are escaped."""
+        prepared = _named_reasoning([self._control_tokens.escape_message(message) for message in messages])
         if any("reasoning_content" in message for message in prepared) and self._thinks_in_blocks:
             return [_in_blocks(message) for message in prepared]
         return prepared
@@ -208,7 +213,7 @@ class ChatTemplate:
 
 def choose_template(
     directory: Path,
-    special_tokens: Mapping[str, str],
+    tokenizer: Tokenizer,
     file: str | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> ChatTemplate | None:
@@ -217,22 +222,27 @@ def choose_template(
 
     A list of named templates gives its `default`, and `tool_use` for conversations with tools. Raises UserError.
     """
+
+    def made(source: str, origin: str, tool_source: str | None = None) -> ChatTemplate:
+        control_texts = tokenizer.control_tokens.texts
+        return ChatTemplate(source, origin, tokenizer.special_tokens, variables, tool_source, control_texts)
+
     if file is not None:
         path = Path(file).expanduser()
         if not path.is_file():
             raise UserError(f"data.chat_template: there is no file {file}")
         text = read_text(path, SOURCE_BYTES)
-        return ChatTemplate(text, f"{path} (data.chat_template)", special_tokens, variables)
+        return made(text, f"{path} (data.chat_template)")
     path = directory / "chat_template.jinja"
     if path.exists():
-        return ChatTemplate(read_text(path, SOURCE_BYTES), str(path), special_tokens, variables)
+        return made(read_text(path, SOURCE_BYTES), str(path))
     for name in ("tokenizer_config.json", "chat_template.json"):
         path = directory / name
         value = read_json(path).get("chat_template") if path.is_file() else None
         if value is None:
             continue
         if isinstance(value, str):
-            return ChatTemplate(value, f"{path} (chat_template)", special_tokens, variables)
+            return made(value, f"{path} (chat_template)")
         named = value if isinstance(value, dict) else _named(value)
         if not all(isinstance(text, str) for text in [*named, *named.values()]) or not named:
             raise UserError(f"{path}: chat_template must be a template, or a list of them, each with name and template")
@@ -243,7 +253,7 @@ def choose_template(
             )
         with_tools = ", with tools tool_use" if "tool_use" in named else ""
         origin = f"{path} (chat_template 'default'{with_tools})"
-        return ChatTemplate(named["default"], origin, special_tokens, variables, named.get("tool_use"))
+        return made(named["default"], origin, named.get("tool_use"))
     return None
 
 

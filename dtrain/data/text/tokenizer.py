@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import LARGE, read_json, read_text
+from dtrain.data.text.control_tokens import ControlTokens
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
@@ -27,6 +28,7 @@ class Tokenizer:
 
     directory       where it was read
     special_tokens  name → text of the special tokens that are named, as chat templates see them (`bos_token` ...)
+    control_tokens  all special tokens, which a user's words in a chat are never read as
     bos_id          or None
     eos_ids         all tokens that end a generation, the model's own `eos_id` first: `eos_token` of
                     tokenizer_config.json or special_tokens_map.json, then eos_token_id of generation_config.json and
@@ -48,6 +50,9 @@ class Tokenizer:
         # byte-level post-processor would cut the leading space off a token's offsets.
         self._plain.post_processor = None
         self.special_tokens = _special_tokens(directory, self._whole, config, tokens_map)
+        named_texts = set(self.special_tokens.values())
+        added = self.added_tokens().values()
+        self.control_tokens = ControlTokens([t.content for t in added if t.special or t.content in named_texts])
         inner = model.get("text_config")
         model = {**(inner if isinstance(inner, dict) else {}), **model}
 
@@ -105,16 +110,26 @@ class Tokenizer:
         return self._whole.get_added_tokens_decoder()
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return ids of `text`; with special tokens, what the tokenizer's post-processor adds (BOS, for most), but no
-        second BOS to a text that begins with it."""
+        """Return ids of `text`, its escaped control tokens as characters; with special tokens, what the tokenizer's
+        post-processor adds (BOS, for most), but no second BOS to a text that begins with it."""
+        if not add_special_tokens and self.control_tokens.has_escaped(text):
+            return self.encode_with_offsets(text)[0]
         ids = _encode(self._whole if add_special_tokens else self._plain, text, add_special_tokens).ids
         is_doubled = add_special_tokens and ids[:1] == ids[1:2] and ids[:1] == self.affixes()[0]
         return ids[1:] if is_doubled else ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return ids of `text`, nothing added, and each token's characters [start, end) in `text`."""
-        encoding = _encode(self._plain, text, False)
-        return encoding.ids, encoding.offsets
+        if not self.control_tokens.has_escaped(text):
+            encoding = _encode(self._plain, text, False)
+            return encoding.ids, encoding.offsets
+        plain, places = self.control_tokens.with_stand_ins(text)
+        encoding = _encode(self._with_stand_ins, plain, False)
+        return encoding.ids, [(places[start], places[end]) for start, end in encoding.offsets]
+
+    @cached_property
+    def _with_stand_ins(self) -> Backend:
+        return self.control_tokens.backend_of_stand_ins(self._plain)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._whole.decode(list(ids), skip_special_tokens=skip_special_tokens)
