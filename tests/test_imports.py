@@ -20,11 +20,11 @@ from tools.package_map import README, package_table
 PACKAGE = Path(dtrain.__file__).parent
 # dtrain.models hands out from_pretrained, which reads files.
 EXCEPTIONS = {("models/__init__.py", "checkpoint")}
-MOST_LINES_OF_SFT = 25_200
+MOST_LINES_OF_SFT = 25_650
 MOST_FILES_THAT_KNOW_THE_RECIPE = 12  # beside the package recipe
 NOT_FOR_SFT = ("rl", "inference", "commands/chat", "commands/eval", "commands/plan", "commands/push", "commands/report")
 FOREIGN = {"numpy", "transformers", "ray"}
-EXTRAS = {"plotly", "pyarrow", "datasets", "tensorboard", "wandb"}
+EXTRAS = {"PIL", "plotly", "pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """
     dtrain dtrain.base.errors dtrain.recipe dtrain.run.spec dtrain.methods dtrain.commands.cli dtrain.launch
     dtrain.commands.run dtrain.run.preflight dtrain.models.common.config dtrain.models.read_config
@@ -35,6 +35,7 @@ TORCH_FREE = """
     dtrain.rl.rewards dtrain.rl.rewards.scoring dtrain.rl.remote.http
     dtrain.rl.remote.shared_directory dtrain.commands.serve.answers dtrain.rl.environments.calls dtrain.run.metrics
     dtrain.commands.push.command dtrain.commands.report.compare dtrain.commands.report.live
+    dtrain.data.images.files dtrain.data.images.reading
 """.split()
 SFT = """
 import json, sys

@@ -6,7 +6,8 @@ position j of document e when
     e == d  and  0 <= p - j < window          (no window: 0 <= p - j)
 
 Positions restart with each document and padding is a document of its own (-1). A query always sees itself, so no row is
-without a key and padding never gives NaN. Letters: B rows, Q queries, K keys.
+without a key and padding never gives NaN. Where tokens of an image see one another, a query there sees j as far as the
+end of its image, 0 <= end - j, and p - j < window as before. Letters: B rows, Q queries, K keys.
 
 A kernel turns a `Visibility` into its own form once per forward (`prepare`), and is then called by every layer of that
 kind with q [B, Q, H, hd], k and v [B, K, kv, hd], and sinks [H] where the heads have some (`blocks`); H is a multiple
@@ -41,6 +42,7 @@ class Visibility:
     query_positions [B, Q], key_positions [B or 1, K], query_documents [B, Q], key_documents [B, K]: int64 or None;
     positions come in pairs, documents too and only with positions. window: keys seen, the query's own included. rows:
     B. packing: where the documents of the whole rows lie, if the host knows; a kernel that takes it needs no tensor.
+    query_ends: [B, Q] int64, the last position that each query sees, beyond its own within an image; None: its own.
     """
 
     queries: int
@@ -52,6 +54,7 @@ class Visibility:
     key_documents: Tensor | None = None
     rows: int = 1
     packing: "Packing | None" = None
+    query_ends: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -70,7 +73,10 @@ class Visibility:
         else:
             q_pos, k_pos = self.query_positions.int(), self.key_positions.int()  # half the bytes of every distance
         distance = q_pos[:, queries, None] - k_pos[:, None, :]
-        seen = distance >= 0
+        if self.query_ends is None:
+            seen = distance >= 0
+        else:
+            seen = self.query_ends.int()[:, queries, None] >= k_pos[:, None, :]
         if self.window is not None:
             seen &= distance < self.window
         if self.query_documents is not None and self.key_documents is not None:

@@ -126,8 +126,8 @@ class VarlenBlocks:
 
 class PackedKernel(Kernel):
     """Attention by `flash` where there is a packing: rows that hold several documents, or are cut over ranks, or are
-    under a window. By `masked` plain causal rows, and what is no packing: positions that do not count a document's
-    tokens, documents in pieces.
+    under a window. By `masked` plain causal rows, images whose tokens see one another, and what is no packing:
+    positions that do not count a document's tokens, documents in pieces.
 
     Where the caller does not give the packing, documents and positions are read from the device, once per forward and
     kind of layer.
@@ -157,8 +157,8 @@ class PackedKernel(Kernel):
         return None if packing is not None else super().keys(positions, documents)
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
-        is_causal = visibility.packing is None and visibility.is_causal
-        packing = None if is_causal else find_packing(visibility)
+        is_masked = visibility.query_ends is not None or (visibility.packing is None and visibility.is_causal)
+        packing = None if is_masked else find_packing(visibility)
         if packing is None:
             return self.masked.prepare(visibility, dtype, device)
         steps = self.calls(packing, visibility.window)

@@ -40,9 +40,13 @@ STREAMS = {
     "desirable": Stream(0.0, torch.float64),  # of labels: 1 in a reply that is wanted, -1 in one that is not
     "padding_mask": Stream(True, torch.bool),
     "routed_experts": Stream(-1, torch.int16),  # [.., layers, k]: where the token itself goes, below 0 as it will
+    "image_features": Stream(-1, torch.int64),  # which feature of the row's images a token is, -1 of text
+    "rotary_ids": Stream(0, torch.int64),  # [.., 3]: positions in time, height and width
+    "image_ends": Stream(2**30, torch.int64),  # the position of the last token of a token's image, of a text's its own
     "targets": Stream(0.0, torch.float64),  # of a document, at its one label: its class or number, a pair's margin
 }
 ROW_STREAMS = ("input_ids", "labels", "position_ids", "seq_ids")  # what a data row has; methods add the others
+IMAGE_STREAMS = ("image_features", "rotary_ids", "image_ends")  # what the rows of a model with a vision tower have too
 PER_ROW = ("input_lengths", "sample_mask")  # [n], of a caller's batch
 COMPLETED = frozenset({*ROW_STREAMS, *PER_ROW, "attention_mask", "token_mask"})  # what `complete` reads
 

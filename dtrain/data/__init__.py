@@ -6,6 +6,7 @@ sources    files, globs, URLs and datasets of the hub; their columns; `open_rows
 rows       the cache of samples, their order, rows of samples; `Batches`
 formats    rows of a format to samples: chats, texts, pairs, labels, prompts
 text       tokenizers, chat templates, calls of tools
+images     images in rows: files, sizes, pixels as a model takes them
 
 Names are imported when they are used, so that what needs no torch loads none.
 """

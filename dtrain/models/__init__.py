@@ -7,6 +7,7 @@ registry                     the families by architecture
 building                     from a `ModelConfig` to a model, and its starting values
 llama, qwen, qwen3_5, gemma3, gemma4, phi, olmo, smollm, granite, mistral, qwen_vl, gpt_oss
                              the families: class, tensor-parallel plan and reader of config.json of each
+vision                       the vision towers of those that take images
 common                       parts that the families share
 """
 

@@ -89,8 +89,9 @@ def init_weights(model: CausalLM, seed: int, only: str = "*") -> None:
             row = config.pad_token_id % parameter.shape[0]
             if held.start <= row < held.stop:
                 local[row - held.start] = 0.0
-    for buffer in model.buffers() if only == "*" else ():  # factors, which are not trained
-        buffer.fill_(1.0)
+    for name, buffer in model.named_buffers() if only == "*" else ():  # factors, which are not trained
+        values = {pattern: value for tower in model.model.vision for pattern, value in tower.initial_buffers.items()}
+        buffer.fill_(next((value for pattern, value in values.items() if fnmatchcase(name, pattern)), 1.0))
 
 
 def _fill_normal(local: Tensor, shape: torch.Size, held: tuple[slice, ...], key: int, std: float) -> None:

@@ -4,15 +4,15 @@ Five sliding layers to each full one, with a rotary base for either kind; norms 
 over each head of q and k, all multiplying by 1 + weight; embeddings scaled by sqrt(D).
 """
 
-import torch
 from torch import Tensor
 
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
 from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Decoder, GatedMLP, Layer
-from dtrain.models.common.functions import RMSNorm, rms_norm
+from dtrain.models.common.functions import Gemma3RMSNorm
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base, read_ropes_by_kind
 from dtrain.models.common.tower import TextTower
+from dtrain.models.vision.gemma3 import Gemma3Vision
 
 # What the published checkpoints leave out of their text_config.
 _DEFAULTS = {
@@ -28,15 +28,6 @@ _DEFAULTS = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
-
-
-class Gemma3RMSNorm(RMSNorm):
-    """(1 + weight) · norm(x), all in max(float32, x's dtype), rounded once at the end."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size], in x's dtype."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return rms_norm(x.to(wide), 1.0 + self.local("weight").to(wide), self.eps).to(x.dtype)
 
 
 class Gemma3Attention(Attention):
@@ -67,6 +58,7 @@ class Gemma3ForCausalLM(TextTower):
     tower_names = ("language_model.model.", "model.language_model.")  # transformers 4's, and 5's
     head_names = ("lm_head.", "language_model.lm_head.")
     carried = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
+    vision_tower = Gemma3Vision
     plan = {
         **DECODER_PLAN,
         **QK_NORMS,
@@ -102,7 +94,7 @@ class Gemma3ForCausalLM(TextTower):
         ropes = read_ropes_by_kind(fields, common["max_position_embeddings"], bases, kinds)
         cap = fields.optional_number("final_logit_softcapping")
         fields.refuse_the_rest()
-        return ModelConfig(**common, ropes=ropes, final_logit_softcapping=cap)
+        return ModelConfig(**common, ropes=ropes, final_logit_softcapping=cap, bidirectional=(FULL, SLIDING))
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):

@@ -28,11 +28,13 @@ from dtrain.models.common.decoder import (
     Rotary,
 )
 from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm, rotate, rounded
+from dtrain.models.common.images import PlacedFeatures
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import Choose, Router, SparseMLP
 from dtrain.models.common.rope_config import KINDS, rope_of
 from dtrain.models.common.tower import TextTower
 from dtrain.models.olmo import OlmoRMSNorm
+from dtrain.models.vision.gemma4 import Gemma4Vision
 from dtrain.parallel.tensor import VocabEmbedding
 
 Keys = tuple[Tensor, Tensor]  # of one layer, as the kernel gathers them
@@ -219,8 +221,12 @@ class Gemma4Decoder(Decoder):
             self.per_layer_model_projection = Linear(config.hidden_size, width, bias=False)
             self.per_layer_projection_norm = OlmoRMSNorm(config.per_layer.size, config.rms_norm_eps)
 
-    def through(self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool) -> Tensor:
-        """Override `Decoder.through`: [B, S, D] -> [B, S, D]"""
+    def through(
+        self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool, placed: PlacedFeatures | None = None
+    ) -> Tensor:
+        """Override `Decoder.through`: [B, S, D] -> [B, S, D]. Image tokens have the padding token's columns."""
+        if placed is not None:
+            input_ids = input_ids.masked_fill(placed.is_image, self.config.pad_token_id or 0)
         own, sources = self.per_layer(hidden, input_ids, bare), self.config.key_sources
         made: dict[int, Keys] = {}  # by the number of the layer that made them
         for index, layer in enumerate(self.layers):
@@ -249,6 +255,7 @@ class Gemma4ForCausalLM(TextTower):
     is_tied = True
     initial = {"*norm_[12].weight": "ones", "*scale": "ones", **TextTower.initial}
     carried = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
+    vision_tower = Gemma4Vision
 
     plan = {
         **DECODER_PLAN,
@@ -290,7 +297,8 @@ class Gemma4ForCausalLM(TextTower):
     def read(cls, fields: ModelFields) -> ModelConfig:
         fields = fields.over(_DEFAULTS)
         fields.known("num_experts", "top_k_experts", "moe_intermediate_size")  # of experts, which may be off
-        if fields.get("use_bidirectional_attention") == "vision":  # among an image's tokens; text is causal
+        images_see = fields.get("use_bidirectional_attention") == "vision"  # among an image's tokens; text is causal
+        if images_see:
             fields = fields.without("use_bidirectional_attention")
         own: dict[str, Any] = {"activation": ("hidden_activation", None), "head_dim": 256, "bias": False}
         common = fields.common(cls.__name__, pad=0, tie=True, **own)
@@ -327,6 +335,7 @@ class Gemma4ForCausalLM(TextTower):
             "shared_width": 2 if fields.flag("use_double_wide_mlp", False) else 1,
             "per_layer": PerLayer(rows, size) if size else None,
             "experts": experts,
+            "bidirectional": (SLIDING,) if images_see else (),
         }
         fields.refuse_the_rest()
         return ModelConfig(**values)

@@ -11,16 +11,18 @@ from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Caus
 from dtrain.models.common.functions import RMSNorm
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
+from dtrain.models.common.rope_config import Sections
 
 
 class Qwen2ForCausalLM(CausalLM):
     @classmethod
-    def read(cls, fields: ModelFields) -> ModelConfig:
+    def read(cls, fields: ModelFields, sections: Sections | None = None) -> ModelConfig:
+        """Override `CausalLM.read`; sections: of Qwen2.5-VL's rotary embedding."""
         if fields.get("attention_bias") is False:
             fields.problem("attention_bias false: Qwen2 always has biases on q, k and v")
         common = fields.common(cls.__name__, kv_heads=32)
         layers = _read_layers(fields, common["num_hidden_layers"])
-        return fields.with_one_rope(**common, **layers, qkv_bias=True)
+        return fields.with_one_rope(**common, **layers, qkv_bias=True, sections=sections)
 
 
 class Qwen3Attention(Attention):

@@ -29,12 +29,13 @@ from dtrain.models.common.decoder import (
     PreNormLayer,
     Rotary,
 )
-from dtrain.models.common.functions import RMSNorm, rms_norm
+from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm, rms_norm
+from dtrain.models.common.images import PlacedFeatures
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
-from dtrain.models.common.rope_config import read_rope
+from dtrain.models.common.rope_config import Sections, read_rope
 from dtrain.models.common.tower import TextTower
-from dtrain.models.gemma3 import Gemma3RMSNorm
+from dtrain.models.vision.qwen3_vl import Qwen3_5Vision
 from dtrain.parallel.tensor import LocalParameters
 
 # What published checkpoints may leave out.
@@ -210,14 +211,16 @@ class Qwen3_5MoeLayer(SparseLayer, Qwen3_5Layer):
 class Qwen3_5Decoder(Decoder):
     """A decoder some of whose layers are linear."""
 
-    def through(self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool) -> Tensor:
+    def through(
+        self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool, placed: PlacedFeatures | None = None
+    ) -> Tensor:
         """Override `Decoder.through`: [B, S, D] -> [B, S, D]. Linear layers get their decays in the place of rotary
         tables, from units of FSDP that are not theirs."""
         for index, layer in enumerate(cast(list[Qwen3_5Layer], list(self.layers))):
             if layer.is_linear:
                 decay = layer.linear_attn.decay
                 handed[index] = (decay.forward() if bare else decay(), *handed[index][1:])
-        return super().through(hidden, input_ids, handed, bare)
+        return super().through(hidden, input_ids, handed, bare, placed)
 
     def linear_mask(
         self, seq_ids: Tensor | None, tokens: int, cache: Cached | None, packing: Packing | None
@@ -233,6 +236,7 @@ class Qwen3_5Decoder(Decoder):
 class Qwen3_5ForCausalLM(TextTower):
     tower_names = ("model.language_model.",)
     carried = (r"model\.visual\..*",)
+    vision_tower = Qwen3_5Vision
     default_kv_heads = 4
     initial = {
         "*.A_log": "decay",
@@ -287,7 +291,8 @@ class Qwen3_5ForCausalLM(TextTower):
         if linear.value_heads % linear.key_heads:
             values, keys = linear.value_heads, linear.key_heads
             fields.problem(f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}")
-        rope = read_rope(fields, common["max_position_embeddings"], common["head_dim"], share=0.25)
+        sections = Sections((11, 11, 10), interleaved=True)
+        rope = read_rope(fields, common["max_position_embeddings"], common["head_dim"], share=0.25, sections=sections)
         fields.refuse_the_rest()
         joined = ("in_proj_qkv", "conv1d")
         return ModelConfig(

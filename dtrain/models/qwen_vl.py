@@ -5,8 +5,11 @@ Rotary positions of an image's tokens have three axes; those of a text are equal
 
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.model_fields import ModelFields
+from dtrain.models.common.rope_config import Sections
 from dtrain.models.common.tower import TextTower
 from dtrain.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3Layer
+from dtrain.models.vision.qwen2_5_vl import Qwen2_5VLVision
+from dtrain.models.vision.qwen3_vl import Qwen3VLVision
 
 _QWEN2_5_DEFAULTS = {
     "rms_norm_eps": 1e-5,
@@ -20,19 +23,24 @@ _QWEN2_5_DEFAULTS = {
 class Qwen2_5_VLForConditionalGeneration(TextTower):
     tower_names = ("model.language_model.", "model.")
     carried = (r"(model\.)?visual\..*",)
+    vision_tower = Qwen2_5VLVision
     may_be_flat = True  # the first files
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        return Qwen2ForCausalLM.read(fields.over(_QWEN2_5_DEFAULTS))
+        sections = Sections((16, 24, 24), interleaved=False)
+        return Qwen2ForCausalLM.read(fields.over(_QWEN2_5_DEFAULTS), sections)
 
 
 class Qwen3VLForConditionalGeneration(TextTower):
     tower_names = ("model.language_model.",)
     carried = (r"model\.visual\..*",)
+    vision_tower = Qwen3VLVision
     plan, layer = Qwen3ForCausalLM.plan, Qwen3Layer
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
         common = fields.common(cls.__name__, kv_heads=32, head_dim=128, bias=False)
-        return fields.over({"rope_theta": 500_000.0}).with_one_rope(**common)
+        return fields.over({"rope_theta": 500_000.0}).with_one_rope(
+            **common, sections=Sections((24, 20, 20), interleaved=True)
+        )

@@ -21,11 +21,11 @@ from dtrain.models.registry import FAMILIES, class_of, of_classifier, of_model_t
 MOST_PARAMETERS = 10**14
 
 
-def read_config(directory: str | Path, labels: int | None = None) -> ModelConfig:
+def read_config(directory: str | Path, labels: int | None = None, vision: bool = False) -> ModelConfig:
     """The model described by `directory`/config.json. Raises UserError listing everything that cannot be used.
 
     labels: None for a language model alone; n for a classifier of n outputs, which a language model's files begin; 0
-    for whichever the files are.
+    for whichever the files are. vision: with the tower for images, of a model that has one.
     """
     directory = Path(directory)
     path = directory / "config.json"
@@ -33,7 +33,7 @@ def read_config(directory: str | Path, labels: int | None = None) -> ModelConfig
         raise UserError(_no_directory(str(directory)))
     if not path.exists():
         raise UserError(f"{directory} has no config.json: model.path must be a model's directory{_instead(directory)}")
-    return parse_config(read_json(path), str(path), labels)
+    return parse_config(read_json(path), str(path), labels, vision)
 
 
 _GGUF = "dtrain reads no GGUF, the files of llama.cpp: give the original model, config.json with *.safetensors"
@@ -66,9 +66,11 @@ def _no_directory(name: str) -> str:
     return message
 
 
-def parse_config(values: dict[str, Any], where: str = "config.json", labels: int | None = None) -> ModelConfig:
-    """The model that the fields of a config.json describe; `where` names the file in errors (UserError); labels: as of
-    `read_config`."""
+def parse_config(
+    values: dict[str, Any], where: str = "config.json", labels: int | None = None, vision: bool = False
+) -> ModelConfig:
+    """The model that the fields of a config.json describe; `where` names the file in errors (UserError); labels,
+    vision: as of `read_config`."""
     own, named = outputs_of(values), None
     if own is not None:
         named = values["architectures"][0]
@@ -79,7 +81,7 @@ def parse_config(values: dict[str, Any], where: str = "config.json", labels: int
     values = {key: value for key, value in values.items() if key != "quantization_config"}
     model, fields = class_of(architecture), ModelFields(values, problems)
     is_multimodal = FAMILIES[architecture].text_tower is not None
-    config: ModelConfig = fields.text_tower(architecture, model) if is_multimodal else model.read(fields)
+    config: ModelConfig = fields.text_tower(architecture, model, vision) if is_multimodal else model.read(fields)
     if quantization:
         config = replace(config, unquantized=unquantized(quantization, problems))
     if not problems and config.parameters > MOST_PARAMETERS:

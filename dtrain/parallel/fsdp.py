@@ -74,6 +74,9 @@ def shard_with_policies(
     for module in model.modules():
         if isinstance(module, LocalParameters) and module.gathered_alone:
             _own_unit(module, mesh, precision, offload, reshard_after_forward is not False)
+    # The layers of a vision tower, whose order of gathers FSDP finds out by itself.
+    for module in model.model.vision_layers:
+        _own_unit(module, mesh, precision, offload, reshard_after_forward is not False)
     layers = list(model.model.layers)
     default = reshard_after_forward == "default"
     reshards = [layer is not layers[-1] if default else bool(reshard_after_forward) for layer in layers]

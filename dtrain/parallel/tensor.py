@@ -192,6 +192,7 @@ class Stack(nn.Module):
     """The embedding and layers of a decoder: `states` is one process's forward, `forward` the same over tp."""
 
     layers: nn.ModuleList
+    vision_layers: Iterable[nn.Module] = ()  # of a tower beside the decoder
     tp: TensorParallel | None = None  # set by the style `decoder`
 
     def states(
@@ -202,6 +203,7 @@ class Stack(nn.Module):
         cache: Any = None,
         packing: Any = None,
         tokens: int | None = None,
+        images: Any = None,
     ) -> Tensor:
         """[B, S] ids, positions and documents -> hidden states [B, S, D], cut as the styles of the modules within.
         tokens: of a row, without what sequence parallel has padded; None: all."""
@@ -214,13 +216,14 @@ class Stack(nn.Module):
         seq_ids: Tensor | None = None,
         cache: Any = None,
         packing: Any = None,
+        images: Any = None,
     ) -> Tensor:
         """Hidden states [B, S, D], complete on every tp rank. In the backward their gradients are summed over tp."""
         tp, length = self.tp, input_ids.shape[1]
         if tp is None:
-            return self.states(input_ids, position_ids, seq_ids, cache, packing)
+            return self.states(input_ids, position_ids, seq_ids, cache, packing, images=images)
         if not tp.sequence:
-            return enter_region(self.states(input_ids, position_ids, seq_ids, cache, packing), tp.group)
+            return enter_region(self.states(input_ids, position_ids, seq_ids, cache, packing, images=images), tp.group)
         if cache is not None:
             raise ValueError("a cache does not go with sequence parallel; read it inside `whole_sequences(model)`")
         # Context parallel cuts the padded sequence in two again.
@@ -230,7 +233,9 @@ class Stack(nn.Module):
             input_ids = F.pad(input_ids, (0, missing))
             position_ids = None if position_ids is None else F.pad(position_ids, (0, missing), value=2**30)
             seq_ids = None if seq_ids is None else F.pad(seq_ids, (0, missing), value=-1)
-        hidden = self.states(input_ids, position_ids, seq_ids, None, packing, length)  # [B, (S + missing)/tp, D]
+            images = None if images is None else images.padded(missing)
+        # [B, (S + missing)/tp, D]
+        hidden = self.states(input_ids, position_ids, seq_ids, None, packing, length, images)
         return gather_along(hidden, SEQUENCE, tp.group)[:, :length]
 
 
@@ -310,7 +315,8 @@ def sequence(module: LocalParameters, tp: TensorParallel) -> None:
 
 
 def replicated(module: LocalParameters, tp: TensorParallel) -> None:
-    """A module outside blocks that every rank computes whole, as one process does: what a plan leaves out."""
+    """A module outside blocks that every rank computes whole, as one process does, whatever cuts the sequence: what a
+    plan leaves out, and a vision tower."""
     _place(module, tp, module._parameters, Replicate())
 
 
@@ -361,6 +367,7 @@ STYLES: dict[str, Style] = {
     "expert_rowwise": expert_rowwise,
     "head_norm": summed,
     "heads": heads,
+    "replicated": replicated,
     "router": summed,
     "rowwise": rowwise,
     "rowwise_within": rowwise_within,

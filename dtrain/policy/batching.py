@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, ROW_STREAMS, STREAMS, Batch, complete, trim
 from dtrain.base.randomness import key
 from dtrain.base.ranks import Ranks
+from dtrain.base.row_images import RowImages
 from dtrain.data.rows.rows import pack
 
 OWN = ("document_ids", "label_index")  # names that a loss finds in its micro-batch beside the caller's
@@ -48,12 +49,14 @@ class Taken(NamedTuple):
     """Batch in full (`batch.complete`), streams of the same names, dtypes and kinds on every dp rank.
 
     by_row: the streams with a value for each row; the others are per token, with their pad value on padding. most_rows:
-    of all dp ranks. counted [n]: the rows that sample_mask leaves in, None for all."""
+    of all dp ranks. counted [n]: the rows that sample_mask leaves in, None for all. images: of the rows, None where the
+    caller gives none."""
 
     batch: Batch
     by_row: frozenset[str]
     most_rows: int
     counted: Tensor | None
+    images: RowImages | None = None
 
 
 def take(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Taken:
@@ -67,9 +70,12 @@ def take(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Taken:
     kinds: dict[str, Kind] = {}
     full: Batch = {}
     problem = None
+    images, batch = batch.get("images"), {name: stream for name, stream in batch.items() if name != "images"}
     try:
         full = complete(batch)
         kinds = _kinds(full, vocab_size)
+        if images is not None and len(images) != len(full["input_ids"]):
+            raise ValueError(f"images of {len(images)} rows beside {len(full['input_ids'])} of input_ids")
     except ValueError as error:
         problem = str(error)
     rows = len(full["input_ids"]) if full else 0
@@ -94,7 +100,7 @@ def take(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Taken:
             stream = stream.masked_fill(padding.view(*padding.shape, *[1] * (stream.dim() - 2)), _pad_of(name))
         full[name] = stream
     counted = batch["sample_mask"].cpu().bool() if "sample_mask" in batch else None
-    return Taken(full, by_row, most_rows, counted)
+    return Taken(full, by_row, most_rows, counted, images)
 
 
 def _kinds(batch: Mapping[str, Any], vocab_size: int) -> dict[str, Kind]:
@@ -228,29 +234,40 @@ def row_lengths(batch: Batch) -> list[int]:
 
 
 class MicroBatch(dict[str, Tensor]):
-    """Rows that one forward takes. by_row: streams with a value for each row, [n, ..]; the others are [n, S, ..]."""
+    """Rows that one forward takes. by_row: streams with a value for each row, [n, ..]; the others are [n, S, ..].
+    images: of the rows; `image_features` then counts on through all of them."""
 
-    def __init__(self, streams: Mapping[str, Tensor], by_row: Collection[str] = ()):
+    def __init__(self, streams: Mapping[str, Tensor], by_row: Collection[str] = (), images: RowImages | None = None):
         super().__init__(streams)
-        self.by_row = frozenset(by_row)
+        self.by_row, self.images = frozenset(by_row), images
 
 
 def micro_batches(
-    rows: Batch, batching: Batching, most_rows: int, dp: DeviceMesh, by_row: Collection[str] = ()
+    rows: Batch,
+    batching: Batching,
+    most_rows: int,
+    dp: DeviceMesh,
+    by_row: Collection[str] = (),
+    images: RowImages | None = None,
 ) -> tuple[list[MicroBatch], list[list[int]]]:
     """Return the micro-batches of this dp rank's `rows`, as many on every rank, and the indices of the rows that each
-    holds. most_rows: of all ranks; by_row: streams with a value for each row. One all-reduce where the rows of a
-    micro-batch vary."""
+    holds. most_rows: of all ranks; by_row: streams with a value for each row; images: of the rows. One all-reduce where
+    the rows of a micro-batch vary."""
     plan = batching.plan(row_lengths(rows))
     if isinstance(batching, Fixed):
         count = -(-most_rows // batching.rows)
     else:
         count = int(all_reduced(torch.tensor([len(plan)]), dp, dist.ReduceOp.MAX))
-    return assemble(rows, plan, max(1, count), batching.packs, by_row), plan
+    return assemble(rows, plan, max(1, count), batching.packs, by_row, images), plan
 
 
 def assemble(
-    batch: Batch, plan: Sequence[Sequence[int]], count: int, packs: bool, by_row: Collection[str] = ()
+    batch: Batch,
+    plan: Sequence[Sequence[int]],
+    count: int,
+    packs: bool,
+    by_row: Collection[str] = (),
+    images: RowImages | None = None,
 ) -> list[MicroBatch]:
     """Return the micro-batches of `plan`, then padding up to `count` of them: every rank runs as many collectives.
 
@@ -262,9 +279,11 @@ def assemble(
     made = []
     for rows in plan:
         some = {name: tensor[list(rows)] for name, tensor in batch.items()}
+        if "image_features" in some:
+            some["image_features"] = _counted_on(some["image_features"])
         streams = {name: some[name] for name in batch if name not in by_row}
         streams = _joined(streams) if packs and len(rows) > 1 else trim(streams)
-        made.append(MicroBatch(some | streams, by_row))
+        made.append(MicroBatch(some | streams, by_row, None if images is None else images.of(rows)))
     return made + [_padding(batch, by_row) for _ in range(count - len(plan))]
 
 
@@ -287,6 +306,12 @@ def _joined(batch: Batch) -> Batch:
     per_row = batch["seq_ids"].amax(1, keepdim=True) + 1
     seq_ids = batch["seq_ids"] + per_row.cumsum(0) - per_row
     return {name: tensor[real][None] for name, tensor in batch.items()} | {"seq_ids": seq_ids[real][None]}
+
+
+def _counted_on(features: Tensor) -> Tensor:
+    """Return the numbers of features [n, S] within their rows as numbers within all of the rows, -1 as it is."""
+    counts = (features >= 0).sum(1)
+    return torch.where(features >= 0, features + (counts.cumsum(0) - counts)[:, None], features)
 
 
 def _padding(batch: Batch, by_row: Collection[str]) -> MicroBatch:

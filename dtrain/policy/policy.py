@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from dtrain.base.batch import COMPLETED, Batch, documents, next_tokens, real_tokens, trained_tokens
+from dtrain.base.batch import COMPLETED, IMAGE_STREAMS, Batch, documents, next_tokens, real_tokens, trained_tokens
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.peft.files import read_adapter
 from dtrain.models.common.config import ModelConfig
@@ -179,7 +179,7 @@ class Policy:
             raise RuntimeError("Policy.train needs init_optimizer first; with eval_mode=True it does not")
         if gbs is not None and (gbs < 1 or gbs % self.mesh.dp_size):
             raise ValueError(f"gbs={gbs} must be a multiple of the {self.mesh.dp_size} data-parallel ranks")
-        batch, by_row, most_rows, counted = take(batch, self.mesh.dp, self.model.config.vocab_size)
+        batch, by_row, most_rows, counted, images = take(batch, self.mesh.dp, self.model.config.vocab_size)
         batching = self._batching(mbs)
         per_step = gbs // self.mesh.dp_size if gbs else max(most_rows, 1)
         totals, counts, metrics = [], [], []
@@ -187,11 +187,13 @@ class Policy:
         routing = self.model.routing
         self.model.train(not eval_mode)
         for start in range(0, max(most_rows, 1), per_step):
-            of_step = slice(start, start + per_step)
-            rows = {name: tensor[of_step] for name, tensor in batch.items()}
+            of_step = torch.arange(start, min(start + per_step, len(batch["input_ids"])))
             if counted is not None:
-                rows = {name: tensor[counted[of_step]] for name, tensor in rows.items()}
-            batches, _ = micro_batches(rows, batching, min(per_step, most_rows - start), self.mesh.dp, by_row)
+                of_step = of_step[counted[of_step]]
+            rows = {name: tensor[of_step] for name, tensor in batch.items()}
+            some = None if images is None else images.of(of_step.tolist())
+            most = min(per_step, most_rows - start)
+            batches, _ = micro_batches(rows, batching, most, self.mesh.dp, by_row, some)
             own_counts = torch.tensor([trained_tokens(rows), documents(rows), real_tokens(rows)])
             counts.append(all_reduced(own_counts, self.mesh.dp))
             # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
@@ -306,15 +308,17 @@ class Policy:
         every_token: bool = False,
     ) -> list[Tensor]:
         """Return the tensors [b, s, ..] that `score` gives of each host micro-batch, as [n, S, ..] of the batch on the
-        CPU. Streams beside the rows' own and `routed_experts` are not read; every_token: nor are labels, but
+        CPU. Streams beside the rows' own, images' and `routed_experts` are not read; every_token: nor are labels, but
         `next_tokens` in their place."""
-        names = {*COMPLETED, "routed_experts"} - ({"labels", "token_mask", "sample_mask"} if every_token else set())
+        names = {*COMPLETED, *IMAGE_STREAMS, "images", "routed_experts"}
+        if every_token:
+            names -= {"labels", "token_mask", "sample_mask"}
         read = {name: value for name, value in batch.items() if name in names}
-        batch, _, most_rows, _ = take(read, self.mesh.dp, self.model.config.vocab_size)
+        batch, _, most_rows, _, images = take(read, self.mesh.dp, self.model.config.vocab_size)
         if every_token:
             batch["labels"] = next_tokens(batch)
         batching = self._batching(micro_batch_size)
-        batches, plan = micro_batches(batch, batching, most_rows, self.mesh.dp)
+        batches, plan = micro_batches(batch, batching, most_rows, self.mesh.dp, images=images)
         self.model.eval()
         scores = [[tensor.cpu() for tensor in score(rows)] for rows in batches]
         reshard_model(self.model)

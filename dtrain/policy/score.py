@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain import losses
 from dtrain.attention.packing import Packing
 from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, document_ids, documents, sum_by_document
+from dtrain.base.row_images import RowImages
 from dtrain.losses.head.vocabulary import compute_dtype
 from dtrain.losses.head.weighted_sum import TokenLossFn
 from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.images import Images
 from dtrain.parallel.collectives import leave_region
 from dtrain.parallel.context.batch import cut_streams, gather_tokens, pad_right
 from dtrain.parallel.mesh import Mesh
@@ -28,12 +30,13 @@ if TYPE_CHECKING:
 
 class Inputs(TypedDict):
     """Arguments of a model's forward: this rank's tokens [B, S/cp], with positions and documents where it needs them,
-    and the packing of the whole rows where its decoder takes that."""
+    the packing of the whole rows where its decoder takes that, and the images of a model with a vision tower."""
 
     input_ids: Tensor
     position_ids: Tensor | None
     seq_ids: Tensor | None
     packing: Packing | None
+    images: Images | None
 
 
 _ALIGNED = 16  # bytes: where a stream of any dtype may begin
@@ -216,6 +219,7 @@ class Scorer:
             "position_ids": local["position_ids"] if by_position else None,
             "seq_ids": local["seq_ids"] if is_packed else None,
             "packing": self._packing(batch, is_packed) if self.model.model.takes_packing else None,
+            "images": self._images(batch, local),
         }
 
         def within(hidden: Tensor, head_weight: Tensor) -> Any:
@@ -234,6 +238,17 @@ class Scorer:
             yield
         finally:
             self._replays = True
+
+    def _images(self, batch: Batch, local: Batch) -> Images | None:
+        """Return the images of a host micro-batch, and their places among this rank's tokens; of a model without a
+        vision tower None, with one also where the rows have no image."""
+        if (vision := self.model.config.vision) is None:
+            return None
+        rows: RowImages = getattr(batch, "images", None) or RowImages([], [])
+        pixels, grids = rows.joined(vision.values)
+        features = local.pop("image_features", torch.full_like(local["input_ids"], -1))
+        rotary_ids, ends = local.pop("rotary_ids", None), local.pop("image_ends", None)
+        return Images(pixels.to(self.device, non_blocking=True), grids, features, rotary_ids, ends)
 
     def _packing(self, batch: Batch, is_packed: bool) -> Packing | None:
         """Return the packing of a host micro-batch's whole rows, padded as they are cut over cp; None for plain rows of

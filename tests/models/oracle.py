@@ -298,8 +298,9 @@ def make(variant: str, dtype: torch.dtype = torch.float32):
     return randomise(_CLASSES[config.model_type](config)).to(dtype)
 
 
-def grads(model) -> dict[str, torch.Tensor]:
-    """The gradients of a model, ours or transformers', by the names of files."""
+def grads(model, known=()) -> dict[str, torch.Tensor]:
+    """The gradients of a model, ours or transformers', by the names of files; known: names to choose among, where a
+    tensor of ours may have several."""
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     if not isinstance(getattr(model, "config", None), ModelConfig):
         if model.config.model_type == "gpt_oss":  # as in its files
@@ -311,7 +312,7 @@ def grads(model) -> dict[str, torch.Tensor]:
         parts = [found[part] for part in one.parts]
         whole[one.name] = one.join(parts) if one.expert is None else parts[0][one.expert]
     names = getattr(model, "checkpoint_names", lambda name: [name])
-    return {names(name)[0]: grad for name, grad in whole.items()}
+    return {next((file for file in names(name) if file in known), names(name)[0]): grad for name, grad in whole.items()}
 
 
 _MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}

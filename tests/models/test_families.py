@@ -13,8 +13,7 @@ from transformers.models.ministral3 import modeling_ministral3
 
 from dtrain import models
 from dtrain.models.common.decoder import flops_per_token
-from dtrain.models.common.functions import RMSNorm
-from dtrain.models.gemma3 import Gemma3RMSNorm
+from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm
 from tests.models.oracle import VARIANTS, VOCAB, grads, make, packed_rows, save
 from tests.models.towers import make_multimodal
 

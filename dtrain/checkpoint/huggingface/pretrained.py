@@ -22,18 +22,19 @@ def from_pretrained(
     *,
     nf4: bool = False,
     labels: int | None = None,
+    vision: bool = False,
 ) -> CausalLM:
     """The model in a Hugging Face directory, its weights (safetensors, one file or an index) in `dtype` on `device`; or
-    an adapter in PEFT's layout, with its base. nf4: whether an adapter's base is rounded to 4 bits. labels: as of
-    `read_config`. Raises UserError: no such directory, a config that cannot be used, weights that are missing or do not
-    fit, a base that is not found."""
+    an adapter in PEFT's layout, with its base. nf4: whether an adapter's base is rounded to 4 bits. labels, vision: as
+    of `read_config`. Raises UserError: no such directory, a config that cannot be used, weights that are missing or do
+    not fit, a base that is not found."""
     if not is_adapter_directory(path):
-        model = build(read_config(path, labels), dtype, "meta")
+        model = build(read_config(path, labels, vision), dtype, "meta")
         hold_in_4_bits(model, Path(path), dtype, nf4=False)
         _fill(model, path, device)
         return model
     base, adapter = base_of(Path(path)), read_adapter_config(Path(path))
-    config = read_config(base, None if labels is None else outputs_in(Path(path)) or labels)
+    config = read_config(base, None if labels is None else outputs_in(Path(path)) or labels, vision)
     model = build(config, dtype, "meta", adapter=adapter)
     hold_in_4_bits(model, base, dtype, nf4=nf4, except_for=adapter.saved(linears(config)))
     _fill(model, base, device)

@@ -200,9 +200,7 @@ def _encoder(
     label: "Label | None",
 ) -> RowEncoder:
     """Return the encoder of the section; prints the chat template's origin, and what loss_on means for plain rows."""
-    template = choose_template(
-        tokenizer.directory, tokenizer, section.chat_template, section.template_kwargs
-    )
+    template = choose_template(tokenizer.directory, tokenizer, section.chat_template, section.template_kwargs)
     refuse_without_template(section.prompts_as, template, tokenizer.directory)
     limits = {"max_length": section.max_length, "too_long": section.too_long, "prompts_as": section.prompts_as or TEXT}
     module, name, own = ENCODERS[kind if label is None else f"{kind} with labels"]

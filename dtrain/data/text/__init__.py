@@ -1,6 +1,7 @@
 """Tokenizers, chat templates, and the calls of tools that templates write.
 
 tokenizer                  tokenizer.json with its special tokens
+control_tokens             control tokens that a user writes as text
 template, sandbox          a chat template, and the limits within which it runs
 replies                    the parts of a rendered conversation that the model wrote
 endings                    notes on templates whose replies do not end as a generation does

@@ -3,8 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from dtrain.models.common.rope_config import Rope
+
+if TYPE_CHECKING:
+    from dtrain.models.vision.common import VisionConfig
 
 __all__ = ["FULL", "LINEAR", "SLIDING", "KeyHeads", "LinearAttention", "ModelConfig", "PerLayer", "Rope"]
 
@@ -124,6 +128,8 @@ class ModelConfig:
     pad_token_id: int | None = None  # its embedding starts at zero and gets no gradient as an input, as in transformers
     dtype: str | None = None  # of the weights in the files, such as "bfloat16"
     is_text_tower: bool = False  # one part of a multimodal checkpoint
+    vision: "VisionConfig | None" = None  # of the tower that is built beside the text's
+    bidirectional: tuple[str, ...] = ()  # types of layers in which the tokens of an image see one another
     unquantized: tuple[str, ...] | None = None  # modules that a checkpoint in 4 bits leaves as they were
     # A layer's module in the files -> the model's modules whose rows it joins, in order; the others are alike.
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

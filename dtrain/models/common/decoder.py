@@ -7,7 +7,7 @@ Letters: B rows, S tokens, D hidden size, H query heads, kv key heads, hd head s
 F are counted from the projections' outputs, which may be one rank's share.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +20,9 @@ from dtrain.base.batch import PADDING_DOCUMENT
 from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope
 from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, gated, rotate, rounded, tables
+from dtrain.models.common.images import Images, PlacedFeatures
 from dtrain.models.common.model_fields import ModelFields
+from dtrain.parallel.collectives import enter_region
 from dtrain.parallel.experts import expert_parameters
 from dtrain.parallel.tensor import (
     Block,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from dtrain.models.common.compiled import Region
     from dtrain.models.common.nf4 import NF4Weight
     from dtrain.models.common.routing import Routing
+    from dtrain.models.vision.common import VisionTower
 
 Rotary = tuple[Tensor, ...]  # two tables, and what else a family's layers take of positions
 Handed = tuple[Any, ...]  # rotary, mask, cache, and of a sparse layer where tokens are no padding
@@ -250,6 +253,7 @@ class Decoder(Stack):
     kernel: Kernel
     flash_delta: "FlashDelta | None" = None
     delta_note: str = ""
+    vision: "tuple[()] | tuple[VisionTower]" = ()
     linear_mask: Callable[..., Any]  # of a family with linear attention: seq_ids [B, S], tokens, cache, packing -> mask
 
     def __init__(
@@ -275,22 +279,30 @@ class Decoder(Stack):
         cache: Cached | None = None,
         packing: "Packing | None" = None,
         tokens: int | None = None,
+        images: Images | None = None,
     ) -> Tensor:
         """`CausalLM.hidden_states`, cut as the modules' styles say: [B, S, D]. tokens: of a row, without what sequence
         parallel has padded; None: all."""
         config, device, kernel = self.config, input_ids.device, self.kernel
         hidden = self._embed(input_ids)  # [B, S, D]
+        placed = None if images is None else self._placed(images, hidden.shape[1])
+        if placed is not None:
+            hidden = placed.replace(hidden)
         length = input_ids.shape[1]
         if cache is not None:
             position_ids = cache.positions
         elif position_ids is None and config.most_positions is not None and length > config.most_positions:
             raise ValueError(f"rows of {length} tokens: with LongRoPE this model takes {config.most_positions}")
         positions = torch.arange(length, device=device)[None] if position_ids is None else position_ids  # [B or 1, S]
-        by_position = seq_ids is not None or kernel.abilities.context_parallel
-        keys = kernel.keys(positions, seq_ids, packing) if by_position and cache is None else None
+        ends = None if images is None else images.ends
+        by_position = seq_ids is not None or kernel.abilities.context_parallel or ends is not None
+        of_packing = packing if ends is None else None
+        keys = kernel.keys(positions, seq_ids, of_packing) if by_position and cache is None else None
         turns, turned = None if cache is None else cache.turns, positions
         if self.layers[0].regions is not None:  # one table for all rows would be another shape to compile for
             turned = positions.expand(len(input_ids), -1)
+        if images is not None and images.rotary_ids is not None:
+            turned = images.rotary_ids  # [B, S, 3]
         made: dict[tuple[Rope, int], Rotary] = {}
         rotary: dict[str, Rotary] = {}
         masks: dict[str, Any] = {}
@@ -304,10 +316,12 @@ class Decoder(Stack):
             elif cache is None:
                 window = config.sliding_window if kind == SLIDING else None
                 visibility = Visibility(length, length, window, rows=len(input_ids), packing=packing)
-                if keys is not None:
+                sees_ends = ends is not None and kind in config.bidirectional
+                if keys is not None and (sees_ends or packing is None or not kernel.takes_packing):
                     of_keys, owners = keys
                     visibility = Visibility(
-                        length, of_keys.shape[1], window, positions, of_keys, seq_ids, owners, len(input_ids)
+                        *(length, of_keys.shape[1], window, positions, of_keys, seq_ids, owners, len(input_ids)),
+                        query_ends=ends if sees_ends else None,
                     )
                 masks[kind] = kernel.prepare(visibility, hidden.dtype, device)
         real = None if seq_ids is None else seq_ids != PADDING_DOCUMENT  # [B, S]
@@ -317,14 +331,45 @@ class Decoder(Stack):
             (rotary[kind], masks[kind], cache, *((real,) if layer.is_sparse and real is not None else ()))
             for layer, kind in zip(cast(list[Layer], list(self.layers)), config.layer_types, strict=True)
         ]
-        return self.norm(self.through(hidden, input_ids, handed, cache is not None and cache.bare))
+        return self.norm(self.through(hidden, input_ids, handed, cache is not None and cache.bare, placed))
 
-    def through(self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool) -> Tensor:
+    def through(
+        self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool, placed: PlacedFeatures | None = None
+    ) -> Tensor:
         """The embeddings [B, S, D] of `input_ids` [B, S], which sequence parallel does not cut, through all layers ->
-        [B, S, D]. handed: what each layer takes beside them. bare: as in `Cached`."""
-        for layer, beside in zip(self.layers, handed, strict=True):
+        [B, S, D]. handed: what each layer takes beside them. bare: as in `Cached`. placed: of images."""
+        for index, (layer, beside) in enumerate(zip(self.layers, handed, strict=True)):
             hidden = (layer.forward if bare else layer)(hidden, *beside)
+            if placed is not None:
+                hidden = placed.add(index, hidden)
         return hidden
+
+    def add_vision(self, tower: "VisionTower") -> None:
+        """Give the decoder a vision tower, whose children are its own from now on, by their names."""
+        for name, child in tower.named_children():
+            self.add_module(name, child)
+        self.vision = (tower,)  # no module of its own: in files its children stand beside the layers
+
+    @property
+    def vision_layers(self) -> Iterable[nn.Module]:  # type: ignore[override]  # found anew: modules move
+        return self.vision[0].layers if self.vision else ()
+
+    def _placed(self, images: Images, length: int) -> PlacedFeatures:
+        """The features of images, and where they stand among the `length` tokens of a row that this rank embeds."""
+        if not self.vision:
+            raise ValueError("images, and this model was built without its vision tower")
+        features = self.vision[0](images.pixels, images.grids)
+        tokens = sum(map(self.vision[0].config.tokens, images.grids))
+        if len(features.tokens) != tokens:
+            raise ValueError(f"{len(features.tokens)} features of images with {tokens} tokens")
+        is_image = images.index >= 0
+        if self.tp is None or not self.tp.sequence:
+            return PlacedFeatures(features, images.index, is_image)
+        first, group = self.tp.rank * length, self.tp.group
+        # A rank's tokens give it a part of the features' gradients, which are summed.
+        deepstack = {layer: enter_region(added, group) for layer, added in features.deepstack.items()}
+        features = features._replace(tokens=enter_region(features.tokens, group), deepstack=deepstack)
+        return PlacedFeatures(features, images.index[:, first : first + length], is_image)
 
     @property
     def takes_packing(self) -> bool:
@@ -354,6 +399,7 @@ class CausalLM(ParallelModel):
     adapters: "AdapterState | None" = None  # what those of the layers share
     routing: "Routing | None" = None  # what sparse layers share
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
+    vision_tower: "type[VisionTower] | None" = None  # of a family that takes images
     uncompiled: str | None = None  # why layers that were to be compiled are not
     layer: Callable[[ModelConfig, int], nn.Module] = PreNormLayer  # of a family without a decoder of its own
 
@@ -367,12 +413,17 @@ class CausalLM(ParallelModel):
         super().__init__()
         self.config = config
         self.model = decoder or Decoder(config, type(self).layer)
+        if config.vision is not None and self.vision_tower is not None:
+            tower = self.vision_tower(config.vision)
+            self.model.add_vision(tower)
+            self.initial = {f"model.{pattern}": kind for pattern, kind in tower.starting_values()} | {**self.initial}
         if config.labels is None:
             self.lm_head = VocabHead(config.hidden_size, config.vocab_size, bias=False)
         else:
             self.score = ScoreHead(config.hidden_size, config.labels, bias=False)
         names = [name for name, _ in self.named_modules()]
-        styles = {**self.plan, "score": "score_head"}
+        of_tower = {f"model.{pattern}": style for tower in self.model.vision for pattern, style in tower.plan().items()}
+        styles = {**self.plan, **of_tower, "score": "score_head"}
         self.plan = {key: style for key, style in styles.items() if any(fnmatchcase(name, key) for name in names)}
         self.tie_weights()
 
@@ -405,6 +456,7 @@ class CausalLM(ParallelModel):
         position_ids: Tensor | None = None,
         seq_ids: Tensor | None = None,
         cache: Cached | None = None,
+        images: Images | None = None,
     ) -> Tensor:
         """input_ids [B, S] int64 -> logits [B, S, V] in the weights' dtype.
 
@@ -413,7 +465,7 @@ class CausalLM(ParallelModel):
         cache: holds the keys of the tokens before, and says where these stand; position_ids and seq_ids are not read.
         No collective of its own.
         """
-        return self.logits(self.model(input_ids, position_ids, seq_ids, cache))
+        return self.logits(self.model(input_ids, position_ids, seq_ids, cache, images=images))
 
     def hidden_states(self, *inputs: Any, **named: Any) -> Tensor:
         """[B, S, D] after the final norm; arguments as in `forward`."""
@@ -441,13 +493,14 @@ class CausalLM(ParallelModel):
         position_ids: Tensor | None = None,
         seq_ids: Tensor | None = None,
         packing: "Packing | None" = None,
+        images: Images | None = None,
     ) -> Any:
         """`fn(hidden [B, S/cp, D], head_weight [V/tp, D] or [labels, D/tp])`'s result: how a loss reaches the head
         without whole logits. packing: of the whole rows, for a decoder that `takes_packing`. Under FSDP it must be
         registered as a forward method, or the head's weight is one rank's shard. The caller applies
         config.final_logit_softcapping."""
         # Not self.hidden_states: registered too, it may give the root's weights back, and the head's are needed yet.
-        hidden = self.model(input_ids, position_ids, seq_ids, packing=packing)
+        hidden = self.model(input_ids, position_ids, seq_ids, packing=packing, images=images)
         return fn(hidden, self.head.local("weight"))
 
     def checkpoint_names(self, name: str) -> list[str]:

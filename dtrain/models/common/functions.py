@@ -73,6 +73,15 @@ class RMSNorm(LocalParameters):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
+class Gemma3RMSNorm(RMSNorm):
+    """(1 + weight) · norm(x), all in max(float32, x's dtype), rounded once at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in x's dtype."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return rms_norm(x.to(wide), 1.0 + self.local("weight").to(wide), self.eps).to(x.dtype)
+
+
 class Activation(NamedTuple):
     """An elementwise function and its backward, (grad, input) -> grad of the input."""
 
@@ -185,14 +194,24 @@ def _yarn(rope: Rope, powers: Tensor, head_dim: int) -> Tensor:
 def tables(
     rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Any, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sign·sin, each [B or 1, S, 1, turned] in `dtype`, for positions [B or 1, S]; `rotate` wants both. turned:
-    the dimensions of a head that are rotated, all or its first ones. Computed in max(float32, dtype). held: where the
-    frequencies on the device stay for the next call, of like sizes."""
+    """cos and sign·sin, each [B or 1, S, 1, turned] in `dtype`, for positions [B or 1, S], or [B or 1, S, 3] by the
+    axes of `rope.sections`; `rotate` wants both. turned: the dimensions of a head that are rotated, all or its first
+    ones. Computed in max(float32, dtype). held: where the frequencies on the device stay for the next call, of like
+    sizes."""
     wide, held = torch.promote_types(dtype, torch.float32), {} if held is None else held
     turned = head_dim if rope.kind == "proportional" else int(head_dim * rope.share)
     if (rope, turned) not in held:
         held[rope, turned] = frequencies(rope, turned, wide).to(positions.device, non_blocking=True)
-    angles = positions[..., None].to(wide) * held[rope, turned]  # [B, S, turned / 2]
+    if positions.dim() == 2:
+        by_pair = positions[..., None]  # [B, S, 1]
+    elif rope.sections is None:
+        raise ValueError("positions of several axes, and this model's rotary embedding has one")
+    else:
+        if (rope.sections, turned) not in held:
+            axes = torch.tensor(rope.sections.axes(turned // 2), device="cpu")
+            held[rope.sections, turned] = axes.to(positions.device, non_blocking=True)
+        by_pair = positions.index_select(-1, held[rope.sections, turned])  # [B, S, turned / 2]
+    angles = by_pair.to(wide) * held[rope, turned]  # [B, S, turned / 2]
     cos, sin = angles.cos() * rope.table_scale, angles.sin() * rope.table_scale
     return torch.cat([cos, cos], -1).to(dtype).unsqueeze(2), torch.cat([-sin, sin], -1).to(dtype).unsqueeze(2)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from dtrain.models.common.config import FULL, SLIDING, Experts, ModelConfig
 from dtrain.models.common.config_fields import Fields, shown
-from dtrain.models.common.rope_config import KINDS, read_rope
+from dtrain.models.common.rope_config import KINDS, Sections, read_rope
 
 # transformers' names of activations, and ours.
 _ACTIVATIONS = {
@@ -83,15 +83,20 @@ class ModelFields(Fields):
         }
 
     def with_one_rope(
-        self, share: float | None = None, scales_queries: bool = False, kinds: tuple[str, ...] = KINDS, **values: Any
+        self,
+        share: float | None = None,
+        scales_queries: bool = False,
+        kinds: tuple[str, ...] = KINDS,
+        sections: Sections | None = None,
+        **values: Any,
     ) -> ModelConfig:
-        """Return the config of `values` and the rope that all layers share (share, scales_queries, kinds: as of
-        `read_rope`), once no field is left over. Without `layer_types` all layers see the window, or all tokens."""
+        """Return the config of `values` and the rope that all layers share (share, scales_queries, kinds, sections: as
+        of `read_rope`), once no field is left over. Without `layer_types` all layers see the window, or all tokens."""
         if "layer_types" not in values:
             window, count = values.setdefault("sliding_window", None), values["num_hidden_layers"]
             values["layer_types"] = self.layer_types(count, [FULL if window is None else SLIDING] * count, fixed=True)
         positions, head_dim = values["max_position_embeddings"], values["head_dim"]
-        rope = read_rope(self, positions, head_dim, share, scales_queries, kinds)
+        rope = read_rope(self, positions, head_dim, share, scales_queries, kinds, sections)
         if rope.kind == "longrope":
             values["max_position_embeddings"] = min(positions, rope.original_max_positions)
         self.refuse_the_rest()
@@ -147,8 +152,18 @@ class ModelFields(Fields):
             self.problem("layer_types has sliding_attention, but no sliding_window is set")
         return window
 
-    def text_tower(self, architecture: str, model: Any) -> ModelConfig:
-        """Return what `model`, a `TextTower`, reads of `text_config`, as part of a multimodal model."""
+    def text_tower(self, architecture: str, model: Any, vision: bool = False) -> ModelConfig:
+        """Return what `model`, a `TextTower`, reads of `text_config`, as part of a multimodal model; vision: with what
+        its vision tower reads."""
+        config = self._text_tower(architecture, model)
+        if not vision:
+            return config
+        if model.vision_tower is None:
+            self.problem("images: dtrain trains this architecture on text only")
+            return config
+        return replace(config, vision=model.vision_tower.read(self, config.hidden_size))
+
+    def _text_tower(self, architecture: str, model: Any) -> ModelConfig:
         self.known(*_OTHER_PARTS)
         text = self.get("text_config") or {}
         if not text and model.may_be_flat:

@@ -1,10 +1,31 @@
 """Rotary scaling as config.json tells it: `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain.models.common.config_fields import Fields, is_number, shown
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Division of a head's pairs of dimensions among the axes time, height and width of multimodal positions (M-RoPE,
+    arXiv:2409.12191, section 2.1).
+
+    sizes: pairs of each axis. interleaved: whether axes take turns, pair by pair, as far as height and width have
+    pairs left (Qwen3-VL, arXiv:2511.21631); else each axis has a run of them.
+    """
+
+    sizes: tuple[int, ...]
+    interleaved: bool
+
+    def axes(self, pairs: int) -> tuple[int, ...]:
+        """Return the axis, 0 to 2, of each of `pairs` pairs. Raises ValueError where the sizes do not add up."""
+        if not self.interleaved:
+            if sum(self.sizes) != pairs:
+                raise ValueError(f"mrope_section {list(self.sizes)}: it must add up to the {pairs} pairs of a head")
+            return tuple(axis for axis, size in enumerate(self.sizes) for _ in range(size))
+        return tuple(pair % 3 if pair < 3 * self.sizes[pair % 3] else 0 for pair in range(pairs))
 
 
 @dataclass(frozen=True)
@@ -15,7 +36,7 @@ class Rope:
     share: of each head's dimensions, its first ones, that are rotated (partial_rotary_factor); of a proportional one
     the first of either half, at the frequencies of whole heads. table_scale multiplies cos and sin (YaRN's attention
     factor, arXiv:2309.00071, section 3.4). query_beta: how queries grow with each original_max_positions (Llama 4's;
-    `models.mistral`).
+    `models.mistral`). sections: of a model that takes images; a text's positions are alike on all axes.
     """
 
     kind: str = "default"
@@ -31,6 +52,7 @@ class Rope:
     table_scale: float = 1.0
     query_beta: float = 0.0
     factors: tuple[float, ...] = ()
+    sections: Sections | None = None
 
 
 KINDS = ("default", "linear", "llama3", "yarn")  # of every family that says no other
@@ -43,15 +65,23 @@ def read_rope(
     share: float | None = None,
     scales_queries: bool = False,
     kinds: tuple[str, ...] = KINDS,
+    sections: Sections | None = None,
 ) -> Rope:
     """The rope of a model whose layers all share it. share: the family's default of partial_rotary_factor, none where
-    it rotates whole heads alone. scales_queries: whether llama_4_scaling_beta is read. kinds: that the family has."""
+    it rotates whole heads alone. scales_queries: whether llama_4_scaling_beta is read. kinds: that the family has.
+    sections: the family's default of mrope_section, and its order."""
     written = fields.get("rope_parameters")
     written = fields.get("rope_scaling") or written or {}
     theta = read_base(fields, "rope_theta", 10_000.0)
     original = fields.optional_integer("original_max_position_embeddings")
     share = _share(fields, share)
     rope = rope_of(fields, "rope_parameters", written, theta, max_positions, kinds, original, share, scales_queries)
+    if sections is not None:
+        sizes = written.get("mrope_section", sections.sizes) if isinstance(written, dict) else sections.sizes
+        if not (isinstance(sizes, list | tuple) and len(sizes) == 3 and all(type(size) is int for size in sizes)):
+            fields.problem(f"mrope_section {shown(sizes)}: must be three numbers of pairs")
+            sizes = sections.sizes
+        rope = replace(rope, sections=replace(sections, sizes=tuple(sizes)))
     turned = int(head_dim * rope.share)
     if rope.kind == "longrope" and len(rope.factors) != turned // 2:
         fields.problem(f"short_factor has {len(rope.factors)} numbers for the {turned // 2} pairs that are rotated")
@@ -113,7 +143,7 @@ def rope_of(
         return Rope()
     inner = Fields(written, fields.problems, prefix=where + ".")
     inner.known("type", "original_max_position_embeddings")
-    inner.known("mrope_section", "mrope_interleaved")  # which of an image's axes turns what; a text's are all equal
+    inner.known("mrope_section", "mrope_interleaved")  # of `Sections`
     kind = inner.get("rope_type") or written.get("type") or "default"
     kind = "default" if kind == "mrope" and "mrope_section" in written else kind
     kind = "longrope" if kind == "su" and "longrope" in kinds else kind  # its first name

@@ -1,5 +1,7 @@
 """The text tower of a multimodal checkpoint: what the files call its tensors, and what an export carries beside it."""
 
+import re
+
 from dtrain.models.common.decoder import CausalLM
 
 
@@ -22,6 +24,8 @@ class TextTower(CausalLM):
         return name
 
     def checkpoint_names(self, name: str) -> list[str]:
+        if (part := self._vision_part(name)) is not None and self.vision_tower is not None:
+            return self.vision_tower.file_names(part)
         name = self.text_name(name)
         if not self.config.is_text_tower:
             return [name]
@@ -31,4 +35,13 @@ class TextTower(CausalLM):
 
     @property
     def carried_checkpoint_names(self) -> tuple[str, ...]:
-        return self.carried if self.config.is_text_tower else ()
+        if not self.config.is_text_tower or self.config.vision is None or self.vision_tower is None:
+            return self.carried if self.config.is_text_tower else ()
+        built = [re.escape(prefix) for prefixes in self.vision_tower.prefixes.values() for prefix in prefixes]
+        return (*(f"(?!{'|'.join(built)})(?:{pattern})" for pattern in self.carried), *self.vision_tower.carried)
+
+    def _vision_part(self, name: str) -> str | None:
+        """Return the name within its vision tower of a parameter; None of the text's."""
+        children = [child for tower in self.model.vision for child, _ in tower.named_children()]
+        inner = name.removeprefix("model.")
+        return inner if inner != name and inner.split(".")[0] in children else None

@@ -1,0 +1,46 @@
+"""Images of rows: their bytes, size and pixels, and what an image processor makes of them for a model.
+
+files, decoding          bytes and digest of an image as a row writes it; its header's size; its RGB values
+processor, pixels        layout of patches and tokens, and the tensors of a tower
+positions                streams of a document whose tokens stand for images
+qwen2_vl, gemma3, gemma4 the processors of these families
+reading, fields          processor of a model's directory
+
+Names are imported when they are used: what decodes nothing loads neither torch nor Pillow.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtrain.data.images.decoding import MOST_PIXELS, Header
+    from dtrain.data.images.files import ImageBytes, read_image
+    from dtrain.data.images.processor import ImageProcessor, ImageTokens, Layout
+    from dtrain.data.images.reading import read_processor
+
+__all__ = [
+    "MOST_PIXELS",
+    "Header",
+    "ImageBytes",
+    "ImageProcessor",
+    "ImageTokens",
+    "Layout",
+    "read_image",
+    "read_processor",
+]
+_HOMES = {
+    "MOST_PIXELS": "decoding",
+    "Header": "decoding",
+    "ImageBytes": "files",
+    "read_image": "files",
+    "ImageProcessor": "processor",
+    "ImageTokens": "processor",
+    "Layout": "processor",
+    "read_processor": "reading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

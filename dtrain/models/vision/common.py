@@ -1,0 +1,380 @@
+"""Parts that vision towers share: config and interface, attention within images, positions on a grid of patches.
+
+A tower takes the patches of all images of a call one behind the other, and attends within each image alone
+(arXiv:2307.06304, section 2.1). Letters: P patches, T tokens that they become in the text, H heads, kv key heads, hd
+head size, D hidden size of the tower, E that of the text.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtrain.base.row_images import Grid
+from dtrain.models.common.config import Rope
+from dtrain.models.common.config_fields import Fields, shown
+from dtrain.models.common.decoder import Linear
+from dtrain.models.common.functions import ACTIVATIONS, frequencies, gated, rotate
+from dtrain.models.common.model_fields import ModelFields
+from dtrain.models.common.rope_config import read_base
+from dtrain.parallel.tensor import LocalParameters
+
+Frame = tuple[int, int]  # rows and columns of patches
+Turns = tuple[Tensor, Tensor]  # cosines and signed sines, as `rotate` takes them
+
+
+class Features(NamedTuple):
+    """Features of the images of a call, one image behind the other.
+
+    tokens: [T, E], in the place of the embeddings of T tokens. deepstack: by the index of a decoder layer, [T, E] that
+    are added to its output at these tokens (DeepStack, arXiv:2406.04334)."""
+
+    tokens: Tensor
+    deepstack: dict[int, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Sizes of a tower, with config.json's names where it has them.
+
+    pool: the patches at each side of the square that becomes one token. out_hidden_size: E, of the text."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    patch_size: int
+    pool: int
+    hidden_act: str  # a key of functions.ACTIVATIONS
+    out_hidden_size: int
+    num_channels: int = 3
+    temporal_patch_size: int = 1  # frames of a patch; an image is repeated
+    initializer_range: float = 0.02
+
+    @property
+    def values(self) -> int:
+        """The values of a patch."""
+        return self.num_channels * self.temporal_patch_size * self.patch_size**2
+
+    def tokens(self, grid: Grid) -> int:
+        """Return how many tokens an image of `grid` becomes."""
+        frames, rows, columns = grid
+        return frames * (rows // self.pool) * (columns // self.pool)
+
+    def size_problem(self, rows: int, columns: int) -> str | None:
+        """Return why an image of rows x columns patches cannot be taken; None where it can."""
+        if rows < 1 or columns < 1 or rows % self.pool or columns % self.pool:
+            return f"both sides must be multiples of {self.pool}"
+        return None
+
+    def frames(self, shape: Sequence[int], grids: Sequence[Grid]) -> list[Frame]:
+        """Return rows and columns of every frame of images of `grids`, whose patches have `shape` [P, values]. Raises
+        ValueError where they do not fit the tower or one another."""
+        for grid in grids:
+            if problem := self.size_problem(*grid[1:]):
+                raise ValueError(f"an image of {grid[1]} x {grid[2]} patches: {problem}")
+        frames = [(rows, columns) for count, rows, columns in grids for _ in range(count)]
+        patches = sum(rows * columns for rows, columns in frames)
+        if tuple(shape) != (patches, self.values):
+            raise ValueError(f"pixels {tuple(shape)} of images with {patches} patches of {self.values} values")
+        return frames
+
+
+class VisionTower(nn.Module):
+    """Base of the towers, with the projector into the text's embeddings.
+
+    A tower's children, and all names below them, are those that Hugging Face's model has below `model.`. Built on meta
+    by its config; starting values and files fill it.
+
+    initial: as `CausalLM.initial`; initial_buffers: buffer pattern -> value. projector: patterns (fnmatch) of the
+    parameters that `train.vision=projector` trains. prefixes: how a name begins -> how it begins in files, the
+    likeliest first. carried: patterns (re.fullmatch) of tensors in files that no feature needs.
+    """
+
+    config: VisionConfig
+    initial: Mapping[str, str]
+    initial_buffers: Mapping[str, float] = {}
+    projector: tuple[str, ...]
+    prefixes: Mapping[str, tuple[str, ...]]
+    carried: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, outer: ModelFields, hidden_size: int) -> VisionConfig:
+        """Return the config that `vision_config` of a model's fields `outer` describes; every field is used, known to
+        change nothing, or one of `outer.problems`. Defaults are transformers'. hidden_size: E."""
+        raise NotImplementedError
+
+    @classmethod
+    def file_names(cls, name: str) -> list[str]:
+        """Return the names that parameter or buffer `name` may have in files, the likeliest first."""
+        own = next(own for own in cls.prefixes if name.startswith(own))
+        return [prefix + name.removeprefix(own) for prefix in cls.prefixes[own]]
+
+    def starting_values(self) -> Iterator[tuple[str, str]]:
+        """Yield the patterns of `initial`, each with the name of a child at its beginning, and their values."""
+        for pattern, value in self.initial.items():
+            if pattern.startswith("*"):
+                yield from ((f"{child}.{pattern}", value) for child, _ in self.named_children())
+            else:
+                yield pattern, value
+
+    def plan(self) -> dict[str, str]:
+        """Return the tensor-parallel styles: every rank has the whole tower."""
+        modules = (name for name, module in self.named_modules() if isinstance(module, LocalParameters))
+        return dict.fromkeys((re.sub(r"\.\d+\b", ".*", name) for name in modules), "replicated")
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The layers, which FSDP gathers and checkpointing recomputes one by one."""
+        raise NotImplementedError
+
+    def encode(self, pixels: Tensor, frames: Sequence[Frame]) -> Features:
+        """Compute `forward` of images that fit. pixels [P, values]"""
+        raise NotImplementedError
+
+    def forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Features:
+        """Return the features of images, each as if it were alone.
+
+        pixels: [P, values] in the tower's dtype or float32, the patches of all images, in the order of the family's
+        image processor. grids: host integers, one for each image; without an image all is [0, ...], with a graph
+        through every parameter. Features are in the tower's dtype. Raises ValueError as `VisionConfig.frames` does. No
+        collective of its own.
+        """
+        return self.encode(pixels, self.config.frames(pixels.shape, grids))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None) -> Tensor:
+    """Return attention of every patch to those of its own segment, [P, H, hd].
+
+    q: [P, H, hd]; k, v: [P, kv, hd], H a multiple of kv. lengths: of the segments, whose sum is P; neighbours of equal
+    length are computed together. scale: of q·k; by default 1/sqrt(hd)."""
+    if not lengths:
+        return q + (k.sum() + v.sum())  # [0, H, hd], whose graph has all three
+    parts, start = [], 0
+    for length, run in groupby(lengths):
+        count = len(list(run))
+        end = start + count * length
+        queries, keys, values = (
+            x[start:end].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v)
+        )  # [n, H or kv, L, hd]
+        grouped = q.shape[1] != k.shape[1]
+        mixed = F.scaled_dot_product_attention(queries, keys, values, scale=scale, enable_gqa=grouped)
+        parts.append(mixed.transpose(1, 2).flatten(0, 1))
+        start = end
+    return torch.cat(parts)
+
+
+def patch_positions(frames: Sequence[Frame], block: int = 1) -> Tensor:
+    """Return row and column of every patch of `frames`, [P, 2] int64 on the CPU: blocks of block x block patches one
+    behind the other, the blocks of a frame, and the patches of a block, row by row."""
+    parts = [torch.empty(0, 2, dtype=torch.int64, device="cpu")]
+    for height, width in frames:
+        shape = (height // block, width // block, block, block)
+        rows = torch.arange(height, device="cpu").view(-1, 1, block, 1).expand(shape)
+        columns = torch.arange(width, device="cpu").view(1, -1, 1, block).expand(shape)
+        parts.append(torch.stack([rows.flatten(), columns.flatten()], -1))
+    return torch.cat(parts)
+
+
+def block_order(frames: Sequence[Frame], block: int) -> Tensor:
+    """Return which patch comes at each place, [P] int64 on the CPU, to have patches that stand row by row in the order
+    of `patch_positions` with this block."""
+    parts, start = [torch.empty(0, dtype=torch.int64, device="cpu")], 0
+    for height, width in frames:
+        rows, columns = patch_positions([(height, width)], block).unbind(1)
+        parts.append(start + rows * width + columns)
+        start += height * width
+    return torch.cat(parts)
+
+
+def pool_squares(hidden: Tensor, frames: Sequence[Frame], pool: int) -> Tensor:
+    """Return the average of each square of pool x pool patches, [T, D]; torch sums half precision in float32. hidden:
+    [P, D], a frame's patches row by row."""
+    order = block_order(frames, pool).to(hidden.device, non_blocking=True)
+    return hidden[order].unflatten(0, (-1, pool**2)).mean(1)
+
+
+def axial_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """Return the angles of two-dimensional rotary positions (arXiv:2104.09864, once for each axis), [P, 2, hd/4] in
+    max(float32, dtype). positions: [P, 2]; hd a multiple of 4."""
+    wide = torch.promote_types(dtype, torch.float32)
+    steps = frequencies(Rope(theta=theta), head_dim // 2, wide).to(positions.device, non_blocking=True)  # [hd/4]
+    return positions[..., None].to(wide) * steps
+
+
+def turns_of(angles: Tensor) -> Turns:
+    """Return the tables of `rotate`, [P, 1, ..., 2n], for angles [P, ..., n]."""
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1).unsqueeze(1), torch.cat([-sin, sin], -1).unsqueeze(1)
+
+
+class LayerNorm(LocalParameters, nn.LayerNorm):
+    """torch's LayerNorm (arXiv:1607.06450), in half precision computed in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]"""
+        return F.layer_norm(x, self.normalized_shape, self.local("weight"), self.local("bias"), self.eps)
+
+
+class Table(LocalParameters, nn.Embedding):
+    """Learned vectors of positions, [positions, D]."""
+
+    def forward(self, index: Tensor) -> Tensor:
+        """index [...] int64 -> [..., D]"""
+        return F.embedding(index, self.local("weight"))
+
+
+class PatchProjection(LocalParameters):
+    """Convolution whose stride is its kernel, `shape` (channels, ..., rows, columns): a product with each patch."""
+
+    def __init__(self, size: int, shape: tuple[int, ...], bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, *shape))
+        self.register_parameter("bias", nn.Parameter(torch.empty(size)) if bias else None)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """pixels [P, values], a patch's in the order of `shape` -> [P, D] in the weights' dtype"""
+        weight = self.local("weight").flatten(1)  # [D, values]
+        return F.linear(pixels.to(weight.dtype), weight, None if self.bias is None else self.local("bias"))
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) · up(x)). linear: makes a linear layer of its sizes."""
+
+    def __init__(self, config: VisionConfig, linear: Callable[[int, int], nn.Module]):
+        super().__init__()
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size)
+        self.activation = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[P, D] -> [P, D]"""
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenVisionConfig(VisionConfig):
+    """Sizes of a tower of Qwen's. theta: the base of the rotary positions."""
+
+    theta: float = 10_000.0
+
+
+class QwenPatchEmbed(nn.Module):
+    """The linear map of patches of Qwen's towers: values by channel, frame, row and column."""
+
+    def __init__(self, config: VisionConfig, bias: bool):
+        super().__init__()
+        shape = (config.num_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
+        self.proj = PatchProjection(config.hidden_size, shape, bias)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[P, values] -> [P, D]"""
+        return self.proj(pixels)
+
+
+class QwenAttention(nn.Module):
+    """Attention of Qwen's towers: one projection gives q, k and v; rotary positions turn whole heads, half of the
+    frequencies by the row and half by the column, in max(float32, the dtype)."""
+
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden: Tensor, turns: Turns, lengths: Sequence[int]) -> Tensor:
+        """hidden [P, D], turns [P, 1, hd], lengths of the segments -> [P, D]"""
+        q, k, v = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(1)  # [P, H, hd]
+        q, k = (rotate(x.to(turns[0].dtype), *turns).to(x.dtype) for x in (q, k))
+        return self.proj(attend(q, k, v, lengths).flatten(1))
+
+
+class QwenBlock(nn.Module):
+    """A layer of Qwen's towers: a norm before attention and one before the MLP, each in its residual branch."""
+
+    def __init__(self, config: VisionConfig, norm: Callable[[int, float], nn.Module], mlp: nn.Module):
+        super().__init__()
+        self.norm1 = norm(config.hidden_size, 1e-6)
+        self.norm2 = norm(config.hidden_size, 1e-6)
+        self.attn = QwenAttention(config)
+        self.mlp = mlp
+
+    def forward(self, hidden: Tensor, turns: Turns, lengths: Sequence[int]) -> Tensor:
+        """hidden [P, D], turns [P, 1, hd], lengths of the segments -> [P, D]"""
+        hidden = hidden + self.attn(self.norm1(hidden), turns, lengths)
+        return hidden + self.mlp(self.norm2(hidden))
+
+
+def vision_fields(outer: ModelFields) -> ModelFields:
+    """Return the fields of `vision_config`, whose problems are those of `outer`."""
+    written = outer.get("vision_config")
+    if written is not None and not isinstance(written, dict):
+        outer.problem(f"vision_config {shown(written)} is no object")
+    return ModelFields(written if isinstance(written, dict) else {}, outer.problems, prefix="vision_config.")
+
+
+def read_activation(fields: ModelFields, key: str, default: str) -> str:
+    return fields.choice(key, tuple(ACTIVATIONS), default)
+
+
+def read_axial_theta(fields: ModelFields, head_dim: int, default: float) -> float:
+    """Return the base of two-dimensional rotary positions, by `rope_parameters` or `rope_theta`."""
+    if head_dim % 4:
+        fields.problem(f"heads of {head_dim}: rotary positions of two axes need a multiple of 4")
+    theta, written = read_base(fields, "rope_theta", default), fields.get("rope_parameters") or {}
+    if not isinstance(written, dict):
+        fields.problem(f"rope_parameters {shown(written)} is no object")
+        return theta
+    inner = Fields(written, fields.problems, prefix="vision_config.rope_parameters.")
+    inner.choice("rope_type", ("axial", "default"), "axial")
+    theta = read_base(inner, "rope_theta", theta)
+    inner.refuse_the_rest()
+    return theta
+
+
+def read_indexes(fields: ModelFields, key: str, default: list[int]) -> tuple[int, ...]:
+    """Return the numbers of layers that a list has."""
+    written = default if fields.get(key) is None else fields.get(key)
+    is_list = isinstance(written, list) and all(type(index) is int and index >= 0 for index in written)
+    if not is_list or sorted({*written}) != written:
+        fields.problem(f"{key} {shown(written)}: must be numbers of layers, each once and in order")
+        return ()
+    return tuple(written)
+
+
+def split_heads(fields: ModelFields, hidden: int, heads: int) -> int:
+    """Return the size of each of `heads` heads."""
+    if hidden % heads:
+        fields.problem(f"hidden_size {hidden} is not a multiple of {heads} heads")
+    return max(hidden // heads, 1)
+
+
+def read_qwen(fields: ModelFields, defaults: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
+    """Return what the towers of Qwen read alike; defaults: what they do not share. hidden_size: E."""
+    fields = fields.over(defaults)
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_heads", 16)
+    head_dim, out = split_heads(fields, hidden, heads), fields.integer("out_hidden_size", 3584)
+    if out != hidden_size:
+        fields.problem(f"out_hidden_size {out} where the text's hidden_size is {hidden_size}")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_hidden_layers": fields.integer("depth"),
+        "num_attention_heads": heads,
+        "head_dim": head_dim,
+        "patch_size": fields.integer("patch_size"),
+        "pool": fields.integer("spatial_merge_size", 2),
+        "hidden_act": read_activation(fields, "hidden_act", "silu"),
+        "out_hidden_size": out,
+        "num_channels": fields.integer("in_channels", 3),
+        "temporal_patch_size": fields.integer("temporal_patch_size", 2),
+        "initializer_range": fields.number("initializer_range", 0.02, zero=True, most=100.0) or 0.02,
+        "theta": read_axial_theta(fields, head_dim, 10_000.0),
+    }

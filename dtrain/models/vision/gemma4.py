@@ -1,0 +1,261 @@
+"""The vision tower of Gemma 4 (https://huggingface.co/google), and its embedder.
+
+Images keep their shape. A patch's place is learned by column and by row, and rotary positions turn one half of each
+head by the column and the other by the row. Squares of patches are averaged; some models shift and scale the averages
+by constants, and hold inputs and outputs of linear layers between bounds. Both are in the files, and not trained.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtrain.models.common.decoder import Linear
+from dtrain.models.common.functions import rms_norm, rotate
+from dtrain.models.common.model_fields import ModelFields
+from dtrain.models.olmo import OlmoRMSNorm
+from dtrain.models.vision.common import (
+    Features,
+    Frame,
+    GatedMLP,
+    Turns,
+    VisionConfig,
+    VisionTower,
+    attend,
+    axial_angles,
+    patch_positions,
+    pool_squares,
+    read_activation,
+    read_axial_theta,
+    turns_of,
+    vision_fields,
+)
+from dtrain.parallel.tensor import LocalParameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4VisionConfig(VisionConfig):
+    """Sizes of tower and embedder. table_size: rows and columns that have a learned vector. clipped: whether linear
+    layers have bounds; standardize: whether averages are shifted and scaled. theta: the base of rotary positions."""
+
+    num_key_value_heads: int
+    rms_norm_eps: float
+    table_size: int
+    clipped: bool
+    standardize: bool
+    theta: float
+
+    def size_problem(self, rows: int, columns: int) -> str | None:
+        """Override `VisionConfig.size_problem`"""
+        if max(rows, columns) > self.table_size:
+            return f"there are positions for {self.table_size} at each side"
+        return super().size_problem(rows, columns)
+
+
+class ClippableLinear(nn.Module):
+    """A linear layer without bias, whose inputs and outputs are held between bounds where the model is `clipped`."""
+
+    input_min: Tensor
+    input_max: Tensor
+    output_min: Tensor
+    output_max: Tensor
+
+    def __init__(self, inputs: int, outputs: int, clipped: bool):
+        super().__init__()
+        self.linear = Linear(inputs, outputs, bias=False)
+        self.clipped = clipped
+        for name in ("input_min", "input_max", "output_min", "output_max") if clipped else ():
+            self.register_buffer(name, torch.empty(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[P, in] -> [P, out]"""
+        if not self.clipped:
+            return self.linear(x)
+        out = self.linear(torch.clamp(x, self.input_min, self.input_max))
+        return torch.clamp(out, self.output_min, self.output_max)
+
+
+class Gemma4PatchEmbedder(LocalParameters):
+    """A linear map of patches, and a vector for each column and each row."""
+
+    def __init__(self, config: Gemma4VisionConfig):
+        super().__init__()
+        self.input_proj = Linear(config.values, config.hidden_size, bias=False)
+        self.position_embedding_table = nn.Parameter(torch.empty(2, config.table_size, config.hidden_size))
+
+    def forward(self, pixels: Tensor, positions: Tensor) -> Tensor:
+        """pixels [P, values] from 0 to 1, positions [P, 2] by column and row -> [P, D]"""
+        table = self.local("position_embedding_table")
+        of_columns, of_rows = (F.embedding(places, part) for places, part in zip(positions.t(), table, strict=True))
+        return self.input_proj((2 * (pixels - 0.5)).to(table.dtype)) + (of_columns + of_rows)
+
+
+class Gemma4VisionAttention(nn.Module):
+    """Attention of every patch to all of its image, over normed queries, keys and values."""
+
+    def __init__(self, config: Gemma4VisionConfig):
+        super().__init__()
+        size, self.head_dim, self.eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+        queries, keys = (count * self.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = ClippableLinear(size, queries, config.clipped)
+        self.k_proj = ClippableLinear(size, keys, config.clipped)
+        self.v_proj = ClippableLinear(size, keys, config.clipped)
+        self.o_proj = ClippableLinear(queries, size, config.clipped)
+        self.q_norm = OlmoRMSNorm(self.head_dim, self.eps)
+        self.k_norm = OlmoRMSNorm(self.head_dim, self.eps)
+
+    def forward(self, hidden: Tensor, turns: Turns, lengths: Sequence[int]) -> Tensor:
+        """hidden [P, D], turns [P, 1, 2, hd/2], lengths of the images -> [P, D]"""
+        q, k, v = (
+            projection(hidden).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )  # [P, H or kv, hd]
+        q, k = (
+            rotate(x.unflatten(-1, (2, -1)), *turns).flatten(-2)  # an axis turns half of a head
+            for x in (self.q_norm(q), self.k_norm(k))
+        )
+        v = unit_rms(v, self.eps)
+        return self.o_proj(attend(q, k, v, lengths, scale=1.0).flatten(1))
+
+
+class Gemma4VisionLayer(nn.Module):
+    """Each residual branch between two norms."""
+
+    def __init__(self, config: Gemma4VisionConfig):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Gemma4VisionAttention(config)
+        self.mlp = GatedMLP(config, partial(ClippableLinear, clipped=config.clipped))
+        self.input_layernorm = OlmoRMSNorm(size, eps)
+        self.post_attention_layernorm = OlmoRMSNorm(size, eps)
+        self.pre_feedforward_layernorm = OlmoRMSNorm(size, eps)
+        self.post_feedforward_layernorm = OlmoRMSNorm(size, eps)
+
+    def forward(self, hidden: Tensor, turns: Turns, lengths: Sequence[int]) -> Tensor:
+        """hidden [P, D], turns [P, 1, 2, hd/2], lengths of the images -> [P, D]"""
+        attended = self.self_attn(self.input_layernorm(hidden), turns, lengths)
+        hidden = hidden + self.post_attention_layernorm(attended)
+        return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+
+
+class Gemma4VisionEncoder(nn.Module):
+    """The layers."""
+
+    def __init__(self, config: Gemma4VisionConfig):
+        super().__init__()
+        self.layers = nn.ModuleList(Gemma4VisionLayer(config) for _ in range(config.num_hidden_layers))
+
+
+class Gemma4VisionModel(nn.Module):
+    """The layers, with what comes before and after them."""
+
+    std_bias: Tensor
+    std_scale: Tensor
+
+    def __init__(self, config: Gemma4VisionConfig):
+        super().__init__()
+        self.config = config
+        self.patch_embedder = Gemma4PatchEmbedder(config)
+        self.encoder = Gemma4VisionEncoder(config)
+        for name in ("std_bias", "std_scale") if config.standardize else ():
+            self.register_buffer(name, torch.empty(config.hidden_size))
+
+    def forward(self, pixels: Tensor, frames: Sequence[Frame]) -> Tensor:
+        """pixels [P, values] -> [T, D]"""
+        config = self.config
+        positions = patch_positions(frames).flip(1).to(pixels.device, non_blocking=True)  # [P, 2]
+        hidden = self.patch_embedder(pixels, positions)
+        angles = axial_angles(positions, config.head_dim, config.theta, hidden.dtype)  # [P, 2, hd/4]
+        cos, sin = turns_of(angles)
+        turns = cos.to(hidden.dtype), sin.to(hidden.dtype)
+        lengths = [rows * columns for rows, columns in frames]
+        for layer in self.encoder.layers:
+            hidden = layer(hidden, turns, lengths)
+        return self.pooled(hidden, frames)
+
+    def pooled(self, hidden: Tensor, frames: Sequence[Frame]) -> Tensor:
+        """Average squares of patches, hidden [P, D] -> [T, D], times sqrt(D), in max(float32, the dtype): products may
+        be beyond float16."""
+        config, dtype = self.config, hidden.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        scaled = pool_squares(hidden, frames, config.pool).to(wide) * config.hidden_size**0.5
+        if config.standardize:
+            scaled = (scaled - self.std_bias.to(wide)) * self.std_scale.to(wide)
+        return scaled.to(dtype)
+
+
+class Gemma4Embedder(nn.Module):
+    """From normed features to the text's embeddings."""
+
+    def __init__(self, config: Gemma4VisionConfig):
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.embedding_projection = Linear(config.hidden_size, config.out_hidden_size, bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[T, D] -> [T, E]"""
+        return self.embedding_projection(unit_rms(features, self.eps))
+
+
+def unit_rms(x: Tensor, eps: float) -> Tensor:
+    """Return x [..., D] over its root mean square, computed in max(float32, x's dtype), in x's dtype."""
+    return rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), None, eps).to(x.dtype)
+
+
+class Gemma4Vision(VisionTower):
+    """Tower and embedder of Gemma 4. Patches come row by row; their values, from 0 to 1, by row, column and channel."""
+
+    config: Gemma4VisionConfig
+    initial = {"*norm.weight": "ones", "*position_embedding_table": "ones", "*": "normal"}
+    initial_buffers = {"*_min": -inf, "*_max": inf, "*.std_bias": 0.0, "*.std_scale": 1.0}
+    projector = ("embed_vision.*",)
+    prefixes = {"vision_tower.": ("model.vision_tower.",), "embed_vision.": ("model.embed_vision.",)}
+
+    def __init__(self, config: Gemma4VisionConfig):
+        super().__init__()
+        self.config = config
+        self.vision_tower = Gemma4VisionModel(config)
+        self.embed_vision = Gemma4Embedder(config)
+
+    @classmethod
+    def read(cls, outer: ModelFields, hidden_size: int) -> Gemma4VisionConfig:
+        fields = vision_fields(outer)
+        # The processor's, and what the tower does not read.
+        fields.known("default_output_length", "global_head_dim", "max_position_embeddings", "attention_bias")
+        fields.must_be_off("attention_dropout", "dropout is not implemented; set it to 0.0")
+        heads, keys = (fields.integer(key, 12) for key in ("num_attention_heads", "num_key_value_heads"))
+        if heads % keys:
+            fields.problem(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {keys}")
+        head_dim = fields.integer("head_dim", 64)
+        config = Gemma4VisionConfig(
+            hidden_size=fields.integer("hidden_size", 768),
+            intermediate_size=fields.integer("intermediate_size", 3072),
+            num_hidden_layers=fields.integer("num_hidden_layers", 16),
+            num_attention_heads=heads,
+            num_key_value_heads=keys,
+            head_dim=head_dim,
+            patch_size=fields.integer("patch_size", 16),
+            pool=fields.integer("pooling_kernel_size", 3),
+            hidden_act=read_activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
+            out_hidden_size=hidden_size,
+            initializer_range=fields.number("initializer_range", 0.02, zero=True, most=100.0) or 0.02,
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6, most=1.0),
+            table_size=fields.integer("position_embedding_size", 10_240),
+            clipped=fields.flag("use_clipped_linears", False),
+            standardize=fields.flag("standardize", False),
+            theta=read_axial_theta(fields, head_dim, 100.0),
+        )
+        fields.refuse_the_rest()
+        return config
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.vision_tower.encoder.layers
+
+    def encode(self, pixels: Tensor, frames: Sequence[Frame]) -> Features:
+        """Override `VisionTower.encode`: [P, values] -> [T, E]"""
+        return Features(self.embed_vision(self.vision_tower(pixels, frames)), {})

@@ -1,0 +1,109 @@
+"""Images on every mesh: loss, gradient norm and weights after a step are those of one process."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from dtrain.base.row_images import RowImages
+from dtrain.data.images.positions import feature_index
+from dtrain.methods import load_recipe
+from dtrain.methods.sft import SftMethod
+from dtrain.models.read_config import read_config
+from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy import Policy
+from dtrain.policy.batching import Packed
+from tests.models.oracle import save
+from tests.models.test_vision_models import CASES, IMAGE, images_of, make, token_rows
+from tests.tiny import tiny_recipe
+from tests.world import run_world
+
+LAYOUTS = {
+    "dp 3": (3, {"dp_shard": 3}),
+    "hsdp 2 x 2": (4, {"dp_replicate": 2, "dp_shard": 2}),
+    "tp 2": (2, {"tp": 2}),
+    "cp 2": (2, {"cp": 2}),
+    "dp 2 x cp 2": (4, {"dp_shard": 2, "cp": 2}),
+    "cp 2 x tp 2": (4, {"cp": 2, "tp": 2}),
+}
+
+
+def batch_of(case, config):
+    """Rows with two images, one, none and, padded, one."""
+    ids = token_rows(case)
+    patches = sum(height * width for grids in case.grids for _, height, width in grids)
+    pixels = torch.rand(patches, config.vision.values, generator=torch.Generator().manual_seed(1)).double()
+    images = images_of(case, ids, pixels, config)
+    order = [0, 1, 2, 1]
+    labels = ids.roll(-1, 1).masked_fill((ids == IMAGE).roll(-1, 1), -100)
+    labels[:, -1] = -100
+    seq_ids = torch.zeros(len(order), ids.shape[1], dtype=torch.int64)
+    seq_ids[3, 29:] = -1
+    batch = {
+        "input_ids": ids[order].masked_fill(seq_ids < 0, 0),
+        "labels": labels[order].masked_fill(seq_ids.roll(-1, 1) < 0, -100),
+        "position_ids": torch.arange(ids.shape[1]).expand(len(order), -1),
+        "seq_ids": seq_ids,
+        "image_features": torch.stack([feature_index(row == IMAGE) for row in ids])[order],
+    }
+    if images.rotary_ids is not None:
+        batch["rotary_ids"] = images.rotary_ids[order]
+    if images.ends is not None:
+        batch["image_ends"] = images.ends[order]
+    counts = [sum(height * width for _, height, width in grids) for grids in case.grids]
+    parts = pixels.split(counts)
+    return batch, RowImages([parts[row] for row in order], [case.grids[row] for row in order])
+
+
+def trained(rank, recipe, name, world_size, sizes, packs):
+    runtime = Runtime(rank=rank, world_size=world_size)
+    mesh = build_mesh(runtime, **sizes)
+    config = read_config(recipe.model.path, vision=True)
+    policy = Policy(recipe, config, mesh, runtime)
+    policy.init_optimizer(2)
+    batch, images = batch_of(CASES[name], config)
+    mine = list(range(len(images)))[mesh.dp.get_local_rank() :: mesh.dp.size()]
+    rows = {key: stream[mine] for key, stream in batch.items()} | {"images": images.of(mine)}
+    result = policy.train(rows, SftMethod(load_recipe({})).loss, mbs=Packed(70) if packs else None)
+    named = policy.model.named_parameters()
+    weights = {key: (value.full_tensor() if isinstance(value, DTensor) else value).detach() for key, value in named}
+    return result["global_loss"].item(), result["grad_norm"], weights
+
+
+def recipe_of(tmp_path, name, *overrides):
+    source = save(make(name)[0], tmp_path / "model")
+    start = ("optimizer.eps=1", "scheduler.warmup_steps=0")  # a gradient that is nothing but rounding moves nothing
+    return tiny_recipe(tmp_path, f"model.path={source}", "model.init=pretrained", *start, *overrides)
+
+
+def check(tmp_path, name, layout, *overrides, packs=False):
+    world_size, sizes = LAYOUTS[layout]
+    (expected,) = run_world(trained, 1, recipe_of(tmp_path, name), name, 1, {}, False)
+    recipe = recipe_of(tmp_path, name, *overrides)
+    for loss, norm, weights in run_world(trained, world_size, recipe, name, world_size, sizes, packs):
+        assert loss == pytest.approx(expected[0], rel=1e-9)
+        assert norm == pytest.approx(expected[1], rel=1e-9)
+        for key, value in weights.items():
+            torch.testing.assert_close(value, expected[2][key], rtol=1e-9, atol=1e-11, msg=lambda text, k=key: k + text)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "overrides"),
+    [
+        ("qwen3-vl", "dp 3", ["train.activation_checkpointing=full"]),
+        ("qwen3-vl", "cp 2 x tp 2", ["parallel.sequence_parallel=true", "parallel.tp=2", "parallel.cp=2"]),
+        ("qwen2.5-vl", "dp 2 x cp 2", ["parallel.cp_rotate=ring", "parallel.cp=2"]),
+        ("qwen3.5", "tp 2", ["parallel.sequence_parallel=true", "parallel.tp=2"]),
+        ("gemma3", "cp 2", ["parallel.cp_rotate=ring", "parallel.cp=2"]),
+        ("gemma3", "hsdp 2 x 2", []),
+        ("gemma4-bidirectional", "cp 2 x tp 2", ["parallel.sequence_parallel=true", "parallel.tp=2", "parallel.cp=2"]),
+        ("gemma4", "dp 2 x cp 2", ["parallel.cp=2", "train.activation_checkpointing=selective"]),
+    ],
+)
+def test_a_mesh_has_the_numbers_of_one_process(tmp_path, name, layout, overrides):
+    check(tmp_path, name, layout, *overrides)
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3", "gemma4-bidirectional"])
+def test_packed_micro_batches_have_the_numbers_of_one_process(tmp_path, name):
+    check(tmp_path, name, "dp 3", packs=True)
