@@ -3,6 +3,7 @@
 errors                          errors that a user can mend
 json_files, ranges              JSON that others may have written; ranges of settings, near misses, plurals
 batch, row_images               the batch contract; images of the rows of a batch
+dealing                         work of known costs, dealt to places
 randomness, top_p               random numbers by logical position; the tokens that top-p keeps, without a sort
 ranks                           agreement of ranks: on errors, on values, on the content of files
 run_context                     the part of a run that methods and engines use

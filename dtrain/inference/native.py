@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from dtrain.base.dealing import deal
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.base.gpus import free_memory
 from dtrain.base.ranks import Ranks
-from dtrain.data.rows.rows import deal
 from dtrain.inference.cached_attention import Prefill
 from dtrain.inference.engine import Engine, Peers, at_rest
 from dtrain.inference.kv_cache import KeyValues, choose_budget

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import IGNORE, ROW_STREAMS, Batch, collate
+from dtrain.base.dealing import deal
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
 from dtrain.data import Cursor, GlobalBatch, Rows
-from dtrain.data.rows.rows import deal, permute
+from dtrain.data.rows.rows import permute
 from dtrain.methods.method import BatchSource
 from dtrain.models.common.decoder import flops_per_token
 from dtrain.policy import Policy

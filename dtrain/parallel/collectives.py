@@ -49,6 +49,12 @@ def gather_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return _Gather.apply(tensor, dim, group)
 
 
+def gather_alike(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """[.., n, ..] -> [.., n·ranks, ..], joined along `dim` (all-gather), for what every rank computes alike from it:
+    backward each takes its part of a gradient that all have, and sends nothing."""
+    return _GatherAlike.apply(tensor, dim, group)
+
+
 def scatter_sum_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """[.., n, ..] -> [.., n/ranks, ..]: the ranks' tensors summed, and cut along `dim` (reduce-scatter); backward an
     all-gather."""
@@ -85,6 +91,17 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return reduce_scatter(grad, ctx.dim, ctx.group), None, None
+
+
+class _GatherAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, dim, group):
+        ctx.dim, ctx.group, ctx.length = dim, group, tensor.shape[dim]
+        return all_gather(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.narrow(ctx.dim, ctx.group.rank() * ctx.length, ctx.length), None, None
 
 
 class _ScatterSum(torch.autograd.Function):

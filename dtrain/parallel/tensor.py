@@ -315,14 +315,14 @@ def sequence(module: LocalParameters, tp: TensorParallel) -> None:
 
 
 def replicated(module: LocalParameters, tp: TensorParallel) -> None:
-    """A module outside blocks that every rank computes whole, as one process does, whatever cuts the sequence: what a
-    plan leaves out, and a vision tower."""
+    """A module outside blocks that every rank computes whole, as one process does: what a plan leaves out."""
     _place(module, tp, module._parameters, Replicate())
 
 
 def summed(module: LocalParameters, tp: TensorParallel) -> None:
-    """A module in a block that is whole on every rank, and whose gradients are summed: a norm over each head of q or k,
-    of which a rank norms its own, or a router, by which it weighs its share of the results."""
+    """A module that is whole on every rank, and whose gradients are summed: in a block a norm over each head of q or k,
+    of which a rank norms its own, or a router, by which it weighs its share of the results; outside of blocks a vision
+    tower, by which it encodes its share of the images."""
     _place(module, tp, module._parameters, Replicate(), grad=Partial())
 
 
@@ -367,12 +367,12 @@ STYLES: dict[str, Style] = {
     "expert_rowwise": expert_rowwise,
     "head_norm": summed,
     "heads": heads,
-    "replicated": replicated,
     "router": summed,
     "rowwise": rowwise,
     "rowwise_within": rowwise_within,
     "score_head": score_head,
     "sequence": sequence,
+    "summed": summed,
     "vocab_embedding": vocab_rows,
     "vocab_head": vocab_rows,
     "within": within,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dtrain.base.batch import IGNORE
-from dtrain.data.rows.rows import deal
+from dtrain.base.dealing import deal
 from dtrain.methods.rollouts import Buffer
 from dtrain.rl.collect import Sample
 

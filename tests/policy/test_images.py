@@ -28,6 +28,11 @@ LAYOUTS = {
 }
 
 
+def plan(model):
+    """The model's own plan without its tower, of which every rank then encodes all images."""
+    return {pattern: style for pattern, style in model.plan.items() if "visual" not in pattern}
+
+
 def batch_of(case, config):
     """Rows with two images, one, none and, padded, one."""
     ids = token_rows(case)
@@ -96,6 +101,12 @@ def check(tmp_path, name, layout, *overrides, packs=False):
         ("qwen3.5", "tp 2", ["parallel.sequence_parallel=true", "parallel.tp=2"]),
         ("gemma3", "cp 2", ["parallel.cp_rotate=ring", "parallel.cp=2"]),
         ("gemma3", "hsdp 2 x 2", []),
+        ("gemma3", "cp 2 x tp 2", ["parallel.sequence_parallel=false", "parallel.tp=2", "parallel.cp=2"]),
+        (
+            "qwen3-vl",
+            "tp 2",
+            ["parallel.sequence_parallel=false", "parallel.tp=2", "parallel.custom_plan=tests.policy.test_images.plan"],
+        ),
         ("gemma4-bidirectional", "cp 2 x tp 2", ["parallel.sequence_parallel=true", "parallel.tp=2", "parallel.cp=2"]),
         ("gemma4", "dp 2 x cp 2", ["parallel.cp=2", "train.activation_checkpointing=selective"]),
     ],

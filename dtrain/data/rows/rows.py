@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dtrain.base.batch import IGNORE, ROW_STREAMS
+from dtrain.base.dealing import deal
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key, mix
 from dtrain.data.rows.cache import Samples, Share
@@ -108,22 +109,6 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     for members in bins:
         members.sort()
     return sorted(bins)
-
-
-def deal(costs: Sequence[float], places: int, most: int | None = None) -> list[list[int]]:
-    """Deal indices to places, each place's ascending: the dearest first, each to the place with the least so far.
-
-    most: items that a place takes at most (None: any number). At most 4/3 of the best (R. L. Graham, Bounds on
-    multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969).
-    """
-    shares: list[list[int]] = [[] for _ in range(places)]
-    loads = [0.0] * places
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        free = [place for place in range(places) if most is None or len(shares[place]) < most]
-        place = min(free, key=lambda place: (loads[place], place))
-        loads[place] += costs[index]
-        shares[place].append(index)
-    return [sorted(share) for share in shares]
 
 
 class Cursor(NamedTuple):

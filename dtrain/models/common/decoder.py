@@ -358,18 +358,14 @@ class Decoder(Stack):
         """The features of images, and where they stand among the `length` tokens of a row that this rank embeds."""
         if not self.vision:
             raise ValueError("images, and this model was built without its vision tower")
-        features = self.vision[0](images.pixels, images.grids)
-        tokens = sum(map(self.vision[0].config.tokens, images.grids))
-        if len(features.tokens) != tokens:
-            raise ValueError(f"{len(features.tokens)} features of images with {tokens} tokens")
-        is_image = images.index >= 0
-        if self.tp is None or not self.tp.sequence:
+        tower, tp = self.vision[0], self.tp
+        features, is_image = tower.dealt(images, tp, self.kernel.group), images.index >= 0
+        if tp is None or not tp.sequence:
             return PlacedFeatures(features, images.index, is_image)
-        first, group = self.tp.rank * length, self.tp.group
-        # A rank's tokens give it a part of the features' gradients, which are summed.
-        deepstack = {layer: enter_region(added, group) for layer, added in features.deepstack.items()}
-        features = features._replace(tokens=enter_region(features.tokens, group), deepstack=deepstack)
-        return PlacedFeatures(features, images.index[:, first : first + length], is_image)
+        if not tower.sums_over_tp:  # a rank's tokens give it a part of the features' gradients, which are summed
+            deepstack = {layer: enter_region(added, tp.group) for layer, added in features.deepstack.items()}
+            features = features._replace(tokens=enter_region(features.tokens, tp.group), deepstack=deepstack)
+        return PlacedFeatures(features, images.index[:, tp.rank * length : (tp.rank + 1) * length], is_image)
 
     @property
     def takes_packing(self) -> bool:

@@ -1,6 +1,7 @@
 """Vision towers: from the patches of images to features in the place of tokens. Module names are Hugging Face's.
 
 common                       interface and config of a tower, attention within images, positions on a grid of patches
+dealt                        images dealt to the ranks that hold the same rows
 qwen3_vl                     Qwen3-VL's, with deepstack, and that of Qwen3.5
 qwen2_5_vl                   Qwen2.5-VL's, with attention in windows
 gemma3                       SigLIP and Gemma 3's pooling projector

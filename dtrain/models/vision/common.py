@@ -14,15 +14,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Partial
 
 from dtrain.base.row_images import Grid
 from dtrain.models.common.config import Rope
 from dtrain.models.common.config_fields import Fields, shown
 from dtrain.models.common.decoder import Linear
 from dtrain.models.common.functions import ACTIVATIONS, frequencies, gated, rotate
+from dtrain.models.common.images import Images
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base
-from dtrain.parallel.tensor import LocalParameters
+from dtrain.models.vision.dealt import dealt_features
+from dtrain.parallel.tensor import LocalParameters, TensorParallel
 
 Frame = tuple[int, int]  # rows and columns of patches
 Turns = tuple[Tensor, Tensor]  # cosines and signed sines, as `rotate` takes them
@@ -125,9 +128,19 @@ class VisionTower(nn.Module):
                 yield pattern, value
 
     def plan(self) -> dict[str, str]:
-        """Return the tensor-parallel styles: every rank has the whole tower."""
+        """Return the tensor-parallel styles: every rank has the whole tower, and computes some of the images."""
         modules = (name for name, module in self.named_modules() if isinstance(module, LocalParameters))
-        return dict.fromkeys((re.sub(r"\.\d+\b", ".*", name) for name in modules), "replicated")
+        return dict.fromkeys((re.sub(r"\.\d+\b", ".*", name) for name in modules), "summed")
+
+    @property
+    def sums_over_tp(self) -> bool:
+        """Return whether the gradients of all parameters are summed over tp, as by `plan`."""
+        views = [module.local_views for module in self.modules() if isinstance(module, LocalParameters)]
+        return all(isinstance(view.grad, Partial) for of_module in views for view in of_module.values())
+
+    def dealt(self, images: Images, tp: TensorParallel | None, cp: Any) -> Features:
+        """Return the features of images that several ranks hold: see `dealt_features`."""
+        return dealt_features(self, images, tp, cp)
 
     @property
     def layers(self) -> nn.ModuleList:
