@@ -57,14 +57,13 @@ def steps_of(run: str) -> list[dict]:
     return [row for line in lines if "loss" in (row := json.loads(line))]
 
 
-def trained(run: str, field_name: str = "loss") -> str:
+def trained(run: str, field_name: str = "loss", label: str = "loss") -> str:
     """Return steps, the mean of a field over the first and the last five of them, speed and memory of a run."""
     rows = steps_of(run)
     first, last = (statistics.mean(row[field_name] for row in part) for part in (rows[:5], rows[-5:]))
     speed = statistics.median(row["tokens_per_sec"] for row in rows[1:])
     memory = max(row["mem_gib"] for row in rows)
-    name = field_name.replace("_", " ")
-    return f"{len(rows)} steps; {name} {first:.3f} → {last:.3f}; {speed:.0f} tokens/s; {memory:.1f} GiB a process"
+    return f"{len(rows)} steps; {label} {first:.3f} → {last:.3f}; {speed:.0f} tokens/s; {memory:.1f} GiB a process"
 
 
 def accuracies(before: str, after: str) -> str:
@@ -186,7 +185,7 @@ ROWS = {
             f"train.global_batch=8 train.micro_batch=4 launch.nproc=2 {SHAPE}",
             f"dtrain eval runs/real-dpo {EVAL} > build/real/dpo.json",
         ),
-        lambda: f"{accuracies('lora', 'dpo')}; {trained('real-dpo', 'accuracy')}",
+        lambda: f"{accuracies('lora', 'dpo')}; {trained('real-dpo', 'accuracy', 'pairs ranked right')}",
         ("export",),
         ("real-dpo",),
     ),
@@ -202,7 +201,7 @@ ROWS = {
         ),
         lambda: (
             f"mean score of drawn answers, held out, {drawn_reward('scored-before'):.3f} → "
-            f"{drawn_reward('scored-after'):.3f}; {trained('real-grpo', 'reward_mean')}"
+            f"{drawn_reward('scored-after'):.3f}; {trained('real-grpo', 'reward_mean', 'mean reward')}"
         ),
         ("export",),
         ("real-grpo",),
