@@ -194,9 +194,9 @@ ROWS = {
         (
             f"dtrain eval build/real/merged {GRPO_EVAL} > build/real/scored-before.json",
             "dtrain run grpo model.path=build/real/merged data.train.path=build/real/train.jsonl run.name=real-grpo "
-            "lora={} optimizer.lr=5e-4 'grpo.rewards=[{fn: tools.real_tasks.scored}]' grpo.prompts_per_step=8 "
+            "lora={} optimizer.lr=3e-4 'grpo.rewards=[{fn: tools.real_tasks.scored}]' grpo.prompts_per_step=8 "
             "grpo.group_size=8 grpo.sampling.max_new_tokens=24 data.max_length=256 train.epochs=null train.steps=20 "
-            f"train.global_batch=64 train.micro_batch=8 launch.nproc=2 {SHAPE}",
+            f"scheduler.name=linear train.global_batch=64 train.micro_batch=8 launch.nproc=2 {SHAPE}",
             f"dtrain eval runs/real-grpo {GRPO_EVAL} > build/real/scored-after.json",
         ),
         lambda: (
