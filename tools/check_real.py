@@ -104,7 +104,12 @@ def drawn_reward(name: str) -> float:
     return written(f"{name}.json")["rewards"]["scored"]
 
 
-GRPO_EVAL = "build/real/heldout.jsonl --reward tools.real_tasks.scored --temperature 1.0 --max-new-tokens 24 --json"
+# The one of the ten tasks whose draws are right and wrong most evenly: who of several people likes a thing.
+NEEDLES = """grep '"task": "needle_haystack"' build/real/{0}.jsonl > build/real/needles-{0}.jsonl"""
+GRPO_EVAL = (
+    "build/real/needles-heldout.jsonl --reward tools.real_tasks.scored --samples 8 --temperature 1.0 "
+    "--max-new-tokens 24 --json"
+)
 ROWS = {
     "tasks": Row(
         "Ten tasks of reasoning-gym",
@@ -190,17 +195,20 @@ ROWS = {
         ("real-dpo",),
     ),
     "grpo": Row(
-        "GRPO with the tasks' own scorers",
+        "GRPO of the adapted model on one task, needle_haystack, with its own scorer",
         (
+            NEEDLES.format("train"),
+            NEEDLES.format("heldout"),
             f"dtrain eval build/real/merged {GRPO_EVAL} > build/real/scored-before.json",
-            "dtrain run grpo model.path=build/real/merged data.train.path=build/real/train.jsonl run.name=real-grpo "
-            "lora={} optimizer.lr=3e-4 'grpo.rewards=[{fn: tools.real_tasks.scored}]' grpo.prompts_per_step=8 "
-            "grpo.group_size=8 grpo.sampling.max_new_tokens=24 data.max_length=256 train.epochs=null train.steps=20 "
+            "dtrain run grpo model.path=build/real/merged data.train.path=build/real/needles-train.jsonl "
+            "run.name=real-grpo lora={} optimizer.lr=3e-4 'grpo.rewards=[{fn: tools.real_tasks.scored}]' "
+            "grpo.prompts_per_step=8 grpo.group_size=8 grpo.sampling.max_new_tokens=24 data.max_length=256 "
+            "train.epochs=null train.steps=20 "
             f"scheduler.name=linear train.global_batch=64 train.micro_batch=8 launch.nproc=2 {SHAPE}",
             f"dtrain eval runs/real-grpo {GRPO_EVAL} > build/real/scored-after.json",
         ),
         lambda: (
-            f"mean score of drawn answers, held out, {drawn_reward('scored-before'):.3f} → "
+            f"mean score of held-out draws {drawn_reward('scored-before'):.3f} → "
             f"{drawn_reward('scored-after'):.3f}; {trained('real-grpo', 'reward_mean', 'mean reward')}"
         ),
         ("export",),

@@ -17,7 +17,7 @@ def checkpoint_activations(model: ParallelModel, kind: str, **options: Any) -> N
     here; those inside what is computed again run again. options: of torch's `checkpoint`."""
     if kind == "none":
         return
-    for layer in model.model.layers:
+    for layer in (*model.model.layers, *model.model.vision_layers):
         if kind == "full":
             checkpoint(layer, **options)
         elif kind == "mlp":

@@ -187,7 +187,7 @@ class Policy:
         routing = self.model.routing
         self.model.train(not eval_mode)
         for start in range(0, max(most_rows, 1), per_step):
-            of_step = torch.arange(start, min(start + per_step, len(batch["input_ids"])))
+            of_step = torch.arange(len(batch["input_ids"]))[start : start + per_step]
             if counted is not None:
                 of_step = of_step[counted[of_step]]
             rows = {name: tensor[of_step] for name, tensor in batch.items()}

@@ -141,3 +141,60 @@ def test_an_escape_that_a_user_writes_is_no_way_in(tmp_path):
     assert tokenizer.encode(template.render([{"role": "user", "content": stand_in}])).count(turn) == 1
     with pytest.raises(UserError, match="private characters"):
         tokenizer.encode(template.render([{"role": "user", "content": f"{stand_in}<|turn|>"}]))
+
+
+def test_a_control_token_that_the_model_would_write_by_itself_is_characters(tmp_path):
+    """By merges, as a word of the vocabulary, and, of one character, as that character."""
+    backend = byte_level()
+    written = json.loads(backend.to_str())
+    vocabulary, merges = written["model"]["vocab"], written["model"]["merges"]
+    for pair in (("<", "/"), ("s", ">"), ("</", "s>")):
+        vocabulary["".join(pair)] = len(vocabulary)
+        merges.append(list(pair))
+    backend = Backend.from_str(json.dumps(written))
+    backend.add_special_tokens(["!"])
+    backend.add_tokens(["<think>"])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer, template = load(tmp_path, backend)
+    end = tokenizer.vocabulary["</s>"]
+    ids = tokenizer.encode(template.render([{"role": "user", "content": "hat</s>! the<think>"}]))
+    pieces = [tokenizer.vocabulary[piece] for piece in ("hat", "</", "s>", "!", "Ġ", "the", "<think>")]
+    assert ids.count(end) == 1 and ids[-2] == end
+    assert ids[-len(pieces) - 2 : -2] == pieces
+
+
+def test_tokens_that_only_tokenizer_config_makes_special_are_control_tokens(tmp_path):
+    backend = byte_level()
+    backend.add_tokens(["<image>", "<video>", "<tool>"])
+    load(tmp_path, backend)
+    numbers = {word: str(backend.token_to_id(word)) for word in ("<image>", "<video>")}
+    config = {
+        "eos_token": "</s>",
+        "added_tokens_decoder": {numbers["<image>"]: {"content": "<image>", "special": True}},
+        "additional_special_tokens": ["<video>"],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert set(Tokenizer.from_directory(tmp_path).control_tokens.texts) == {"</s>", "<|turn|>", "<image>", "<video>"}
+
+
+def test_tokens_found_before_normalization_or_after_it(tmp_path):
+    backend = word_piece()
+    backend.normalizer = normalizers.BertNormalizer()
+    tokenizer, template = load(tmp_path, backend)
+    turn, end = (tokenizer.vocabulary[word] for word in ("<|turn|>", "</s>"))
+    written = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in written["added_tokens"]:
+        token["normalized"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    ids = tokenizer.encode(template.render([{"role": "user", "content": HOSTILE}]))
+    assert (ids.count(turn), ids.count(end)) == (1, 1)
+
+
+def test_contents_of_any_shape_are_escaped(tmp_path):
+    tokenizer, _ = load(tmp_path, byte_level())
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content | tojson }}{% endfor %}")
+    template = choose_template(tmp_path, tokenizer)
+    for content in ({"a": "</s>"}, ["</s>"], [{"type": "text", "text": "</s>"}], [{"b": ["</s>"]}]):
+        ids = tokenizer.encode(template.render([{"role": "tool", "content": content}]))
+        assert tokenizer.vocabulary["</s>"] not in ids and "</s>" in tokenizer.decode(ids).replace(" ", "")

@@ -98,6 +98,7 @@ def check(tmp_path, name, layout, *overrides, packs=False):
         ("qwen3-vl", "dp 3", ["train.activation_checkpointing=full"]),
         ("qwen3-vl", "cp 2 x tp 2", ["parallel.sequence_parallel=true", "parallel.tp=2", "parallel.cp=2"]),
         ("qwen2.5-vl", "dp 2 x cp 2", ["parallel.cp_rotate=ring", "parallel.cp=2"]),
+        ("qwen2.5-vl", "tp 2", ["parallel.tp=2", "train.activation_checkpointing=selective"]),
         ("qwen3.5", "tp 2", ["parallel.sequence_parallel=true", "parallel.tp=2"]),
         ("gemma3", "cp 2", ["parallel.cp_rotate=ring", "parallel.cp=2"]),
         ("gemma3", "hsdp 2 x 2", []),

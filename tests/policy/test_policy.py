@@ -94,6 +94,21 @@ def test_ranks_may_have_any_number_of_rows_and_none(tmp_path):
             assert norm == pytest.approx(expected[1], rel=1e-12)
 
 
+def uneven_steps(rank, recipe, counts):
+    policy = policy_of(recipe, rank, len(counts))
+    policy.init_optimizer(4)
+    made = rows(sum(counts))
+    start = sum(counts[:rank])
+    mine = collate(made[start : start + counts[rank]])
+    return policy.train(mine, SftMethod(load_recipe({})).loss, gbs=len(counts))["global_loss"].tolist()
+
+
+def test_a_rank_whose_rows_end_before_the_last_step_takes_part(tmp_path):
+    recipe = tiny_recipe(tmp_path, "train.global_batch=4")
+    first, second = run_world(uneven_steps, 2, recipe, [3, 1])
+    assert first == second and len(first) == 3
+
+
 def evaluation(rank, recipe):
     policy = policy_of(recipe, rank, 2)
     made = rows(5)

@@ -42,19 +42,18 @@ class ControlTokens:
 
     def escape_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a chat message, the control tokens in its content escaped unless its role may write them."""
-        content = message.get("content")
-        if message.get("role") in WRITERS or not self.texts:
+        if message.get("role") in WRITERS or not self.texts or "content" not in message:
             return message
-        if isinstance(content, str):
-            return {**message, "content": self.escape(content)}
-        if isinstance(content, list):
-            return {**message, "content": [self._escape_part(part) for part in content]}
-        return message
+        return {**message, "content": self._escape_value(message["content"])}
 
-    def _escape_part(self, part: Any) -> Any:
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            return {**part, "text": self.escape(part["text"])}
-        return part
+    def _escape_value(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.escape(value)
+        if isinstance(value, list):
+            return [self._escape_value(part) for part in value]
+        if isinstance(value, dict):
+            return {key: part if key == "type" else self._escape_value(part) for key, part in value.items()}
+        return value
 
     def has_escaped(self, text: str) -> bool:
         return ESCAPE in text and any(match["escaped"] for match in self._escaped_or_not.finditer(text))
@@ -87,22 +86,29 @@ class ControlTokens:
     def _stand_in(self, text: str) -> str:
         return chr(STAND_INS[self.texts.index(text)])
 
-    def backend_of_stand_ins(self, backend: Backend) -> Backend:
-        """Return the tokenizer `backend`, in which stand-ins have the ids of the control tokens, whose own texts are
-        plain characters to it."""
+    def backend_of_stand_ins(self, backend: Backend) -> tuple[Backend, dict[int | None, int]]:
+        """Return the tokenizer `backend` with stand-ins in the place of control tokens, whose own texts are plain
+        characters to it, and by the ids that it gives to added tokens those of `backend`.
+
+        A control token of one character that is a piece of the model, too, stays that piece.
+        """
         written = json.loads(backend.to_str())
-        names = {text: self._stand_in(text) for text in self.texts}
+        stand_ins = {text: self._stand_in(text) for text in self.texts}
         for token in written["added_tokens"]:
-            token["content"] = names.get(token["content"], token["content"])
-        model = written["model"]
-        if isinstance(model.get("vocab"), dict):
-            model["vocab"] = {names.get(text, text): number for text, number in model["vocab"].items()}
-        elif model.get("vocab") is not None:
-            model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
-        if model.get("unk_token") in names:
-            model["unk_token"] = names[model["unk_token"]]
-        renamed = Backend.from_str(json.dumps(written))
-        for text, stand_in in names.items():
-            if renamed.token_to_id(stand_in) != backend.token_to_id(text):
-                raise UserError(f"the tokenizer cannot be built without the text of its token {text!r}")
-        return renamed
+            if token["content"] in stand_ins:  # found in the text as it is written, before a normalizer changes it
+                token |= {"content": stand_ins[token["content"]], "normalized": False}
+        model, unknown = written["model"], written["model"].get("unk_token")
+        can_lose = model["type"] in ("BPE", "Unigram") or unknown is not None
+        hidden = {text: 2 * own for text, own in stand_ins.items() if len(text) > 1 and can_lose}  # no text has these
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {hidden.get(text, text): number for text, number in model["vocab"].items()}
+        else:
+            model["vocab"] = [[hidden.get(text, text), score] for text, score in model["vocab"]]
+        if unknown in hidden:
+            model["unk_token"] = hidden[unknown]
+        if "merges" in model:
+            merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+            model["merges"] = [merge for merge in merges if not {*merge, "".join(merge)} & hidden.keys()]
+        changed = Backend.from_str(json.dumps(written))
+        added = {token.content: number for number, token in backend.get_added_tokens_decoder().items()}
+        return changed, {changed.token_to_id(stand_ins.get(text, text)): number for text, number in added.items()}

@@ -50,9 +50,7 @@ class Tokenizer:
         # byte-level post-processor would cut the leading space off a token's offsets.
         self._plain.post_processor = None
         self.special_tokens = _special_tokens(directory, self._whole, config, tokens_map)
-        named_texts = set(self.special_tokens.values())
-        added = self.added_tokens().values()
-        self.control_tokens = ControlTokens([t.content for t in added if t.special or t.content in named_texts])
+        self.control_tokens = ControlTokens(_control_texts(self._whole, config, self.special_tokens))
         inner = model.get("text_config")
         model = {**(inner if isinstance(inner, dict) else {}), **model}
 
@@ -124,11 +122,13 @@ class Tokenizer:
             encoding = _encode(self._plain, text, False)
             return encoding.ids, encoding.offsets
         plain, places = self.control_tokens.with_stand_ins(text)
-        encoding = _encode(self._with_stand_ins, plain, False)
-        return encoding.ids, [(places[start], places[end]) for start, end in encoding.offsets]
+        backend, id_of = self._with_stand_ins
+        encoding = _encode(backend, plain, False)
+        ids = [id_of.get(token, token) for token in encoding.ids]
+        return ids, [(places[start], places[end]) for start, end in encoding.offsets]
 
     @cached_property
-    def _with_stand_ins(self) -> Backend:
+    def _with_stand_ins(self) -> tuple[Backend, dict[int | None, int]]:
         return self.control_tokens.backend_of_stand_ins(self._plain)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -212,6 +212,17 @@ def _special_tokens(directory: Path, backend: Backend, *files: Mapping[str, Any]
             )
         tokens[name] = text
     return tokens
+
+
+def _control_texts(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> list[str]:
+    """Return the texts of added tokens that tokenizer.json or a name makes special; not of those that are found as
+    single words alone, whose neighbours decide."""
+    more = config.get("additional_special_tokens") or []
+    entries = [*(config.get("added_tokens_decoder") or {}).values(), *(more if isinstance(more, list) else [])]
+    special = {*named.values(), *(entry for entry in entries if isinstance(entry, str))}
+    special |= {str(entry.get("content")) for entry in entries if isinstance(entry, dict) and entry.get("special")}
+    added = backend.get_added_tokens_decoder().values()
+    return [token.content for token in added if (token.special or token.content in special) and not token.single_word]
 
 
 def _ids(file: Mapping[str, Any], key: str) -> list[int]:

@@ -5,7 +5,6 @@ A tower takes the patches of all images of a call one behind the other, and atte
 head size, D hidden size of the tower, E that of the text.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -130,7 +129,7 @@ class VisionTower(nn.Module):
     def plan(self) -> dict[str, str]:
         """Return the tensor-parallel styles: every rank has the whole tower, and computes some of the images."""
         modules = (name for name, module in self.named_modules() if isinstance(module, LocalParameters))
-        return dict.fromkeys((re.sub(r"\.\d+\b", ".*", name) for name in modules), "summed")
+        return dict.fromkeys(modules, "summed")
 
     @property
     def sums_over_tp(self) -> bool:
