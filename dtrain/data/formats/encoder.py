@@ -148,7 +148,8 @@ class RowEncoder:
         """Hash of everything that decides what a row becomes."""
         template = self.template.fingerprint if self.template else None
         limits = self.max_length, *self.decides, self.too_long, self.prompts_as
-        return digest(*self.marks, self.tokenizer.fingerprint, template, *limits, *(self.part or ()))[:16]
+        tokens = self.tokenizer.fingerprint, self.tokenizer.control_tokens.texts
+        return digest(*self.marks, *tokens, template, *limits, *(self.part or ()))[:16]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         """Return the documents of a row in format `name`, or why it is left out. Raises UserError."""
