@@ -17,7 +17,7 @@ from dtrain.base.randomness import key
 from dtrain.data import Cursor, GlobalBatch, Rows
 from dtrain.data.rows.rows import permute
 from dtrain.methods.method import BatchSource
-from dtrain.models.common.decoder import flops_per_token
+from dtrain.models.common.flops import flops_per_token
 from dtrain.policy import Policy
 from dtrain.rl.collect import Rollout, Sample
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtrain import __version__
-from dtrain.models.common.decoder import weights_in
+from dtrain.models.common.flops import weights_in
 from dtrain.recipe.schema import DataSource
 from dtrain.run import eval_sets
 from dtrain.run.metrics import records

@@ -33,7 +33,7 @@ from dtrain.checkpoint.dcp.origin import run_of
 from dtrain.checkpoint.dcp.retention import Patience, Retention
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.data import Cursor
-from dtrain.models.common.decoder import flops_per_token
+from dtrain.models.common.flops import flops_per_token
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy

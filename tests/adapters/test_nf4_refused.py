@@ -8,7 +8,7 @@ import torch
 from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.models.common import adapter_config
-from dtrain.models.common.decoder import flops_per_token
+from dtrain.models.common.flops import flops_per_token
 from dtrain.models.common.nf4 import quantize_linears
 from dtrain.models.common.quantization_config import block_problems
 from dtrain.run.preflight import preflight

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.ministral3 import modeling_ministral3
 
 from dtrain import models
-from dtrain.models.common.decoder import flops_per_token
+from dtrain.models.common.flops import flops_per_token
 from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm
 from tests.models.oracle import VARIANTS, VOCAB, grads, make, packed_rows, save
 from tests.models.towers import make_multimodal

@@ -13,7 +13,7 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.models.common.config import FULL, SLIDING
-from dtrain.models.common.decoder import flops_per_token
+from dtrain.models.common.flops import flops_per_token
 from dtrain.parallel.fits import mesh_problems_of_model
 from tests.models import oracle
 from tests.running import metrics, run, trajectory, weights

@@ -10,7 +10,7 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.models.common.config import Experts
-from dtrain.models.common.decoder import flops_per_token
+from dtrain.models.common.flops import flops_per_token
 from dtrain.models.common.moe import SparseMLP, share_routing
 from dtrain.models.common.routing import loads
 from dtrain.parallel.fits import mesh_problems_of_model

@@ -19,7 +19,7 @@ from dtrain.commands.plan.step import Step, plan_step
 from dtrain.inference.kv_cache import position_bytes, slot_size
 from dtrain.methods import method_of
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import flops_per_token, weights_in
+from dtrain.models.common.flops import flops_per_token, weights_in
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import is_torchs
 from dtrain.parallel.apply import find_plan, in_words
@@ -39,7 +39,7 @@ class Plan:
 
     table: the model's tensor-parallel plan, module pattern → style in words, used where tp is more than 1.
     total_parameters, trained_parameters: of the whole model, with its adapter. tokens: of an optimizer step over all
-    ranks, every row full. flops_per_token: `models.common.decoder`, as a run's mfu counts. budget: bytes for tensors
+    ranks, every row full. flops_per_token: `models.common.flops`, as a run's mfu counts. budget: bytes for tensors
     on a device. evaluation: bytes that the longest answer of `eval` takes at least, with what a rank holds between two
     steps; 0 without. assumed: in place of the code that the recipe names.
     """

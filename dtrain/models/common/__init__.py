@@ -8,5 +8,6 @@ moe, routing                 mixtures of experts; their router and its balance l
 adapters, adapter_config     what an adapter computes; which layers have one, and of what rank
 nf4                          weights in 4 bits
 compiled                     the parts of a layer that are compiled
+flops                        training FLOPs per token
 tower, images                the text model of a multimodal checkpoint; images among its tokens
 """

@@ -7,7 +7,7 @@ Letters: B rows, S tokens, D hidden size, H query heads, kv key heads, hd head s
 F are counted from the projections' outputs, which may be one rank's share.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,8 +22,6 @@ from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope
 from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, gated, rotate, rounded, tables
 from dtrain.models.common.images import Images, PlacedFeatures
 from dtrain.models.common.model_fields import ModelFields
-from dtrain.parallel.collectives import enter_region
-from dtrain.parallel.experts import expert_parameters
 from dtrain.parallel.tensor import (
     Block,
     LocalParameters,
@@ -285,8 +283,11 @@ class Decoder(Stack):
         parallel has padded; None: all."""
         config, device, kernel = self.config, input_ids.device, self.kernel
         hidden = self._embed(input_ids)  # [B, S, D]
-        placed = None if images is None else self._placed(images, hidden.shape[1])
-        if placed is not None:
+        placed = None
+        if images is not None:
+            if not self.vision:
+                raise ValueError("images, and this model was built without its vision tower")
+            placed = self.vision[0].placed(images, hidden.shape[1], self.tp, kernel.group)
             hidden = placed.replace(hidden)
         length = input_ids.shape[1]
         if cache is not None:
@@ -348,24 +349,8 @@ class Decoder(Stack):
         """Give the decoder a vision tower, whose children are its own from now on, by their names."""
         for name, child in tower.named_children():
             self.add_module(name, child)
-        self.vision = (tower,)  # no module of its own: in files its children stand beside the layers
-
-    @property
-    def vision_layers(self) -> Iterable[nn.Module]:  # type: ignore[override]  # found anew: modules move
-        return self.vision[0].layers if self.vision else ()
-
-    def _placed(self, images: Images, length: int) -> PlacedFeatures:
-        """The features of images, and where they stand among the `length` tokens of a row that this rank embeds."""
-        if not self.vision:
-            raise ValueError("images, and this model was built without its vision tower")
-        tower, tp = self.vision[0], self.tp
-        features, is_image = tower.dealt(images, tp, self.kernel.group), images.index >= 0
-        if tp is None or not tp.sequence:
-            return PlacedFeatures(features, images.index, is_image)
-        if not tower.sums_over_tp:  # a rank's tokens give it a part of the features' gradients, which are summed
-            deepstack = {layer: enter_region(added, tp.group) for layer, added in features.deepstack.items()}
-            features = features._replace(tokens=enter_region(features.tokens, tp.group), deepstack=deepstack)
-        return PlacedFeatures(features, images.index[:, tp.rank * length : (tp.rank + 1) * length], is_image)
+        # No modules of its own: in files its children stand beside the layers.
+        self.vision, self.vision_layers = (tower,), tuple(tower.layers)
 
     @property
     def takes_packing(self) -> bool:
@@ -513,37 +498,3 @@ class CausalLM(ParallelModel):
         """Patterns (re.fullmatch) of tensors in the files that are no parameters of this model, and no mistake."""
         head = (r"lm_head\..*",) if self.config.has_new_head else ()
         return (r".*\.rotary_emb\.inv_freq", *head)  # the first: a buffer that transformers once saved
-
-
-def flops_per_token(model: CausalLM, seq_len: int) -> float:
-    """Return the training FLOPs per token of `model` in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in
-    reach); 4 for a frozen parameter, whose gradient is not computed. Of experts those count that a token goes to.
-
-    A linear layer's state of K·V a head takes three products a token, whatever the length: 18·Hv·K·V.
-    PaLM's count (arXiv:2204.02311, appendix B): N leaves out the input embedding, attention is counted over all
-    keys of the row or window, though a causal query sees half of them on average; recomputation is not counted.
-    """
-    config = model.config
-    lookups = [] if config.tie_word_embeddings else [model.model.embed_tokens.weight]
-    if (table := getattr(model.model, "embed_tokens_per_layer", None)) is not None:
-        lookups.append(table.weight)
-    products = [parameter for parameter in model.parameters() if not any(parameter is table for table in lookups)]
-    share = {} if config.experts is None else dict.fromkeys(expert_parameters(model), config.experts.share)
-    count = sum(
-        weights_in(parameter) * (6 if parameter.requires_grad else 4) * share.get(parameter, 1)
-        for parameter in products
-    )
-    window = config.sliding_window or seq_len
-    reach = [
-        model.model.head_sizes[kind] * (min(seq_len, window) if kind == SLIDING else seq_len)
-        for kind in config.layer_types
-        if kind != LINEAR
-    ]
-    states = 0 if config.linear is None else config.layer_types.count(LINEAR) * config.linear.state
-    return count + 12.0 * config.num_attention_heads * sum(reach) + 18.0 * states
-
-
-def weights_in(parameter: Tensor) -> int:
-    """Return how many weights of a model the parameter, [any shape], is: two for a byte of codes, none for scales
-    (`nf4`)."""
-    return parameter.numel() * {torch.uint8: 2, torch.int32: 0}.get(parameter.dtype, 1)

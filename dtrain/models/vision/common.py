@@ -20,10 +20,10 @@ from dtrain.models.common.config import Rope
 from dtrain.models.common.config_fields import Fields, shown
 from dtrain.models.common.decoder import Linear
 from dtrain.models.common.functions import ACTIVATIONS, frequencies, gated, rotate
-from dtrain.models.common.images import Images
+from dtrain.models.common.images import Images, PlacedFeatures
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base
-from dtrain.models.vision.dealt import dealt_features
+from dtrain.models.vision.dealt import placed_features
 from dtrain.parallel.tensor import LocalParameters, TensorParallel
 
 Frame = tuple[int, int]  # rows and columns of patches
@@ -137,9 +137,9 @@ class VisionTower(nn.Module):
         views = [module.local_views for module in self.modules() if isinstance(module, LocalParameters)]
         return all(isinstance(view.grad, Partial) for of_module in views for view in of_module.values())
 
-    def dealt(self, images: Images, tp: TensorParallel | None, cp: Any) -> Features:
-        """Return the features of images that several ranks hold: see `dealt_features`."""
-        return dealt_features(self, images, tp, cp)
+    def placed(self, images: Images, length: int, tp: TensorParallel | None, cp: Any) -> PlacedFeatures:
+        """Return the features of images that several ranks hold: see `placed_features`."""
+        return placed_features(self, images, length, tp, cp)
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtrain.base.dealing import deal
-from dtrain.models.common.images import Images
-from dtrain.parallel.collectives import gather_alike, gather_along
+from dtrain.models.common.images import Images, PlacedFeatures
+from dtrain.parallel.collectives import enter_region, gather_alike, gather_along
 from dtrain.parallel.tensor import TensorParallel
 
 if TYPE_CHECKING:
@@ -46,6 +46,21 @@ def dealt_features(tower: "VisionTower", images: Images, tp: TensorParallel | No
     places = _places(shares, [count(grid) for grid in images.grids], most).to(stacked.device, non_blocking=True)
     tokens, *deepstack = stacked[:, places].unbind(0)  # [T, E]
     return features._replace(tokens=tokens, deepstack=dict(zip(features.deepstack, deepstack, strict=True)))
+
+
+def placed_features(
+    tower: "VisionTower", images: Images, length: int, tp: TensorParallel | None, cp: Any
+) -> PlacedFeatures:
+    """Return the features of images, and where they stand among the `length` tokens of a row that this rank embeds.
+    Collectives as of `dealt_features`; under sequence parallel, where that deals nothing over tp, an all-reduce
+    backward."""
+    features, is_image = dealt_features(tower, images, tp, cp), images.index >= 0
+    if tp is None or not tp.sequence:
+        return PlacedFeatures(features, images.index, is_image)
+    if not tower.sums_over_tp:  # a rank's tokens give it a part of the features' gradients, which are summed
+        deepstack = {layer: enter_region(added, tp.group) for layer, added in features.deepstack.items()}
+        features = features._replace(tokens=enter_region(features.tokens, tp.group), deepstack=deepstack)
+    return PlacedFeatures(features, images.index[:, tp.rank * length : (tp.rank + 1) * length], is_image)
 
 
 def _places(shares: list[list[int]], lengths: list[int], most: int) -> Tensor:

@@ -1,0 +1,42 @@
+"""Training FLOPs of a model per token, as a run's mfu and plan count them."""
+
+import torch
+from torch import Tensor
+
+from dtrain.models.common.config import LINEAR, SLIDING
+from dtrain.models.common.decoder import CausalLM
+from dtrain.parallel.experts import expert_parameters
+
+
+def flops_per_token(model: CausalLM, seq_len: int) -> float:
+    """Return the training FLOPs per token of `model` in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in
+    reach); 4 for a frozen parameter, whose gradient is not computed. Of experts those count that a token goes to.
+
+    A linear layer's state of K·V a head takes three products a token, whatever the length: 18·Hv·K·V.
+    PaLM's count (arXiv:2204.02311, appendix B): N leaves out the input embedding, attention is counted over all
+    keys of the row or window, though a causal query sees half of them on average; recomputation is not counted.
+    """
+    config = model.config
+    lookups = [] if config.tie_word_embeddings else [model.model.embed_tokens.weight]
+    if (table := getattr(model.model, "embed_tokens_per_layer", None)) is not None:
+        lookups.append(table.weight)
+    products = [parameter for parameter in model.parameters() if not any(parameter is table for table in lookups)]
+    share = {} if config.experts is None else dict.fromkeys(expert_parameters(model), config.experts.share)
+    count = sum(
+        weights_in(parameter) * (6 if parameter.requires_grad else 4) * share.get(parameter, 1)
+        for parameter in products
+    )
+    window = config.sliding_window or seq_len
+    reach = [
+        model.model.head_sizes[kind] * (min(seq_len, window) if kind == SLIDING else seq_len)
+        for kind in config.layer_types
+        if kind != LINEAR
+    ]
+    states = 0 if config.linear is None else config.layer_types.count(LINEAR) * config.linear.state
+    return count + 12.0 * config.num_attention_heads * sum(reach) + 18.0 * states
+
+
+def weights_in(parameter: Tensor) -> int:
+    """Return how many weights of a model the parameter, [any shape], is: two for a byte of codes, none for scales
+    (`nf4`)."""
+    return parameter.numel() * {torch.uint8: 2, torch.int32: 0}.get(parameter.dtype, 1)
