@@ -202,18 +202,20 @@ def tables(
     turned = head_dim if rope.kind == "proportional" else int(head_dim * rope.share)
     if (rope, turned) not in held:
         held[rope, turned] = frequencies(rope, turned, wide).to(positions.device, non_blocking=True)
-    if positions.dim() == 2:
-        by_pair = positions[..., None]  # [B, S, 1]
-    elif rope.sections is None:
-        raise ValueError("positions of several axes, and this model's rotary embedding has one")
-    else:
-        if (rope.sections, turned) not in held:
-            axes = torch.tensor(rope.sections.axes(turned // 2), device="cpu")
-            held[rope.sections, turned] = axes.to(positions.device, non_blocking=True)
-        by_pair = positions.index_select(-1, held[rope.sections, turned])  # [B, S, turned / 2]
+    by_pair = positions[..., None] if positions.dim() == 2 else _by_pair(rope, positions, turned // 2, held)
     angles = by_pair.to(wide) * held[rope, turned]  # [B, S, turned / 2]
     cos, sin = angles.cos() * rope.table_scale, angles.sin() * rope.table_scale
     return torch.cat([cos, cos], -1).to(dtype).unsqueeze(2), torch.cat([-sin, sin], -1).to(dtype).unsqueeze(2)
+
+
+def _by_pair(rope: Rope, positions: Tensor, pairs: int, held: dict[Any, Tensor]) -> Tensor:
+    """Return the position that turns each pair, [B, S, pairs], of positions [B, S, 3] by axis."""
+    if rope.sections is None:
+        raise ValueError("positions of several axes, and this model's rotary embedding has one")
+    axes = rope.sections.axes(pairs)
+    if axes not in held:
+        held[axes] = torch.tensor(axes, device="cpu").to(device=positions.device, non_blocking=True)
+    return positions.index_select(-1, held[axes])
 
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
