@@ -75,7 +75,7 @@ def equal(name: str) -> str:
     count = result["prompts"]
     return (
         f"of {count} prompts {result['equal_ids']} have equal token ids, {result['equal_answers']} equal greedy answers"
-        f"; logits differ by {result['logits']:.1e} of the largest"
+        f"; relative difference of logits {result['logits']:.1e}"
     )
 
 
@@ -87,14 +87,14 @@ def same_losses(*runs: str) -> str:
         losses = [row["loss"] for row in steps_of(run)]
         gap = max(abs(mine - right) / abs(right) for mine, right in zip(losses, alone, strict=True))
         texts.append(f"{run.removeprefix('real-mesh-')} {gap:.1e}")
-    return f"{len(alone)} losses of one process, relative difference: {', '.join(texts)}"
+    return f"{len(alone)} steps; relative difference of losses from one process: {', '.join(texts)}"
 
 
 def beside_trl() -> str:
     result = written("trl.json")
     ours, theirs = result["dtrain"][0], result["trl"][0]
     return (
-        f"losses differ by {result['largest_relative_loss_difference']:.1e} at most (the last is "
+        f"relative difference of losses {result['largest_relative_loss_difference']:.1e} (the last is "
         f"{result['last_loss']:.3f}); dtrain {ours['tokens_per_sec']:.0f} tokens/s, {ours['peak_memory_gib']:.1f} GiB; "
         f"TRL with PEFT {theirs['tokens_per_sec']:.0f} tokens/s, {theirs['peak_memory_gib']:.1f} GiB"
     )
@@ -208,7 +208,7 @@ ROWS = {
             f"dtrain eval runs/real-grpo {GRPO_EVAL} > build/real/scored-after.json",
         ),
         lambda: (
-            f"mean score of held-out draws {drawn_reward('scored-before'):.3f} → "
+            f"mean score of 8 answers to each of 20 held-out questions {drawn_reward('scored-before'):.3f} → "
             f"{drawn_reward('scored-after'):.3f}; {trained('real-grpo', 'reward_mean', 'mean reward')}"
         ),
         ("export",),
@@ -243,7 +243,7 @@ ROWS = {
         ("real-mesh-one", "real-mesh-tp3", "real-mesh-dp2cp2"),
     ),
     "trl": Row(
-        "The same SFT of one adapter by TRL with PEFT, one process of one thread each",
+        "One adapter trained by dtrain and by TRL with PEFT: the same rows, one process each",
         (
             f"python tools/bench_sft.py --peer trl --model {MODEL} --rows build/real/train.jsonl --rounds 1 --steps 10 "
             "--warmup 2 > build/real/trl.json",
@@ -308,17 +308,24 @@ def page(results: dict[str, dict]) -> str:
     total = sum(result["minutes"] for result in results.values())
     return f"""# A real model
 
-`tools/check_real` made this page: SmolLM2-135M-Instruct, trained on ten tasks of reasoning-gym on two CPU cores, in
-{total:.0f} minutes, one thread a process. It makes the model and the data itself. Arithmetic is float32. Right answers
-are those to which a task's own scorer gives the full score, of 200 held-out questions, drawn greedily.
+`tools/check_real` runs all of this and writes this page. The tool fetches the model, SmolLM2-135M-Instruct (weights of
+4 bits, expanded to float32), and writes the data: ten tasks of reasoning-gym. All rows took {total:.0f} minutes on two
+CPU cores, one thread a process, after the downloads. They need 10 GiB of memory. Arithmetic is float32.
+
+An answer is right if its task's own scorer gives the full score: it must be bare, in at most 32 tokens. Shares are of
+200 held-out questions, answered greedily. Speeds are medians of steps; the minutes of a row include its evaluation, and
+whatever else the machine did.
 
 | | result | minutes |
 | --- | --- | --- |
 {table}
 
-The commands, in the environment of `tools/setup` with the extra `real`, and with `OMP_NUM_THREADS=1`:
+The commands of each row. The first lines make the environment:
 
 ```text
+tools/setup && source .venv/bin/activate && pip install -e '.[real]'
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
 {commands}
 ```
 """

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def feature_index(is_image: Tensor) -> Tensor:
-    """Return the feature of each token, int64 [S], -1 of text: images stand in a row in the order of their features.
+    """Return the feature of each token, int64 [S], -1 for text: images stand in a row in the order of their features.
     is_image: [S] bool."""
     return torch.where(is_image, is_image.long().cumsum(0) - 1, -1)
 
@@ -18,7 +18,8 @@ def rotary_positions(is_image: Tensor, sizes: Sequence[tuple[int, int, int]]) ->
 
     is_image: [S] bool; sizes: frames, rows and columns of the tokens of each image, in order. A text's tokens count on
     alike on all axes; those of an image stand at its own places, from where the text before it ends, and the text
-    behind it goes on after its longer side. Raises ValueError where the images are not the tokens'.
+    behind it goes on after its longer side. Raises ValueError where sizes and image tokens
+    disagree.
     """
     count, wanted = int(is_image.sum()), sum(frames * rows * columns for frames, rows, columns in sizes)
     if count != wanted:
@@ -41,10 +42,10 @@ def rotary_positions(is_image: Tensor, sizes: Sequence[tuple[int, int, int]]) ->
 
 
 def image_ends(is_image: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the position of the last token of each token's image, of a text's token its own, int64 [S] on the CPU.
+    """Return for an image token the position of its image's last token, for text its own, int64 [S] on the CPU.
 
-    is_image: [S] bool, of one document; lengths: of its images, in tokens and in order. Raises ValueError where these
-    are not the tokens'."""
+    is_image: [S] bool, of one document; lengths: of its images, in tokens and in order. Raises ValueError where
+    lengths and image tokens disagree."""
     if sum(lengths) != int(is_image.sum()):
         raise ValueError(f"{int(is_image.sum())} image tokens for images of {sum(lengths)}")
     ends, places = torch.arange(len(is_image)), is_image.nonzero().flatten()

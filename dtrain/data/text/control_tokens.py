@@ -88,7 +88,7 @@ class ControlTokens:
 
     def backend_of_stand_ins(self, backend: Backend) -> tuple[Backend, dict[int | None, int]]:
         """Return the tokenizer `backend` with stand-ins in the place of control tokens, whose own texts are plain
-        characters to it, and by the ids that it gives to added tokens those of `backend`.
+        characters to it, and a map from its ids of added tokens to those of `backend`.
 
         A control token of one character that is a piece of the model, too, stays that piece.
         """

@@ -288,7 +288,7 @@ class Decoder(Stack):
             if not self.vision:
                 raise ValueError("images, and this model was built without its vision tower")
             placed = self.vision[0].placed(images, hidden.shape[1], self.tp, kernel.group)
-            hidden = placed.replace(hidden)
+            hidden = placed.insert(hidden)
         length = input_ids.shape[1]
         if cache is not None:
             position_ids = cache.positions

@@ -19,10 +19,10 @@ class Images:
     """Images of the rows of a micro-batch, as a model with a vision tower takes them.
 
     pixels: [P, values], the patches of all images, one image behind the other. grids: of each image, as its tower takes
-    them. index: [B, S] int64, which feature stands in the place of each token's embedding, -1 of text. rotary_ids:
+    them. index: [B, S] int64, which feature stands in the place of each token's embedding, -1 for text. rotary_ids:
     [B, S, 3] int64, the positions of tokens in time, height and width, of a model whose rotary embedding has these
-    axes; else None. ends: [B, S] int64, the position within its document of the last token of a token's image, of a
-    text's token its own; None in a model whose images are causal.
+    axes; else None. ends: [B, S] int64, for an image token the position of its image's last token within the document,
+    for text its own; None where attention within images is causal.
     """
 
     pixels: Tensor
@@ -47,7 +47,7 @@ class PlacedFeatures:
     index: Tensor
     is_image: Tensor
 
-    def replace(self, hidden: Tensor) -> Tensor:
+    def insert(self, hidden: Tensor) -> Tensor:
         """Return the embeddings [B, S, D], at image tokens the features."""
         tokens = self.features.tokens
         if not len(tokens):

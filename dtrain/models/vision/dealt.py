@@ -1,4 +1,4 @@
-"""Images dealt to the ranks that hold the same rows: each encodes a share, and the features are gathered once."""
+"""Images shared out among the ranks that hold the same rows: each encodes some, and the features are gathered once."""
 
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def dealt_features(tower: "VisionTower", images: Images, tp: TensorParallel | None, cp: Any) -> "Features":
-    """Return the features of all images, of which this rank encodes those that it is dealt, by their patches.
+    """Return the features of all images. Each rank encodes a share, balanced by patches.
 
     tp, cp: the ranks that hold the same images; None: there are none beside this one; cp is a process group. Where
-    gradients of the tower are not summed over tp, images are dealt over cp alone. Collectives: one all-gather for each
-    of tp and cp; backward a reduce-scatter for cp, and for tp under sequence parallel. Gradients of the tower are then
-    those of this rank's images.
+    gradients of the tower are not summed over tp, images are shared out over cp alone. Collectives: one all-gather for
+    each of tp and cp; backward a reduce-scatter for cp, and for tp under sequence parallel. Gradients of the tower are
+    then those of this rank's images.
     """
     tp = tp if tower.sums_over_tp else None
     sizes = [1 if tp is None else tp.size, 1 if cp is None else cp.size()]
