@@ -14,6 +14,8 @@ from tests.models.oracle import _gemma, _gemma4, _qwen3_5, grads, randomise, sav
 from tests.models.towers import _qwen_vl
 from tests.models.vision.oracle import SIGLIP, WideIslands, gemma3_images, gemma4_images
 
+pytestmark = pytest.mark.slow
+
 IMAGE, START, END = 90, 92, 93
 LENGTH = 34
 QWEN = dict(depth=3, patch_size=4)

@@ -28,6 +28,8 @@ from tests.data.images.by_transformers import (
 )
 from tests.data.images.makers import PUBLISHED, model_directory, values
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def answers():

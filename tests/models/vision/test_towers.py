@@ -18,6 +18,8 @@ from dtrain.parallel.tensor import LocalParameters
 from tests.models.oracle import save
 from tests.models.vision.oracle import CASES, TEXT_SIZE, WideIslands, make_ours, make_pixels, make_theirs, make_wide
 
+pytestmark = pytest.mark.slow
+
 # Of features, and of gradients: in float32 those of queries and keys, in a softmax near one, differ by more.
 TIMES = {torch.float64: (1e-9, 1e-9), torch.float32: (1e-5, 1e-4)}
 
