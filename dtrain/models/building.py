@@ -89,8 +89,8 @@ def init_weights(model: CausalLM, seed: int, only: str = "*") -> None:
             row = config.pad_token_id % parameter.shape[0]
             if held.start <= row < held.stop:
                 local[row - held.start] = 0.0
+    values = {pattern: value for tower in model.model.vision for pattern, value in tower.initial_buffers.items()}
     for name, buffer in model.named_buffers() if only == "*" else ():  # factors, which are not trained
-        values = {pattern: value for tower in model.model.vision for pattern, value in tower.initial_buffers.items()}
         buffer.fill_(next((value for pattern, value in values.items() if fnmatchcase(name, pattern)), 1.0))
 
 

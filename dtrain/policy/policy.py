@@ -187,11 +187,12 @@ class Policy:
         routing = self.model.routing
         self.model.train(not eval_mode)
         for start in range(0, max(most_rows, 1), per_step):
-            of_step = torch.arange(len(batch["input_ids"]))[start : start + per_step]
-            if counted is not None:
-                of_step = of_step[counted[of_step]]
+            of_step = slice(start, start + per_step)
             rows = {name: tensor[of_step] for name, tensor in batch.items()}
-            some = None if images is None else images.of(of_step.tolist())
+            some = None if images is None else images.of(range(len(images))[of_step])
+            if counted is not None:
+                rows = {name: tensor[counted[of_step]] for name, tensor in rows.items()}
+                some = None if some is None else some.of(counted[of_step].nonzero().flatten().tolist())
             most = min(per_step, most_rows - start)
             batches, _ = micro_batches(rows, batching, most, self.mesh.dp, by_row, some)
             own_counts = torch.tensor([trained_tokens(rows), documents(rows), real_tokens(rows)])

@@ -97,6 +97,13 @@ class ProcessorFiles:
                 return text
         return default
 
+    def image_texts(self, begin: str, image: str, end: str) -> tuple[str, str, str]:
+        """Return the texts of the tokens before an image, of it, and after it; the arguments are the kind's
+        defaults."""
+        defaults = {"boi_token": begin, "image_token": image, "eoi_token": end}
+        before, within, after = (self.token(key, default) for key, default in defaults.items())
+        return before, within, after
+
     def image_token_id(self) -> int:
         """Return the id of image tokens by config.json."""
         key = "image_token_index" if self.model.get("image_token_id") is None else "image_token_id"

@@ -50,14 +50,7 @@ def read(files: ProcessorFiles, max_pixels: int | None) -> Gemma3Processor:
     if size % patch:
         fields.problem(f"size {size} is not a multiple of the tower's patch_size {patch}")
     values = files.values("bilinear", _HALF, _HALF)
-    begin, image, end = (
-        files.token(key, default)
-        for key, default in (
-            ("boi_token", "<start_of_image>"),
-            ("image_token", "<image_soft_token>"),
-            ("eoi_token", "<end_of_image>"),
-        )
-    )
+    begin, image, end = files.image_texts("<start_of_image>", "<image_soft_token>", "<end_of_image>")
     tokens = ImageTokens(begin, f"\n\n{begin}", image, f"{end}\n\n", files.image_token_id())
     files.refuse()
     if max_pixels is not None and max_pixels < size * size:

@@ -58,10 +58,7 @@ def read(files: ProcessorFiles, max_pixels: int | None) -> Gemma4Processor:
     files.must_equal("patch_size", patch, files.vision, "patch_size")
     files.must_equal("pooling_kernel_size", kernel, files.vision, "pooling_kernel_size")
     values = files.values("bicubic", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), normalise=False)
-    begin, image, end = (
-        files.token(key, default)
-        for key, default in (("boi_token", "<|image>"), ("image_token", "<|image|>"), ("eoi_token", "<image|>"))
-    )
+    begin, image, end = files.image_texts("<|image>", "<|image|>", "<image|>")
     tokens = ImageTokens(image, begin, image, end, files.image_token_id())
     files.refuse()
     if max_pixels is not None:

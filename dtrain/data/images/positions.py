@@ -21,9 +21,7 @@ def rotary_positions(is_image: Tensor, sizes: Sequence[tuple[int, int, int]]) ->
     behind it goes on after its longer side. Raises ValueError where sizes and image tokens
     disagree.
     """
-    count, wanted = int(is_image.sum()), sum(frames * rows * columns for frames, rows, columns in sizes)
-    if count != wanted:
-        raise ValueError(f"{count} image tokens for images of {wanted}")
+    _check_count(is_image, sum(frames * rows * columns for frames, rows, columns in sizes))
     positions = torch.empty(len(is_image), 3, dtype=torch.int64)
     places = is_image.nonzero().flatten().tolist()
     at = position = taken = 0
@@ -46,9 +44,13 @@ def image_ends(is_image: Tensor, lengths: Sequence[int]) -> Tensor:
 
     is_image: [S] bool, of one document; lengths: of its images, in tokens and in order. Raises ValueError where
     lengths and image tokens disagree."""
-    if sum(lengths) != int(is_image.sum()):
-        raise ValueError(f"{int(is_image.sum())} image tokens for images of {sum(lengths)}")
+    _check_count(is_image, sum(lengths))
     ends, places = torch.arange(len(is_image)), is_image.nonzero().flatten()
     last = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
     ends[places] = places[last.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))]
     return ends
+
+
+def _check_count(is_image: Tensor, tokens: int) -> None:
+    if (count := int(is_image.sum())) != tokens:
+        raise ValueError(f"{count} image tokens for images of {tokens}")

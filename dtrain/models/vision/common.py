@@ -7,6 +7,7 @@ head size, D hidden size of the tower, E that of the text.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -131,9 +132,9 @@ class VisionTower(nn.Module):
         modules = (name for name, module in self.named_modules() if isinstance(module, LocalParameters))
         return dict.fromkeys(modules, "summed")
 
-    @property
+    @cached_property
     def sums_over_tp(self) -> bool:
-        """Return whether the gradients of all parameters are summed over tp, as by `plan`."""
+        """Return whether the gradients of all parameters are summed over tp; for after a plan is applied."""
         views = [module.local_views for module in self.modules() if isinstance(module, LocalParameters)]
         return all(isinstance(view.grad, Partial) for of_module in views for view in of_module.values())
 

@@ -24,7 +24,7 @@ def dealt_features(tower: "VisionTower", images: Images, tp: TensorParallel | No
     each of tp and cp; backward a reduce-scatter for cp, and for tp under sequence parallel. Gradients of the tower are
     then those of this rank's images.
     """
-    tp = tp if tower.sums_over_tp else None
+    tp = None if tp is None or not tower.sums_over_tp else tp
     sizes = [1 if tp is None else tp.size, 1 if cp is None else cp.size()]
     ranks, count = sizes[0] * sizes[1], tower.config.tokens
     if ranks == 1 or not images.grids:
