@@ -274,11 +274,11 @@ class _Writer:
         self.samples = 0
         self.counts = Counter(dict.fromkeys(COUNTS, 0))
         self.named: list[list[Any]] = []
-        self.images: "ImageWriter | None" = None
+        self.images: ImageWriter | None = None
         if encoder.images is not None:
-            from dtrain.data.rows.image_cache import ImageWriter
+            from dtrain.data.rows import image_cache
 
-            self.images = ImageWriter(self.streams)
+            self.images = image_cache.ImageWriter(self.streams)
 
     def add(self, number: int, file: str, chunk: EncodedChunk) -> None:
         self._write("tokens.bin", chunk.tokens.tobytes())
