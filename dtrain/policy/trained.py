@@ -1,8 +1,9 @@
-"""Choice of the parameters that are trained, by `train.train_only` and `train.freeze` or an adapter; and the dtype of
-the others."""
+"""Choice of the parameters that are trained, by `train.vision`, `train.train_only` and `train.freeze` or an adapter; and
+the dtype of the others."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,25 +12,33 @@ from dtrain.base.errors import UserError
 from dtrain.base.name_patterns import matched, unmatched
 from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
 from dtrain.checkpoint.peft.config import adapter_of
-from dtrain.models.common.adapter_config import is_adapter
+from dtrain.models.common.adapter_config import adaptable, is_adapter
 from dtrain.models.common.adapters import add_adapters
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.tensor import exact_modules
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe.schema import Train
 
+if TYPE_CHECKING:
+    from dtrain.models.vision.common import VisionTower
+
 
 def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) -> None:
     """Add the adapter of `recipe`, and leave out of training what it does not train; that is kept in `dtype`, that of
     computation: it needs no master copy, no gradient and no optimizer state.
 
-    model: on meta, before it lies on a mesh. Raises UserError for patterns that match nothing, and where nothing is
-    left to train.
+    model: on meta, before it lies on a mesh. Raises UserError for patterns that match nothing, for what `tower_problems`
+    finds, and where nothing is left to train.
     """
+    names, towers = _names(model), model.model.vision
+    if problems := tower_problems(recipe.train, towers, [name for known in names.values() for name in known]):
+        raise UserError(problems[0])
     if recipe.lora is None:
-        _freeze(model, _left_out(_names(model), recipe.train), dtype)
+        _freeze(model, _left_out(names, recipe.train, frozen_of_tower(recipe.train, towers)), dtype)
         return
     config = adapter_of(asdict(recipe.lora))
+    if problem := config.dropout_problem(adaptable(model.config)):
+        raise UserError(problem)
     model.adapters = add_adapters(model, config, recipe.run.seed)
     modules = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
     whole = {module for module in modules if config.saved([model.config.whole(module)])}
@@ -51,17 +60,47 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
-def _left_out(names: dict[nn.Parameter, list[str]], section: Train) -> set[nn.Parameter]:
-    """Return the parameters that the patterns of `section` leave out. A pattern names parameters as `named_parameters`
-    does; `*` stands for any part. A parameter of several names (a tied head) matches if one of its names does."""
+def tower_problems(section: Train, towers: "Collection[VisionTower]", names: Collection[str]) -> list[str]:
+    """Return what of `section` does not go with the vision towers that a model has, one line each. names: of all its
+    parameters."""
+    if section.vision != "frozen" and not towers:
+        return [f"train.vision={section.vision}: the model is built without a vision tower: set train.vision=frozen"]
+    frozen = frozen_of_tower(section, towers)
+    by_pattern = {pattern: {name for name in names if matched([name], [pattern])} for pattern in section.train_only}
+    return [
+        f"train.train_only: {pattern} names only parameters that train.vision={section.vision} freezes: set "
+        "train.vision=all"
+        for pattern, named in by_pattern.items()
+        if named and named <= frozen
+    ]
+
+
+def frozen_of_tower(section: Train, towers: "Iterable[VisionTower]") -> set[str]:
+    """Return the names, in their model, of the towers' parameters that `train.vision` freezes."""
+    trained = {"frozen": lambda tower: (), "projector": lambda tower: tower.projector, "all": lambda tower: ("*",)}
+    return {
+        f"model.{name}"
+        for tower in towers
+        for name, _ in tower.named_parameters()
+        if not matched([name], trained[section.vision](tower))
+    }
+
+
+def _left_out(names: dict[nn.Parameter, list[str]], section: Train, of_tower: set[str]) -> set[nn.Parameter]:
+    """Return the parameters that the patterns of `section` leave out, and those named `of_tower`. A pattern names
+    parameters as `named_parameters` does; `*` stands for any part. A parameter of several names (a tied head) matches
+    if one of its names does."""
     if problems := unmatched(section.parameter_patterns, [name for known in names.values() for name in known]):
         raise UserError(problems[0])
     only, frozen = section.train_only, section.freeze
     out = {
-        parameter for parameter, known in names.items() if (only and not matched(known, only)) or matched(known, frozen)
+        parameter
+        for parameter, known in names.items()
+        if (only and not matched(known, only)) or matched(known, frozen) or of_tower.intersection(known)
     }
     if len(out) == len(names):
-        raise UserError("train.train_only and train.freeze leave no parameter to train")
+        vision = f"train.vision={section.vision}, " if of_tower else ""
+        raise UserError(f"{vision}train.train_only and train.freeze leave no parameter to train")
     return out
 
 

@@ -257,6 +257,9 @@ class Train:
     """Which activations are not kept but computed again in the backward pass: less memory, more time."""
     compile: bool = False
     """torch.compile for each layer, without its attention."""
+    vision: Literal["frozen", "projector", "all"] = "frozen"
+    """What is trained of a vision tower. projector: the part that maps its features to the text's embeddings. A frozen
+    part stays as the model's files have it. `train_only` and `freeze` leave out more."""
     train_only: list[str] = field(default_factory=list)
     """Patterns of the parameters to train, such as `model.layers.31.*`. All others are frozen. []: all are trained.
     `*` stands for any text, dots too; `?` for one character; `[01]` for one of these."""

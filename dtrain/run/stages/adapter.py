@@ -36,6 +36,12 @@ def check_keys(spec: RunSpec) -> list[str]:
                 f"they are: set train.{key}=[]; lora.target and lora.exclude choose the layers with an adapter, "
                 "lora.modules_to_save what is trained whole beside it"
             )
+    if recipe.train.vision != "frozen":
+        errors.append(
+            f"train.vision={recipe.train.vision} trains the model's own weights, and with lora these all stay as they "
+            "are: set train.vision=frozen; lora.target, a list or an expression, gives layers of the tower an adapter, "
+            "lora.modules_to_save trains modules of it whole"
+        )
     is_nf4 = section.quantize == "nf4"
     if is_nf4 and recipe.model.init == "scratch":
         errors.append(
@@ -106,6 +112,8 @@ def check_models(spec: RunSpec) -> list[str]:
     config, layers = adapter_of(asdict(section)), adaptable(model)
     errors += _targets(config, list(layers)) + _patterns(config, list(layers))
     errors += _saved(config, modules(model))
+    if problem := config.dropout_problem(layers):
+        errors.append(problem)
     if experts := [name for name in config.saved(modules(model)) if ".experts." in name or ".sparse." in name]:
         errors.append(
             f"lora.modules_to_save={shown(section.modules_to_save)} means {len(experts)} stacks of experts, the first "
@@ -236,7 +244,7 @@ def _saved(config: AdapterConfig, known: Sequence[str]) -> list[str]:
         f"lora.modules_to_save: {entry} matches no module with weights of its own; "
         f"{_meant(entry.rpartition('.')[2], _ends_of(known))}"
         for entry in config.modules_to_save
-        if not any(name.endswith(entry) for name in known)
+        if not replace(config, modules_to_save=(entry,)).saved(known)
     ]
 
 

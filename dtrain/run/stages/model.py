@@ -18,7 +18,7 @@ from dtrain.models.common.adapter_config import linears, modules
 from dtrain.models.common.nf4 import holds_codes
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.policy.precision import choose_precision
-from dtrain.policy.trained import choose_trained
+from dtrain.policy.trained import choose_trained, tower_problems
 from dtrain.run import resume
 from dtrain.run.host import Host
 from dtrain.run.preflight import model_ids
@@ -58,6 +58,13 @@ def check_models(spec: RunSpec) -> list[str]:
         problems.append(f"moe.balance={recipe.moe.balance}: this model has no experts; leave it out")
     problems += spec.method.model_problems(model)
     parts = [f"{module}.{kind}" for name in modules(model) for module in model.parts(name) for kind in WEIGHTS]
+    towers = []
+    if model.vision is not None:
+        from dtrain.models.vision.names import tower_of
+
+        towers = [tower_of(model)]
+        parts += [f"model.{name}" for tower in towers for name, _ in tower.named_parameters()]
+    problems += tower_problems(recipe.train, towers, parts)
     return problems + unmatched(recipe.train.parameter_patterns, parts)
 
 
