@@ -1,5 +1,5 @@
-"""Choice of the parameters that are trained, by `train.vision`, `train.train_only` and `train.freeze` or an adapter; and
-the dtype of the others."""
+"""Choice of the parameters that are trained, by `train.vision`, `train.train_only` and `train.freeze` or an adapter;
+and the dtype of the others."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import asdict
@@ -27,8 +27,8 @@ def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) ->
     """Add the adapter of `recipe`, and leave out of training what it does not train; that is kept in `dtype`, that of
     computation: it needs no master copy, no gradient and no optimizer state.
 
-    model: on meta, before it lies on a mesh. Raises UserError for patterns that match nothing, for what `tower_problems`
-    finds, and where nothing is left to train.
+    model: on meta, before it lies on a mesh. Raises UserError for patterns that match nothing, for what
+    `tower_problems` finds, for dropout of the tower's adapters, and where nothing is left to train.
     """
     names, towers = _names(model), model.model.vision
     if problems := tower_problems(recipe.train, towers, [name for known in names.values() for name in known]):

@@ -298,10 +298,10 @@ class Lora:
     target: Annotated[
         str | list[str], (lambda v: len(v) > 0 and _NAMES[0](v), "all-linear, a list of names, or a regular expression")
     ] = "all-linear"
-    """The layers with an adapter. all-linear: every linear layer but the head; a list of names (`[q_proj, v_proj]`); or
-    a regular expression for whole names (`.*self_attn.*`). In a list `experts` means the matrices of a mixture's
-    experts, which are no linear layers, and `gate.weight` its routers: `[all-linear, experts]`,
-    `[q_proj, experts.down_proj, gate.weight]`."""
+    """The layers with an adapter. all-linear: every linear layer but the head, of a vision tower none; a list of names
+    (`[q_proj, v_proj]`); or a regular expression for whole names (`.*self_attn.*`); both may mean a tower's too. In a
+    list `experts` means the matrices of a mixture's experts, which are no linear layers, and `gate.weight` its routers:
+    `[all-linear, experts]`, `[q_proj, experts.down_proj, gate.weight]`."""
     exclude: Annotated[
         str | list[str],
         (lambda v: v not in ("", "all-linear") and _NAMES[0](v), "a list of names, or a regular expression"),
@@ -320,7 +320,8 @@ class Lora:
     ] = field(default_factory=dict)
     """Other alphas, in the same way."""
     modules_to_save: Annotated[list[str], _NAMES] = field(default_factory=list)
-    """Modules that are trained whole beside the adapter, by the ends of their names: `[embed_tokens, lm_head]`."""
+    """Modules that are trained whole beside the adapter, by the ends of their names: `[embed_tokens, lm_head]`. Of a
+    vision tower with all that is within them: `[visual.merger]`, `[multi_modal_projector]`."""
     path: str | None = None
     """The directory of an adapter in PEFT's layout to go on from. Its own settings then count for the keys above. Only
     a dropout above 0 replaces the adapter's."""
@@ -510,7 +511,7 @@ class Recipe:
     parallel: Parallel = field(default_factory=Parallel)
     train: Train = field(default_factory=Train)
     lora: Lora | None = None
-    """null: all weights are trained, or what `train.train_only` and `train.freeze` leave."""
+    """null: all weights are trained, or what `train.vision`, `train.train_only` and `train.freeze` leave."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler | list[Stage] = field(default_factory=Scheduler)
     """One schedule, or a list of stages."""

@@ -63,8 +63,9 @@ def write_directory(
     that dtrain does not train (a vision tower), under their own names; where it has none the text tower is written as a
     model of its own. dtype: of the floating tensors that the model holds; None keeps theirs. chat_template: the one
     trained with, where it is not the source's. held: the step that this is and its save's mark, for
-    `model_files.held_by`. tower_in_files: what is frozen of a vision tower is copied from `source` too. Collective: one all-gather per sharded tensor. `out` appears whole or not at all; one that is
-    there and not empty is a UserError, or with `replace` gives way when the new one is whole."""
+    `model_files.held_by`. tower_in_files: what of a vision tower is frozen is copied from `source` too. Collective: one
+    all-gather per sharded tensor. `out` appears whole or not at all; one that is there and not empty is a UserError, or
+    with `replace` gives way when the new one is whole."""
     ranks, out, source = ranks or Ranks(), Path(out), Path(source)
     config = getattr(model, "config", None)
     has_tower = isinstance(config, ModelConfig) and config.vision is not None

@@ -2,10 +2,10 @@
 Imports no torch.
 
 Names match as PEFT matches them (https://huggingface.co/docs/peft/package_reference/lora): a list entry is a module's
-name or the end of it, a text is a regular expression for the whole name, `all-linear` every linear layer of the decoder.
-There PEFT means those of a vision tower too: here a list or an expression names them, so that a recipe means the same
-layers with and without images. Experts are stacks of matrices, two a layer, and most routers are single ones: no linear layers in transformers. Only
-lists name them, as PEFT's target_parameters do.
+name or the end of it, a text is a regular expression for the whole name, `all-linear` every linear layer of the
+decoder. There PEFT means those of a vision tower too: here a list or an expression names them, so that a recipe means
+the same layers with images and without. Experts are stacks of matrices, two a layer, and most routers are single ones:
+no linear layers in transformers. Only lists name them, as PEFT's target_parameters do.
 """
 
 import math

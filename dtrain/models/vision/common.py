@@ -100,8 +100,8 @@ class VisionTower(nn.Module):
     by its config; starting values and files fill it.
 
     initial: as `CausalLM.initial`; initial_buffers: buffer pattern -> value. projector: patterns (fnmatch) of the
-    parameters that `train.vision=projector` trains; lookups: of those that no product has. prefixes: how a name begins -> how it begins in files, the
-    likeliest first. carried: patterns (re.fullmatch) of tensors in files that no feature needs.
+    parameters that `train.vision=projector` trains; lookups: of tables that no product has. prefixes: how a name begins
+    -> how it begins in files, the likeliest first. carried: patterns (re.fullmatch) of tensors that no feature needs.
     """
 
     config: VisionConfig
@@ -161,12 +161,10 @@ class VisionTower(nn.Module):
 
         pixels: [P, values] in the tower's dtype or float32, the patches of all images, in the order of the family's
         image processor. grids: host integers, one for each image; without an image all is [0, ...], with a graph
-        through every parameter that is trained; where none is, features have no graph, and nothing is kept for a
-        backward. Features are in the tower's dtype. Raises ValueError as `VisionConfig.frames` does. No collective of
-        its own.
+        through every trained parameter. Where none is trained there is no graph. Features are in the tower's dtype.
+        Raises ValueError as `VisionConfig.frames` does. No collective of its own.
         """
-        is_trained = any(parameter.requires_grad for parameter in self.parameters())
-        with torch.set_grad_enabled(is_trained and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and any(own.requires_grad for own in self.parameters())):
             return self.encode(pixels, self.config.frames(pixels.shape, grids))
 
 

@@ -3,6 +3,7 @@ them."""
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from dtrain.models.read_config import parse_config
 from dtrain.models.registry import FAMILIES, class_of
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.policy.trained import choose_trained
+from dtrain.run.preflight import preflight
+from dtrain.run.stages import adapter
 from tests.models.test_vision_models import CASES
 from tests.tiny import tiny_recipe
 
@@ -169,6 +172,32 @@ def test_what_is_trained_of_a_tower(tmp_path, choice):
 def test_choices_that_do_not_fit_the_tower_are_refused(tmp_path, overrides, words):
     with pytest.raises(UserError, match=words):
         built("qwen3-vl", tiny_recipe(tmp_path, *overrides), "meta")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.vision=all"], "without a vision tower: set train.vision=frozen"),
+        (["train.vision=projector", "lora={}"], "set train.vision=frozen; lora.target"),
+    ],
+)
+def test_a_recipe_without_a_tower_to_train_is_refused_before_work(tmp_path, overrides, words):
+    assert any(words in problem for problem in preflight(tiny_recipe(tmp_path, *overrides), 1))
+
+
+def test_a_recipe_is_checked_against_the_tower_s_layers(tmp_path):
+    config = parse_config(CASES["qwen3-vl"].config().to_dict() | ARCHITECTURES["qwen3-vl"], vision=True)
+
+    def problems(section):
+        spec = SimpleNamespace(recipe=tiny_recipe(tmp_path, f"lora={section}"), readable_config=config)
+        return adapter.check_models(spec)
+
+    assert not problems("{rank: 4, target: [q_proj, qkv, linear_fc1], modules_to_save: [visual.merger]}")
+    assert not problems("{rank: 4, dropout: 0.1}")
+    (dropout,) = problems("{rank: 4, target: .*qkv, dropout: 0.1}")
+    assert "model.visual.blocks.0.attn.qkv of the vision tower" in dropout and "set lora.dropout=0" in dropout
+    (unknown,) = problems("{rank: 4, modules_to_save: [visual.merge]}")
+    assert "visual.merge matches no module" in unknown
 
 
 def test_adapters_reach_what_is_named():
