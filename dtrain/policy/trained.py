@@ -1,9 +1,8 @@
 """Choice of the parameters that are trained, by `train.vision`, `train.train_only` and `train.freeze` or an adapter;
 and the dtype of the others."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,22 +18,16 @@ from dtrain.parallel.tensor import exact_modules
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe.schema import Train
 
-if TYPE_CHECKING:
-    from dtrain.models.vision.common import VisionTower
-
 
 def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) -> None:
     """Add the adapter of `recipe`, and leave out of training what it does not train; that is kept in `dtype`, that of
     computation: it needs no master copy, no gradient and no optimizer state.
 
-    model: on meta, before it lies on a mesh. Raises UserError for patterns that match nothing, for what
-    `tower_problems` finds, for dropout of the tower's adapters, and where nothing is left to train.
+    model: on meta, before it lies on a mesh. Raises UserError for patterns that match nothing, for
+    dropout of a vision tower's adapters, and where nothing is left to train.
     """
-    names, towers = _names(model), model.model.vision
-    if problems := tower_problems(recipe.train, towers, [name for known in names.values() for name in known]):
-        raise UserError(problems[0])
     if recipe.lora is None:
-        _freeze(model, _left_out(names, recipe.train, frozen_of_tower(recipe.train, towers)), dtype)
+        _freeze(model, _left_out(model, _names(model), recipe.train), dtype)
         return
     config = adapter_of(asdict(recipe.lora))
     if problem := config.dropout_problem(adaptable(model.config)):
@@ -51,6 +44,8 @@ def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) ->
         if not any(is_adapter(name) or name.rpartition(".")[0] in whole for name in known)
     }
     _freeze(model, frozen, dtype)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("lora.target names layers of the vision tower alone, and no data have images: name others")
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -60,37 +55,18 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
-def tower_problems(section: Train, towers: "Collection[VisionTower]", names: Collection[str]) -> list[str]:
-    """Return what of `section` does not go with the vision towers that a model has, one line each. names: of all its
-    parameters."""
-    if section.vision != "frozen" and not towers:
-        return [f"train.vision={section.vision}: the model is built without a vision tower: set train.vision=frozen"]
-    frozen = frozen_of_tower(section, towers)
-    by_pattern = {pattern: {name for name in names if matched([name], [pattern])} for pattern in section.train_only}
-    return [
-        f"train.train_only: {pattern} names only parameters that train.vision={section.vision} freezes: set "
-        "train.vision=all"
-        for pattern, named in by_pattern.items()
-        if named and named <= frozen
-    ]
+def _left_out(model: CausalLM, names: dict[nn.Parameter, list[str]], section: Train) -> set[nn.Parameter]:
+    """Return the parameters, of these `names`, that `section` leaves out. A pattern names parameters as
+    `named_parameters` does; `*` stands for any part. A parameter of several names (a tied head) matches if one of its
+    names does."""
+    all_names, of_tower = [name for known in names.values() for name in known], set[str]()
+    problems = unmatched(section.parameter_patterns, all_names)
+    for tower in model.model.vision:
+        from dtrain.policy.vision import frozen_names, frozen_patterns
 
-
-def frozen_of_tower(section: Train, towers: "Iterable[VisionTower]") -> set[str]:
-    """Return the names, in their model, of the towers' parameters that `train.vision` freezes."""
-    trained = {"frozen": lambda tower: (), "projector": lambda tower: tower.projector, "all": lambda tower: ("*",)}
-    return {
-        f"model.{name}"
-        for tower in towers
-        for name, _ in tower.named_parameters()
-        if not matched([name], trained[section.vision](tower))
-    }
-
-
-def _left_out(names: dict[nn.Parameter, list[str]], section: Train, of_tower: set[str]) -> set[nn.Parameter]:
-    """Return the parameters that the patterns of `section` leave out, and those named `of_tower`. A pattern names
-    parameters as `named_parameters` does; `*` stands for any part. A parameter of several names (a tied head) matches
-    if one of its names does."""
-    if problems := unmatched(section.parameter_patterns, [name for known in names.values() for name in known]):
+        of_tower |= frozen_names(section, tower)
+        problems += frozen_patterns(section, tower, all_names)
+    if problems:
         raise UserError(problems[0])
     only, frozen = section.train_only, section.freeze
     out = {

@@ -22,6 +22,7 @@ from dtrain.models.common.adapter_config import (
 from dtrain.recipe import key_aliases
 from dtrain.recipe.schema import Lora
 from dtrain.run.spec import RunSpec
+from dtrain.run.stages.model import config_with_tower
 
 
 def check_keys(spec: RunSpec) -> list[str]:
@@ -104,15 +105,16 @@ def check_models(spec: RunSpec) -> list[str]:
     errors: list[str] = []
     if section is None or model is None or _expressions(section) or out_of_range(section):
         return errors
+    whole = config_with_tower(spec)
     if section.path is not None:
-        wrong = adapter_problems(asdict(section), model)
+        wrong = adapter_problems(asdict(section), model) and adapter_problems(asdict(section), whole)
         if not wrong and recipe.model.init == "pretrained":
             wrong = base_problems(Path(section.path), recipe.model.directory)
         return errors + wrong
-    config, layers = adapter_of(asdict(section)), adaptable(model)
+    config, layers = adapter_of(asdict(section)), adaptable(whole)
     errors += _targets(config, list(layers)) + _patterns(config, list(layers))
-    errors += _saved(config, modules(model))
-    if problem := config.dropout_problem(layers):
+    errors += _saved(config, modules(whole))
+    if problem := config.dropout_problem(adaptable(model)):
         errors.append(problem)
     if experts := [name for name in config.saved(modules(model)) if ".experts." in name or ".sparse." in name]:
         errors.append(

@@ -3,6 +3,7 @@ them."""
 
 import gc
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +15,10 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.models.common.adapter_config import VISION_PARTS, AdapterConfig, adaptable
 from dtrain.models.common.adapters import add_adapters
-from dtrain.models.common.flops import flops_per_patch, flops_per_token
+from dtrain.models.common.flops import flops_per_token
 from dtrain.models.read_config import parse_config
 from dtrain.models.registry import FAMILIES, class_of
+from dtrain.models.vision.flops import flops_per_patch
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.policy.trained import choose_trained
 from dtrain.run.preflight import preflight
@@ -177,7 +179,7 @@ def test_choices_that_do_not_fit_the_tower_are_refused(tmp_path, overrides, word
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["train.vision=all"], "without a vision tower: set train.vision=frozen"),
+        (["train.vision=all"], "no vision tower that dtrain trains: set train.vision=frozen"),
         (["train.vision=projector", "lora={}"], "set train.vision=frozen; lora.target"),
     ],
 )
@@ -187,15 +189,18 @@ def test_a_recipe_without_a_tower_to_train_is_refused_before_work(tmp_path, over
 
 def test_a_recipe_is_checked_against_the_tower_s_layers(tmp_path):
     config = parse_config(CASES["qwen3-vl"].config().to_dict() | ARCHITECTURES["qwen3-vl"], vision=True)
+    text = replace(config, vision=None)
 
-    def problems(section):
-        spec = SimpleNamespace(recipe=tiny_recipe(tmp_path, f"lora={section}"), readable_config=config)
-        return adapter.check_models(spec)
+    def problems(section, model=config):
+        source = SimpleNamespace(config=text, vision_config=config)
+        recipe = tiny_recipe(tmp_path, f"lora={section}")
+        return adapter.check_models(SimpleNamespace(recipe=recipe, readable_config=model, source=source))
 
     assert not problems("{rank: 4, target: [q_proj, qkv, linear_fc1], modules_to_save: [visual.merger]}")
     assert not problems("{rank: 4, dropout: 0.1}")
     (dropout,) = problems("{rank: 4, target: .*qkv, dropout: 0.1}")
     assert "model.visual.blocks.0.attn.qkv of the vision tower" in dropout and "set lora.dropout=0" in dropout
+    assert not problems("{rank: 4, target: .*qkv, dropout: 0.1}", text)
     (unknown,) = problems("{rank: 4, modules_to_save: [visual.merge]}")
     assert "visual.merge matches no module" in unknown
 
