@@ -52,22 +52,24 @@ COMPLETED = frozenset({*ROW_STREAMS, *PER_ROW, "attention_mask", "token_mask"}) 
 
 
 def pad_stream(name: str, values: Tensor, length: int) -> Tensor:
-    """Pad `values` [s] of stream `name` on the right to [length]."""
+    """Pad `values` [s, ..] of stream `name` on the right to [length, ..]."""
     stream = STREAMS[name]
     missing = length - values.shape[0]
     if stream.pad is None:
         first = int(values[-1]) + 1 if values.shape[0] else 0
         tail = torch.arange(first, first + missing, dtype=stream.dtype)
     else:
-        tail = torch.full((missing,), stream.pad, dtype=stream.dtype)
+        tail = torch.full((missing, *values.shape[1:]), stream.pad, dtype=stream.dtype)
     return torch.cat([values.to(stream.dtype), tail])
 
 
 def collate(rows: Sequence[Row], streams: Sequence[str] = ROW_STREAMS) -> Batch:
-    """Collate rows (dicts of [s] tensors, each row its own s) to a batch [len(rows), S], S the longest row's length.
+    """Collate rows (dicts of [s, ..] tensors, each row its own s) to a batch [len(rows), S, ..], S the longest row's
+    length; where the rows have streams of images, these too.
 
     No rows give a batch of shape [0, 1].
     """
+    streams = [*streams, *(name for name in IMAGE_STREAMS if rows and name in rows[0])]
     length = max((row["input_ids"].shape[0] for row in rows), default=1)
     return {
         name: torch.stack([pad_stream(name, row[name], length) for row in rows])

@@ -20,6 +20,13 @@ _COMPANIONS = """generation_config.json tokenizer.json tokenizer_config.json spe
 COMPANIONS = tuple(_COMPANIONS.split())
 
 
+def has_vision(directory: Path) -> bool:
+    """Return whether config.json of a model's directory describes a vision tower. Raises UserError for a damaged
+    file."""
+    file = directory / CONFIG
+    return file.is_file() and isinstance(read_json(file).get("vision_config"), dict)
+
+
 def has_weights(directory: Path) -> bool:
     """Return whether a directory holds weights, in a file or by an index."""
     return any((directory / name).is_file() for name in (SINGLE, INDEX))

@@ -1,6 +1,6 @@
 """Images of the rows of a batch, on the host."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,12 @@ class RowImages:
 
     pixels: Sequence[Tensor]
     grids: Sequence[Sequence[Grid]]
+
+    @classmethod
+    def beside(cls, rows: Sequence[Mapping[str, Tensor]]) -> "RowImages":
+        """Return the images of data rows: their `pixels` and `grids`."""
+        grids = [[(frames, tall, wide) for frames, tall, wide in row["grids"].tolist()] for row in rows]
+        return cls([row["pixels"] for row in rows], grids)
 
     def __len__(self) -> int:
         return len(self.pixels)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch, collate
+from dtrain.base.row_images import RowImages
 from dtrain.base.run_context import RunContext
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows
 from dtrain.policy import Batching, DynamicShapes, Packed, Policy
@@ -50,8 +51,12 @@ class BatchSource:
         return Batches(rows, global_batch=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, by_length=by_length, **more)
 
     def batch(self, rows: GlobalBatch) -> Batch:
-        """A dp rank's rows of the data as a batch [n, S] on the host."""
-        return collate(rows.rows)
+        """A dp rank's rows of the data as a batch [n, S] on the host; `images`: their `RowImages`, where the data have
+        any."""
+        batch: dict[str, Any] = collate(rows.rows)
+        if rows.rows and "pixels" in rows.rows[0]:
+            batch["images"] = RowImages.beside(rows.rows)
+        return batch
 
     def after_step(self, step: int) -> None:
         """Called after each optimizer step."""

@@ -167,6 +167,11 @@ class Data:
     ahead: 0 means none."""
     cache_dir: str | None = None
     """Where tokenized sets are kept, shared by all runs that name it. null: `.cache` in `run.dir`."""
+    image_max_pixels: Annotated[int | None, at_least(1)] = None
+    """Pixels of the largest image as the model takes it; a larger one is made smaller. null: as the model's image
+    processor says. Fewer pixels are fewer tokens."""
+    image_most_pixels: Annotated[int, (lambda v: 1 <= v <= 2**31, "at least 1, and at most 2 ** 31")] = 64_000_000
+    """Pixels of the largest image as it is stored; a larger one is refused before it is decoded."""
     chat_template: str | None = None
     """A file with a jinja chat template. null: the model's own."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -29,16 +29,21 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
 from dtrain.base.ranges import plural
 from dtrain.data.formats.formats import Conversation, PromptCompletion, Text, TokenizedRow, normalise
+from dtrain.data.formats.image_parts import image_parts, take_images
 from dtrain.data.sources.files import Chunk, read_rows
 from dtrain.data.text.replies import Messages, Replies, Span
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dtrain.data.images.reader import ImageReader, LaidOutImage
+    from dtrain.data.images.records import ImageRecord
 
 TEXT, USER = "text", "user"
 KEY = "data.prompts_as"
@@ -47,6 +52,8 @@ NONE: Mapping[str, str] = MappingProxyType({})
 LONG = "longer than data.max_length"
 UNTRAINED = "no trained token"
 CUT = "no trained token within data.max_length"
+CUT_IMAGE = "data.max_length would cut an image in half"
+TOO_LONG = (LONG, CUT_IMAGE)
 
 
 class Part(NamedTuple):
@@ -65,12 +72,13 @@ class Part(NamedTuple):
 
 class Document(NamedTuple):
     """Token ids, a byte for each that says whether it is trained, and the length before truncation; the row's columns
-    as JSON where the encoder keeps them."""
+    as JSON where the encoder keeps them; the images, in the order of their tokens."""
 
     ids: Sequence[int]
     trained: bytearray
     full: int
     columns: bytes = b""
+    images: "Sequence[LaidOutImage]" = ()
 
     def keeping(self, **columns: Any) -> "Document":
         """Return the document with these columns, as `Samples.row` reads them again."""
@@ -85,6 +93,7 @@ class EncodedChunk:
     lengths   tokens of each document              lines     the line that each comes from
     full      its length before truncation         left_out  (line, reason) of the rows that are no sample
     columns   each document's, as JSON, where they are kept
+    images    each document's; image_notes: sentences on some of them, to be said once
     others    rows of the other part, which are none of `rows`
     plain_prompts   of `rows`, those whose prompt is a plain string
     """
@@ -100,6 +109,8 @@ class EncodedChunk:
     full: list[int] = field(default_factory=list)
     left_out: list[tuple[int, str]] = field(default_factory=list)
     columns: list[bytes] = field(default_factory=list)
+    images: "list[list[ImageRecord]]" = field(default_factory=list)
+    image_notes: list[str] = field(default_factory=list)
 
     def add(self, line: int, document: Document) -> None:
         self.tokens.extend(document.ids)
@@ -108,6 +119,9 @@ class EncodedChunk:
         self.lines.append(line)
         self.full.append(document.full)
         self.columns.append(document.columns)
+        self.images.append([image.record for image in document.images])
+        notes = [note for image in document.images for note in image.notes]
+        self.image_notes = list(dict.fromkeys([*self.image_notes, *notes]))
 
 
 class RowEncoder:
@@ -120,6 +134,7 @@ class RowEncoder:
     noun = "samples"  # what these are
     loss_on = "all"  # of a reply, what is trained
     generates = True  # whether the trained model generates text
+    takes_images = False
     keeps_columns = False  # whether the cache holds what rewards or a loss read
     marks: Sequence[str] = ()  # of its kind, in the fingerprint
     decides: Sequence[Any] = ()  # beside the limits, what a row becomes
@@ -136,9 +151,12 @@ class RowEncoder:
         max_length: int,
         too_long: str = "truncate",
         prompts_as: str = TEXT,
+        images: "ImageReader | None" = None,
     ):
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.too_long, self.prompts_as = max_length, too_long, prompts_as
+        self.images = images  # None: the model takes none
+        self.directory: Path | None = None  # of the file whose rows are read; paths of images are relative to it
         self.part: Part | None = None  # of the rows; None: all of them
         self._replies: Replies | None = None
         self._affixes: tuple[list[int], list[int]] | None = None
@@ -149,7 +167,8 @@ class RowEncoder:
         template = self.template.fingerprint if self.template else None
         limits = self.max_length, *self.decides, self.too_long, self.prompts_as
         tokens = self.tokenizer.fingerprint, self.tokenizer.control_tokens.texts
-        return digest(*self.marks, *tokens, template, *limits, *(self.part or ()))[:16]
+        images = self.images.fingerprint if self.images else None
+        return digest(*self.marks, *tokens, template, *limits, images, *(self.part or ()))[:16]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         """Return the documents of a row in format `name`, or why it is left out. Raises UserError."""
@@ -174,6 +193,7 @@ class RowEncoder:
     def encode_chunk(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> EncodedChunk:
         """Encode rows in format `name` with their own names of our `columns`. Raises UserError with file and line."""
         result = EncodedChunk(size=chunk.size)
+        self.directory = Path(chunk.file).absolute().parent
 
         def documents_of(row: Mapping[str, Any]) -> list[Document] | str | None:
             is_other = self.part is not None and not self.part.has(self.content_of(row, name))
@@ -195,6 +215,7 @@ class RowEncoder:
     def look_at(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> None:
         """Check rows as `encode_chunk` does, parsed and for the format's shape, but do not tokenise them."""
         look = self.documents_of if name == "tokenized" else self.content_of
+        self.directory = Path(chunk.file).absolute().parent
         for _ in read_rows(chunk, columns, lambda row: look(row, name)):
             pass
 
@@ -217,7 +238,8 @@ class RowEncoder:
         add_generation_prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return a conversation as text, its calls as the template takes them. Raises UserError."""
+        """Return a conversation without images as text, its calls as the template takes them. Raises UserError."""
+        self.refuse_images(messages)
         messages = self.replies.with_objects(messages, tools)
         return self.replies.template.render(messages, tools, add_generation_prompt, variables)
 
@@ -232,11 +254,32 @@ class RowEncoder:
         before, after = self.around(ids)
         return [*before, *ids, *(after if ends else [])]
 
+    def refuse_images(self, messages: Messages) -> None:
+        """Raise UserError where messages have images."""
+        if any(image_parts(message) for message in messages):
+            raise UserError(
+                "the row has images, and this method trains on text alone: set method=sft or dpo, which take them, or "
+                "remove the images"
+            )
+
     def check_ids(self, ids: Sequence[int], key: str) -> None:
         """Raise UserError for an id of a tokenized row that the model has no embedding for."""
         limit = self.tokenizer.id_limit
         if max(ids, default=0) >= limit:
             raise UserError(f"{key} holds the id {max(ids)}, beyond the model's vocabulary of {limit}")
+
+    def read_images(self, messages: Messages) -> "list[LaidOutImage]":
+        """Return the images of a conversation, laid out from their headers. Raises UserError that names the first wrong
+        one, and where this encoder or the model takes none."""
+        if not self.takes_images:
+            self.refuse_images(messages)
+        _, values = take_images(messages)
+        if values and self.images is None:
+            raise UserError(
+                f"the row has images, and the model in {self.tokenizer.directory} takes none (its config.json has no "
+                "vision_config): take a model that does, or remove the images"
+            )
+        return self.images.read(values, self.directory) if values and self.images else []
 
     def drops(self, length: int) -> bool:
         """Return whether a row whose longest document has `length` tokens is dropped. Raises UserError if refused."""
@@ -270,7 +313,10 @@ class RowEncoder:
 
 
 class Encoder(RowEncoder):
-    """Encoder of rows to samples of one document, trained by `loss_on`: assistant, completion, last or all."""
+    """Encoder of rows to samples of one document, trained by `loss_on`: assistant, completion, last or all. Tokens of
+    images never are."""
+
+    takes_images = True
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, *, loss_on: str = "assistant", **limits: Any
@@ -282,24 +328,34 @@ class Encoder(RowEncoder):
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
         sample = normalise(self.in_messages(row, name), name)
         if isinstance(sample, Conversation):
-            return [sample.messages, sample.tools]
+            messages, _ = take_images(sample.messages)
+            digests = [image.image.digest for image in self.read_images(sample.messages)]
+            return [messages, sample.tools, *([digests] if digests else ())]
         if isinstance(sample, PromptCompletion):
             return [sample.prompt, sample.completion]
         return sample.text if isinstance(sample, Text) else sample.ids
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        ids, trained = self.encode(normalise(self.in_messages(row, name), name))
+        sample = normalise(self.in_messages(row, name), name)
+        images = self.read_images(sample.messages) if isinstance(sample, Conversation) else []
+        ids, trained = self.encode(sample, images)
         full = len(ids)
         if self.drops(full):
             return LONG
+        kept = self.images.within(ids, images, self.max_length) if images and self.images else images
+        if kept is None:
+            return CUT_IMAGE
         reason = CUT if _has_target(trained) else UNTRAINED
         ids, trained = ids[: self.max_length], trained[: self.max_length]
-        return [Document(ids, trained, full)] if _has_target(trained) else reason
+        return [Document(ids, trained, full, images=kept)] if _has_target(trained) else reason
 
-    def encode(self, sample: Conversation | PromptCompletion | Text | TokenizedRow) -> tuple[list[int], bytearray]:
-        """Return token ids and, a byte each, whether they are trained; not yet truncated. Raises UserError."""
+    def encode(
+        self, sample: Conversation | PromptCompletion | Text | TokenizedRow, images: "Sequence[LaidOutImage]" = ()
+    ) -> tuple[list[int], bytearray]:
+        """Return token ids and, a byte each, whether they are trained; not yet truncated. images: those of the
+        conversation's parts, in order. Raises UserError."""
         if isinstance(sample, Conversation):
-            return self._conversation(sample)
+            return self._conversation(sample, images)
         if isinstance(sample, TokenizedRow):
             self.check_ids(sample.ids, "input_ids")
             return sample.ids, bytearray(sample.trained)
@@ -308,19 +364,24 @@ class Encoder(RowEncoder):
         start = 0 if self.loss_on == "all" else len(sample.prompt)
         return self._string(sample.prompt + sample.completion, start)
 
-    def _conversation(self, sample: Conversation) -> tuple[list[int], bytearray]:
+    def _conversation(self, sample: Conversation, images: "Sequence[LaidOutImage]") -> tuple[list[int], bytearray]:
         replies = self.replies
-        messages = replies.with_objects(sample.messages, sample.tools)
+        messages = replies.with_objects(take_images(sample.messages)[0], sample.tools)
         if self.loss_on == "all":
             shut = [index for index, flag in enumerate(sample.train) if flag is False]
-            if not shut:
-                ids = self.tokenizer.encode(replies.template.render(messages, sample.tools))
-                return ids, bytearray(b"\1" * len(ids))
-            text, spans = replies.blocks(messages, sample.tools, shut)
-            ids, covered = self._masked(text, spans)
-            return ids, bytearray(1 - inside for inside in covered)
-        text, spans = replies.find(messages, sample.tools, self._wanted(sample))
-        return self._masked(text, spans)
+            spans: list[Span] = []
+            if shut:
+                text, spans = replies.blocks(messages, sample.tools, shut)
+            else:
+                text = replies.template.render(messages, sample.tools)
+            ids, covered = self._masked(text, spans, images)
+            trained = bytearray(1 - inside for inside in covered)
+        else:
+            text, spans = replies.find(messages, sample.tools, self._wanted(sample))
+            ids, trained = self._masked(text, spans, images)
+        for place in self.images.places(ids) if images and self.images else ():
+            trained[place] = 0
+        return ids, trained
 
     def _wanted(self, sample: Conversation) -> list[int]:
         roles = [message["role"] for message in sample.messages]
@@ -332,8 +393,14 @@ class Encoder(RowEncoder):
             replies = replies[-1:]
         return [index for index in replies if sample.train[index] is not False]
 
-    def _masked(self, text: str, spans: Sequence[Span]) -> tuple[list[int], bytearray]:
-        """Return the ids of `text`, and the mask of those that hold a character of a span."""
+    def _masked(
+        self, text: str, spans: Sequence[Span], images: "Sequence[LaidOutImage]" = ()
+    ) -> tuple[list[int], bytearray]:
+        """Return the ids of `text`, its images' placeholders expanded, and the mask of those that hold a character of a
+        span."""
+        if images and self.images:
+            expanded = self.images.expand(text, [image.layout for image in images])
+            text, spans = expanded.text, [(expanded.place(start), expanded.place(end)) for start, end in spans]
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         trained = bytearray(len(ids))
         for start, end in spans:

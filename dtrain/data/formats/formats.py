@@ -14,6 +14,7 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of, loads
 from dtrain.base.ranges import nearest
+from dtrain.data.formats.image_parts import read_content, refuse_images, text_of, with_images
 
 ENDINGS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}  # of data files
 IGNORE = -100  # a label without loss, as everywhere in the field
@@ -61,6 +62,7 @@ SHAREGPT_ROLES = {
     "tool_response": "tool",
     **{role: role for role in ROLES},
 }
+THOUGHTS = "; only an assistant's content begins with thoughts"
 CALL_ROLES = ("function_call", "tool_call")
 ROLE_HINTS = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
 
@@ -173,7 +175,7 @@ def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptComplet
         raise UserError(PREFERENCES)
     require_keys(row, name)
     _refuse_bad_reply(row, name)
-    return {
+    sample: Conversation | PromptCompletion | Text | TokenizedRow = {
         "messages": lambda: _chat(row, "messages"),
         "sharegpt": lambda: _chat(row, "conversations"),
         "alpaca": lambda: _alpaca(row),
@@ -181,6 +183,9 @@ def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptComplet
         "text": lambda: Text(read_string(row["text"], "text")),
         "tokenized": lambda: _tokens(row),
     }[name]()
+    if not isinstance(sample, Conversation):
+        refuse_images(row, {"text": "texts", "tokenized": "token ids"}.get(name, "plain prompts"))
+    return sample
 
 
 def _refuse_bad_reply(row: Mapping[str, Any], name: str) -> None:
@@ -228,7 +233,7 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 def _chat(row: Mapping[str, Any], key: str) -> Conversation:
     messages, train = _with_system(row, *read_messages(row[key], key))
-    return Conversation(messages, train, read_tools(row))
+    return Conversation(with_images(row, messages), train, read_tools(row))
 
 
 def _with_system(
@@ -278,7 +283,7 @@ def _message(entry: Any, key: str) -> tuple[dict[str, Any], bool | None]:
     if role == "assistant" and isinstance(message.get("content"), list):
         message = _with_thoughts(message, f"{key}.content")
     if "content" in message:
-        message["content"] = _content(message["content"], f"{key}.content")
+        message["content"] = read_content(message["content"], f"{key}.content", THOUGHTS)
     elif not message.get("tool_calls"):
         raise UserError(f"{key} has no content; give it a string")
     return message, train
@@ -332,7 +337,8 @@ def _with_thoughts(message: dict[str, Any], key: str) -> dict[str, Any]:
     thoughts: list[str] = []
     parts = list(message["content"])
     while parts and isinstance(parts[0], dict) and parts[0].get("type") == "thinking":
-        thoughts.append(_content(parts.pop(0).get("thinking"), f"{key}[{len(thoughts)}].thinking"))
+        thought = read_content(parts.pop(0).get("thinking"), f"{key}[{len(thoughts)}].thinking")
+        thoughts.append(text_of(thought))
     if not thoughts:
         return message
     if "reasoning_content" in message:
@@ -341,24 +347,6 @@ def _with_thoughts(message: dict[str, Any], key: str) -> dict[str, Any]:
     if not parts and message.get("tool_calls"):
         del message["content"]
     return message
-
-
-def _content(content: Any, key: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise UserError(f"{key} must be a string, not {kind_of(content)}")
-    texts = []
-    for index, part in enumerate(content):
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
-            kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-            thinks = "; only an assistant's content begins with thoughts" if kind == "thinking" else ""
-            raise UserError(f"{key}[{index}] is of type {kind!r}; dtrain trains on text only{thinks}")
-    return "".join(texts)
 
 
 def _tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
@@ -376,7 +364,7 @@ def _alpaca(row: Mapping[str, Any]) -> Conversation:
     """Return Alpaca's row as a conversation; `system` and `history`, a list of [question, reply], are read too."""
     messages = [{"role": "system", "content": read_string(row["system"], "system")}] if row.get("system") else []
     messages += [*read_question(row), {"role": "assistant", "content": read_string(row["output"], "output")}]
-    return Conversation(messages, [None] * len(messages), read_tools(row))
+    return Conversation(with_images(row, messages), [None] * len(messages), read_tools(row))
 
 
 def read_question(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -404,7 +392,8 @@ def _prompt_completion(row: Mapping[str, Any]) -> Conversation | PromptCompletio
         raise UserError("prompt and completion must both be strings or both be lists of messages")
     before, before_train = _with_system(row, *read_messages(prompt, "prompt"))
     after, after_train = read_messages(completion, "completion")
-    return Conversation(before + after, before_train + after_train, read_tools(row), prompt=len(before))
+    messages = with_images(row, before + after)
+    return Conversation(messages, before_train + after_train, read_tools(row), prompt=len(before))
 
 
 def _tokens(row: Mapping[str, Any]) -> TokenizedRow:

@@ -5,6 +5,7 @@ processor, pixels        layout of patches and tokens, and the tensors of a towe
 positions                streams of a document whose tokens stand for images
 qwen2_vl, gemma3, gemma4 the processors of these families
 reading, fields          processor of a model's directory
+reader, records          images of chats: image tokens in the text, streams and pixels; what a cache keeps of an image
 
 Names are imported when they are used: what decodes nothing loads neither torch nor Pillow.
 """
@@ -16,13 +17,17 @@ if TYPE_CHECKING:
     from dtrain.data.images.decoding import MOST_PIXELS, Header
     from dtrain.data.images.files import ImageBytes, read_image
     from dtrain.data.images.processor import ImageProcessor, ImageTokens, Layout
+    from dtrain.data.images.reader import ImageReader
     from dtrain.data.images.reading import read_processor
+    from dtrain.data.images.records import ImageRecord
 
 __all__ = [
     "MOST_PIXELS",
     "Header",
     "ImageBytes",
     "ImageProcessor",
+    "ImageReader",
+    "ImageRecord",
     "ImageTokens",
     "Layout",
     "read_image",
@@ -35,6 +40,8 @@ _HOMES = {
     "read_image": "files",
     "ImageProcessor": "processor",
     "ImageTokens": "processor",
+    "ImageReader": "reader",
+    "ImageRecord": "records",
     "Layout": "processor",
     "read_processor": "reading",
 }

@@ -32,10 +32,12 @@ class ImageBytes:
 
     name    what messages call it: the path or URL, as it was written
     data    the file's bytes, not decoded
+    path    the file that they were read from; None: they stood in the row itself
     """
 
     name: str
     data: bytes = field(repr=False)
+    path: Path | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -86,10 +88,10 @@ def read_image(value: Any, directory: Path | None, cache_dir: Path | None = None
     return _file(Path(value), value, directory)
 
 
-def _image_bytes(name: str, data: bytes) -> ImageBytes:
+def _image_bytes(name: str, data: bytes, path: Path | None = None) -> ImageBytes:
     if not data:
         raise UserError(f"{name}: the image is empty, 0 bytes; replace it")
-    return ImageBytes(name, data)
+    return ImageBytes(name, data, path)
 
 
 def _file(path: Path, written: str, directory: Path | None) -> ImageBytes:
@@ -103,7 +105,7 @@ def _file(path: Path, written: str, directory: Path | None) -> ImageBytes:
             raise UserError(f"{name}: this is a directory or a device, not the file of an image")
         if status.st_size > MOST_BYTES:
             raise UserError(f"{name}: the file is larger than {MOST_BYTES >> 30} GiB; is it an image?")
-        return _image_bytes(name, full.read_bytes())
+        return _image_bytes(name, full.read_bytes(), full.absolute())
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         hint = "; an image in base64 begins with data:image/png;base64," if len(written) > 255 else ""
         if isinstance(error, FileNotFoundError | NotADirectoryError | ValueError):

@@ -3,7 +3,7 @@
 A layout needs the image's height and width alone; torch is imported where pixels are asked for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -84,6 +84,16 @@ class ImageProcessor:
 
     def _cut(self, values: "Tensor") -> "Tensor":
         raise NotImplementedError
+
+    def streams(self, is_image: "Tensor", layouts: Sequence[Layout]) -> "dict[str, Tensor]":
+        """Return what models of this processor read beside the ids of one document, by the names of
+        `base.batch.IMAGE_STREAMS`: here `image_features` and `image_ends`, int64 [S].
+
+        is_image: [S] bool; layouts: of its images, in order."""
+        from dtrain.data.images.positions import feature_index, image_ends
+
+        lengths = [layout.tokens for layout in layouts]
+        return {"image_features": feature_index(is_image), "image_ends": image_ends(is_image, lengths)}
 
     @property
     def placeholder(self) -> str:

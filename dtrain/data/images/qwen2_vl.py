@@ -1,6 +1,7 @@
 """Image processor of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: any size, patches in squares that merge to tokens."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,14 @@ class Qwen2VLProcessor(ImageProcessor):
         from dtrain.data.images.pixels import merged_patches
 
         return merged_patches(values, self.patch_size, self.merge_size, self.temporal_patch_size)
+
+    def streams(self, is_image: "Tensor", layouts: Sequence[Layout]) -> "dict[str, Tensor]":
+        """Return `image_features` [S] and `rotary_ids` [S, 3], int64."""
+        from dtrain.data.images.positions import feature_index, rotary_positions
+
+        merge = self.merge_size
+        sizes = [(frames, rows // merge, columns // merge) for _, _, (frames, rows, columns), _ in layouts]
+        return {"image_features": feature_index(is_image), "rotary_ids": rotary_positions(is_image, sizes)}
 
 
 def read(files: ProcessorFiles, max_pixels: int | None) -> Qwen2VLProcessor:

@@ -10,13 +10,14 @@ chosen and rejected; n counts documents:
     origins.bin   int64   n × 3: number of the file in meta.json, line, length before truncation
     columns.bin   uint8   where an encoder keeps them: columns of each row as JSON, one behind the other
     column_offsets.bin    int64, n + 1 offsets of them
+    image*.*              of a model that takes images: see image_cache.py
     left_out.txt          every row that is no sample, and why
     meta.json             counts, sizes, digests of all files, the cache's name, a checksum of itself; written last
 
 It is built beside its place, synced and renamed, so that a kill leaves no half cache; a lock file, held by flock and so
-released with its holder, lets one process build while others wait. Every run reads it against its digests first: what
-is damaged is made anew. Building streams: memory does not grow with the set. Old caches are not removed; the directory
-may be deleted whenever no run uses it.
+released with its holder, lets one process build while others wait. Every run reads it, and the files of its images,
+against their digests first: what is damaged, or of other images, is made anew. Building streams: memory does not grow
+with the set. Old caches are not removed; the directory may be deleted whenever no run uses it.
 """
 
 import hashlib
@@ -29,10 +30,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise, starmap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,12 +43,16 @@ from dtrain.base.errors import UserError
 from dtrain.base.files import lock, publish, sync, write_new
 from dtrain.base.json_files import OWN, digest, read_json
 from dtrain.base.ranks import Ranks, digests, view
-from dtrain.data.formats.encoder import LONG, EncodedChunk, Part, RowEncoder
+from dtrain.data.formats.encoder import TOO_LONG, EncodedChunk, Part, RowEncoder
 from dtrain.data.rows.pool import Job, Pool
 from dtrain.data.sources.files import read_chunks
 
+if TYPE_CHECKING:
+    from dtrain.data.images.records import ImageRecord
+    from dtrain.data.rows.image_cache import ImageTable, ImageWriter
+
 META = "meta.json"
-VERSION = 8
+VERSION = 9
 SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
 NAMED = 20  # rows left out that messages name; left_out.txt has all
 ARRAYS = {"tokens.bin": torch.int32, "trained.bin": torch.uint8, "offsets.bin": torch.int64, "origins.bin": torch.int64}
@@ -111,13 +116,8 @@ class Samples:
     def __init__(self, directory: Path, weights: Sequence[float]):
         self.directory, self.weights = directory, tuple(weights)
         self.meta: dict[str, Any] = json.loads((directory / META).read_text())
-        self._tokens, self._trained, self._offsets, origins, *self._columns = (
-            torch.from_file(
-                str(directory / name), shared=False, size=self.meta["sizes"][name] // kind.itemsize, dtype=kind
-            )
-            for name, kind in {**ARRAYS, **COLUMNS}.items()
-            if name in self.meta["sizes"]
-        )
+        self._tokens, self._trained, self._offsets, origins = self._mapped(ARRAYS)
+        self._columns = self._mapped(COLUMNS)
         self._origins = origins.view(-1, 3)
         self.noun: str = self.meta["noun"]
         self.documents_per_sample: int = self.meta["documents_per_sample"]
@@ -126,10 +126,27 @@ class Samples:
         self.shares = tuple(Share(*share) for share in zip(starts, counts, self.weights, strict=True))
         self.fingerprint = digest(self.meta["fingerprint"], self.weights, self.documents_per_sample)[:16]
 
+    def _mapped(self, kinds: Mapping[str, torch.dtype]) -> list[Tensor]:
+        """Return the arrays of these files, memory-mapped; none of files that the cache has not."""
+        sizes = self.meta["sizes"]
+        return [
+            torch.from_file(str(self.directory / name), shared=False, size=sizes[name] // kind.itemsize, dtype=kind)
+            if sizes[name]
+            else torch.empty(0, dtype=kind)
+            for name, kind in kinds.items()
+            if name in sizes
+        ]
+
     @property
     def identity(self) -> str:
         """A digest of the samples and of the source that each is of."""
         return digest(self.fingerprint, self.meta["per_source"])[:16]
+
+    @cached_property
+    def _images(self) -> "ImageTable":
+        from dtrain.data.rows import image_cache  # rows of text alone load nothing of images
+
+        return image_cache.ImageTable(self._mapped(image_cache.ARRAYS))
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -163,6 +180,10 @@ class Samples:
         first = index * self.documents_per_sample
         start, end = offsets[first : first + 2].tolist()
         return json.loads(bytes(content[start:end].tolist()))
+
+    def images(self, index: int) -> "list[list[ImageRecord]]":
+        """Return the images of each document of a sample, in the order of their tokens."""
+        return self._images.of(index * self.documents_per_sample, self.documents_per_sample)
 
     def column_names(self) -> list[str]:
         """Return the names of the columns kept of up to 256 rows, which are spread over all."""
@@ -252,6 +273,12 @@ class _Writer:
         self.samples = 0
         self.counts = Counter(dict.fromkeys(COUNTS, 0))
         self.named: list[list[Any]] = []
+        self.images: ImageWriter | None = None
+        if encoder.images is not None:
+            from dtrain.data.rows import image_cache
+
+            self.streams |= {name: stack.enter_context(open(directory / name, "wb")) for name in image_cache.ARRAYS}
+            self.images = image_cache.ImageWriter(self.streams)
 
     def add(self, number: int, file: str, chunk: EncodedChunk) -> None:
         self._write("tokens.bin", chunk.tokens.tobytes())
@@ -265,6 +292,8 @@ class _Writer:
         if "columns.bin" in self.streams:
             self._write("columns.bin", b"".join(chunk.columns))
             self._advance("column_offsets.bin", map(len, chunk.columns))
+        if self.images is not None:
+            self.hash.update(self.images.add(chunk.images, chunk.image_notes))
         cut = [full - length for full, length in zip(chunk.full, chunk.lengths, strict=True)]
         firsts = range(0, len(cut), self.documents)
         self.samples += len(firsts)
@@ -277,7 +306,7 @@ class _Writer:
             truncated=sum(any(cut[first : first + self.documents]) for first in firsts),
         )
         for line, reason in chunk.left_out:
-            self.counts["too_long" if reason == LONG else "untrained"] += 1
+            self.counts["too_long" if reason in TOO_LONG else "untrained"] += 1
             self.list.write(f"{file}:{line}: {reason}\n")
             if len(self.named) < NAMED:
                 self.named.append([file, line, reason])
@@ -332,6 +361,8 @@ def _build(
             writer.add(number, str(file), chunk)
             per_source[source] += len(chunk.lengths) // encoder.documents
             bar.update(chunk.size)
+        if writer.images is not None:
+            writer.images.close(directory)
     _refuse_nothing(writer, files, label, encoder.noun, encoder.part)
     return {
         "version": VERSION,
@@ -343,6 +374,7 @@ def _build(
         "samples": writer.samples,
         "tokens": writer.ends["offsets.bin"],
         **writer.counts,
+        **(writer.images.meta if writer.images else {"images": 0}),
         "left_out": writer.named,
         "max_length": encoder.max_length,
         "sizes": {name: (directory / name).stat().st_size for name in writer.streams},
@@ -404,7 +436,7 @@ def drop_damaged(place: Path, ranks: Ranks) -> list[str]:
     """Delete the cache at `place` where a file is not as it was written; return the damage, a line for each machine.
 
     Every file is read, once on each machine. Raises UserError on every rank where a damaged cache cannot be deleted.
-    Collective over `ranks`: five or six all-gathers of objects.
+    Collective over `ranks`: six to nine all-gathers of objects.
     """
     damage = _damage(place, ranks)
     views = ranks.every(lambda: None if damage is None else view([place.parent]))
@@ -430,10 +462,11 @@ def drop_damaged(place: Path, ranks: Ranks) -> list[str]:
 
 def _damage(place: Path, ranks: Ranks) -> str | None:
     """Return the damage of the cache at `place` on this machine; None where it is whole or absent. Collective."""
-    damage, written = None, {}
+    damage, written, has_images = None, {}, False
     if os.path.lexists(place):
         try:
-            written = _read_meta(place)["digests"]
+            meta = _read_meta(place)
+            written, has_images = meta["digests"], meta["images"] > 0
         except UserError as error:
             damage = str(error)
     try:
@@ -443,6 +476,10 @@ def _damage(place: Path, ranks: Ranks) -> str | None:
     for (name, content), actual in zip(written.items(), contents, strict=True):
         if content != actual:
             damage = damage or f"{place / name}: its content is not what was written"
+    if any(ranks.every(lambda: has_images)):
+        from dtrain.data.rows.image_cache import damage_of_images
+
+        damage = damage_of_images(place, ranks) or damage
     return damage
 
 

@@ -9,22 +9,23 @@ Feistel network over the next power of four, walked until it lands inside ("cycl
 with Arbitrary Finite Domains, 2002). Its round function is SplitMix64's mixer.
 """
 
-import signal
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
 
-from dtrain.base.batch import IGNORE, ROW_STREAMS
+from dtrain.base.batch import IGNORE
 from dtrain.base.dealing import deal
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key, mix
 from dtrain.data.rows.cache import Samples, Share
+
+if TYPE_CHECKING:
+    from dtrain.data.images.reader import ImageReader
 
 ROUNDS = 8
 WINDOW = 4096  # samples packed together; bounds what packing holds in memory
@@ -135,6 +136,7 @@ class Rows:
     capacity    tokens that a packed row has room for: max_length for each document of one sample
     shuffle     False: the order of the files, and rows in the order of their first sample within a window
     epochs      None: without end
+    images      reader of the samples' images, where they have any
     fingerprint a hash of the tokens that these rows are made of: another one means other data
     """
 
@@ -145,6 +147,7 @@ class Rows:
     shuffle: bool = True
     seed: int = 0
     epochs: int | None = None
+    images: "ImageReader | None" = None
 
     def __post_init__(self) -> None:
         self.fingerprint = self.samples.fingerprint
@@ -213,9 +216,19 @@ class Rows:
         A row is input_ids, labels, position_ids and seq_ids, int64, all [s], s the tokens in it. labels[t] is the token
         after input_ids[t] within its document, where that one is trained, else -100; position_ids restart and seq_ids
         count up with each document, so that the chosen documents of pairs have the even seq_ids of a packed row.
+        Where the samples have images, a row has the streams of these too, and their `pixels` [P, values] and `grids`
+        [images, 3]; they are decoded here.
         """
         documents = [document for index in samples for document in self.samples[index]]
-        return [row_of(documents)] if self.packing else [row_of([document]) for document in documents]
+        members = [range(len(documents))] if self.packing else [[number] for number in range(len(documents))]
+        rows = [row_of([documents[number] for number in some]) for some in members]
+        if self.images is None:
+            return rows
+        records = [images for index in samples for images in self.samples.images(index)]
+        return [
+            row | self.images.row_of([(documents[number][0], records[number]) for number in some])
+            for row, some in zip(rows, members, strict=True)
+        ]
 
     def _order(self, epoch: int) -> Order:
         return Order(self.samples.shares, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
@@ -308,20 +321,13 @@ class Batches:
         if self.num_workers == 0:
             yield from self._local()
             return
-        from torchdata.stateful_dataloader import StatefulDataLoader  # only where it is used: its import is slow
+        from dtrain.data.rows.workers import made_by_workers  # only where it is used: its import is slow
 
-        loader = StatefulDataLoader(
-            _Flat(self),
-            batch_size=None,
-            num_workers=self.num_workers,
-            collate_fn=tuple,  # an item as it is
-            worker_init_fn=_leave_signals_to_the_run,
-            generator=torch.Generator(),  # else it would draw from the global one, and shift what training draws
-            snapshot_every_n_steps=1 << 30,
-        )
-        for flat, lengths, batch in loader:
-            pieces = flat.split(lengths, dim=1)
-            yield replace(batch, rows=[dict(zip(ROW_STREAMS, piece, strict=True)) for piece in pieces])
+        for rows, batch in made_by_workers(self._parts, self.num_workers):
+            yield replace(batch, rows=rows)
+
+    def _parts(self, first: int, step: int) -> Iterator[tuple[list[Row], GlobalBatch]]:
+        return ((batch.rows, replace(batch, rows=[])) for batch in self._local(first, step))
 
     def _local(self, first: int = 0, step: int = 1) -> Iterator[GlobalBatch]:
         """Yield batches number first, first + step, ..."""
@@ -341,25 +347,3 @@ class Batches:
         most = -(-len(group) // self.dp_size)  # so that it makes no more micro-batches than fixed ones would be
         dealt = deal(self.rows.samples.lengths(samples).tolist(), self.dp_size, most)
         return [group[index] for index in dealt[self.dp_rank]]
-
-
-class _Flat(IterableDataset):
-    """The batches of one worker process, each flattened into one tensor: a tensor sent is a file descriptor held."""
-
-    def __init__(self, batches: Batches):
-        self.batches = batches
-
-    def __iter__(self):
-        worker = get_worker_info()
-        assert worker is not None  # only worker processes draw from it
-        for batch in self.batches._local(worker.id, worker.num_workers):
-            rows = [torch.stack([row[name] for name in ROW_STREAMS]) for row in batch.rows]
-            empty = torch.empty(len(ROW_STREAMS), 0, dtype=torch.int64)  # a short last batch may have no row
-            flat = torch.cat([empty, *rows], dim=1)  # [4, tokens]
-            yield flat, [row.shape[1] for row in rows], replace(batch, rows=[])
-
-
-def _leave_signals_to_the_run(worker: int) -> None:
-    """Ignore signals, sent to every process: the run needs its rows until it has saved, then it ends this process."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(signum, signal.SIG_IGN)

@@ -8,8 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
+from dtrain.base.model_directory import has_vision
 from dtrain.base.ranges import plural
-from dtrain.data.formats.encoder import LONG, TEXT, EncodedChunk, Part, RowEncoder, describe, refuse_without_template
+from dtrain.data.formats.encoder import (
+    TEXT,
+    TOO_LONG,
+    EncodedChunk,
+    Part,
+    RowEncoder,
+    describe,
+    refuse_without_template,
+)
 from dtrain.data.formats.formats import CHAT_FORMATS, FORMATS, KINDS
 from dtrain.data.rows.cache import Samples, Source, open_cache
 from dtrain.data.rows.rows import Rows
@@ -21,6 +30,7 @@ from dtrain.data.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from dtrain.data.formats.labels import Label
     from dtrain.data.formats.prompts import PromptOptions
+    from dtrain.data.images.reader import ImageReader
 
 Say = Callable[[str], None]
 
@@ -88,6 +98,7 @@ def open_rows(
         shuffle=section.shuffle and train,
         seed=seed,
         epochs=epochs if train else 1,
+        images=encoder.images if samples.meta["images"] else None,
     )
     if section.packing == "auto" and not packs_by_itself(rows, kind):
         packed = rows.rows_in_epoch(0)
@@ -160,9 +171,25 @@ def _opened(
     if not train:
         sources = [replace(source, weight=1.0) for source in sources if source.weight]
     formats = {name for source in sources for name in source.formats}
-    encoder = _encoder(section, tokenizer, formats, tell, kind, prompts, label)
+    images = _image_reader(section, tokenizer, cache_dir)
+    encoder = _encoder(section, tokenizer, formats, tell, kind, prompts, label, images)
     encoder.part = Part(section.val, seed, not train) if is_part else None
     return sources, encoder
+
+
+def _image_reader(section: Any, tokenizer: Tokenizer, cache_dir: str | Path | None) -> "ImageReader | None":
+    """Return the reader of images in rows; None where the model takes none."""
+    if not has_vision(tokenizer.directory):
+        return None
+    from dtrain.data.images.reader import ImageReader  # rows of text alone load nothing of images
+
+    return ImageReader(
+        tokenizer,
+        tokenizer.directory,
+        max_pixels=section.image_max_pixels,
+        most_pixels=section.image_most_pixels,
+        cache_dir=None if cache_dir is None else Path(cache_dir).expanduser(),
+    )
 
 
 def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | None) -> list[Source]:
@@ -198,11 +225,13 @@ def _encoder(
     kind: str,
     prompts: "PromptOptions | None",
     label: "Label | None",
+    images: "ImageReader | None",
 ) -> RowEncoder:
     """Return the encoder of the section; prints the chat template's origin, and what loss_on means for plain rows."""
     template = choose_template(tokenizer.directory, tokenizer, section.chat_template, section.template_kwargs)
     refuse_without_template(section.prompts_as, template, tokenizer.directory)
     limits = {"max_length": section.max_length, "too_long": section.too_long, "prompts_as": section.prompts_as or TEXT}
+    limits["images"] = images
     module, name, own = ENCODERS[kind if label is None else f"{kind} with labels"]
     options = {"label": label, "options": prompts, "loss_on": section.loss_on}
     options = {option: options[option] for option in own} | limits
@@ -249,13 +278,17 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
             f"note: {label}: one token of a sample is trained, as where answers are empty: that teaches their end "
             "alone; `dtrain preview` shows it"
         )
+    if meta["images"]:
+        count = f"{meta['images']:,} {plural(meta['images'], 'image')}"
+        lines.append(f"{label}: {count} in {meta['image_tokens']:,} of the tokens, which are not trained")
+        lines += [f"note: {label}: {note}" for note in meta["image_notes"]]
     limit = f"data.max_length={meta['max_length']}"
     if meta["truncated"]:
         lines.append(f"{label}: {meta['truncated']:,} {noun} truncated to {limit}; {meta['tokens_cut']:,} tokens cut")
     if meta["too_long"]:
         lines.append(f"{label}: {meta['too_long']:,} rows dropped, longer than {limit} (data.too_long={too_long})")
     if meta["untrained"]:
-        named = [f"{file}:{line} ({reason})" for file, line, reason in meta["left_out"] if reason != LONG]
+        named = [f"{file}:{line} ({reason})" for file, line, reason in meta["left_out"] if reason not in TOO_LONG]
         why = "without a trained token" if noun != "pairs" else "that teach no preference"
         lines.append(
             f"{label}: {meta['untrained']:,} rows left out {why}: {', '.join(named[:5])}"

@@ -1,0 +1,175 @@
+"""Images in rows: parts of messages, placeholders in texts, and the column `images`, in one shape.
+
+    {"type": "image", "image": IMAGE}           a part of a message's content; also as `url` or `path`
+    {"type": "image_url", "image_url": ...}     the same as OpenAI writes it: a URL, or {"url": URL}
+    {"type": "image"}                           a part whose image is the next of the column `images`
+    "<image>"                                   in a text: the same, in rows with that column and without such parts
+    neither                                     the images of the column stand before the first user's message
+
+IMAGE is what `dtrain.data.images.read_image` reads. In the one shape every image is a part with `image`, and stands
+where it is in the text. Torch is not imported.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import kind_of, loads
+from dtrain.base.ranges import plural
+
+COLUMN = "images"
+PLACEHOLDER = "<image>"
+TYPES = ("image", "image_url")  # of parts
+_KEYS = ("image", "url", "path", "image_url")  # of a part, where its image stands
+
+
+def read_part(part: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return an image part with `image`, its image as the row has it; None where the column `images` has it. Raises
+    UserError that names `key`."""
+    values = [part[name] for name in _KEYS if part.get(name) is not None]
+    if len(values) > 1:
+        raise UserError(f"{key} names its image twice; keep one of {', '.join(_KEYS)}")
+    value = values[0] if values else None
+    if isinstance(value, Mapping) and "url" in value:
+        value = value["url"]
+    return {"type": "image", "image": value}
+
+
+def images_in(row: Mapping[str, Any]) -> list[Any] | None:
+    """Return the column `images` of a row; None where it has none. One image may stand there without a list; CSV has
+    lists as JSON. Raises UserError."""
+    value = row.get(COLUMN)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = loads(value)
+        except ValueError as problem:
+            raise UserError(f"{COLUMN} is a string that is not JSON ({problem}); it must be a list") from problem
+    if value is None or value == "":
+        return None
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def with_images(row: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose image parts have their images, those of the row's column `images` among them. Raises
+    UserError where the column has more images than the messages have places for, or fewer."""
+    images = images_in(row)
+    parts = [part for message in messages for part in image_parts(message)]
+    bare = [part for part in parts if part["image"] is None]
+    if images is None:
+        if bare:
+            raise UserError(
+                f"image parts of the messages without an image: {len(bare)}, and the row has no column {COLUMN}: write "
+                "the image into the part, or give the row that column"
+            )
+        return messages
+    if len(parts) > len(bare):
+        raise UserError(f"the messages have images of their own, and the row has {COLUMN}; keep one of them")
+    if not bare:
+        messages, count = _split_at_placeholders(messages)
+        if not count and images:
+            return _before_the_first_question(messages, images)
+    else:
+        count = len(bare)
+    if count != len(images):
+        written = "image parts" if bare else PLACEHOLDER
+        raise UserError(
+            f"the messages have {count} places for images ({written}), and {COLUMN} has {len(images)}; "
+            "give each place one image"
+        )
+    return _filled(messages, iter(images))
+
+
+def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return `messages` with bare parts `{"type": "image"}`, as chat templates read them, and the images that the parts
+    held, in order."""
+    bare: list[dict[str, Any]] = []
+    images: list[Any] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            images += [part["image"] for part in content if part.get("type") == "image"]
+            parts = [{"type": "image"} if part.get("type") == "image" else part for part in content]
+            message = {**message, "content": parts}
+        bare.append(dict(message))
+    return bare, images
+
+
+def image_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the image parts of a message."""
+    content = message.get("content")
+    return [part for part in content if part.get("type") == "image"] if isinstance(content, list) else []
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message's content, its images left out."""
+    return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content
+
+
+def refuse_images(row: Mapping[str, Any], what: str) -> None:
+    """Raise UserError where a row of `what`, which has no messages, has images."""
+    if images := images_in(row):
+        raise UserError(
+            f"the row has {len(images)} {plural(len(images), 'image')} in its column {COLUMN}, and images stand in "
+            f"messages: {what} take none; give the row messages"
+        )
+
+
+def _split_at_placeholders(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """Return messages, all of whose contents are texts, with a part for each placeholder, and how many there are."""
+    split, count = [], 0
+    for message in messages:
+        texts = message.get("content", "").split(PLACEHOLDER)
+        if len(texts) > 1:
+            pairs = [({"type": "image", "image": None}, {"type": "text", "text": text}) for text in texts]
+            parts = [part for pair in pairs for part in pair][1:]
+            message = {**message, "content": [part for part in parts if part.get("text") != ""]}
+        count += len(texts) - 1
+        split.append(message)
+    return split, count
+
+
+def _before_the_first_question(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
+    """Return messages with `images` at the beginning of the first user's message, as TRL reads such rows."""
+    first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise UserError(f"the row has {COLUMN}, and no user's message that they belong to; write {PLACEHOLDER} there")
+    message = messages[first]
+    parts = [{"type": "image", "image": image} for image in images]
+    parts.append({"type": "text", "text": message["content"]})
+    return [*messages[:first], {**message, "content": parts}, *messages[first + 1 :]]
+
+
+def _filled(messages: list[dict[str, Any]], images: Iterator[Any]) -> list[dict[str, Any]]:
+    filled = []
+    for message in messages:
+        if image_parts(message):
+            parts = [
+                {**part, "image": next(images)} if part["type"] == "image" else part for part in message["content"]
+            ]
+            message = {**message, "content": parts}
+        filled.append(message)
+    return filled
+
+
+def read_content(content: Any, key: str, thinks: str = "") -> str | list[dict[str, Any]]:
+    """Return a message's content: its text, or where it has images its parts. thinks: more on parts of thoughts, where
+    these are refused. Raises UserError that names `key`."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise UserError(f"{key} must be a string, not {kind_of(content)}")
+    parts: list[dict[str, Any]] = []
+    for index, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, dict) else kind_of(part)
+        if isinstance(part, str):
+            parts.append({"type": "text", "text": part})
+        elif kind == "text" and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        elif kind in TYPES and isinstance(part, dict):
+            parts.append(read_part(part, f"{key}[{index}]"))
+        else:
+            more = thinks if kind == "thinking" else ""
+            raise UserError(f"{key}[{index}] is of type {kind!r}; dtrain trains on texts and images{more}")
+    if all(part["type"] == "text" for part in parts):
+        return text_of(parts)
+    return parts

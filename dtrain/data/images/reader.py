@@ -1,0 +1,194 @@
+"""`ImageReader`: images of chats, from the parts of messages to image tokens in the text, streams and pixels.
+
+    messages, values = take_images(messages)        of formats.image_parts: bare parts, and the images in order
+    images = reader.read(values, directory)         bytes and layout of each, by its header
+    text = reader.expand(rendered, images)          the template's placeholders become image tokens
+    streams = reader.streams(ids, layouts)            what a model reads beside the ids
+    pixels = reader.pixels(image)                   decoded, as the tower takes them
+
+A reader is for one model. Its processor is read at the first image, so that chats without one need no processor.
+Torch is imported where tensors are asked for.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.model_directory import has_vision
+from dtrain.data.images.decoding import MOST_PIXELS
+from dtrain.data.images.files import ImageBytes, read_image
+from dtrain.data.images.processor import ImageProcessor, Layout
+from dtrain.data.images.reading import read_processor
+from dtrain.data.images.records import ImageRecord
+from dtrain.data.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LaidOutImage:
+    """Image of a chat: its bytes, its layout, and sentences to say once for all images that have them."""
+
+    image: ImageBytes
+    layout: Layout
+    notes: tuple[str, ...] = ()
+
+    @property
+    def record(self) -> ImageRecord:
+        """The image as a cache keeps it."""
+        return ImageRecord.of(self.image, self.layout)
+
+
+@dataclass(frozen=True)
+class ExpandedText:
+    """Rendered chat whose placeholders have become image tokens.
+
+    ends: of each placeholder, in the text as it was rendered; shifts: characters that the text is longer before the
+    first placeholder, behind it, and so on.
+    """
+
+    text: str
+    ends: Sequence[int]
+    shifts: Sequence[int]
+
+    def place(self, position: int) -> int:
+        """Return where the character at `position` of the rendered text stands now."""
+        return position + self.shifts[bisect_right(self.ends, position)]
+
+
+class ImageReader:
+    """Reader of images for the model whose files are in `model`.
+
+    most_pixels     of an image as it is stored; more are refused before anything is decoded
+    max_pixels      of an image as the tower takes it, below the processor's own bound; None: the processor's
+    cache_dir       where images behind URLs are copied to; None: URLs are refused
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        model: Path,
+        *,
+        max_pixels: int | None = None,
+        most_pixels: int = MOST_PIXELS,
+        cache_dir: Path | None = None,
+    ):
+        self.tokenizer, self.model, self.cache_dir = tokenizer, model, cache_dir
+        self.max_pixels, self.most_pixels = max_pixels, most_pixels
+
+    @cached_property
+    def processor(self) -> ImageProcessor:
+        """The model's image processor. Raises UserError where the model takes no images, or has none that fits."""
+        if not has_vision(self.model):
+            raise UserError(f"the model in {self.model} takes no images (its config.json has no vision_config)")
+        processor = read_processor(self.model, self.max_pixels)
+        processor.check_tokens(self.tokenizer.vocabulary)
+        return processor
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Hash of everything that decides tokens and pixels; None of a model without a processor that dtrain reads."""
+        try:
+            return self.processor.fingerprint
+        except UserError:
+            return None
+
+    def read(self, values: Sequence[Any], directory: Path | None) -> list[LaidOutImage]:
+        """Return the images that `values` are, as of `read_image`; only their headers are read.
+
+        directory: that of the file that names them; None: no path is read. Raises UserError that names the image by its
+        number and its name.
+        """
+        images = []
+        for number, value in enumerate(values, start=1):
+            try:
+                processor, image = self.processor, read_image(value, directory, self.cache_dir)
+                header = image.header(self.most_pixels)
+                images.append(LaidOutImage(image, processor.layout(header.height, header.width), header.notes))
+            except UserError as error:
+                raise UserError(f"image {number} of {len(values)}: {error}") from error
+        return images
+
+    def expand(self, text: str, layouts: Sequence[Layout]) -> ExpandedText:
+        """Return a rendered chat with the tokens of its images in the place of the template's placeholders.
+
+        Placeholders in the words of users are none: templates write them escaped. Raises UserError where there are more
+        or fewer placeholders than images.
+        """
+        placeholder = self.processor.placeholder
+        pieces = text.split(placeholder)
+        if len(pieces) - 1 != len(layouts):
+            raise UserError(
+                f"the chat template writes {len(pieces) - 1} times {placeholder} for {len(layouts)} images: use the "
+                "model's own template, and leave this token out of the messages of the assistant and the system"
+            )
+        expansions = [self.processor.expansion(layout) for layout in layouts]
+        ends = list(accumulate(len(piece) + len(placeholder) for piece in pieces[:-1]))
+        shifts = list(accumulate((len(expansion) - len(placeholder) for expansion in expansions), initial=0))
+        expanded = "".join(part for pair in zip(pieces, [*expansions, ""], strict=True) for part in pair)
+        return ExpandedText(expanded, ends, shifts)
+
+    def places(self, ids: Sequence[int]) -> list[int]:
+        """Return the places of image tokens."""
+        return [place for place, token in enumerate(ids) if token == self.token_id]
+
+    def within(
+        self, ids: Sequence[int], images: Sequence[LaidOutImage], max_length: int
+    ) -> Sequence[LaidOutImage] | None:
+        """Return the images whose tokens are among the first `max_length` of `ids`; None where one would be cut.
+
+        Raises UserError for an image that no row of this length has room for, and where `ids` hold another number of
+        image tokens than the images have.
+        """
+        for image in images:
+            if image.layout.tokens >= max_length:
+                raise UserError(
+                    f"{image.image.name}: the image has {image.layout.tokens} tokens, and data.max_length is "
+                    f"{max_length}: raise it, or make images smaller with data.image_max_pixels"
+                )
+        places, ends = self.places(ids), [*accumulate((image.layout.tokens for image in images), initial=0)]
+        if len(places) != ends[-1]:
+            raise UserError(
+                f"the row has {len(places)} image tokens ({self.processor.tokens.token}), and its images are "
+                f"{ends[-1]}: images alone write this token; leave it out of the text"
+            )
+        kept = bisect_left(places, max_length)
+        return images[: ends.index(kept)] if kept in ends else None
+
+    @property
+    def token_id(self) -> int:
+        """The id of image tokens."""
+        return self.processor.tokens.token_id
+
+    def pixels(self, image: ImageBytes) -> "Tensor":
+        """Return the decoded image as the tower takes it, float32 [patches, values]."""
+        return self.processor.pixels(image.decode(self.most_pixels))
+
+    def row_of(self, documents: "Sequence[tuple[Tensor, Sequence[ImageRecord]]]") -> "dict[str, Tensor]":
+        """Return what the model reads beside the ids of a row of documents (ids [s], images), one behind the other: the
+        streams of `ImageProcessor.streams`, `pixels` float32 [P, values] and `grids` int64 [images, 3].
+
+        Features are counted through the row. Raises UserError for an image that cannot be read or decoded.
+        """
+        import torch
+
+        records = [record for _, images in documents for record in images]
+        streams = [self.streams(ids, [record.layout for record in images]) for ids, images in documents]
+        joined = {name: torch.cat([own[name] for own in streams]) for name in streams[0]}
+        is_feature = joined["image_features"] >= 0
+        joined["image_features"] = torch.where(is_feature, is_feature.cumsum(0) - 1, -1)
+        pixels = [self.pixels(record.image()) for record in records]
+        joined["pixels"] = torch.cat(pixels) if pixels else torch.empty(0, 0)
+        grids = [record.layout.grid for record in records]
+        return joined | {"grids": torch.tensor(grids, dtype=torch.int64).view(-1, 3)}
+
+    def streams(self, ids: "Tensor", layouts: Sequence[Layout]) -> "dict[str, Tensor]":
+        """Return what the model reads beside the ids [S] of one document; see `ImageProcessor.streams`. Without layouts
+        all ids are text."""
+        return self.processor.streams((ids == self.token_id) & bool(layouts), layouts)

@@ -1,0 +1,50 @@
+"""`ImageRecord`: image of a sample, as a cache of rows keeps it: not its pixels, but where its bytes are."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.data.images.files import ImageBytes
+from dtrain.data.images.processor import Layout
+
+
+@dataclass(frozen=True)
+class ImageRecord:
+    """Image of a sample.
+
+    name    as messages call it
+    digest  SHA-256 of its bytes, in hex
+    path    its file, absolute; None: the bytes are in `data`
+    """
+
+    name: str
+    digest: str
+    layout: Layout
+    path: str | None = None
+    data: bytes | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, image: ImageBytes, layout: Layout) -> "ImageRecord":
+        """Return the record of an image that was read."""
+        if image.path is None:
+            return cls(image.name, image.digest, layout, data=image.data)
+        return cls(image.name, image.digest, layout, path=str(image.path))
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """Digest and layout, for JSON: what makes it another image, wherever it lies."""
+        return {"digest": self.digest, "layout": list(self.layout)}
+
+    def image(self) -> ImageBytes:
+        """Return the image, its file read again. Raises UserError where that is another one, or gone."""
+        if self.data is not None:
+            return ImageBytes(self.name, self.data)
+        path = Path(str(self.path))
+        try:
+            image = ImageBytes(self.name, path.read_bytes(), path)
+        except OSError as error:
+            raise UserError(f"{path}: the image cannot be read: {error.strerror}; put it back") from error
+        if image.digest != self.digest:
+            raise UserError(f"{path}: the image is not the one that the run began with; start again")
+        return image

@@ -1,0 +1,119 @@
+"""Images of samples in a cache: their records, the bytes of those without a file of their own, the files of the others.
+
+    images.bin            uint8, each document's records as JSON, one behind the other
+    image_offsets.bin     int64, n + 1 offsets of them
+    image_bytes.bin       uint8, bytes of images that stood in the rows themselves (parquet, data URIs), each once
+    image_files.json      paths of the other images, and the SHA-256 of each
+
+No pixels are kept. An image is read from its own file, or from here, each time that it is needed.
+"""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from dtrain.base.json_files import LARGE, read_json
+from dtrain.base.ranks import THREADS, Ranks, view
+from dtrain.data.images.processor import Layout
+from dtrain.data.images.records import ImageRecord
+
+ARRAYS = {"images.bin": torch.uint8, "image_offsets.bin": torch.int64, "image_bytes.bin": torch.uint8}
+FILES = "image_files.json"
+
+
+class ImageWriter:
+    """Writer of the images of samples to the files of a cache, whose streams are open."""
+
+    def __init__(self, streams: Mapping[str, IO[bytes]]):
+        self._streams = streams
+        self._records_end, self._bytes_end = 0, 0
+        self._places: dict[str, tuple[int, int]] = {}  # by the digest of an image: where its bytes are
+        self._files: dict[str, str] = {}  # by the path of an image: its digest
+        self._count, self._tokens, self._notes = 0, 0, dict[str, None]()
+        streams["image_offsets.bin"].write(array("q", [0]).tobytes())
+
+    @property
+    def meta(self) -> dict[str, object]:
+        """Counts of images and their tokens, and the notes on them, each once."""
+        return {"images": self._count, "image_tokens": self._tokens, "image_notes": list(self._notes)}
+
+    def add(self, documents: Sequence[Sequence[ImageRecord]], notes: Sequence[str]) -> bytes:
+        """Write the images of each document; return what says in a fingerprint which they are. notes: on some of
+        them."""
+        self._notes |= dict.fromkeys(notes)
+        written = [json.dumps([self._entry(record) for record in records]).encode() for records in documents]
+        self._streams["images.bin"].write(b"".join(written))
+        _, *offsets = accumulate(map(len, written), initial=self._records_end)
+        self._streams["image_offsets.bin"].write(array("q", offsets).tobytes())
+        self._records_end = offsets[-1] if offsets else self._records_end
+        contents = [[[record.digest, record.layout] for record in records] for records in documents if records]
+        return json.dumps(contents).encode() if contents else b""
+
+    def close(self, directory: Path) -> None:
+        """Write the list of the images' files."""
+        (directory / FILES).write_text(json.dumps(self._files))
+
+    def _entry(self, record: ImageRecord) -> list[object]:
+        self._count, self._tokens = self._count + 1, self._tokens + record.layout.tokens
+        if record.path is not None:
+            self._files[record.path] = record.digest
+        place = None if record.data is None else self._place(record.digest, record.data)
+        return [record.name, record.digest, record.layout, record.path, place]
+
+    def _place(self, digest: str, data: bytes) -> tuple[int, int]:
+        if digest not in self._places:
+            self._streams["image_bytes.bin"].write(data)
+            start, self._bytes_end = self._bytes_end, self._bytes_end + len(data)
+            self._places[digest] = (start, self._bytes_end)
+        return self._places[digest]
+
+
+class ImageTable:
+    """Images of the documents of a cache. arrays: of the files ARRAYS, memory-mapped."""
+
+    def __init__(self, arrays: Sequence[Tensor]):
+        self._records, self._offsets, self._bytes = arrays
+
+    def of(self, first: int, count: int) -> list[list[ImageRecord]]:
+        """Return the images of `count` documents from `first` on, in the order of their tokens."""
+        bounds = self._offsets[first : first + count + 1].tolist()
+        return [
+            [self._record(*entry) for entry in json.loads(self._records[start:end].numpy().tobytes())]
+            for start, end in pairwise(bounds)
+        ]
+
+    def _record(self, name: str, digest: str, layout: list, path: str | None, place: list[int] | None) -> ImageRecord:
+        height, width, grid, tokens = layout
+        data = None if place is None else self._bytes[slice(*place)].numpy().tobytes()
+        return ImageRecord(name, digest, Layout(height, width, tuple(grid), tokens), path, data)
+
+
+def damage_of_images(place: Path, ranks: Ranks) -> str | None:
+    """Return why images of the cache at `place` are not those that it was made of, as this machine sees their files;
+    None where they are. Collective over `ranks`, which share out the reading: two all-gathers of objects."""
+    file = place / FILES
+    files = list(read_json(file, most=LARGE).items()) if file.is_file() else []
+    views = ranks.every(lambda: view([file.parent]) if files else "")
+    beside = [rank for rank, other in enumerate(views) if other == views[ranks.rank]]  # this rank among them
+    mine = files[beside.index(ranks.rank) :: len(beside)]
+    with ThreadPoolExecutor(THREADS) as threads:
+        problems = ranks.every(lambda: next(filter(None, threads.map(_damage, mine)), None))
+    return next((problems[rank] for rank in beside if problems[rank] is not None), None)
+
+
+def _damage(entry: tuple[str, str]) -> str | None:
+    path, digest = entry
+    try:
+        with open(path, "rb") as stream:
+            actual = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        return f"the image {path} cannot be read: {error.strerror}"
+    return None if actual == digest else f"the image {path} is another one now"
