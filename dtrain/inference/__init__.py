@@ -8,5 +8,6 @@ cached_attention       the attention of a forward over them
 graphs                 a decoding step as a CUDA graph
 sampling               the next token
 generate               completions in one call
+chats                  chats, and their images, to prompts
 scores                 log-probabilities of a prompt's tokens
 """

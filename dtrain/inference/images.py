@@ -24,16 +24,14 @@ def check_images(images: Images, length: int, config: ModelConfig, name: str) ->
     index = images.index[images.index >= 0]
     if not torch.equal(index, torch.arange(tokens, device=index.device)):
         raise UserError(f"{name} has {len(index)} tokens of images in order, and its images become {tokens}")
-    has_axes, sees_ends = any(rope.sections for rope in config.ropes.values()), bool(config.bidirectional)
-    for stream, tensor, is_read, shape in (
-        ("index", images.index, True, (1, length)),
-        ("rotary_ids", images.rotary_ids, has_axes, (1, length, 3)),
-        ("ends", images.ends, sees_ends, (1, length)),
+    has_axes = any(rope.sections for rope in config.ropes.values())
+    for stream, tensor, shape in (
+        ("index", images.index, (1, length)),
+        ("rotary_ids", images.rotary_ids, (1, length, 3) if has_axes else None),
+        ("ends", images.ends, (1, length) if config.bidirectional or images.ends is not None else None),
     ):
-        if (None if tensor is None else tuple(tensor.shape)) != (shape if is_read else None):
-            raise UserError(
-                f"{name}: {stream} of its images must be {shape if is_read else None}, as the model reads it"
-            )
+        if (None if tensor is None else tuple(tensor.shape)) != shape:
+            raise UserError(f"{name}: {stream} of its images must be of shape {shape}, as the model reads them")
 
 
 def joined(rows: Sequence[Images], length: int, config: ModelConfig) -> Images:

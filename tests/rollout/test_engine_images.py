@@ -59,7 +59,6 @@ def drawn_by_transformers(theirs, case, ids, pixels, grids):
     return tokens, logprobs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_tokens_and_logprobs_are_transformers(name, tmp_path):
     case, (narrow, theirs) = CASES[name], make(name)
@@ -134,7 +133,7 @@ def test_images_that_a_model_cannot_take_are_refused():
         "patches of": replace(images, pixels=images.pixels[1:]),
         "tokens of images": replace(images, index=images.index.roll(1, 1).clamp(max=3)),
         "rotary_ids of its images": replace(images, rotary_ids=None),
-        "ends of its images": replace(images, ends=images.index),
+        "ends of its images": replace(images, ends=images.index[0]),
         "index of its images": replace(images, index=images.index[0]),
     }
     for words, wrong in bad.items():
