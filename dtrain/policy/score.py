@@ -242,13 +242,28 @@ class Scorer:
     def _images(self, batch: Batch, local: Batch) -> Images | None:
         """Return the images of a host micro-batch, and their places among this rank's tokens; of a model without a
         vision tower None, with one also where the rows have no image."""
-        if (vision := self.model.config.vision) is None:
+        config = self.model.config
+        if config.vision is None:
             return None
         rows: RowImages = getattr(batch, "images", None) or RowImages([], [])
-        pixels, grids = rows.joined(vision.values)
+        pixels, grids, order = rows.distinct(config.vision.values, config.vision.tokens)
+        weights = (weight for tower in self.model.model.vision for weight in tower.parameters())
+        pixels = pixels.to(next(weights).dtype)  # in half precision half as much to copy
+        if self.device.type == "cuda":
+            pixels = pixels.pin_memory()
         features = local.pop("image_features", torch.full_like(local["input_ids"], -1))
+        if len(order):
+            order = order.to(self.device, non_blocking=True)
+            features = torch.where(features >= 0, order[features.clamp(min=0)], features)
         rotary_ids, ends = local.pop("rotary_ids", None), local.pop("image_ends", None)
-        return Images(pixels.to(self.device, non_blocking=True), grids, features, rotary_ids, ends)
+        has_axes = any(rope.sections is not None for rope in config.ropes.values())
+        return Images(
+            pixels.to(self.device, non_blocking=True),
+            grids,
+            features,
+            rotary_ids if has_axes else None,
+            ends if config.bidirectional else None,
+        )
 
     def _packing(self, batch: Batch, is_packed: bool) -> Packing | None:
         """Return the packing of a host micro-batch's whole rows, padded as they are cut over cp; None for plain rows of

@@ -77,6 +77,11 @@ class ModelDirectory:
         return read_config(self.path, self.labels)
 
     @cached_property
+    def vision_config(self) -> ModelConfig:
+        """config.json, with the tower for images. Raises UserError where there is none that dtrain has."""
+        return read_config(self.path, self.labels, vision=True)
+
+    @cached_property
     def any_config(self) -> ModelConfig | None:
         """config.json of a model with any head; None where it cannot be read."""
         with suppress(UserError):
@@ -122,6 +127,7 @@ class RunSpec:
     rows: "dict[str, Rows]" = field(default_factory=dict)
     columns: dict[str, list[str]] = field(default_factory=dict)
     plain_prompts: int = 0  # of the training rows
+    has_images: bool = False  # so that the model has its vision tower
     is_data_read: bool = False
     # evals, on the first rank: by the name of the set
     questions: "dict[str, tuple[Questions, list[Reward]]]" = field(default_factory=dict)
@@ -150,13 +156,13 @@ class RunSpec:
     @property
     def model_config(self) -> ModelConfig:
         """The model's. Raises UserError."""
-        return self.source.config
+        return self.source.vision_config if self.has_images else self.source.config
 
-    @cached_property
+    @property
     def readable_config(self) -> ModelConfig | None:
         """The model's, or None."""
         with suppress(OSError, UserError):
-            return self.source.config
+            return self.model_config
         return None
 
     @cached_property

@@ -170,23 +170,35 @@ class ImageReader:
         """Return the decoded image as the tower takes it, float32 [patches, values]."""
         return self.processor.pixels(image.decode(self.most_pixels))
 
-    def row_of(self, documents: "Sequence[tuple[Tensor, Sequence[ImageRecord]]]") -> "dict[str, Tensor]":
-        """Return what the model reads beside the ids of a row of documents (ids [s], images), one behind the other: the
-        streams of `ImageProcessor.streams`, `pixels` float32 [P, values] and `grids` int64 [images, 3].
+    def rows_of(self, rows: "Sequence[Sequence[tuple[Tensor, Sequence[ImageRecord]]]]") -> "list[dict[str, Tensor]]":
+        """Return what the model reads beside the ids of rows, each of documents (ids [s], images) one behind the other:
+        the streams of `ImageProcessor.streams`, features counted through the row; `pixels` float32 [P, values], `grids`
+        int64 [images, 3] and `image_keys` int64 [images], equal for equal images.
 
-        Features are counted through the row. Raises UserError for an image that cannot be read or decoded.
+        An image that several documents share is decoded once. Raises UserError for an image that cannot be read or
+        decoded.
         """
         import torch
 
-        records = [record for _, images in documents for record in images]
-        streams = [self.streams(ids, [record.layout for record in images]) for ids, images in documents]
-        joined = {name: torch.cat([own[name] for own in streams]) for name in streams[0]}
-        is_feature = joined["image_features"] >= 0
-        joined["image_features"] = torch.where(is_feature, is_feature.cumsum(0) - 1, -1)
-        pixels = [self.pixels(record.image()) for record in records]
-        joined["pixels"] = torch.cat(pixels) if pixels else torch.empty(0, 0)
-        grids = [record.layout.grid for record in records]
-        return joined | {"grids": torch.tensor(grids, dtype=torch.int64).view(-1, 3)}
+        from dtrain.data.images.positions import feature_index
+
+        decoded: dict[str, Tensor] = {}
+        made = []
+        for documents in rows:
+            records = [record for _, images in documents for record in images]
+            for record in records:
+                if record.digest not in decoded:
+                    decoded[record.digest] = self.pixels(record.image())
+            streams = [self.streams(ids, [record.layout for record in images]) for ids, images in documents]
+            row = {name: torch.cat([own[name] for own in streams]) for name in streams[0]}
+            row["image_features"] = feature_index(row["image_features"] >= 0)
+            pixels = [decoded[record.digest] for record in records]
+            row["pixels"] = torch.cat(pixels) if pixels else torch.empty(0, 0)
+            grids = [record.layout.grid for record in records]
+            row["grids"] = torch.tensor(grids, dtype=torch.int64).view(-1, 3)
+            row["image_keys"] = torch.tensor([record.key for record in records], dtype=torch.int64)
+            made.append(row)
+        return made
 
     def streams(self, ids: "Tensor", layouts: Sequence[Layout]) -> "dict[str, Tensor]":
         """Return what the model reads beside the ids [S] of one document; see `ImageProcessor.streams`. Without layouts

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.data.images.files import ImageBytes
@@ -32,9 +31,9 @@ class ImageRecord:
         return cls(image.name, image.digest, layout, path=str(image.path))
 
     @property
-    def content(self) -> dict[str, Any]:
-        """Digest and layout, for JSON: what makes it another image, wherever it lies."""
-        return {"digest": self.digest, "layout": list(self.layout)}
+    def key(self) -> int:
+        """Number of 63 bits that equal images share."""
+        return int(self.digest[:16], 16) >> 1
 
     def image(self) -> ImageBytes:
         """Return the image, its file read again. Raises UserError where that is another one, or gone."""

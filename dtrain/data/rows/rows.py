@@ -216,8 +216,7 @@ class Rows:
         A row is input_ids, labels, position_ids and seq_ids, int64, all [s], s the tokens in it. labels[t] is the token
         after input_ids[t] within its document, where that one is trained, else -100; position_ids restart and seq_ids
         count up with each document, so that the chosen documents of pairs have the even seq_ids of a packed row.
-        Where the samples have images, a row has the streams of these too, and their `pixels` [P, values] and `grids`
-        [images, 3]; they are decoded here.
+        Where the samples have images, they are decoded here, and a row has what `ImageReader.rows_of` gives too.
         """
         documents = [document for index in samples for document in self.samples[index]]
         members = [range(len(documents))] if self.packing else [[number] for number in range(len(documents))]
@@ -225,10 +224,8 @@ class Rows:
         if self.images is None:
             return rows
         records = [images for index in samples for images in self.samples.images(index)]
-        return [
-            row | self.images.row_of([(documents[number][0], records[number]) for number in some])
-            for row, some in zip(rows, members, strict=True)
-        ]
+        with_images = [[(documents[number][0], records[number]) for number in some] for some in members]
+        return [row | more for row, more in zip(rows, self.images.rows_of(with_images), strict=True)]
 
     def _order(self, epoch: int) -> Order:
         return Order(self.samples.shares, seed=self.seed, epoch=epoch, shuffle=self.shuffle)

@@ -47,15 +47,15 @@ class _Flat(IterableDataset):
 
 
 class _FlatRows(NamedTuple):
-    """Rows in two tensors. widths: of each stream in `streams` [tokens, widths]; lengths: tokens of each row; patches
-    and grids: of each row's images, none without images; pixels [patches, values]: of all rows."""
+    """Rows in two tensors. widths: of each stream in `streams` [tokens, widths]; lengths: tokens of each row; pixels
+    [patches, values]: of all rows; patches, and lists of grids and image_keys: of each row, none without images."""
 
     widths: dict[str, int]
     streams: Tensor
     lengths: list[int]
     pixels: Tensor
     patches: list[int]
-    grids: list[list[list[int]]]
+    lists: list[dict[str, list]]
 
 
 def _flattened(rows: Sequence[Row]) -> _FlatRows:
@@ -71,7 +71,7 @@ def _flattened(rows: Sequence[Row]) -> _FlatRows:
         [len(row["input_ids"]) for row in rows],
         torch.cat(pixels) if pixels else torch.empty(0, 0),
         [len(row["pixels"]) for row in with_images],
-        [row["grids"].tolist() for row in with_images],
+        [{name: row[name].tolist() for name in ("grids", "image_keys")} for row in with_images],
     )
 
 
@@ -81,14 +81,15 @@ def _rows_of(
     lengths: list[int],
     pixels: Tensor,
     patches: list[int],
-    grids: list[list[list[int]]],
+    lists: list[dict[str, list]],
 ) -> list[Row]:
     """Return the rows that `_flattened` made these of, as views."""
     columns = dict(zip(widths, streams.split(list(widths.values()), 1), strict=True))
     parts = {name: (stream if widths[name] > 1 else stream[:, 0]).split(lengths) for name, stream in columns.items()}
     rows = [{name: part[number] for name, part in parts.items()} for number in range(len(lengths))]
-    for row, own, of_row in zip(rows, pixels.split(patches), grids, strict=False):
-        row |= {"pixels": own, "grids": torch.tensor(of_row, dtype=torch.int64).view(-1, 3)}
+    for row, own, of_row in zip(rows, pixels.split(patches), lists, strict=False):
+        grids, keys = (torch.tensor(of_row[name], dtype=torch.int64) for name in ("grids", "image_keys"))
+        row |= {"pixels": own, "grids": grids.view(-1, 3), "image_keys": keys}
     return rows
 
 

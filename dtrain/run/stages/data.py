@@ -154,6 +154,7 @@ def open_splits(
             is_packed = opened["train"].packing or options["kind"] == "prompts"
             recipe = replace(recipe, data=replace(recipe.data, packing=is_packed))
     spec.recipe, spec.rows = recipe, opened
+    spec.has_images = any(rows.samples.meta["images"] for rows in opened.values())
     spec.columns = {split: rows.samples.column_names() for split, rows in opened.items()}
     spec.identities |= {DIGESTS[split]: rows.samples.identity for split, rows in opened.items()}
     spec.plain_prompts = opened["train"].samples.meta["plain_prompts"]

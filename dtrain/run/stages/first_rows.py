@@ -48,6 +48,7 @@ def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
         spec.columns[split] = list(dict.fromkeys(name for row in rows for name in row))
         plain[split] = sum(chunk.plain_prompts for chunk in chunks if chunk)
         read[split] = sum(chunk.rows for chunk in chunks if chunk)
+        spec.has_images |= any(any(chunk.images) for chunk in chunks if chunk)
     spec.plain_prompts = plain["train"]
     if len(host.problems) > start:
         return

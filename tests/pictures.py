@@ -1,0 +1,160 @@
+"""Tiny models that take images, with tokenizer, chat template and image processor, and rows with pictures on disk."""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import AddedToken
+
+from dtrain.methods import load_recipe
+from dtrain.recipe.schema import Recipe
+from tests.data.images.makers import encoded, picture
+from tests.data.makers import byte_level, write_jsonl
+from tests.data.makers import save as save_tokenizer
+from tests.models.oracle import _gemma, _qwen3_5, randomise, save
+from tests.models.test_vision_models import SECTIONS
+from tests.models.towers import _qwen_vl
+from tests.models.vision.oracle import SIGLIP
+
+_PARTS = (
+    "{%- for part in message.content %}{% if part.type == 'image' %}PICTURE{% elif 'text' in part %}{{ part.text }}"
+    "{% endif %}{% endfor %}"
+)
+_CONTENT = "{%- if message.content is string %}{{ message.content }}{% else %}" + _PARTS + "{% endif %}"
+QWEN = (
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    + _CONTENT.replace("PICTURE", "<|vision_start|><|image_pad|><|vision_end|>")
+    + "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{%- for message in messages %}"
+    "{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' }}"
+    + _CONTENT.replace("PICTURE", "<start_of_image>")
+    + "{{ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+_TOKENS = {
+    "qwen": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
+    "gemma": ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+}
+_QWEN_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "size": {"shortest_edge": 64, "longest_edge": 24 * 24},
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
+_QWEN_TOWER = dict(depth=2, patch_size=4, num_position_embeddings=16)
+
+
+def _qwen3_vl():
+    text = dict(head_dim=16, tie_word_embeddings=True)
+    return _qwen_vl(transformers.Qwen3VLConfig, text, deepstack_visual_indexes=[0], **_QWEN_TOWER)
+
+
+def _qwen3_5_vl():
+    vision = dict(hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=48, **_QWEN_TOWER)
+    return transformers.Qwen3_5Config(
+        text_config=_qwen3_5(rope_parameters=SECTIONS).to_dict(), vision_config=vision, image_token_id=1
+    )
+
+
+def _gemma3():
+    vision = {**SIGLIP, "image_size": 24, "patch_size": 4, "vision_use_head": False}
+    text = {**_gemma().to_dict(), "sliding_window": 6}
+    return transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=9)
+
+
+_GEMMA_PROCESSOR = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": 24, "width": 24},
+    "image_seq_length": 9,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
+FAMILIES = {
+    "qwen3-vl": (_qwen3_vl, "qwen", QWEN, _QWEN_PROCESSOR),
+    "qwen3.5": (_qwen3_5_vl, "qwen", QWEN, _QWEN_PROCESSOR),
+    "gemma3": (_gemma3, "gemma", GEMMA, _GEMMA_PROCESSOR),
+}
+
+
+def write_model(directory: Path, family: str = "qwen3-vl", weights: bool = True) -> Path:
+    """A directory with config.json, tokenizer, chat template and image processor; with weights, random ones in
+    float32."""
+    make, kind, template, processor = FAMILIES[family]
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = byte_level(bos=None)
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in _TOKENS[kind]])
+    begin, image, end = (tokenizer.token_to_id(text) for text in _TOKENS[kind][:3])
+    config = make()
+    config.get_text_config().vocab_size = tokenizer.get_vocab_size() + 3
+    if kind == "qwen":
+        config.image_token_id, config.vision_start_token_id, config.vision_end_token_id = image, begin, end
+        config.video_token_id = tokenizer.token_to_id(_TOKENS[kind][3])
+        texts = {"eos_token": "<|im_end|>", "bos_token": None, "image_token": _TOKENS[kind][1]}
+    else:
+        config.image_token_index = config.image_token_id = image
+        config.boi_token_index, config.eoi_token_index = begin, end
+        named = dict(zip(("boi_token", "image_token", "eoi_token"), _TOKENS[kind], strict=True))
+        texts = {"eos_token": "<end_of_turn>", "bos_token": "<bos>", **named}
+    if weights:
+        torch.manual_seed(0)
+        save(randomise(transformers.AutoModelForImageTextToText.from_config(config)), directory)
+    else:
+        config.save_pretrained(directory)
+    save_tokenizer(directory, tokenizer, template, **texts)
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    if kind == "gemma":
+        (directory / "processor_config.json").write_text(json.dumps({"image_seq_length": 9}))
+    return directory
+
+
+SIZES = ((16, 16), (24, 9), (12, 40), (30, 30), (8, 16))
+
+
+def write_pictures(directory: Path) -> list[str]:
+    """Pictures of different sizes; their names."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for number, (height, width) in enumerate(SIZES):
+        (directory / f"{number}.png").write_bytes(encoded(picture(height, width, seed=number)))
+    return [f"{number}.png" for number in range(len(SIZES))]
+
+
+def chat(*question: dict | str, answer: str = "two and two") -> dict:
+    """A row with a question of parts, of which strings are names of pictures, or texts where they have a space."""
+    parts = [{"type": "text", "text": part} if " " in part else {"type": "image", "image": part} for part in question]
+    return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]}
+
+
+def write_rows(directory: Path, count: int = 12) -> Path:
+    """Rows with one picture, two, and none."""
+    names = write_pictures(directory)
+    rows = []
+    for number in range(count):
+        first, other = names[number % len(names)], names[(number + 2) % len(names)]
+        question = ([first, "What is it?"], ["Is it ", first, " or ", other, " and why?"], ["What is two and two?"])
+        rows.append(chat(*question[number % 3], answer="two and two " * (1 + number % 4)))
+    return write_jsonl(directory / "rows.jsonl", rows)
+
+
+def picture_recipe(root: Path, *overrides: str, family: str = "qwen3-vl", name: str = "run") -> Recipe:
+    """An SFT recipe over a tiny model that takes images and rows with pictures, float64, 3 steps."""
+    model = root / family
+    if not model.exists():
+        write_model(model, family)
+    if not (root / "rows.jsonl").exists():
+        write_rows(root)
+    recipe = {
+        "run": {"name": name, "dir": str(root / "runs")},
+        "model": {"path": str(model)},
+        "data": {"train": {"path": str(root / "rows.jsonl")}, "max_length": 128, "packing": False, "shuffle": False},
+        "train": {"steps": 3, "global_batch": 4, "micro_batch": 2, "dtype": "float64"},
+        "optimizer": {"lr": 1e-2},
+        "scheduler": {"warmup_steps": 0},
+        "checkpoint": {"every": None, "export": "none"},
+        "metrics": {"tensorboard": False},
+    }
+    return load_recipe(recipe, overrides)
