@@ -2,13 +2,19 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from dtrain.base.batch import IMAGE_STREAMS
 from dtrain.base.errors import UserError
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.images import Images
+
+if TYPE_CHECKING:
+    from dtrain.data.images.reader import ImageReader
+    from dtrain.data.images.records import ImageRecord
 
 
 def check_images(images: Images, length: int, config: ModelConfig, name: str) -> None:
@@ -32,6 +38,17 @@ def check_images(images: Images, length: int, config: ModelConfig, name: str) ->
     ):
         if (None if tensor is None else tuple(tensor.shape)) != shape:
             raise UserError(f"{name}: {stream} of its images must be of shape {shape}, as the model reads them")
+
+
+def prompt_images(reader: "ImageReader", ids: Sequence[int], records: Sequence["ImageRecord"]) -> Images | None:
+    """Return the images of a prompt as a request has them, decoded; None without. Raises UserError for an image that
+    cannot be read or decoded."""
+    if not records:
+        return None
+    (row,) = reader.rows_of([[(torch.tensor(ids), records)]])
+    streams = {name: row[name][None] for name in IMAGE_STREAMS if name in row}
+    grids = [record.layout.grid for record in records]
+    return Images(row["pixels"], grids, streams["image_features"], streams.get("rotary_ids"), streams.get("image_ends"))
 
 
 def joined(rows: Sequence[Images], length: int, config: ModelConfig) -> Images:

@@ -202,5 +202,7 @@ class ImageReader:
 
     def streams(self, ids: "Tensor", layouts: Sequence[Layout]) -> "dict[str, Tensor]":
         """Return what the model reads beside the ids [S] of one document; see `ImageProcessor.streams`. Without layouts
-        all ids are text."""
-        return self.processor.streams((ids == self.token_id) & bool(layouts), layouts)
+        all ids are text, as image tokens that a model has drawn behind those of its images are."""
+        is_image = ids == self.token_id
+        is_image &= is_image.cumsum(0) <= sum(layout.tokens for layout in layouts)
+        return self.processor.streams(is_image, layouts)

@@ -169,4 +169,4 @@ def _identify(spec: RunSpec, host: Host) -> None:
         files = [file for source in sources for file in weight_files(source.path)]
         if sum(file.stat().st_size for file in files) > SMALL_WEIGHTS:
             return
-    spec.identities = resume.identities(spec, host.ranks)
+    spec.identities |= resume.identities(spec, host.ranks)
