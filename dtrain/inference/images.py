@@ -21,9 +21,9 @@ def check_images(images: Images, length: int, config: ModelConfig, name: str) ->
     except ValueError as error:
         raise UserError(f"{name}: {error}") from error
     tokens = sum(map(config.vision.tokens, images.grids))
-    index = images.index[images.index >= 0]
+    index = images.index[images.index >= 0].unique()  # an image may stand in several places
     if not torch.equal(index, torch.arange(tokens, device=index.device)):
-        raise UserError(f"{name} has {len(index)} tokens of images in order, and its images become {tokens}")
+        raise UserError(f"{name} has tokens for {len(index)} features of images, and its images have {tokens}")
     has_axes = any(rope.sections for rope in config.ropes.values())
     for stream, tensor, shape in (
         ("index", images.index, (1, length)),

@@ -16,6 +16,7 @@ from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
+from dtrain.rl.remote.http import HttpEngine
 from tests.models.oracle import save
 from tests.models.test_vision_models import CASES, IMAGE, images_of, make, token_rows
 from tests.models.vision.oracle import WideIslands
@@ -131,7 +132,7 @@ def test_images_that_a_model_cannot_take_are_refused():
     assert not tokens  # a prompt without images does not run the tower
     bad = {
         "patches of": replace(images, pixels=images.pixels[1:]),
-        "tokens of images": replace(images, index=images.index.roll(1, 1).clamp(max=3)),
+        "tokens for": replace(images, index=images.index.roll(1, 1).clamp(max=3)),
         "rotary_ids of its images": replace(images, rotary_ids=None),
         "ends of its images": replace(images, ends=images.index[0]),
         "index of its images": replace(images, index=images.index[0]),
@@ -139,6 +140,8 @@ def test_images_that_a_model_cannot_take_are_refused():
     for words, wrong in bad.items():
         with pytest.raises(UserError, match=words):
             Engine(model).add(replace(request, images=wrong))
+    with pytest.raises(UserError, match="prompts with images are for the native engine"):
+        HttpEngine.generate(None, [text, request])
     config = models.parse_config(CASES["qwen3-vl"].config().to_dict())
     with pytest.raises(UserError, match="the request has images, and this model has no vision tower"):
         Engine(models.build(config, "meta"), max_rows=1, max_tokens=64, device=torch.device("cpu")).add(request)

@@ -13,7 +13,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from dtrain.base.errors import UserError
 from dtrain.commands import cli
+from dtrain.commands.serve.connection import Limits
+from dtrain.data import Tokenizer as DtrainTokenizer
+from dtrain.data import choose_template
+from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions
+from dtrain.data.images import ImageReader
+from dtrain.inference.chats import ChatEncoder, image_part
+from tests import pictures
 from tests.data.images.makers import CLIP, encoded, picture, png_that_claims
 from tests.models.oracle import VOCAB, save
 from tests.models.test_vision_models import END, IMAGE, START, make
@@ -114,7 +122,9 @@ def test_chat_shows_images_with_the_next_message(made, run, monkeypatch):
     directory, _, (one, two) = made
     lines = ["w5", f"/image {one}", "w6", "w7", "/image nowhere.png", f"/image {two}", "/reset", f"/image {two}", "w5"]
     typed = iter([*lines, "/exit"])
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))  # where an error is told, and the talk goes on
+    monkeypatch.setattr(
+        sys, "stdin", SimpleNamespace(isatty=lambda: True)
+    )  # where an error is told, and the talk goes on
     monkeypatch.setattr("builtins.input", lambda mark: next(typed))
     status, out, err = run("chat", directory, "--temperature", "0")
     first = answered(made, 8, 5, 9)
@@ -167,6 +177,26 @@ def test_a_server_answers_images_and_refuses_what_it_cannot_read(made):
         assert "64 megapixels together" in answer["error"]["message"]
         status, answer = ask(url, path, {"messages": [{"role": "user", "content": [{"text": "w5", "image_url": {}}]}]})
         assert status == 400 and "must have the field text, and no other" in answer["error"]["message"]
+
+
+def test_images_under_way_are_bounded_together(made):
+    with serving(made[0], limits=Limits(pixels=2000)) as (url, _):
+        status, answer = ask(url, "/v1/chat/completions", shows("w5", data_uri(made[2][0].read_bytes())))
+        assert status == 503 and "holds as many images as it may" in answer["error"]["message"]
+        assert ask(url, "/v1/chat/completions", shows("w5"))[0] == 200
+
+
+def test_image_tokens_in_the_words_of_a_message_are_refused(tmp_path, made):
+    directory = pictures.write_model(tmp_path, "gemma3", weights=False)
+    tokenizer = DtrainTokenizer.from_directory(directory)
+    encoder = PromptEncoder(tokenizer, choose_template(directory, tokenizer), max_length=99, options=PromptOptions(99))
+    chats = ChatEncoder(encoder, ImageReader(tokenizer, directory))
+    said = [{"role": "user", "content": [image_part(made[2][0])]}, {"role": "assistant", "content": "a photo"}]
+    prompt = chats.encode(Prompt([*said, {"role": "user", "content": "<image_soft_token>"}]))  # written escaped
+    assert chats.images_of(prompt).index.max() == 8
+    said[1]["content"] = "a <image_soft_token>"
+    with pytest.raises(UserError, match="the messages write the token <image_soft_token>: images alone do"):
+        chats.encode(Prompt([*said, {"role": "user", "content": "why?"}]))
 
 
 def test_models_of_text_refuse_images(made, run, tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ class Images:
         """Hash of all values: images of equal digests have equal features in equal places."""
         tensors = self.pixels, self.index, self.rotary_ids, self.ends
         shapes = [None if tensor is None else (str(tensor.dtype), *tensor.shape) for tensor in tensors]
-        whole = hashlib.sha256(repr((self.grids, shapes)).encode())
+        whole = hashlib.sha256(repr(([tuple(grid) for grid in self.grids], shapes)).encode())
         for tensor in tensors:
             if tensor is not None:
                 whole.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
