@@ -150,7 +150,16 @@ class PolicyCheckpoint:
         """
         dtype, template = self._dtype, self.chat_template
         if self._model.adapters is None or self._base_name is None:
-            write_directory(self._model, out, source, dtype, replace=True, chat_template=template, held=held)
+            write_directory(
+                self._model,
+                out,
+                source,
+                dtype,
+                replace=True,
+                chat_template=template,
+                held=held,
+                tower_in_files=not self.holds_base,
+            )
             return
         config, tensors = self._model.adapters.config, model_tensors(self._model)
         write_adapter(
@@ -236,7 +245,7 @@ def weights_of(model: CausalLM, store: CheckpointStore, step: int) -> Weights:
         raise UserError(
             f"{store.path(step)} holds some of the weights that this run freezes, such as {min(held)}, and not "
             f"others, such as {min(frozen - held)}: its run trained other parts of the model. Freeze the same ones "
-            "(lora.modules_to_save, train.freeze, train.train_only), or export it and set model.path=OUT"
+            "(lora.modules_to_save, train.vision, train.freeze, train.train_only), or export it and set model.path=OUT"
         )
     is_whole = held == frozen
     left_out = set() if is_whole else frozen

@@ -64,7 +64,7 @@ def beside(policy: Policy, path: str, config: ModelConfig, build: Callable[..., 
     own = replace(
         recipe,
         model=Model(path=path),
-        train=replace(recipe.train, activation_checkpointing="none", train_only=[], freeze=[]),
+        train=replace(recipe.train, activation_checkpointing="none", vision="frozen", train_only=[], freeze=[]),
         parallel=replace(recipe.parallel, reshard_after_forward=True),
         lora=None,
     )

@@ -1,5 +1,5 @@
-"""Choice of the parameters that are trained, by `train.train_only` and `train.freeze` or an adapter; and the dtype of
-the others."""
+"""Choice of the parameters that are trained, by `train.vision`, `train.train_only` and `train.freeze` or an adapter;
+and the dtype of the others."""
 
 from collections.abc import Collection
 from dataclasses import asdict
@@ -11,7 +11,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.name_patterns import matched, unmatched
 from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
 from dtrain.checkpoint.peft.config import adapter_of
-from dtrain.models.common.adapter_config import is_adapter
+from dtrain.models.common.adapter_config import adaptable, is_adapter
 from dtrain.models.common.adapters import add_adapters
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.tensor import exact_modules
@@ -23,13 +23,15 @@ def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) ->
     """Add the adapter of `recipe`, and leave out of training what it does not train; that is kept in `dtype`, that of
     computation: it needs no master copy, no gradient and no optimizer state.
 
-    model: on meta, before it lies on a mesh. Raises UserError for patterns that match nothing, and where nothing is
-    left to train.
+    model: on meta, before it lies on a mesh. Raises UserError for patterns that match nothing, for
+    dropout of a vision tower's adapters, and where nothing is left to train.
     """
     if recipe.lora is None:
-        _freeze(model, _left_out(_names(model), recipe.train), dtype)
+        _freeze(model, _left_out(model, _names(model), recipe.train), dtype)
         return
     config = adapter_of(asdict(recipe.lora))
+    if problem := config.dropout_problem(adaptable(model.config)):
+        raise UserError(problem)
     model.adapters = add_adapters(model, config, recipe.run.seed)
     modules = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
     whole = {module for module in modules if config.saved([model.config.whole(module)])}
@@ -42,6 +44,8 @@ def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) ->
         if not any(is_adapter(name) or name.rpartition(".")[0] in whole for name in known)
     }
     _freeze(model, frozen, dtype)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("lora.target names layers of the vision tower alone, and no data have images: name others")
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -51,17 +55,28 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
-def _left_out(names: dict[nn.Parameter, list[str]], section: Train) -> set[nn.Parameter]:
-    """Return the parameters that the patterns of `section` leave out. A pattern names parameters as `named_parameters`
-    does; `*` stands for any part. A parameter of several names (a tied head) matches if one of its names does."""
-    if problems := unmatched(section.parameter_patterns, [name for known in names.values() for name in known]):
+def _left_out(model: CausalLM, names: dict[nn.Parameter, list[str]], section: Train) -> set[nn.Parameter]:
+    """Return the parameters, of these `names`, that `section` leaves out. A pattern names parameters as
+    `named_parameters` does; `*` stands for any part. A parameter of several names (a tied head) matches if one of its
+    names does."""
+    all_names, of_tower = [name for known in names.values() for name in known], set[str]()
+    problems = unmatched(section.parameter_patterns, all_names)
+    for tower in model.model.vision:
+        from dtrain.policy.vision import frozen_names, frozen_patterns
+
+        of_tower |= frozen_names(section, tower)
+        problems += frozen_patterns(section, tower, all_names)
+    if problems:
         raise UserError(problems[0])
     only, frozen = section.train_only, section.freeze
     out = {
-        parameter for parameter, known in names.items() if (only and not matched(known, only)) or matched(known, frozen)
+        parameter
+        for parameter, known in names.items()
+        if (only and not matched(known, only)) or matched(known, frozen) or of_tower.intersection(known)
     }
     if len(out) == len(names):
-        raise UserError("train.train_only and train.freeze leave no parameter to train")
+        vision = f"train.vision={section.vision}, " if of_tower else ""
+        raise UserError(f"{vision}train.train_only and train.freeze leave no parameter to train")
     return out
 
 

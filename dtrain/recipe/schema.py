@@ -262,6 +262,9 @@ class Train:
     """Which activations are not kept but computed again in the backward pass: less memory, more time."""
     compile: bool = False
     """torch.compile for each layer, without its attention."""
+    vision: Literal["frozen", "projector", "all"] = "frozen"
+    """What is trained of a vision tower. projector: the part that maps its features to the text's embeddings. A frozen
+    part stays as the model's files have it. `train_only` and `freeze` leave out more."""
     train_only: list[str] = field(default_factory=list)
     """Patterns of the parameters to train, such as `model.layers.31.*`. All others are frozen. []: all are trained.
     `*` stands for any text, dots too; `?` for one character; `[01]` for one of these."""
@@ -300,10 +303,10 @@ class Lora:
     target: Annotated[
         str | list[str], (lambda v: len(v) > 0 and _NAMES[0](v), "all-linear, a list of names, or a regular expression")
     ] = "all-linear"
-    """The layers with an adapter. all-linear: every linear layer but the head; a list of names (`[q_proj, v_proj]`); or
-    a regular expression for whole names (`.*self_attn.*`). In a list `experts` means the matrices of a mixture's
-    experts, which are no linear layers, and `gate.weight` its routers: `[all-linear, experts]`,
-    `[q_proj, experts.down_proj, gate.weight]`."""
+    """The layers with an adapter. all-linear: every linear layer but the head, of a vision tower none; a list of names
+    (`[q_proj, v_proj]`); or a regular expression for whole names (`.*self_attn.*`); both may mean a tower's too. In a
+    list `experts` means the matrices of a mixture's experts, which are no linear layers, and `gate.weight` its routers:
+    `[all-linear, experts]`, `[q_proj, experts.down_proj, gate.weight]`."""
     exclude: Annotated[
         str | list[str],
         (lambda v: v not in ("", "all-linear") and _NAMES[0](v), "a list of names, or a regular expression"),
@@ -322,7 +325,8 @@ class Lora:
     ] = field(default_factory=dict)
     """Other alphas, in the same way."""
     modules_to_save: Annotated[list[str], _NAMES] = field(default_factory=list)
-    """Modules that are trained whole beside the adapter, by the ends of their names: `[embed_tokens, lm_head]`."""
+    """Modules that are trained whole beside the adapter, by the ends of their names: `[embed_tokens, lm_head]`. Of a
+    vision tower with all that is within them: `[visual.merger]`, `[multi_modal_projector]`."""
     path: str | None = None
     """The directory of an adapter in PEFT's layout to go on from. Its own settings then count for the keys above. Only
     a dropout above 0 replaces the adapter's."""
@@ -512,7 +516,7 @@ class Recipe:
     parallel: Parallel = field(default_factory=Parallel)
     train: Train = field(default_factory=Train)
     lora: Lora | None = None
-    """null: all weights are trained, or what `train.train_only` and `train.freeze` leave."""
+    """null: all weights are trained, or what `train.vision`, `train.train_only` and `train.freeze` leave."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler | list[Stage] = field(default_factory=Scheduler)
     """One schedule, or a list of stages."""

@@ -39,7 +39,7 @@ AWAY_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
 # Changes of these make another run; the rest of a recipe may change between a save and a resume.
-TRAINED = ("lora", "train.train_only", "train.freeze")
+TRAINED = ("lora", "train.vision", "train.train_only", "train.freeze")
 GUARDED = ("method", "model", "tokenizer", "data", "optimizer", "run.seed", *TRAINED)
 # Of those, what changes speed or place and no number.
 UNGUARDED = ("data.num_workers", "data.cache_dir")

@@ -8,6 +8,7 @@ from dtrain.base.row_images import RowImages
 from dtrain.data.images.positions import feature_index
 from dtrain.methods import load_recipe
 from dtrain.methods.sft import SftMethod
+from dtrain.models.building import init_weights
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
@@ -19,6 +20,7 @@ from tests.tiny import tiny_recipe
 from tests.world import run_world
 
 LAYOUTS = {
+    "dp 2": (2, {"dp_shard": 2}),
     "dp 3": (3, {"dp_shard": 3}),
     "hsdp 2 x 2": (4, {"dp_replicate": 2, "dp_shard": 2}),
     "tp 2": (2, {"tp": 2}),
@@ -66,6 +68,7 @@ def trained(rank, recipe, name, world_size, sizes, packs):
     config = read_config(recipe.model.path, vision=True)
     policy = Policy(recipe, config, mesh, runtime)
     policy.init_optimizer(2)
+    init_weights(policy.model, 1, only="*.lora_B")  # without which an A has no gradient
     batch, images = batch_of(CASES[name], config)
     mine = list(range(len(images)))[mesh.dp.get_local_rank() :: mesh.dp.size()]
     rows = {key: stream[mine] for key, stream in batch.items()} | {"images": images.of(mine)}
@@ -76,15 +79,19 @@ def trained(rank, recipe, name, world_size, sizes, packs):
 
 
 def recipe_of(tmp_path, name, *overrides):
-    source = save(make(name)[0], tmp_path / "model")
-    start = ("optimizer.eps=1", "scheduler.warmup_steps=0")  # a gradient that is nothing but rounding moves nothing
+    source = tmp_path / "model"
+    if not source.exists():
+        save(make(name)[0], source)
+    start = ("train.vision=all",) if not any("lora" in override for override in overrides) else ()
+    start += ("optimizer.eps=1", "scheduler.warmup_steps=0")  # a gradient that is nothing but rounding moves nothing
     return tiny_recipe(tmp_path, f"model.path={source}", "model.init=pretrained", *start, *overrides)
 
 
-def check(tmp_path, name, layout, *overrides, packs=False):
+def check(tmp_path, name, layout, *overrides, packs=False, both=()):
+    """both: overrides of the run on one process too."""
     world_size, sizes = LAYOUTS[layout]
-    (expected,) = run_world(trained, 1, recipe_of(tmp_path, name), name, 1, {}, False)
-    recipe = recipe_of(tmp_path, name, *overrides)
+    (expected,) = run_world(trained, 1, recipe_of(tmp_path, name, *both), name, 1, {}, False)
+    recipe = recipe_of(tmp_path, name, *both, *overrides)
     for loss, norm, weights in run_world(trained, world_size, recipe, name, world_size, sizes, packs):
         assert loss == pytest.approx(expected[0], rel=1e-9)
         assert norm == pytest.approx(expected[1], rel=1e-9)
@@ -114,6 +121,28 @@ def check(tmp_path, name, layout, *overrides, packs=False):
 )
 def test_a_mesh_has_the_numbers_of_one_process(tmp_path, name, layout, overrides):
     check(tmp_path, name, layout, *overrides)
+
+
+PARTS = {
+    "frozen": ["train.vision=frozen"],
+    "projector": ["train.vision=projector"],
+    "lora": ["lora={rank: 2, target: '.*(q_proj|qkv|proj|linear_fc.|fc1|mlp.[02])', modules_to_save: [merger.norm]}"],
+    "dora": ["lora={rank: 2, target: '.*(q_proj|qkv|mlp.[02])', dora: true, modules_to_save: [ln_q]}"],
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "layout", "overrides"),
+    [
+        ("frozen", "qwen3-vl", "dp 2", ["train.activation_checkpointing=full"]),
+        ("projector", "gemma3", "tp 2", ["parallel.sequence_parallel=true", "parallel.tp=2"]),
+        ("projector", "qwen3-vl", "dp 2", ["train.activation_checkpointing=selective"]),
+        ("lora", "qwen3-vl", "cp 2 x tp 2", ["parallel.sequence_parallel=true", "parallel.tp=2", "parallel.cp=2"]),
+        ("dora", "qwen2.5-vl", "dp 2", []),
+    ],
+)
+def test_parts_and_adapters_have_the_numbers_of_one_process(tmp_path, part, name, layout, overrides):
+    check(tmp_path, name, layout, *overrides, both=PARTS[part])
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "gemma3", "gemma4-bidirectional"])

@@ -101,7 +101,7 @@ def test_completions_do_not_depend_on_the_batch(name):
     model, prompts = built(name)
     ids, pixels, grids, images = prompts[0]
     prompts.append((ids, -pixels, grids, replace(images, pixels=-pixels)))
-    kinds = [SamplingParams(40, 0.0), SamplingParams(11, 1.0), SamplingParams(7, 1.3), SamplingParams(1)]
+    kinds = [SamplingParams(36, 0.0), SamplingParams(9, 1.0), SamplingParams(1)]
     requests = [
         replace(request, sampling=kind, prompt_index=index, sample_index=sample)
         for index, request in enumerate(asked(prompts))
@@ -113,9 +113,10 @@ def test_completions_do_not_depend_on_the_batch(name):
     tower.register_forward_hook(lambda module, inputs, features: encoded.append(len(inputs[1])))
     same(Engine(model, max_rows=3).generate(requests), alone)
     assert sorted(encoded) == sorted(len(grids) for _, _, grids, _ in prompts if grids)  # once for all samples
-    makers = Makers()
-    same(Engine(model, max_rows=5, graphs=makers).generate(requests), alone)
-    assert makers.total("replayed") > makers.total("captured") > 0
+    if name == "qwen3-vl":  # whose rows stand at other rotary positions than in the cache
+        makers = Makers()
+        same(Engine(model, max_rows=5, graphs=makers).generate(requests), alone)
+        assert makers.total("replayed") > makers.total("captured") > 0
     for (ids, pixels, grids, _), completion in zip(prompts, alone[:: len(kinds)], strict=True):
         expected = scored(model, CASES[name], ids, pixels, grids, completion)
         assert completion.logprobs == pytest.approx(expected, rel=0, abs=1e-9)

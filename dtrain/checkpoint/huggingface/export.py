@@ -23,9 +23,9 @@ from dtrain.checkpoint.huggingface.write import Layout, layout_of, write_entries
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
 from dtrain.checkpoint.peft.export import StoredAdapter
 from dtrain.checkpoint.peft.files import ADAPTER
-from dtrain.checkpoint.peft.tensors import outputs_in
+from dtrain.checkpoint.peft.tensors import is_of_tower, outputs_in
 from dtrain.models.building import build
-from dtrain.models.common.adapter_config import is_adapter
+from dtrain.models.common.adapter_config import is_adapter, is_of_vision
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.read_config import read_config
 
@@ -105,12 +105,12 @@ def find(source: Path, dtype: torch.dtype | None, form: str | None, original_bas
 
 def _model(layout: Layout, labels: int = 0) -> CausalLM:
     """The model that config.json describes, on meta; labels: as of `read_config`."""
-    return build(read_config(layout.source, labels), device="meta")
+    return build(read_config(layout.source, labels, vision=layout.has_tower), device="meta")
 
 
 def _find_adapter(source: Path, dtype: torch.dtype | None, form: str, original_base: bool) -> WholeModel | AdapterAlone:
     base = base_of(source)
-    layout = layout_of(base)
+    layout = layout_of(base, has_tower=is_of_tower(source))
     labels = outputs_in(source) or 0
     model = _model(layout, labels)
     adapter = StoredAdapter(source, model)
@@ -134,7 +134,8 @@ def _find_step(
         option = f"--{form}" if form is not None else "--original-base"
         raise UserError(f"{option}: {run} trained no adapter: leave it out")
     held = {"step": step, "save": state.get("save")}
-    layout = _run_layout(run, facts, held)
+    has_tower = any(is_of_vision(name.removeprefix("model.")) for name in store.tensors(step))
+    layout = _run_layout(run, facts, held, has_tower)
     head = store.tensors(step).get(SCORE)
     labels = head[0][0] if head is not None else 0
     model, fill = _model(layout, labels), store.opened(step)
@@ -147,8 +148,9 @@ def _find_step(
     saved = {name[6:]: size for name, size in stored if name.startswith("model.") and not is_adapter(name)}
     wanted = model_tensors(model)
     missing = wanted.keys() - saved.keys()
-    if missing and not facts.freezes:
-        raise UserError(f"{directory} is missing {len(missing)} tensors of its model, the first {min(missing)}")
+    lost = [name for name in missing if not is_of_vision(name)]  # a run may train a part of the tower alone
+    if lost and not facts.freezes:
+        raise UserError(f"{directory} is missing {len(lost)} tensors of its model, the first {min(lost)}")
     if original_base and not missing:
         raise UserError(f"--original-base: the base of {run} lies in no files, its steps hold it: leave it out")
     weights = None
@@ -202,16 +204,19 @@ def _entries(
         return WholeWeight(known[name], tensors[name].shape, own, merged, exact=name in exact)
 
     weights = {name: weight(name) for name in [*saved, *(other for other in tensors if other not in saved)]}
-    return [whole.in_file(layout.name(model, whole.names), dtype) for whole in in_files(model, weights).values()]
+    kept = {name for name in tensors if is_of_vision(name) and name not in saved}
+    if adapter is not None:
+        kept = {name for name in kept if not (adapter.saves(name) or name.rpartition(".")[0] in adapter.adapted)}
+    return [layout.entry(model, whole, dtype, kept) for whole in in_files(model, weights).values()]
 
 
-def _run_layout(run: Path, facts: RunFacts, held: dict[str, Any]) -> Layout:
+def _run_layout(run: Path, facts: RunFacts, held: dict[str, Any], has_tower: bool) -> Layout:
     """Small files from the run's own copy; weights that are copied through from the model that it started from."""
     path, own = facts.path, run / "model"
     source = own if (own / CONFIG).is_file() else path
     if source is None:
         raise UserError(f"{run} has neither model/{CONFIG} nor a config.yaml that says model.path")
-    layout = layout_of(source, path)
+    layout = layout_of(source, path, has_tower=has_tower)
     if layout.text_tower_alone and not facts.scratch:
         raise UserError(
             f"the model of {run} has parts that dtrain does not train (a vision tower); they are copied from its "

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
@@ -22,6 +22,7 @@ from dtrain.base.errors import UserError, in_words
 from dtrain.base.files import publish, real, refuse_unwritable, set_aside, staged, write_new
 from dtrain.base.model_directory import CONFIG, INDEX, SINGLE, has_weights
 from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.training_state import model_tensors
 from dtrain.checkpoint.huggingface.merged import WholeWeight, stored_weight, whole_weights
 from dtrain.checkpoint.huggingface.model_files import (
     has_untrained_parts,
@@ -33,6 +34,8 @@ from dtrain.checkpoint.huggingface.model_files import (
 )
 from dtrain.checkpoint.huggingface.read import candidate_names, carried
 from dtrain.checkpoint.huggingface.safetensor_files import CARRIED, DTYPES, WeightFiles
+from dtrain.models.common.adapter_config import is_of_vision
+from dtrain.models.common.adapters import adapted_layers
 from dtrain.models.common.config import ModelConfig
 
 T = TypeVar("T")
@@ -50,6 +53,7 @@ def write_directory(
     chat_template: str | None = None,
     held: Mapping[str, Any] | None = None,
     replace: bool = False,
+    tower_in_files: bool = False,
     ranks: Ranks | None = None,
 ) -> None:
     """Write `model` to the directory `out` in Hugging Face's layout: safetensors of at most `max_shard_bytes` (with an
@@ -59,11 +63,15 @@ def write_directory(
     that dtrain does not train (a vision tower), under their own names; where it has none the text tower is written as a
     model of its own. dtype: of the floating tensors that the model holds; None keeps theirs. chat_template: the one
     trained with, where it is not the source's. held: the step that this is and its save's mark, for
-    `model_files.held_by`. Collective: one all-gather per sharded tensor. `out` appears whole or not at all; one that is
-    there and not empty is a UserError, or with `replace` gives way when the new one is whole."""
+    `model_files.held_by`. tower_in_files: what of a vision tower is frozen is copied from `source` too. Collective: one
+    all-gather per sharded tensor. `out` appears whole or not at all; one that is there and not empty is a UserError, or
+    with `replace` gives way when the new one is whole."""
     ranks, out, source = ranks or Ranks(), Path(out), Path(source)
-    layout = ranks.together(lambda: layout_of(source))
-    entries = [weight.in_file(layout.name(model, weight.names), dtype) for weight in whole_weights(model).values()]
+    config = getattr(model, "config", None)
+    has_tower = isinstance(config, ModelConfig) and config.vision is not None
+    layout = ranks.together(lambda: layout_of(source, has_tower=has_tower))
+    kept = _frozen_of_tower(model) if tower_in_files else set()
+    entries = [layout.entry(model, weight, dtype, kept) for weight in whole_weights(model).values()]
     layout = dataclasses.replace(layout, chat_template=chat_template, held=held)
     write_entries(model, entries, layout, out, max_shard_bytes=max_shard_bytes, replace=replace, ranks=ranks)
 
@@ -72,7 +80,7 @@ def write_directory(
 class Layout:
     """The layout of a directory like `source`: its config.json, the names its files use, what is copied from it.
     chat_template, held: as `write_directory` takes them. companions: directories whose tokenizer and template take the
-    place of the source's."""
+    place of the source's. has_tower: whether the model is built with its vision tower."""
 
     source: Path
     config: dict[str, Any]
@@ -80,11 +88,12 @@ class Layout:
     chat_template: str | None = None
     held: Mapping[str, Any] | None = None
     companions: tuple[Path, ...] = ()
+    has_tower: bool = False
 
     @property
     def text_tower_alone(self) -> bool:
         """Return whether the model has parts of which there are no weights."""
-        return has_untrained_parts(self.config) and self.files is None
+        return has_untrained_parts(self.config) and self.files is None and not self.has_tower
 
     def name(self, model: nn.Module, names: list[str]) -> str:
         """The name in the files of the tensor that `model` knows by `names`: the source's own word for it."""
@@ -95,13 +104,33 @@ class Layout:
             candidates = [name for name in candidates if name in self.files.stored] or candidates
         return candidates[0]
 
+    def entry(
+        self, model: nn.Module, weight: WholeWeight, dtype: torch.dtype | None, kept: Collection[str] = ()
+    ) -> WholeWeight:
+        """Return what is written of a `weight` of `model`, in `dtype` or its own; of those named in `kept` what the
+        source's files have."""
+        name = self.name(model, weight.names)
+        if self.files is not None and name in self.files.stored and weight.names[0] in kept:
+            return stored_weight(self.files, name)
+        return weight.in_file(name, dtype)
 
-def layout_of(source: Path, weights: Path | None = None) -> Layout:
+
+def layout_of(source: Path, weights: Path | None = None, *, has_tower: bool = False) -> Layout:
     """The layout that `source`, a model's directory, asks for, with the weights of the directory `weights` (default:
-    the same), where it has some. What is written is in no 4 bits, whatever the source is."""
+    the same), where it has some. What is written is in no 4 bits, whatever the source is. has_tower: as of `Layout`."""
     weights = weights or source
     config = {key: value for key, value in read_model_config(source).items() if key != "quantization_config"}
-    return Layout(source, config, WeightFiles(weights) if has_weights(weights) else None)
+    return Layout(source, config, WeightFiles(weights) if has_weights(weights) else None, has_tower=has_tower)
+
+
+def _frozen_of_tower(model: nn.Module) -> set[str]:
+    """Return the names of the tensors of the vision tower that no training changes."""
+    adapted = adapted_layers(model)
+    return {
+        name
+        for name, tensor in model_tensors(model).items()
+        if is_of_vision(name) and not tensor.requires_grad and name.rpartition(".")[0] not in adapted
+    }
 
 
 def write_entries(

@@ -18,7 +18,15 @@ from dtrain.base.name_patterns import endmatch, fullmatch, of_end, pattern_error
 from dtrain.checkpoint.peft import tensors
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS, PREFIX, is_natural
 from dtrain.models.common import adapter_config as adapters
-from dtrain.models.common.adapter_config import ALL_LINEAR, ENDS, AdapterConfig, in_tower, out_of_tower, parameter_name
+from dtrain.models.common.adapter_config import (
+    ALL_LINEAR,
+    ENDS,
+    AdapterConfig,
+    in_tower,
+    is_of_vision,
+    out_of_tower,
+    parameter_name,
+)
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.config_fields import is_number
 
@@ -73,6 +81,8 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str
         stored = tensors.stored_shapes(directory)
     except UserError as error:
         return str(error).splitlines()
+    if problem := config.dropout_problem(adapters.adaptable(model)):
+        return [f"{directory / ADAPTER_CONFIG}: {problem}"]
     ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in ENDS}
     wanted = tensors.adapter_shapes(config, model, ends)
 
@@ -108,7 +118,8 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     """adapter_config.json of an adapter of a model of this kind, which lies at `base`. The targets are the last parts
     of the adapted layers' names where these mean no others, else the names; of single parameters the last two. The
     patterns are the adapter's own where they say the same in any order (PEFT sorts them)."""
-    known, names = list(adapters.parameters(model)), list(adapters.linears(model))
+    known = list(adapters.parameters(model))
+    names = [*adapters.linears(model), *adapters.vision_linears(model)]
     single, adapted = config.adapted_parameters(known), config.adapted(names)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
     outer = {name: in_tower(name) if model.is_text_tower else name for name in [*adapted, *single]}
@@ -121,6 +132,8 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     saved = list(config.modules_to_save)
     if model.is_text_tower:
         saved = sorted(in_tower(name) for name in config.saved(adapters.modules(model)))
+        # PEFT saves all of a module, and finds none within it.
+        saved = [name for name in saved if not any(name.startswith(f"{other}.") for other in saved)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if model.labels is None else "SEQ_CLS",
@@ -191,7 +204,8 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
     names: list[str] = []
     with suppress(UserError):  # told by whoever reads them
         names = [name.removeprefix(PREFIX) for name in tensors.stored_shapes(directory)]
-    config = _config(fields, is_of_tower=any(out_of_tower(name) != name for name in names))
+    is_of_tower = any(out_of_tower(name) != name or is_of_vision(name) for name in names)
+    config = _config(fields, is_of_tower=is_of_tower)
     if isinstance(config.target, str) and config.layers is not None:
         problems.append(
             f"{file}: layers_to_transform goes with a list of target_modules, not with a pattern: set it null"

@@ -14,6 +14,7 @@ from dtrain.models.common.adapter_config import (
     adaptable,
     in_tower,
     is_adapter,
+    is_of_vision,
     is_stack,
     shapes_of,
 )
@@ -57,6 +58,11 @@ def outputs_in(directory: Path) -> int | None:
     """Return the outputs of the head of rewards or classes in an adapter's file, None without one. Raises UserError."""
     shape = stored_shapes(directory).get(f"{PREFIX}score.weight")
     return shape[0] if shape else None
+
+
+def is_of_tower(directory: Path) -> bool:
+    """Return whether an adapter's file has tensors of a vision tower. Raises UserError."""
+    return any(is_of_vision(name.removeprefix(PREFIX)) for name in stored_shapes(directory))
 
 
 def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
@@ -113,6 +119,8 @@ def _hint(name: str) -> str:
         return " (an adapter's own name, which PEFT leaves out in files: save it with save_pretrained)"
     if re.search(r"\.experts\.\d+\.", name):
         return " (of each expert, as transformers 4 had them: PEFT's from_pretrained and save_pretrained make stacks)"
+    if is_of_vision(name.removeprefix(PREFIX)):
+        return " (of a vision tower, which the model is built without)"
     if not name.startswith(PREFIX):
         return f" (PEFT's names begin with {PREFIX})"
     return ""

@@ -2,9 +2,10 @@
 Imports no torch.
 
 Names match as PEFT matches them (https://huggingface.co/docs/peft/package_reference/lora): a list entry is a module's
-name or the end of it, a text is a regular expression for the whole name, `all-linear` every linear layer but the head.
-Experts are stacks of matrices, two a layer, and most routers are single ones: no linear layers in transformers. Only
-lists name them, as PEFT's target_parameters do.
+name or the end of it, a text is a regular expression for the whole name, `all-linear` every linear layer of the
+decoder. There PEFT means those of a vision tower too: here a list or an expression names them, so that a recipe means
+the same layers with images and without. Experts are stacks of matrices, two a layer, and most routers are single ones:
+no linear layers in transformers. Only lists name them, as PEFT's target_parameters do.
 """
 
 import math
@@ -19,6 +20,7 @@ from dtrain.models.common.config import FULL, LINEAR, SLIDING, ModelConfig
 ALL_LINEAR = "all-linear"
 ENDS = ("model.embed_tokens", "lm_head")
 _TOWER = "model.language_model."  # what a multimodal model calls its text tower's `model.`
+VISION_PARTS = ("visual", "vision_tower", "multi_modal_projector", "embed_vision")  # children of the vision towers
 _ROUTER = ".mlp.gate"
 PARAMETERS = ("lora_A", "lora_B", "lora_magnitude")
 Names = str | tuple[str, ...]
@@ -37,7 +39,8 @@ class AdapterConfig:
     """rank, alpha: those of layers that no pattern names; a pattern's key is a regular expression for the end of a
     module's name. parameters: the stacks of experts and the routers that get one, whatever `exclude` and `layers` say,
     as in PEFT. layers: the numbers of the decoder layers that may have one; None for all. in_tower: names match as
-    those of a multimodal model's text tower; those that the methods take and give are a text model's all the same."""
+    those of a multimodal model, with a text tower; those that the methods take and give are a text model's, with the
+    vision tower's beside them, all the same."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -75,12 +78,28 @@ class AdapterConfig:
 
     def saved(self, modules: Iterable[str]) -> list[str]:
         """Return the modules with parameters that are trained whole."""
-        return [name for name in modules if any(self.called(name).endswith(end) for end in self.modules_to_save)]
+        return [
+            name
+            for name in modules
+            if any(owner.endswith(end) for owner in owners(self.called(name)) for end in self.modules_to_save)
+        ]
 
     def targets(self, name: str) -> bool:
         called = self.called(name)
-        is_wanted = self.target == ALL_LINEAR or matches(called, self.target)
+        is_wanted = not is_of_vision(name) if self.target == ALL_LINEAR else matches(called, self.target)
         return is_wanted and not (self.exclude and matches(called, self.exclude))
+
+    def dropout_problem(self, names: Iterable[str]) -> str | None:
+        """Return why its dropout does not go with those of a model's `adaptable` names that it adapts; None where it
+        does. What it draws is a function of tokens, and the inputs of a vision tower are patches."""
+        of_vision = [name for name in self.adapted(names) if is_of_vision(name)] if self.dropout else []
+        if not of_vision:
+            return None
+        return (
+            f"lora.dropout={self.dropout:g} is for inputs of tokens, and {of_vision[0]} of the vision tower, which "
+            "lora.target names, has patches: set lora.dropout=0 (of an adapter at lora.path its lora_dropout), or name "
+            "no layers of the tower"
+        )
 
     def called(self, name: str) -> str:
         """The name that patterns and lists are matched with."""
@@ -137,13 +156,27 @@ def _is_of_experts(entry: str) -> bool:
 
 
 def in_tower(name: str) -> str:
-    """Return what a multimodal model calls the part of its text tower that a text model calls `name`."""
-    return re.sub(r"^model\.", _TOWER, name)
+    """Return what a multimodal model calls the part of its text tower that a text model calls `name`; a name of its
+    vision tower as it is."""
+    return name if is_of_vision(name) else re.sub(r"^model\.", _TOWER, name)
 
 
 def out_of_tower(name: str) -> str:
     """Undo `in_tower`."""
     return "model." + name.removeprefix(_TOWER) if name.startswith(_TOWER) else name
+
+
+def is_of_vision(name: str) -> bool:
+    """Return whether it is the name of a vision tower's module or parameter."""
+    first, _, inner = name.partition(".")
+    return first == "model" and inner.partition(".")[0] in VISION_PARTS
+
+
+def owners(name: str) -> list[str]:
+    """Return the names by which `modules_to_save` may mean a module: its own, and of a vision tower those of the
+    modules that it is within."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(2, len(parts) + 1)] if is_of_vision(name) else [name]
 
 
 def matches(name: str, wanted: Names) -> bool:
@@ -164,8 +197,27 @@ def is_adapter(name: str) -> bool:
 
 
 def adaptable(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """[out, in] of every linear layer of the decoder, then of its `parameters`, by the module's name in files."""
-    return {**linears(config), **parameters(config)}
+    """[out, in] of every linear layer of the decoder, then of its `parameters`, by the module's name in files; then of
+    every linear layer of the vision tower that `config` has, by its name in the model."""
+    return {**linears(config), **parameters(config), **vision_linears(config)}
+
+
+def vision_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """[out, in] of every linear layer of the vision tower of `config`, by its name in the model; none without one."""
+    if config.vision is None:
+        return {}
+    from dtrain.models.vision.names import linear_shapes  # loads torch
+
+    return linear_shapes(config)
+
+
+def vision_modules(config: ModelConfig) -> list[str]:
+    """The names of the modules of the vision tower of `config` with parameters of their own; none without one."""
+    if config.vision is None:
+        return []
+    from dtrain.models.vision.names import own_modules  # loads torch
+
+    return own_modules(config)
 
 
 def parameters(config: ModelConfig, all_of_them: bool = False) -> dict[str, tuple[int, ...]]:
@@ -229,7 +281,8 @@ def _of_layer(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]:
 
 
 def modules(config: ModelConfig) -> list[str]:
-    """The names in files of all modules with parameters of their own, in no order: what `modules_to_save` may name."""
+    """The names in files of all modules with parameters of their own, of a vision tower in the model, in no order: what
+    `modules_to_save` may name."""
     norms = ["input_layernorm", "post_attention_layernorm"]
     if config.per_layer is not None:
         norms.append("post_per_layer_input_norm")
@@ -255,4 +308,5 @@ def modules(config: ModelConfig) -> list[str]:
     if config.has_sinks:
         of_layers += [f"model.layers.{number}.self_attn.scores" for number in range(config.num_hidden_layers)]
     ends = ENDS if config.labels is None else (ENDS[0], "score")
-    return [*ends, "model.norm", *linears(config), *parameters(config, all_of_them=True), *of_layers]
+    of_text = [*ends, "model.norm", *linears(config), *parameters(config, all_of_them=True), *of_layers]
+    return [*of_text, *vision_modules(config)]

@@ -10,7 +10,8 @@ from dtrain.parallel.experts import expert_parameters
 
 def flops_per_token(model: CausalLM, seq_len: int) -> float:
     """Return the training FLOPs per token of `model` in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in
-    reach); 4 for a frozen parameter, whose gradient is not computed. Of experts those count that a token goes to.
+    reach); 4 for a frozen parameter, whose gradient is not computed. Of experts those count that a token goes to. A
+    vision tower's are `vision.flops.flops_per_patch`.
 
     A linear layer's state of K·V a head takes three products a token, whatever the length: 18·Hv·K·V.
     PaLM's count (arXiv:2204.02311, appendix B): N leaves out the input embedding, attention is counted over all
@@ -20,7 +21,9 @@ def flops_per_token(model: CausalLM, seq_len: int) -> float:
     lookups = [] if config.tie_word_embeddings else [model.model.embed_tokens.weight]
     if (table := getattr(model.model, "embed_tokens_per_layer", None)) is not None:
         lookups.append(table.weight)
-    products = [parameter for parameter in model.parameters() if not any(parameter is table for table in lookups)]
+    lookups += [parameter for tower in model.model.vision for parameter in tower.parameters()]
+    left_out = set(map(id, lookups))
+    products = [parameter for parameter in model.parameters() if id(parameter) not in left_out]
     share = {} if config.experts is None else dict.fromkeys(expert_parameters(model), config.experts.share)
     count = sum(
         weights_in(parameter) * (6 if parameter.requires_grad else 4) * share.get(parameter, 1)

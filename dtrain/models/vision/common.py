@@ -70,6 +70,10 @@ class VisionConfig:
         frames, rows, columns = grid
         return frames * (rows // self.pool) * (columns // self.pool)
 
+    def reach(self, layer: int, patches: int) -> int:
+        """Return to how many patches a patch attends in the `layer` of this number, of an image of `patches`."""
+        return patches
+
     def size_problem(self, rows: int, columns: int) -> str | None:
         """Return why an image of rows x columns patches cannot be taken; None where it can."""
         if rows < 1 or columns < 1 or rows % self.pool or columns % self.pool:
@@ -96,14 +100,15 @@ class VisionTower(nn.Module):
     by its config; starting values and files fill it.
 
     initial: as `CausalLM.initial`; initial_buffers: buffer pattern -> value. projector: patterns (fnmatch) of the
-    parameters that `train.vision=projector` trains. prefixes: how a name begins -> how it begins in files, the
-    likeliest first. carried: patterns (re.fullmatch) of tensors in files that no feature needs.
+    parameters that `train.vision=projector` trains; lookups: of tables that no product has. prefixes: how a name begins
+    -> how it begins in files, the likeliest first. carried: patterns (re.fullmatch) of tensors that no feature needs.
     """
 
     config: VisionConfig
     initial: Mapping[str, str]
     initial_buffers: Mapping[str, float] = {}
     projector: tuple[str, ...]
+    lookups: tuple[str, ...] = ()
     prefixes: Mapping[str, tuple[str, ...]]
     carried: tuple[str, ...] = ()
 
@@ -156,10 +161,11 @@ class VisionTower(nn.Module):
 
         pixels: [P, values] in the tower's dtype or float32, the patches of all images, in the order of the family's
         image processor. grids: host integers, one for each image; without an image all is [0, ...], with a graph
-        through every parameter. Features are in the tower's dtype. Raises ValueError as `VisionConfig.frames` does. No
-        collective of its own.
+        through every trained parameter. Where none is trained there is no graph. Features are in the tower's dtype.
+        Raises ValueError as `VisionConfig.frames` does. No collective of its own.
         """
-        return self.encode(pixels, self.config.frames(pixels.shape, grids))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and any(own.requires_grad for own in self.parameters())):
+            return self.encode(pixels, self.config.frames(pixels.shape, grids))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None) -> Tensor:

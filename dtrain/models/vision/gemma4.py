@@ -213,6 +213,7 @@ class Gemma4Vision(VisionTower):
     initial = {"*norm.weight": "ones", "*position_embedding_table": "ones", "*": "normal"}
     initial_buffers = {"*_min": -inf, "*_max": inf, "*.std_bias": 0.0, "*.std_scale": 1.0}
     projector = ("embed_vision.*",)
+    lookups = ("*.position_embedding_table",)
     prefixes = {"vision_tower.": ("model.vision_tower.",), "embed_vision.": ("model.embed_vision.",)}
 
     def __init__(self, config: Gemma4VisionConfig):

@@ -41,6 +41,10 @@ class Qwen2_5VLVisionConfig(QwenVisionConfig):
     window: int
     full_layers: tuple[int, ...]
 
+    def reach(self, layer: int, patches: int) -> int:
+        """Override `VisionConfig.reach`: of whole windows."""
+        return patches if layer in self.full_layers else min(patches, (self.window * self.pool) ** 2)
+
 
 class Qwen2_5VLMerger(nn.Module):
     """From the patches of a square to a token."""

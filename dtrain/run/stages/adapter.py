@@ -22,6 +22,7 @@ from dtrain.models.common.adapter_config import (
 from dtrain.recipe import key_aliases
 from dtrain.recipe.schema import Lora
 from dtrain.run.spec import RunSpec
+from dtrain.run.stages.model import config_with_tower
 
 
 def check_keys(spec: RunSpec) -> list[str]:
@@ -36,6 +37,12 @@ def check_keys(spec: RunSpec) -> list[str]:
                 f"they are: set train.{key}=[]; lora.target and lora.exclude choose the layers with an adapter, "
                 "lora.modules_to_save what is trained whole beside it"
             )
+    if recipe.train.vision != "frozen":
+        errors.append(
+            f"train.vision={recipe.train.vision} trains the model's own weights, and with lora these all stay as they "
+            "are: set train.vision=frozen; lora.target, a list or an expression, gives layers of the tower an adapter, "
+            "lora.modules_to_save trains modules of it whole"
+        )
     is_nf4 = section.quantize == "nf4"
     if is_nf4 and recipe.model.init == "scratch":
         errors.append(
@@ -98,14 +105,17 @@ def check_models(spec: RunSpec) -> list[str]:
     errors: list[str] = []
     if section is None or model is None or _expressions(section) or out_of_range(section):
         return errors
+    whole = config_with_tower(spec)
     if section.path is not None:
-        wrong = adapter_problems(asdict(section), model)
+        wrong = adapter_problems(asdict(section), model) and adapter_problems(asdict(section), whole)
         if not wrong and recipe.model.init == "pretrained":
             wrong = base_problems(Path(section.path), recipe.model.directory)
         return errors + wrong
-    config, layers = adapter_of(asdict(section)), adaptable(model)
+    config, layers = adapter_of(asdict(section)), adaptable(whole)
     errors += _targets(config, list(layers)) + _patterns(config, list(layers))
-    errors += _saved(config, modules(model))
+    errors += _saved(config, modules(whole))
+    if problem := config.dropout_problem(adaptable(model)):
+        errors.append(problem)
     if experts := [name for name in config.saved(modules(model)) if ".experts." in name or ".sparse." in name]:
         errors.append(
             f"lora.modules_to_save={shown(section.modules_to_save)} means {len(experts)} stacks of experts, the first "
@@ -236,7 +246,7 @@ def _saved(config: AdapterConfig, known: Sequence[str]) -> list[str]:
         f"lora.modules_to_save: {entry} matches no module with weights of its own; "
         f"{_meant(entry.rpartition('.')[2], _ends_of(known))}"
         for entry in config.modules_to_save
-        if not any(name.endswith(entry) for name in known)
+        if not replace(config, modules_to_save=(entry,)).saved(known)
     ]
 
 

@@ -2,6 +2,7 @@
 read; nothing is allocated.
 """
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dtrain.checkpoint.peft.config import base_of, is_adapter_directory
 from dtrain.checkpoint.peft.tensors import read_header
 from dtrain.models.common import quantization_config
 from dtrain.models.common.adapter_config import linears, modules
+from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.nf4 import holds_codes
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.policy.precision import choose_precision
@@ -57,8 +59,29 @@ def check_models(spec: RunSpec) -> list[str]:
     if model.experts is None and recipe.moe.balance > 0:
         problems.append(f"moe.balance={recipe.moe.balance}: this model has no experts; leave it out")
     problems += spec.method.model_problems(model)
+    model = config_with_tower(spec)
     parts = [f"{module}.{kind}" for name in modules(model) for module in model.parts(name) for kind in WEIGHTS]
+    if model.vision is not None:
+        from dtrain.models.vision.names import tower_of
+        from dtrain.policy.vision import frozen_patterns
+
+        tower = tower_of(model)
+        parts += [f"model.{name}" for name, _ in tower.named_parameters()]
+        problems += frozen_patterns(recipe.train, tower, parts)
+    elif recipe.train.vision != "frozen":
+        problems.append(
+            f"train.vision={recipe.train.vision}: this model has no vision tower that dtrain trains: set "
+            "train.vision=frozen"
+        )
     return problems + unmatched(recipe.train.parameter_patterns, parts)
+
+
+def config_with_tower(spec: RunSpec) -> ModelConfig:
+    """Return the model's config, with the vision tower that it is built with where data have images, if it has one that
+    dtrain reads. Raises UserError."""
+    with suppress(UserError):
+        return spec.source.vision_config
+    return spec.source.config
 
 
 def _is_an_adapter(directory: Path) -> str:

@@ -1,0 +1,39 @@
+"""Training FLOPs of a vision tower per patch."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from dtrain.base.name_patterns import matched
+from dtrain.models.vision.common import VisionTower
+
+
+def flops_per_patch(tower: VisionTower, patches: int) -> float:
+    """Return the FLOPs per patch of `tower`, for an image of so many `patches`, in a step that trains what of it is
+    trained: of each matrix, and of the attention of each layer, those of the forward; as many again where the gradient
+    goes on to the layers before, for some of these are trained; and of a trained matrix as many for its own gradient.
+
+    Matrices of the projector see the tokens alone. Counted in full, as `flops_per_token` counts, are attention to all
+    patches in reach, and no recomputation.
+    """
+    config, total, goes_on = tower.config, 0.0, False
+    layers = {id(layer): index for index, layer in enumerate(tower.layers)}
+    for name, module in _children_first("", tower):
+        own = {f"{name}.{key}": parameter for key, parameter in module.named_parameters(recurse=False)}
+        for path, parameter in own.items():
+            if parameter.dim() < 2 or isinstance(module, nn.Embedding) or matched([path], tower.lookups):
+                continue
+            products = 1 + goes_on + parameter.requires_grad
+            share = config.pool**2 if matched([path], tower.projector) else 1
+            total += 2.0 * products * parameter.numel() / share
+        goes_on = goes_on or any(parameter.requires_grad for parameter in own.values())
+        if (index := layers.get(id(module))) is not None:
+            attention = 4.0 * config.num_attention_heads * config.head_dim * config.reach(index, patches)
+            total += attention * (3 if goes_on else 1)
+    return total
+
+
+def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        yield from _children_first(f"{name}.{child_name}" if name else child_name, child)
+    yield name, module
