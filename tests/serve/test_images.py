@@ -15,7 +15,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from dtrain.base.errors import UserError
 from dtrain.commands import cli
+from dtrain.commands.serve import start
 from dtrain.commands.serve.connection import Limits
+from dtrain.commands.serve.fields import ApiError
 from dtrain.data import Tokenizer as DtrainTokenizer
 from dtrain.data import choose_template
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions
@@ -26,7 +28,7 @@ from tests.data.images.makers import CLIP, encoded, picture, png_that_claims
 from tests.models.oracle import VOCAB, save
 from tests.models.test_vision_models import END, IMAGE, START, make
 from tests.models.vision.oracle import WideIslands
-from tests.serve.serving import ask, make_model, serving
+from tests.serve.serving import ask, controlled, make_model, serving
 
 PAD = "<|image_pad|>"
 TEMPLATE = (
@@ -197,6 +199,20 @@ def test_image_tokens_in_the_words_of_a_message_are_refused(tmp_path, made):
     said[1]["content"] = "a <image_soft_token>"
     with pytest.raises(UserError, match="the messages write the token <image_soft_token>: images alone do"):
         chats.encode(Prompt([*said, {"role": "user", "content": "why?"}]))
+
+
+def test_a_server_whose_weights_may_change_takes_no_images(made, monkeypatch):
+    directory, servers, good = made[0], [], data_uri(made[2][0].read_bytes())
+    monkeypatch.setattr(start, "serve", lambda server, **options: servers.append(server))
+    words = ["serve", str(directory), "--port", "0", "--max-length", "64"]
+    assert cli.main(words) == 0 and cli.main([*words, *controlled(directory.parent)]) == 0
+    for server in servers:
+        server.server_close()
+    plain, changing = (server.service.parser for server in servers)
+    assert plain.chat(shows("w5", good)).requests[0].images is not None
+    with pytest.raises(ApiError, match="whose weights may be changed .--control, --watch. takes no images"):
+        changing.chat(shows("w5", good))
+    assert changing.chat(shows("w5")).requests[0].images is None
 
 
 def test_models_of_text_refuse_images(made, run, tmp_path, monkeypatch):
