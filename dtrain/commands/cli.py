@@ -136,6 +136,8 @@ def _parser() -> _Command:
     generate.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY)
     spoken = r"what the user says; may be repeated (default: each line of standard input; line breaks come out as \n)"
     generate.add_argument("--prompt", action="append", help=spoken)
+    shown = "a file with an image, in front of what the user says; may be repeated"
+    generate.add_argument("--image", action="append", default=[], metavar="PATH", type=Path, help=shown)
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     generate.add_argument("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="default: 256")
     add_sampling(generate)
@@ -270,6 +272,8 @@ def _generate(arguments: argparse.Namespace) -> None:
     from dtrain.base.hub import find_directory
 
     find_directory(arguments.directory)  # before torch is loaded, which takes long
+    if arguments.image and arguments.raw:
+        raise UserError("--image: images stand in a chat, and --raw is without one: leave --raw out")
     from dtrain.inference.generate import generate_text
 
     is_piped = arguments.prompt is None
@@ -277,5 +281,6 @@ def _generate(arguments: argparse.Namespace) -> None:
         raise UserError('no prompt: give --prompt "...", or pipe prompts in, one a line')
     prompts = sys.stdin.read().splitlines() if is_piped else arguments.prompt
     options = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "raw", "dtype", "device")
-    for text in generate_text(arguments.directory, prompts, **{name: getattr(arguments, name) for name in options}):
+    named = {name: getattr(arguments, name) for name in options} | {"images": arguments.image}
+    for text in generate_text(arguments.directory, prompts, **named):
         print(text.replace("\n", "\\n") if is_piped else text, flush=True)

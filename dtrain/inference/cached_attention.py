@@ -9,7 +9,7 @@ Letters: R rows, G prompts of a pool, n rows of the largest group, kv key heads,
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,19 +33,20 @@ class Prefill:
     """Prompts read from their beginnings, [B, S], padded on the right; their keys go into the cache.
 
     slots: new ones, consecutive ones of one pool, in the batch's order. Padding is never seen: it stands to the
-    right of every token, and what it writes is hidden by the prompt's length.
+    right of every token, and what it writes is hidden by the prompt's length. ends: [B, S], as `Images` has them.
     """
 
     bare = False
 
-    def __init__(self, store: KeyValues, slots: Sequence[KVSlot], device: torch.device):
-        self._windows = store.windows
+    def __init__(self, store: KeyValues, slots: Sequence[KVSlot], device: torch.device, ends: Tensor | None = None):
+        self._kinds = [*zip(store.windows, store.bidirectional, strict=True)]
+        self._ends = ends
         self._pool = slots[0].pool
         self._indices = slice(slots[0].index, slots[0].index + len(slots))
         self._length = max(slot.length for slot in slots)
         self._lengths = torch.tensor([slot.length for slot in slots], device=device)
         self._kernel = KERNELS["sdpa"]
-        self._masks: dict[int | None, object] = {}
+        self._masks: dict[tuple[int | None, bool], object] = {}
         self.turns: dict[Any, Tensor] = {}
         self.positions = torch.arange(self._length, device=device)[None]  # [1, S]
         self.last: Tensor | None = self._lengths - 1
@@ -56,11 +57,20 @@ class Prefill:
         """Write keys and values, and return the attention: q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
         if not held:
             self._write(layer, k, v)
-        window = self._windows[layer]
-        if window not in self._masks:
+        window, is_bidirectional = kind = self._kinds[layer]
+        if kind not in self._masks:
             visibility = Visibility(self._length, self._length, window)
-            self._masks[window] = self._kernel.prepare(visibility, q.dtype, q.device)
-        return self._kernel(q, k, v, self._masks[window], scale, sinks)
+            if is_bidirectional and self._ends is not None:
+                positions = self.positions.expand_as(self._ends)
+                visibility = replace(
+                    visibility,
+                    query_positions=positions,
+                    key_positions=self.positions,
+                    rows=len(positions),
+                    query_ends=self._ends,
+                )
+            self._masks[kind] = self._kernel.prepare(visibility, q.dtype, q.device)
+        return self._kernel(q, k, v, self._masks[kind], scale, sinks)
 
     def _write(self, layer: int, *fresh_ones: Tensor) -> None:
         """Write k and v [B, S, kv, hd], or the last of them that the layer keeps."""
@@ -123,9 +133,9 @@ class Decode:
         self._begin_rows(prompts)
         added, before, step = ([0] * start for _ in range(3))
         for row, slot, prompt in zip(live, self._slots, prompts, strict=True):
-            added[row], before[row], step[row] = slot.length, prompt.length, 1
+            added[row], before[row], step[row] = slot.length, prompt.length + prompt.rotary_shift, 1
         self._added = torch.tensor(added, device=device)  # [R] own tokens in the cache
-        self._before = torch.tensor(before, device=device)
+        self._before = torch.tensor(before, device=device)  # rotary position of the first own token
         # A row without a sequence stays at its slot's beginning, which the next sequence there overwrites.
         self._step: Tensor | int = torch.tensor(step, device=device) if fixed else 1
 

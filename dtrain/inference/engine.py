@@ -10,18 +10,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.cached_attention import Decode, Prefill
+from dtrain.inference.images import check_images, joined, no_images
 from dtrain.inference.kv_cache import SMALLEST_SLOT, CachedPrompt, KeyValues, choose_budget, slot_size
-from dtrain.inference.request import Completion, Request, StopTexts
-from dtrain.inference.sampling import Sampler, check_request, random_key
+from dtrain.inference.request import Completion, PromptKey, Request
+from dtrain.inference.sampling import Sampler, check_request
+from dtrain.inference.sequence import RunningSequence
 from dtrain.models.common.config import SLIDING
 from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.images import Images
 
 if TYPE_CHECKING:
     from dtrain.inference.graphs import CudaGraphs, Step
@@ -31,52 +34,6 @@ Ticket = int
 # How many tokens are decoded between looks at which rows have ended: on CUDA each look waits for the device.
 _LOOK_EVERY = {"cpu": 1}
 _LOOK_EVERY_ELSEWHERE = 16
-
-
-class RunningSequence:
-    """State of one request from the queue to its completion."""
-
-    def __init__(self, ticket: Ticket, request: Request, decode: Callable[[list[int]], str] | None):
-        self.ticket, self.request = ticket, request
-        self.prompt = tuple(request.prompt)
-        self.key = random_key(request)
-        self.ids: list[int] = []  # seen by the host
-        self.logprobs: list[float] = []
-        self.drawn = 0  # tokens drawn, seen or not
-        self.prompt_routed: Tensor | None = None  # [P, layers, k]
-        self.routed: list[Tensor] = []  # of the tokens seen by the host, but the last one, [1, layers, k] each
-        self.is_done = False
-        self._stop_ids = frozenset(request.sampling.stop_ids)
-        self._texts = StopTexts(request.sampling.stop, decode) if request.sampling.stop and decode else None
-
-    @property
-    def capacity(self) -> int:
-        """Number of positions that its own tokens may come to fill."""
-        return slot_size(self.request.sampling.max_new_tokens)
-
-    @property
-    def has_all(self) -> bool:
-        return self.drawn == self.request.sampling.max_new_tokens
-
-    @property
-    def has_ended(self) -> bool:
-        """Return whether it needs no row any more; what was drawn may not have been looked at."""
-        return self.is_done or self.has_all
-
-    def push(self, token: int, logprob: float) -> Literal["stop", "length"] | None:
-        """Take a token. Return how the completion ends with it, None where it goes on."""
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        if token in self._stop_ids or (self._texts is not None and self._texts.complete(self.ids)):
-            return "stop"
-        return "length" if len(self.ids) == self.request.sampling.max_new_tokens else None
-
-    def all_routed(self) -> Tensor | None:
-        """Return `Completion.routed`."""
-        if not self.request.routed or self.prompt_routed is None:
-            return None
-        prompt = self.prompt_routed.cpu()
-        return torch.cat([prompt, *self.routed, prompt.new_full((1, *prompt.shape[1:]), -1)])
 
 
 @dataclass
@@ -111,10 +68,15 @@ class NotFinite(UserError):
 
 
 class Peers:
-    """Actions of an engine together with other ranks: none, where it is alone. `native` derives those that act."""
+    """Actions of an engine together with other ranks: none, where it is alone. `native` derives those that act.
 
-    def before_forward(self) -> None:
-        """Prepare a forward; called before every one of the model."""
+    run_tower: whether the forward that comes runs the vision tower on every rank, for one of them has images.
+    """
+
+    run_tower = False
+
+    def before_forward(self, has_images: bool) -> None:
+        """Prepare a forward; called before every one of the model. has_images: whether this rank's has some."""
 
     def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens [R] int64 and logprobs [R], as drawn: the same on all ranks that compute the same rows."""
@@ -161,6 +123,7 @@ class Engine:
         self._graphs = graphs
         self._notes_experts = notes_experts
         self._windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
+        self._bidirectional = [kind in config.bidirectional for kind in config.layer_types]
         self._look_every = _LOOK_EVERY.get(self.device.type, _LOOK_EVERY_ELSEWHERE)
         self._tickets = 0
         self._sequences: dict[Ticket, RunningSequence] = {}  # unfinished ones
@@ -170,9 +133,9 @@ class Engine:
 
     def _clear(self) -> None:
         """Drop cache and rows: an engine without work holds no memory, for weights and batch change between calls."""
-        self._store = KeyValues(self._windows)
-        self._waiting: dict[tuple[int, ...], deque[RunningSequence]] = {}  # by prompt, the first that came first
-        self._prompts: dict[tuple[int, ...], CachedPrompt] = {}  # in the cache
+        self._store = KeyValues(self._windows, self._bidirectional)
+        self._waiting: dict[PromptKey, deque[RunningSequence]] = {}  # by prompt, the first that came first
+        self._prompts: dict[PromptKey, CachedPrompt] = {}  # in the cache
         self._held = 0  # positions that prompts and rows may come to fill
         self._rows: list[RunningSequence] = []  # decoding, in the cache's order
         # Drawn since the last look: rows, their tokens [R] int64 and logprobs [R]; and the experts that the tokens read
@@ -295,7 +258,7 @@ class Engine:
             queue = self._waiting[prompt]
             is_held = prompt in self._prompts
             while queue and len(entering) < rows:
-                needed = queue[0].capacity + (0 if is_held else slot_size(len(prompt)))
+                needed = queue[0].capacity + (0 if is_held else slot_size(len(prompt.ids)))
                 if self._held + needed > self.budget.tokens:
                     break
                 self._held += needed
@@ -310,13 +273,14 @@ class Engine:
         """Read the prompts that `entering` needs, draw first tokens; return the rows that go on, and theirs [rows]."""
         if not entering:
             return [], self._index([])
-        # Prompts of one size together: little is padding, and their slots lie side by side.
-        by_size: dict[int, list[tuple[int, ...]]] = {}
-        for ids in dict.fromkeys(row.prompt for row in entering):
-            if ids not in self._prompts:
-                by_size.setdefault(slot_size(len(ids)), []).append(ids)
-        for size, group in by_size.items():
-            group.sort(key=len)
+        # Prompts of one size together: little is padding, and their slots lie side by side. Those with images apart.
+        by_size: dict[tuple[int, bool], list[RunningSequence]] = {}
+        for row in {row.prompt: row for row in entering}.values():
+            if row.prompt not in self._prompts:
+                kind = slot_size(len(row.prompt.ids)), row.request.images is not None
+                by_size.setdefault(kind, []).append(row)
+        for (size, _), group in by_size.items():
+            group.sort(key=lambda row: len(row.prompt.ids))
             count = max(1, self.budget.prefill // size)
             for start in range(0, len(group), count):
                 self._read(group[start : start + count])
@@ -332,26 +296,35 @@ class Engine:
         staying = [index for index, row in enumerate(entering) if not row.has_ended]
         return [entering[index] for index in staying], tokens[self._index(staying)]
 
-    def _read(self, prompts: list[tuple[int, ...]]) -> None:
-        slots = [self._store.new_prompt(len(ids)) for ids in prompts]
+    def _read(self, rows: list[RunningSequence]) -> None:
+        """Read the prompts of `rows`, each another; all of them with images, or none."""
+        prompts = [row.prompt.ids for row in rows]
         longest = max(map(len, prompts))
         # With a token of its own: a NaN that padding brings in would be one after the masked product too.
         padded = [[*ids, *ids[-1:] * (longest - len(ids))] for ids in prompts]
-        self._peers.before_forward()
-        cache = Prefill(self._store, slots, self.device)
-        logits, routed = self._forward(self._index(padded), cache, self._notes_experts)  # [B, V], [B, S, layers, k]
-        for index, (ids, slot, row) in enumerate(zip(prompts, slots, logits, strict=True)):
-            experts = None if routed is None else routed[index, : len(ids)].clone()
-            self._prompts[ids] = CachedPrompt(slot, row, experts)
+        several = [row.request.images for row in rows if row.request.images is not None]
+        images = joined(several, longest, self.model.config).to(self.device) if several else None
+        shifts = [one.rotary_shift for one in several] or [0] * len(rows)
+        slots = [self._store.new_prompt(len(ids), shift) for ids, shift in zip(prompts, shifts, strict=True)]
+        cache = Prefill(self._store, slots, self.device, None if images is None else images.ends)
+        logits, routed = self._forward(self._index(padded), cache, self._notes_experts, images)
+        for index, (row, slot, after) in enumerate(zip(rows, slots, logits, strict=True)):
+            experts = None if routed is None else routed[index, : slot.length].clone()
+            self._prompts[row.prompt] = CachedPrompt(slot, after, experts)
 
-    def _forward(self, tokens: Tensor, cache: Prefill | Decode, notes: bool) -> tuple[Tensor, Tensor | None]:
-        """Return `next_logits`, and with `notes` the experts of the tokens [B, S], [B, S, layers, k] int16."""
+    def _forward(
+        self, tokens: Tensor, cache: Prefill | Decode, notes: bool, images: Images | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return `next_logits` [B, V], and with `notes` the experts of the tokens [B, S], [B, S, layers, k] int16."""
+        self._peers.before_forward(images is not None)
+        if images is None and self._peers.run_tower:
+            images = no_images(tokens, self.model.config)
         routing = self.model.routing
         if not notes or routing is None:
-            return self.model.next_logits(tokens, cache), None
+            return self.model.next_logits(tokens, cache, images), None
         routing.noted = {}
         try:
-            return self.model.next_logits(tokens, cache), routing.last_choices(len(tokens))
+            return self.model.next_logits(tokens, cache, images), routing.last_choices(len(tokens))
         finally:
             routing.noted = None
 
@@ -386,7 +359,6 @@ class Engine:
 
     def _decode(self, decoding: DecodingRows) -> None:
         """Decode one token of every row."""
-        self._peers.before_forward()
         decode, step = decoding.decode, decoding.step
         if step is None:
             decode.begin()
@@ -396,6 +368,7 @@ class Engine:
             self._tokens = self._keep(self._rows, *drawn, routed)
             decode.end()
         else:
+            self._peers.before_forward(False)
             step()
             self._tokens = self._keep(self._rows, step.tokens[decode.live], step.logprobs[decode.live])
         decode.lengthen()
@@ -456,18 +429,20 @@ class Engine:
             self._prompts[row.prompt].users -= 1
         self._drop_unused({row.prompt: None for row in gone})
 
-    def _drop_unused(self, prompts: Iterable[tuple[int, ...]]) -> None:
-        held = [ids for ids in prompts if ids in self._prompts and ids not in self._waiting]
-        unused = [ids for ids in held if not self._prompts[ids].users]
+    def _drop_unused(self, prompts: Iterable[PromptKey]) -> None:
+        held = [prompt for prompt in prompts if prompt in self._prompts and prompt not in self._waiting]
+        unused = [prompt for prompt in held if not self._prompts[prompt].users]
         if unused:
-            self._store.release([self._prompts.pop(ids).slot for ids in unused])
-            self._held -= sum(slot_size(len(ids)) for ids in unused)
+            self._store.release([self._prompts.pop(prompt).slot for prompt in unused])
+            self._held -= sum(slot_size(len(prompt.ids)) for prompt in unused)
             self._decoding = None
 
     def check(self, request: Request, name: str) -> None:
         """Raise UserError for a bad request, and where model or memory do not hold it even alone."""
         config = self.model.config
         check_request(request, config.vocab_size, name, has_decode=self._decode_text is not None)
+        if request.images is not None:
+            check_images(request.images, len(request.prompt), config, name)
         longest, most = len(request.prompt) + request.sampling.max_new_tokens, config.most_positions
         if most is not None and longest > most:
             raise UserError(

@@ -10,7 +10,7 @@ from torch import Tensor
 from dtrain import models
 from dtrain.base import hub
 from dtrain.base.errors import UserError
-from dtrain.base.model_directory import CONFIG, TOKENIZER
+from dtrain.base.model_directory import CONFIG, TOKENIZER, has_weights
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore, locate, step_of
 from dtrain.checkpoint.dcp.training_state import SCORE, model_tensors, training_tensors
@@ -21,12 +21,16 @@ from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, base_of, is_adapter_directory, read_adapter_config
 from dtrain.checkpoint.peft.files import ADAPTER
 from dtrain.checkpoint.peft.tensors import peft_names
+from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions
+from dtrain.data.images.reader import ImageReader
 from dtrain.data.text.template import ChatTemplate, choose_template
 from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.inference.chats import NO_IMAGES, ChatEncoder, image_part, vision_problem
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.models.common.adapter_config import linears
 from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.images import Images
 from dtrain.policy.precision import DTYPES, choose_precision
 
 
@@ -62,6 +66,7 @@ def generate_text(
     top_p: float = 1.0,
     seed: int = 0,
     raw: bool = False,
+    images: Sequence[Path] = (),
     dtype: str = "auto",
     device: str = "auto",
 ) -> Iterator[str]:
@@ -69,23 +74,46 @@ def generate_text(
 
     directory: in Hugging Face's layout, or an adapter's in PEFT's; or a run's, of which `export/` serves where it is of
     the newest checkpoint, else that checkpoint; or a checkpoint's. A prompt is a user's message in the model's chat
-    template, or with `raw`, or where the model has no template, the beginning of a text. dtype and device: as
-    `train.dtype` and `launch.device` of a recipe. Raises UserError.
+    template, or with `raw`, or where the model has no template, the beginning of a text. images: files whose images
+    stand in front of each prompt. dtype and device: as `train.dtype` and `launch.device` of a recipe. Raises UserError.
     """
-    torch_device = choose_device(device)
-    loaded = load(Path(directory), choose_dtype(dtype, torch_device), torch_device)
+    torch_device, directory = choose_device(device), Path(directory)
+    parts = [image_part(Path(image)) for image in images]
+    if parts and raw:
+        raise UserError("images stand in a chat, and raw is without one: leave raw out")
+    if parts and (problem := image_problem(directory)):
+        raise UserError(f"--image: {problem}")
+    loaded = load(directory, choose_dtype(dtype, torch_device), torch_device, vision=bool(parts))
     tokenizer, template = loaded.tokenizer, None if raw else loaded.template()
+    if parts and template is None:
+        raise UserError(f"--image: images stand in a chat, and {directory} has no chat template")
     sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, stop_ids=tuple(tokenizer.eos_ids))
     engine = Engine(loaded.model)
-    tickets = [
-        engine.add(Request(encode_prompt(tokenizer, prompt, template), sampling, seed, index))
-        for index, prompt in enumerate(prompts)
-    ]
+    asked = _with_images(loaded, directory, template, parts, prompts) if template is not None and parts else None
+    tickets = []
+    for index, prompt in enumerate(prompts):
+        ids, shown = (encode_prompt(tokenizer, prompt, template), None) if asked is None else next(asked)
+        tickets.append(engine.add(Request(ids, sampling, seed, index, images=shown)))
     done: dict[int, list[int]] = {}
     for ticket in tickets:
         while ticket not in done:
             done.update((ended, completion.ids) for ended, completion in engine.step())
         yield loaded.decode(done.pop(ticket))
+
+
+def _with_images(
+    loaded: "Loaded", directory: Path, template: ChatTemplate, parts: Sequence[dict[str, Any]], prompts: Sequence[str]
+) -> Iterator[tuple[list[int], Images | None]]:
+    """Yield token ids and images of each prompt, a user's message with the parts of images in front of its text."""
+    length, pixels = loaded.model.config.max_position_embeddings, None
+    encoder = PromptEncoder(loaded.tokenizer, template, max_length=length, options=PromptOptions(length))
+    chats = loaded.chats(encoder, directory)
+    for prompt in prompts:
+        content = [*parts, {"type": "text", "text": prompt}]
+        chat = chats.encode(Prompt([{"role": "user", "content": content}]))
+        images = chats.images_of(chat, pixels)
+        pixels = None if images is None else images.pixels  # the same for all prompts
+        yield chat.ids, images
 
 
 class Loaded(NamedTuple):
@@ -98,21 +126,73 @@ class Loaded(NamedTuple):
         """Return the chat template of the tokenizer's directory, or of `file`; as `choose_template`."""
         return choose_template(self.tokenizer.directory, self.tokenizer, file, variables)
 
+    def chats(self, encoder: PromptEncoder, directory: Path) -> ChatEncoder:
+        """Return the encoder of chats for the model, which was loaded from `directory`, with its images if it has a
+        vision tower."""
+        if self.model.config.vision is None:
+            return ChatEncoder(encoder, image_problem(directory) or NO_IMAGES)
+        return ChatEncoder(encoder, ImageReader(self.tokenizer, model_files(directory)))
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, without special tokens."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def load(directory: Path, dtype: torch.dtype, device: torch.device, classifiers: bool = False) -> Loaded:
+def load(
+    directory: Path, dtype: torch.dtype, device: torch.device, classifiers: bool = False, vision: bool = False
+) -> Loaded:
     """Return model and tokenizer of a Hugging Face directory, or of a hub's id that is in the cache; an adapter's in
     PEFT's layout (with its base; the tokenizer is its own, else the base's), a run's directory or a checkpoint's.
-    Raises UserError, for a classifier too unless `classifiers`."""
+    vision: with the tower for images. Raises UserError, for a classifier too unless `classifiers`."""
+    if (held := _whole_in(directory)) is not None:
+        model = _model_in(held, dtype, device, 0 if classifiers else None, vision)
+        return Loaded(model, _tokenizer(held))
+    store, step, source = _step_in(directory)
+    return Loaded(_model_of(store, step, source, dtype, device, vision), Tokenizer.from_directory(source))
+
+
+def model_files(directory: Path) -> Path:
+    """Return the directory of config.json and of the image processor of the model that `load` gives. Raises
+    UserError."""
+    held = _whole_in(directory)
+    if held is None:
+        return _step_in(directory)[2]
+    return base_of(held) if is_adapter_directory(held) else held
+
+
+def image_problem(directory: Path) -> str | None:
+    """Return why `load` cannot give a model that takes images; None where it can. Raises UserError where it gives none
+    at all."""
+    if problem := vision_problem(model_files(directory)):
+        return problem
+    if _whole_in(directory) is None:
+        store, step, source = _step_in(directory)
+        model, base = (
+            models.build(models.read_config(source, vision=True), device="meta"),
+            RunFacts.of(source.parent).path,
+        )
+        is_whole = training_tensors(model).keys() <= store.tensors(step).keys()
+        if not is_whole and (base is None or not has_weights(base)):
+            return f"the vision tower is not in {store.path(step)}, and there are no weights at model.path={base}"
+    return None
+
+
+def _whole_in(directory: Path) -> Path | None:
+    """Return the directory of the model, or the adapter, that stands for `directory`; None where a step of a run
+    does."""
     directory = hub.find_directory(directory)
     directory = step_around(directory) or directory
     for candidate in (directory, directory / "export"):
         holds_model = (candidate / CONFIG).is_file() or is_adapter_directory(candidate)
         if holds_model and (candidate == directory or _is_newest(candidate)):
-            return Loaded(_model_in(candidate, dtype, device, 0 if classifiers else None), _tokenizer(candidate))
+            return candidate
+    return None
+
+
+def _step_in(directory: Path) -> tuple[CheckpointStore, int, Path]:
+    """Return the store and the number of a run's step, and the directory of the run's model files."""
+    directory = hub.find_directory(directory)
+    directory = step_around(directory) or directory
     is_run = (directory / "checkpoints").is_dir()
     if not is_run and step_of(directory.absolute()) is None:
         raise UserError(
@@ -120,16 +200,15 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device, classifiers:
             "(checkpoints/ or export/), nor a checkpoint"
         )
     store, step = locate(directory, Ranks(alone=True))
-    source = store.directory.parent / "model"
-    return Loaded(_model_of(store, step, source, dtype, device), Tokenizer.from_directory(source))
+    return store, step, store.directory.parent / "model"
 
 
-def _model_in(directory: Path, dtype: torch.dtype, device: torch.device, labels: int | None) -> CausalLM:
+def _model_in(directory: Path, dtype: torch.dtype, device: torch.device, labels: int | None, vision: bool) -> CausalLM:
     """Return the model of a Hugging Face directory; a run's exported adapter gets its base as the run trained on it."""
     if not is_adapter_directory(directory):
-        return models.from_pretrained(directory, dtype, device, labels=labels)
+        return models.from_pretrained(directory, dtype, device, labels=labels, vision=vision)
     in_4_bits, kept = trained_beside(directory)
-    model = models.from_pretrained(directory, dtype, device, nf4=in_4_bits, labels=labels)
+    model = models.from_pretrained(directory, dtype, device, nf4=in_4_bits, labels=labels, vision=vision)
     config = read_adapter_config(directory)
     tensors = model_tensors(model).items()
     _round([tensor for name, tensor in tensors if not peft_names(name, config, model.config)], kept)
@@ -151,7 +230,9 @@ def _tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer.from_directory(directory if (directory / TOKENIZER).is_file() else base, base)
 
 
-def _model_of(store: CheckpointStore, step: int, source: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def _model_of(
+    store: CheckpointStore, step: int, source: Path, dtype: torch.dtype, device: torch.device, vision: bool
+) -> CausalLM:
     """Return the model of a run's step: tensors that are not in the step are read from the run's base."""
     sizes = store.tensors(step)
     if SCORE in sizes:
@@ -161,7 +242,7 @@ def _model_of(store: CheckpointStore, step: int, source: Path, dtype: torch.dtyp
         )
     folder, facts = store.path(step) / ADAPTER, RunFacts.of(store.directory.parent)
     adapter = read_adapter_config(folder) if is_adapter_directory(folder) else None
-    model = models.build(models.read_config(source), dtype, "meta", adapter=adapter)
+    model = models.build(models.read_config(source, vision=vision), dtype, "meta", adapter=adapter)
     if adapter is not None and facts.path is not None:
         whole = adapter.saved(linears(model.config))
         hold_in_4_bits(model, facts.path, dtype, nf4=facts.nf4, except_for=whole)
@@ -169,10 +250,11 @@ def _model_of(store: CheckpointStore, step: int, source: Path, dtype: torch.dtyp
     model.tie_weights()
     tensors = training_tensors(model)
     held = {name: tensor for name, tensor in tensors.items() if name in sizes}
-    if facts.freezes and len(held) < len(tensors):
+    if (facts.freezes or vision) and len(held) < len(tensors):  # a run on texts has no tower
         state = store.read_state(step)
         read_weights(model, facts.base(state))
-        _round([tensor for name, tensor in tensors.items() if name not in held], facts.trained_in(state))
+        if facts.freezes:
+            _round([tensor for name, tensor in tensors.items() if name not in held], facts.trained_in(state))
         tensors = held
     store.load(step, tensors, only=True, cast=tensors)
     return model.to(device)

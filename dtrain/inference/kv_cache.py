@@ -38,12 +38,14 @@ def rounded(count: int) -> int:
 
 @dataclass(eq=False)
 class KVSlot:
-    """Slot of one sequence: number `index` of `pool`, of which `length` positions are filled. owner: whose it is."""
+    """Slot of one sequence: number `index` of `pool`, of which `length` positions are filled. owner: whose it is.
+    rotary_shift: of a prompt, what is added to the places of the tokens after it for their rotary positions."""
 
     pool: "KVSlotPool"
     index: int
     length: int = 0
     owner: Any = None
+    rotary_shift: int = 0
 
 
 class KVSlotPool:
@@ -153,18 +155,20 @@ class KVSlotPool:
 
 
 class KeyValues:
-    """Pools of one engine, for a model whose layers have these windows (None: a layer that sees everything)."""
+    """Pools of one engine, for a model whose layers have these windows (None: a layer that sees everything).
+    bidirectional: of each layer, whether the tokens of an image see one another; by default nowhere."""
 
-    def __init__(self, windows: Sequence[int | None]):
+    def __init__(self, windows: Sequence[int | None], bidirectional: Sequence[bool] | None = None):
         self.windows = tuple(windows)
+        self.bidirectional = tuple(bidirectional or [False] * len(windows))
         self.prompts: dict[int, KVSlotPool] = {}  # by capacity
         self.rows: dict[int, KVSlotPool] = {}
         # The first token after a prompt sees window - 1 of it; one slot stays, so that no tensor is empty.
         self._prompt_keeps = [None if window is None else max(window - 1, 1) for window in windows]
 
-    def new_prompt(self, length: int) -> KVSlot:
+    def new_prompt(self, length: int, rotary_shift: int = 0) -> KVSlot:
         slot = _pool(self.prompts, slot_size(length), self._prompt_keeps).take()
-        slot.length = length
+        slot.length, slot.rotary_shift = length, rotary_shift
         return slot
 
     def new_row(self, owner: Any = None, capacity: int = SMALLEST_SLOT) -> KVSlot:

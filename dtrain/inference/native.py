@@ -21,8 +21,9 @@ from dtrain.base.gpus import free_memory
 from dtrain.base.ranks import Ranks
 from dtrain.inference.cached_attention import Prefill
 from dtrain.inference.engine import Engine, Peers, at_rest
+from dtrain.inference.images import no_images
 from dtrain.inference.kv_cache import KeyValues, choose_budget
-from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
+from dtrain.inference.request import AskStop, Completion, PromptKey, Request, RolloutEngine
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.fsdp import unsharded
 from dtrain.parallel.mesh import Mesh
@@ -109,7 +110,8 @@ class NativeEngine(RolloutEngine):
                 while peers.others_go_on():  # a forward on nothing, for the weights or the experts that the others need
                     store = KeyValues([None] * self.model.config.num_hidden_layers)
                     token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-                    self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device))
+                    images = no_images(token, self.model.config) if peers.run_tower else None
+                    self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device), images)
         everywhere = Ranks(self.mesh.dp_cp.get_group()).every(lambda: completions) if ranks > 1 else [completions]
         by_index: dict[int, Completion] = {}
         for share, drawn in zip(shares, everywhere, strict=True):
@@ -169,13 +171,13 @@ class _MeshPeers(Peers):
         self._ask_stop = ask_stop
         self._first_stops: Tensor | None = None  # the first tp rank's `ask_stop` at the last draw, [R]
 
-    def before_forward(self) -> None:
+    def before_forward(self, has_images: bool) -> None:
         if self._in_step:
-            self._ranks_at_work(1)
+            self._ranks_at_work(1, has_images)
 
     def others_go_on(self) -> bool:
         """Return whether this rank, which is done, must take part in one forward more."""
-        return self._in_step and self._ranks_at_work(0) > 0
+        return self._in_step and self._ranks_at_work(0, False) > 0
 
     def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first tp rank's tokens [R] int64 and logprobs [R] float64; one broadcast. All have the same
@@ -195,10 +197,12 @@ class _MeshPeers(Peers):
             return self._first_stops is not None and bool(self._first_stops.any())
         return self._ask_stop is not None and self._ask_stop()
 
-    def _ranks_at_work(self, mine: int) -> int:
-        count = torch.tensor([mine])
-        dist.all_reduce(count, group=self._dp_cp.get_group())
-        return int(count)
+    def _ranks_at_work(self, mine: int, has_images: bool) -> int:
+        counts = torch.tensor([mine, has_images])
+        dist.all_reduce(counts, group=self._dp_cp.get_group())
+        ranks, with_images = counts.tolist()
+        self.run_tower = with_images > 0
+        return ranks
 
 
 # What reading a token of a prompt costs beside drawing one: it is read among many in one product, and once per group.
@@ -213,9 +217,9 @@ def share_out(requests: Sequence[Request], ranks: int) -> list[list[int]]:
     The work of a request is taken from its max_new_tokens, for nobody knows where it will stop. What is dealt are whole
     groups of equal prompts, or their halves, quarters and so on until the shares are even.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[PromptKey, list[int]] = {}
     for index, request in enumerate(requests):
-        groups.setdefault(tuple(request.prompt), []).append(index)
+        groups.setdefault(request.prompt_key, []).append(index)
     largest = max(map(len, groups.values()), default=1)
     best: tuple[float, list[list[int]]] | None = None
     parts = 1

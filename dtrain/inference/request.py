@@ -3,10 +3,12 @@ texts. No torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from dtrain.models.common.images import Images
 
 AskStop = Callable[[], bool]  # whether to give up what is being drawn
 
@@ -29,13 +31,21 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
 
+class PromptKey(NamedTuple):
+    """Identity of a prompt: its token ids, and the digest of its images, None without."""
+
+    ids: tuple[int, ...]
+    images: str | None
+
+
 @dataclass(frozen=True)
 class Request:
     """Request for one completion of one prompt.
 
     The draw at position t depends on (seed, prompt_index, sample_index, t) alone: not on the batch, the mesh or the
     order of the requests. Requests with equal prompts share the work of reading the prompt. routed: whether the
-    completion is to say which experts tokens went to.
+    completion is to say which experts tokens went to. images: those of the prompt's tokens, as a batch of one row
+    [1, S], on the host; None for a text.
     """
 
     prompt: Sequence[int]
@@ -44,6 +54,11 @@ class Request:
     prompt_index: int = 0
     sample_index: int = 0
     routed: bool = False
+    images: "Images | None" = None
+
+    @property
+    def prompt_key(self) -> PromptKey:
+        return PromptKey(tuple(self.prompt), None if self.images is None else self.images.digest)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(model):
     from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
     from dtrain.data.text.template import choose_template
     from dtrain.data.text.tokenizer import Tokenizer
+    from dtrain.inference.chats import ChatEncoder
     from dtrain.inference.engine import Engine
     from dtrain.inference.request import SamplingParams
     from dtrain.models import from_pretrained
@@ -100,7 +101,8 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(model):
     tokenizer = Tokenizer.from_directory(model)
     template = choose_template(model, tokenizer)
     encoder = PromptEncoder(tokenizer, template, max_length=128, options=PromptOptions(128))
-    conversation = Conversation(Engine(from_pretrained(model)), encoder, 128, SamplingParams(50, temperature=0.0))
+    engine, sampling = Engine(from_pretrained(model)), SamplingParams(50, temperature=0.0)
+    conversation = Conversation(engine, ChatEncoder(encoder), 128, sampling)
     pieces = conversation.say("w5")
     said = next(pieces) + next(pieces)
     pieces.close()

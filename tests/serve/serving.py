@@ -28,7 +28,7 @@ from dtrain.commands.serve.worker import EngineThread
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.text.template import choose_template
 from dtrain.inference.engine import Engine
-from dtrain.inference.generate import load
+from dtrain.inference.generate import image_problem, load
 from tests.forked_python import ForkedPython
 from tests.tiny import write_model
 
@@ -158,11 +158,13 @@ def events(url: str, path: str, body: dict) -> tuple[list[dict], str]:
 @contextmanager
 def serving(directory, key=None, control=None, limits=None, engine=Engine):
     """A server in threads of this process; its address, and the worker."""
-    net, tokenizer = load(Path(directory), torch.float64, torch.device("cpu"))
+    directory = Path(directory)
+    loaded = load(directory, torch.float64, torch.device("cpu"), vision=image_problem(directory) is None)
+    net, tokenizer = loaded
     template = choose_template(tokenizer.directory, tokenizer)
     encoder = PromptEncoder(tokenizer, template, max_length=128, options=PromptOptions(128))
     worker = EngineThread(engine(net, decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True), max_rows=4))
-    parser, updates = Parser(encoder, "tiny", 128), Updates(net, worker, control)
+    parser, updates = Parser(loaded.chats(encoder, directory), "tiny", 128), Updates(net, worker, control)
     service = Service(parser, worker, updates, key, {"localhost", "127.0.0.1"})
     server = HttpServer(("127.0.0.1", 0), service, limits)
     worker.start()

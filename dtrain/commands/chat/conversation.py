@@ -3,11 +3,13 @@
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.commands.serve.text import TextStream
-from dtrain.data.formats.prompts import Prompt, PromptEncoder
+from dtrain.data.formats.prompts import Prompt
+from dtrain.inference.chats import ChatEncoder, image_part
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
 
@@ -20,11 +22,11 @@ class Conversation:
 
     max_length: of prompt and answer together; sampling: its max_new_tokens is the most of an answer. system: the
     first message, None for none. variables: for the chat template. Each answer has draws of its own, the `drawn`-th of
-    `seed`.
+    `seed`. shown: image parts of the next message.
     """
 
     engine: Engine
-    encoder: PromptEncoder
+    chats: ChatEncoder
     max_length: int
     sampling: SamplingParams
     seed: int = 0
@@ -32,10 +34,22 @@ class Conversation:
     variables: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)  # without the system's
     drawn: int = 0
+    shown: list[dict[str, Any]] = field(default_factory=list)
+
+    def show(self, path: Path) -> None:
+        """Put the image in a file in front of the next message. Raises UserError if it cannot be used."""
+        part = image_part(path)
+        self.chats.lay_out(part["image"])
+        self.shown.append(part)
+
+    def reset(self) -> None:
+        """Begin a new conversation."""
+        self.messages.clear()
+        self.shown.clear()
 
     def think(self, on: bool) -> None:
         """Set whether the model thinks first. Raises UserError if the template has no variable for it."""
-        template = self.encoder.template
+        template = self.chats.encoder.template
         switch = next((name for name in SWITCHES if template is not None and template.reads(name)), None)
         if switch is None:
             raise UserError(f"the chat template has no switch for thinking ({' or '.join(SWITCHES)})")
@@ -51,9 +65,11 @@ class Conversation:
     def say(self, text: str) -> Generator[str]:
         """Return the answer to `text`, in pieces. The pieces drawn until the caller stops are the answer that is kept.
 
-        Raises UserError if the context is full; `text` is then not added.
+        Raises UserError if the context is full or an image is torn; neither `text` nor images are then added.
         """
-        self.messages.append({"role": "user", "content": text})
+        shown, self.shown = self.shown, []
+        content = [*shown, {"type": "text", "text": text}] if shown else text
+        self.messages.append({"role": "user", "content": content})
         try:
             return self._answer(self._request())
         except UserError:
@@ -61,7 +77,7 @@ class Conversation:
             raise
 
     def _answer(self, request: Request) -> Generator[str]:
-        tokenizer = self.encoder.tokenizer
+        tokenizer = self.chats.encoder.tokenizer
         stream = TextStream(partial(tokenizer.decode, skip_special_tokens=True))
         ticket, num_sent, answer = self.engine.add(request), 0, ""
         try:
@@ -81,15 +97,16 @@ class Conversation:
 
     def _request(self) -> Request:
         begin = [] if self.system is None else [{"role": "system", "content": self.system}]
-        ids = self.encoder.encode(Prompt([*begin, *self.messages], variables=self.variables))
-        num_left = self.max_length - len(ids)
+        prompt = self.chats.encode(Prompt([*begin, *self.messages], variables=self.variables))
+        num_left = self.max_length - len(prompt.ids)
         if num_left < 1:
             raise UserError(
-                f"the conversation has {len(ids)} tokens, and the model's context holds {self.max_length}: /reset "
-                "begins a new one"
+                f"the conversation has {len(prompt.ids)} tokens, and the model's context holds {self.max_length}: "
+                "/reset begins a new one"
             )
         self.drawn += 1
         sampling = replace(self.sampling, max_new_tokens=min(num_left, self.sampling.max_new_tokens))
-        request = Request(ids, sampling, self.seed, sample_index=self.drawn)
+        images = self.chats.images_of(prompt)
+        request = Request(prompt.ids, sampling, self.seed, sample_index=self.drawn, images=images)
         self.engine.check(request, "the conversation")
         return request

@@ -5,13 +5,14 @@ from argparse import Namespace
 from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from importlib import import_module
+from pathlib import Path
 
 from dtrain.base.errors import UserError
 from dtrain.commands.chat.conversation import Conversation
 from dtrain.commands.serve.adapters import put_in, read_beside
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.inference.engine import Engine
-from dtrain.inference.generate import choose_device, choose_dtype, load
+from dtrain.inference.generate import choose_device, choose_dtype, image_problem, load
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.inference.sampling import check_request
 from dtrain.run.metrics.terminal import printable
@@ -19,6 +20,7 @@ from dtrain.run.metrics.terminal import printable
 HELP = """/again            draw the last answer anew
 /reset            begin a new conversation
 /system TEXT      the system message of a new conversation; without TEXT none
+/image PATH       an image, in front of the next message
 /thinking on|off  whether the model thinks first
 /adapter on|off   with the adapter of --adapter, or without
 /exit             or Ctrl-D; Ctrl-C ends an answer
@@ -28,7 +30,9 @@ A line that ends with \\ goes on in the next one."""
 def talk(arguments: Namespace) -> None:
     """Hold the conversation of the command's `arguments` to its end. Raises UserError."""
     device = choose_device(arguments.device)
-    loaded = load(arguments.directory, choose_dtype(arguments.dtype, device), device)
+    # At the start: at the first image the model may have adapters, and a tower is small beside its text.
+    sees = image_problem(arguments.directory) is None
+    loaded = load(arguments.directory, choose_dtype(arguments.dtype, device), device, vision=sees)
     model, tokenizer = loaded
     if arguments.adapter is not None:
         if model.adapters is not None:
@@ -51,7 +55,8 @@ def talk(arguments: Namespace) -> None:
         arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p, stop_ids=stops
     )
     check_request(Request([0], sampling), model.config.vocab_size, "the conversation", has_decode=False)
-    conversation = Conversation(Engine(model, max_rows=1), encoder, length, sampling, arguments.seed, arguments.system)
+    chats, engine = loaded.chats(encoder, arguments.directory), Engine(model, max_rows=1)
+    conversation = Conversation(engine, chats, length, sampling, arguments.seed, arguments.system)
     if arguments.thinking is not None:
         conversation.think(arguments.thinking == "on")
     Terminal(conversation).run()
@@ -112,8 +117,10 @@ class Terminal:
         conversation, rest = self.conversation, rest.strip()
         if word == "again":
             self._print(conversation.again())
+        elif word == "image" and rest:
+            conversation.show(Path(rest).expanduser())
         elif word in ("reset", "system"):
-            conversation.messages.clear()
+            conversation.reset()
             if word == "system":
                 conversation.system = rest or None
         elif word == "thinking" and rest in ("on", "off"):

@@ -35,6 +35,7 @@ class Limits:
     connections: int = 512
     head: int = 1 << 14
     bodies: int = 1 << 27  # of all requests together
+    pixels: int = 1 << 32  # of all requests together, decoded
     head_seconds: float = 10.0
     body_seconds: float = 60.0
     idle_seconds: float = 60.0

@@ -12,9 +12,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.commands.serve.fields import COUNT, FLAG, IGNORED, TEXT, ApiError, Field, Table, check, check_json, is_ids
+from dtrain.commands.serve.fields import (
+    COUNT,
+    FLAG,
+    IGNORED,
+    TEXT,
+    ApiError,
+    Field,
+    Table,
+    check,
+    check_json,
+    is_ids,
+    shown,
+)
 from dtrain.data.formats.formats import read_messages, read_tools
-from dtrain.data.formats.prompts import Prompt, PromptEncoder
+from dtrain.data.formats.prompts import Prompt
+from dtrain.data.images.decoding import MOST_PIXELS
+from dtrain.inference.chats import ChatEncoder, ChatPrompt, ImageError
 from dtrain.inference.request import Request, SamplingParams
 
 MOST_REQUESTS = 4096  # of one call
@@ -46,7 +60,22 @@ def _stops(value: Any, name: str) -> tuple[str, ...]:
 
 
 def _content(value: Any, name: str) -> Any:
-    return value if isinstance(value, str) else Field(list, most=4096, of=Field(dict, of=PART)).read(value, name)
+    if isinstance(value, str):
+        return value
+    parts = Field(list, most=4096, of=Field(dict, of=PART)).read(value, name)
+    for place, part in enumerate(parts):
+        kind = part.get("type", "text")
+        if part.keys() - {"type"} != {kind}:
+            raise ApiError(400, f"{name}[{place}] of type {kind} must have the field {kind}, and no other", name)
+    return parts
+
+
+def _data_uri(value: Any, name: str) -> str:
+    """Return a data URI: a server reads no file, and fetches nothing, for whoever asks."""
+    if not isinstance(value, str) or value[:5].lower() != "data:":
+        what = "must hold the image itself (data:image/png;base64,...): files and addresses are not read here"
+        raise ApiError(400, f"{name}={shown(value)} {what}", name)
+    return value
 
 
 def _arguments(value: Any, name: str) -> Any:
@@ -108,7 +137,11 @@ COMPLETION: Table = {
     "suffix": Field(among=("",)),
     "prompt_embeds": NONE,
 }
-PART: Table = {"type": Field(among=("text",)), "text": Field(str)}
+PART: Table = {
+    "type": Field(among=("text", "image_url")),
+    "text": Field(str),
+    "image_url": Field(dict, of={"url": Field(use=_data_uri), "detail": IGNORED}),
+}
 CALL: Table = {
     "id": TEXT,
     "type": Field(among=("function",)),
@@ -145,6 +178,16 @@ CHAT: Table = {
 }
 
 
+def _image_parts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return where the images of checked messages stand, in order."""
+    return [
+        f"messages[{number}].content[{place}]"
+        for number, message in enumerate(messages)
+        for place, part in enumerate(message["content"] if isinstance(message.get("content"), list) else ())
+        if part.get("type") == "image_url"
+    ]
+
+
 @dataclass(frozen=True)
 class Ask:
     """HTTP request: `requests` by prompt, then by sample, of the model `name`, with an adapter or without. fields: of
@@ -158,17 +201,18 @@ class Ask:
     logprobs: bool
     eos_ids: tuple[int, ...]
     echo: tuple[str, ...] = ()  # each prompt's text, where answers begin with it
+    pixel_bytes: int = 0  # of its images
     likeliest: bool = False  # whether the likeliest token of each place is returned beside it; of completions with echo
 
 
 class Parser:
-    """Parser of bodies to `Ask`. encoder: the tokenizer's and the template's; max_length: prompt and completion
-    together. `adapters`: names that a request may say in place of the model's."""
+    """Parser of bodies to `Ask`. chats: the encoder of chats, with the tokenizer and the template; max_length: prompt
+    and completion together. `adapters`: names that a request may say in place of the model's."""
 
-    def __init__(self, encoder: PromptEncoder, model: str, max_length: int):
-        self.encoder, self.model, self.max_length = encoder, model, max_length
+    def __init__(self, chats: ChatEncoder, model: str, max_length: int):
+        self.chats, self.encoder, self.model, self.max_length = chats, chats.encoder, model, max_length
         self.adapters: tuple[str, ...] = ()
-        self.tokenizer = encoder.tokenizer
+        self.tokenizer = chats.encoder.tokenizer
 
     def completion(self, body: Mapping[str, Any]) -> Ask:
         """Return the request of a body of /v1/completions. Raises ApiError."""
@@ -205,14 +249,37 @@ class Parser:
             raise ApiError(400, f"{name} is no variable that this model's chat template reads", "chat_template_kwargs")
         try:
             messages, _ = read_messages(fields["messages"], "messages")
-            prompt = tuple(self.encoder.encode(Prompt(messages, tools=read_tools(fields), variables=variables)))
+            prompt = self.chats.encode(Prompt(messages, tools=read_tools(fields), variables=variables))
+            self._check_room(prompt, fields["messages"])
+            most = fields["max_completion_tokens"]
+            most = fields["max_tokens"] if most is None else most
+            if most is None:
+                most = max(0, self.max_length - len(prompt.ids))
+            ask = self._ask(fields, [tuple(prompt.ids)], most, fields["logprobs"], chat=True)
+            images = self.chats.images_of(prompt)
+        except ImageError as error:
+            part = _image_parts(fields["messages"])[error.number]
+            raise ApiError(400, f"{part}: {error}", part) from error
         except UserError as error:
             raise ApiError(400, str(error), "messages") from error
-        most = fields["max_completion_tokens"]
-        most = fields["max_tokens"] if most is None else most
-        if most is None:
-            most = max(0, self.max_length - len(prompt))
-        return self._ask(fields, [prompt], most, fields["logprobs"], chat=True)
+        if images is None:
+            return ask
+        requests = [replace(request, images=images) for request in ask.requests]
+        return replace(ask, requests=requests, pixel_bytes=images.pixels.nbytes)
+
+    def _check_room(self, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ApiError where images are too large or make a prompt too long, before they are decoded."""
+        tokens, stored = [image.layout.tokens for image in prompt.images], 0
+        for number, image in enumerate(prompt.images):
+            height, width, _ = image.image.header()
+            stored += height * width
+            if stored > MOST_PIXELS:
+                what = f"a request's images may have {MOST_PIXELS / 1e6:g} megapixels together: send smaller ones"
+                raise ImageError(number, what)
+        if tokens and len(prompt.ids) > self.max_length:
+            part = _image_parts(messages)[tokens.index(max(tokens))]
+            what = f"{max(tokens)} tokens, and the prompt has {len(prompt.ids)}; the model's context"
+            raise ApiError(400, f"{part}: the image becomes {what} holds {self.max_length}: send a smaller one", part)
 
     def _fields(self, body: Mapping[str, Any], table: Table) -> dict[str, Any]:
         fields = check(body, table)

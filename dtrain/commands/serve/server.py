@@ -46,6 +46,7 @@ class HttpServer(socketserver.TCPServer):
         self._answering = 0
         self._idle = threading.Condition()
         self._held = 0  # bytes of bodies that are being read
+        self._pixels = 0  # bytes of images that are being answered
         self._reading = threading.Lock()  # of one body at a time: it may take many times its size
         self._slots = ConnectionSlots(self.limits.connections, evicts=service.key is not None)
         self._refusing = ConnectionSlots(REFUSING, evicts=False)
@@ -98,18 +99,21 @@ class HttpServer(socketserver.TCPServer):
                         connection.refuse(ApiError(500, "the server has a fault, which its terminal tells"))
 
     @contextmanager
-    def _counted(self, length: int) -> Iterator[None]:
-        """Count a request that is being answered, and the bytes of its body that are being read: the server ends when
-        there is none."""
+    def _counted(self, length: int, pixels: int = 0) -> Iterator[None]:
+        """Count a request that is being answered, and the bytes of its body that are being read, or of its images: the
+        server ends when there is none."""
         with self._idle:
             if self._held + length > self.limits.bodies:
                 raise ApiError(503, "the server is reading as much as it may; ask again")
-            self._answering, self._held = self._answering + 1, self._held + length
+            if self._pixels + pixels > self.limits.pixels:
+                raise ApiError(503, "the server holds as many images as it may; ask again")
+            self._answering, self._held, self._pixels = self._answering + 1, self._held + length, self._pixels + pixels
         try:
             yield
         finally:
             with self._idle:
                 self._answering, self._held = self._answering - 1, self._held - length
+                self._pixels -= pixels
                 self._idle.notify_all()
 
     def _answer(self, connection: Connection, head: RequestHead) -> None:
@@ -124,7 +128,8 @@ class HttpServer(socketserver.TCPServer):
                 ask = service.ask[path](body) if path in service.ask else None
         if ask is not None:
             assert isinstance(service, Service)
-            self._complete(connection, ask, service)
+            with self._counted(0, ask.pixel_bytes):
+                self._complete(connection, ask, service)
         elif path in service.get:
             connection.send(200, service.get[path]())
         else:

@@ -15,8 +15,9 @@ from dtrain.commands.serve.updates import Updates
 from dtrain.commands.serve.worker import EngineThread
 from dtrain.data.formats.pairs import PairEncoder
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
+from dtrain.inference.chats import ChatEncoder
 from dtrain.inference.engine import Engine
-from dtrain.inference.generate import choose_device, choose_dtype, load
+from dtrain.inference.generate import choose_device, choose_dtype, image_problem, load
 from dtrain.rl.remote.http_client import read_key
 
 
@@ -31,7 +32,10 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
     address = _address(arguments.host, arguments.port, key)
     device = choose_device(arguments.device)
     dtype = choose_dtype(arguments.dtype, device)
-    loaded = load(arguments.directory, dtype, device, classifiers=True)
+    is_updated = arguments.control is not None or arguments.watch is not None
+    # Updates are of whole models, and those of trainers of texts have no tower.
+    sees = not is_updated and image_problem(arguments.directory) is None
+    loaded = load(arguments.directory, dtype, device, classifiers=True, vision=sees)
     model, tokenizer = loaded
     model.eval()
     most = model.config.max_position_embeddings
@@ -59,7 +63,10 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
         )
         worker = EngineThread(engine)
         encoder = PromptEncoder(tokenizer, template, max_length=length, options=PromptOptions(length))
-        parser = Parser(encoder, name, length)
+        chats = loaded.chats(encoder, arguments.directory)
+        if is_updated:
+            chats = ChatEncoder(encoder, "a server whose weights may be changed (--control, --watch) takes no images")
+        parser = Parser(chats, name, length)
         updates = Updates(model, worker, arguments.control, watched=arguments.watch is not None)
         service = Service(parser, worker, updates, key, hosts)
         if arguments.adapter is not None:

@@ -237,11 +237,17 @@ class RowEncoder:
         tools: Messages | None,
         add_generation_prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
+        images: "Sequence[LaidOutImage]" = (),
     ) -> str:
-        """Return a conversation without images as text, its calls as the template takes them. Raises UserError."""
-        self.refuse_images(messages)
-        messages = self.replies.with_objects(messages, tools)
-        return self.replies.template.render(messages, tools, add_generation_prompt, variables)
+        """Return a conversation as text, its calls as the template takes them, and the tokens of `images` where its
+        parts have images. Raises UserError."""
+        if not images:
+            self.refuse_images(messages)
+        messages = self.replies.with_objects(take_images(messages)[0], tools)
+        text = self.replies.template.render(messages, tools, add_generation_prompt, variables)
+        if images and self.images:
+            return self.images.expand(text, [image.layout for image in images]).text
+        return text
 
     def conversation(self, messages: Messages, tools: Messages | None = None) -> list[int]:
         """Return the ids of a whole conversation, those of transformers' `apply_chat_template`: what the template
@@ -280,6 +286,12 @@ class RowEncoder:
                 "vision_config): take a model that does, or remove the images"
             )
         return self.images.read(values, self.directory) if values and self.images else []
+
+    def images_within(
+        self, ids: Sequence[int], images: "Sequence[LaidOutImage]", kept: range
+    ) -> "Sequence[LaidOutImage] | None":
+        """Return the images at places `kept` of a row; None where one would be cut. Raises UserError."""
+        return self.images.within(ids, images, kept, self.max_length) if images and self.images else images
 
     def drops(self, length: int) -> bool:
         """Return whether a row whose longest document has `length` tokens is dropped. Raises UserError if refused."""
@@ -342,7 +354,7 @@ class Encoder(RowEncoder):
         full = len(ids)
         if self.drops(full):
             return LONG
-        kept = self.images.within(ids, images, self.max_length) if images and self.images else images
+        kept = self.images_within(ids, images, range(self.max_length))
         if kept is None:
             return CUT_IMAGE
         reason = CUT if _has_target(trained) else UNTRAINED

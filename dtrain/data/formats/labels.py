@@ -74,6 +74,7 @@ class LabelledPairEncoder(PairEncoder):
     """Encoder of pairs, each with its margin."""
 
     generates = False
+    takes_images = False
     keeps_columns = True
     keeps_ends = True
     marks = ("pairs", "margins", ENDS)
@@ -122,15 +123,20 @@ class LabelledTextEncoder(RowEncoder):
         return {key: value for key, value in row.items() if key != self.label.column}
 
 
+class _TextPairEncoder(PairEncoder):
+    takes_images = False
+
+
 class LabelledEncoder(Encoder):
     """Encoder of rows of replies, whose column `label` is kept: true for a wanted reply."""
 
     keeps_columns = True
+    takes_images = False
     marks = ("labelled",)
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, **limits: Any):
         super().__init__(tokenizer, template, loss_on="completion", **limits)
-        self._pairs = PairEncoder(tokenizer, template, **limits)
+        self._pairs = _TextPairEncoder(tokenizer, template, **limits)
 
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
         if name == "preference":

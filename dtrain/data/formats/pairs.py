@@ -28,11 +28,11 @@ most, the same in both documents; then each completion loses its end. Documents 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of
-from dtrain.data.formats.encoder import LONG, USER, Document, RowEncoder
+from dtrain.data.formats.encoder import CUT_IMAGE, LONG, USER, Document, RowEncoder
 from dtrain.data.formats.formats import (
     read_integers,
     read_messages,
@@ -41,7 +41,11 @@ from dtrain.data.formats.formats import (
     read_tools,
     require_keys,
 )
+from dtrain.data.formats.image_parts import image_parts, refuse_images, take_images, text_of, with_images
 from dtrain.data.text.replies import Messages
+
+if TYPE_CHECKING:
+    from dtrain.data.images.reader import LaidOutImage
 
 Message = dict[str, Any]
 # The columns of a prompt where there is no `prompt`. Beside replies alone they are never passed over.
@@ -83,6 +87,7 @@ def normalise_pair(row: Mapping[str, Any], name: str) -> ChatPair | TextPair | T
     """Return `row` of format `name` (preference or tokenized) in its shape. Raises UserError."""
     require_keys(row, name, "pairs")
     if name == "tokenized":
+        refuse_images(row, "token ids")
         return TokenPair(*(_ids(row[key], key) for key in ("prompt_ids", "chosen_ids", "rejected_ids")))
     values = (row.get(key) for key in ("prompt", "chosen", "rejected"))  # a single message is a list of it
     lists: list[Any] = [[value] if isinstance(value, dict) else value for value in values]
@@ -135,6 +140,7 @@ def _ids(value: Any, key: str) -> list[int]:
 
 
 def _texts(row: Mapping[str, Any], prompt: Any, chosen: str, rejected: str) -> TextPair:
+    refuse_images(row, "plain prompts")
     for name in ("tools", "system"):
         if row.get(name):
             raise UserError(
@@ -168,7 +174,7 @@ def _chats(row: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> C
         # Some files hold the prompt twice: as a string, and as the first messages of both completions.
         start = 0 if _replies_only(chosen, rejected) else _shared(chosen, rejected)
         before = chosen[:start] if start else [{"role": "user", "content": prompt}]
-        if start and not any(message.get("content", "").strip() == prompt.strip() for message in before):
+        if start and not any(text_of(message.get("content", "")).strip() == prompt.strip() for message in before):
             raise UserError(
                 "prompt is a string that is none of the messages which chosen and rejected begin with; "
                 "remove prompt, or these messages"
@@ -182,7 +188,9 @@ def _chats(row: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> C
     system = row.get("system")
     if system and before[0]["role"] != "system":
         before = [{"role": "system", "content": read_string(system, "system")}, *before]
-    return ChatPair(before, chosen[start:], rejected[start:], read_tools(row))
+    if any(image_parts(message) for message in [*chosen[start:], *rejected[start:]]):
+        raise UserError("chosen or rejected has an image of its own; images of a pair stand in its prompt")
+    return ChatPair(with_images(row, before), chosen[start:], rejected[start:], read_tools(row))
 
 
 def _completion(value: Any, key: str) -> tuple[list[Message], list[bool | None]]:
@@ -219,26 +227,37 @@ class PairEncoder(RowEncoder):
     """Encoder of preferences to samples of two documents, chosen and rejected."""
 
     documents = 2
+    takes_images = True
     noun = "pairs"
     marks: Sequence[str] = ("pairs",)
     keeps_ends = False  # of the documents: what a template writes behind the last turn, and of what is too long
 
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
         pair = self._pair(row, name)
-        return [pair.prompt, pair.chosen, pair.rejected, getattr(pair, "tools", None)]
+        if not isinstance(pair, ChatPair):
+            return [pair.prompt, pair.chosen, pair.rejected, None]
+        digests = [image.image.digest for image in self.read_images(pair.prompt)]
+        prompt, _ = take_images(pair.prompt)
+        return [prompt, pair.chosen, pair.rejected, pair.tools, *([digests] if digests else ())]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        prompt, chosen, rejected = self.encode(self._pair(row, name))
+        pair = self._pair(row, name)
+        images = self.read_images(pair.prompt) if isinstance(pair, ChatPair) else []
+        whole, chosen, rejected = self.encode(pair, images)
+        prompt = whole
         full = len(prompt) + len(chosen), len(prompt) + len(rejected)
         if self.drops(max(full)):
             return LONG
         if chosen == rejected:
             return EQUAL
         prompt, chosen, rejected = fit(prompt, chosen, rejected, self.max_length, self.keeps_ends)
+        kept = self.images_within(whole, images, range(len(whole) - len(prompt), len(whole)))
+        if kept is None:
+            return CUT_IMAGE
         if chosen == rejected:
             return EQUAL_CUT
         return [
-            Document([*prompt, *completion], bytearray(len(prompt)) + b"\1" * len(completion), length)
+            Document([*prompt, *completion], bytearray(len(prompt)) + b"\1" * len(completion), length, images=kept)
             for completion, length in zip((chosen, rejected), full, strict=True)
         ]
 
@@ -251,15 +270,20 @@ class PairEncoder(RowEncoder):
             )
         return pair
 
-    def encode(self, pair: ChatPair | TextPair | TokenPair) -> tuple[Ids, Ids, Ids]:
-        """Return the ids of the prompt and of the two completions, none empty, not yet truncated. Raises UserError."""
+    def encode(
+        self, pair: ChatPair | TextPair | TokenPair, images: "Sequence[LaidOutImage]" = ()
+    ) -> tuple[Ids, Ids, Ids]:
+        """Return the ids of the prompt and of the two completions, none empty, not yet truncated. images: those of the
+        prompt's parts, in order. Raises UserError."""
         if isinstance(pair, TokenPair):
             for ids, key in ((pair.prompt, "prompt_ids"), (pair.chosen, "chosen_ids"), (pair.rejected, "rejected_ids")):
                 self.check_ids(ids, key)
             return pair.prompt, pair.chosen, pair.rejected
         if isinstance(pair, ChatPair):
-            prompt: Ids | None = self.tokenizer.encode(self.rendered(pair.prompt, pair.tools, True))
-            chosen, rejected = (self._chat([*pair.prompt, *more], pair.tools) for more in (pair.chosen, pair.rejected))
+            prompt: Ids | None = self.tokenizer.encode(self.rendered(pair.prompt, pair.tools, True, images=images))
+            chosen, rejected = (
+                self._chat([*pair.prompt, *more], pair.tools, images) for more in (pair.chosen, pair.rejected)
+            )
         else:
             prompt = None if pair.prompt is None else self.text(pair.prompt, ends=False)
             chosen, rejected = (self.text((pair.prompt or "") + text) for text in (pair.chosen, pair.rejected))
@@ -274,9 +298,9 @@ class PairEncoder(RowEncoder):
             )
         return chosen[:at], chosen[at:], rejected[at:]
 
-    def _chat(self, messages: Messages, tools: Messages | None) -> Ids:
+    def _chat(self, messages: Messages, tools: Messages | None, images: "Sequence[LaidOutImage]") -> Ids:
         """Return the ids of a prompt with its completion."""
-        text = self.rendered(messages, tools)
+        text = self.rendered(messages, tools, images=images)
         return self.tokenizer.encode(text if self.keeps_ends else text.rstrip())
 
 

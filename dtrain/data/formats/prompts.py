@@ -31,6 +31,7 @@ from dtrain.data.formats.formats import (
     read_tools,
     require_keys,
 )
+from dtrain.data.formats.image_parts import COLUMN, refuse_images, with_images
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.data.text.tool_format import learn_tool_format
@@ -73,17 +74,20 @@ def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = Non
     """Return `row` of format `name` (a key of formats.PROMPT_FORMATS) in its one shape. Raises UserError."""
     require_keys(row, name, "prompts")
     if name == "tokenized":
+        refuse_images(row, "token ids")
         ids = read_integers(row["prompt_ids"], "prompt_ids")
         if not ids or min(ids) < 0:
             raise UserError("prompt_ids must hold one id at least, and none below 0")
         return Prompt(ids, _columns(row, "prompt_ids"))
     if name == "prompt_completion" and isinstance(row["prompt"], str):
+        refuse_images(row, "plain prompts")
         return Prompt(row["prompt"], _columns(row, "prompt", answer=row.get("completion")))
     messages, columns = _chat(row, name)
     instructions = row.get("system") or system
     if instructions and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": read_string(instructions, "system")}, *messages]
-    return Prompt(messages, columns, read_tools(row))
+    columns.pop(COLUMN, None)
+    return Prompt(with_images(row, messages), columns, read_tools(row))
 
 
 def _chat(row: Mapping[str, Any], name: str) -> tuple[list[Message], dict[str, Any]]:

@@ -139,11 +139,11 @@ class ImageReader:
         return [place for place, token in enumerate(ids) if token == self.token_id]
 
     def within(
-        self, ids: Sequence[int], images: Sequence[LaidOutImage], max_length: int
+        self, ids: Sequence[int], images: Sequence[LaidOutImage], kept: range, max_length: int
     ) -> Sequence[LaidOutImage] | None:
-        """Return the images whose tokens are among the first `max_length` of `ids`; None where one would be cut.
+        """Return the images whose tokens are at places `kept` of `ids`; None where one would be cut.
 
-        Raises UserError for an image that no row of this length has room for, and where `ids` hold another number of
+        Raises UserError for an image that no row of `max_length` has room for, and where `ids` hold another number of
         image tokens than the images have.
         """
         for image in images:
@@ -158,8 +158,8 @@ class ImageReader:
                 f"the row has {len(places)} image tokens ({self.processor.tokens.token}), and its images are "
                 f"{ends[-1]}: images alone write this token; leave it out of the text"
             )
-        kept = bisect_left(places, max_length)
-        return images[: ends.index(kept)] if kept in ends else None
+        first, last = bisect_left(places, kept.start), bisect_left(places, kept.stop)
+        return images[ends.index(first) : ends.index(last)] if first in ends and last in ends else None
 
     @property
     def token_id(self) -> int:

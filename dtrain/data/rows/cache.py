@@ -57,6 +57,7 @@ SMALL = 2 << 20  # bytes of data below which starting processes costs more than 
 NAMED = 20  # rows left out that messages name; left_out.txt has all
 ARRAYS = {"tokens.bin": torch.int32, "trained.bin": torch.uint8, "offsets.bin": torch.int64, "origins.bin": torch.int64}
 COUNTS = "rows truncated too_long untrained trained_tokens tokens_cut others plain_prompts".split()
+IMAGES = {"images.bin": torch.uint8, "image_offsets.bin": torch.int64, "image_bytes.bin": torch.uint8}
 COLUMNS = {"columns.bin": torch.uint8, "column_offsets.bin": torch.int64}
 
 
@@ -117,7 +118,7 @@ class Samples:
         self.directory, self.weights = directory, tuple(weights)
         self.meta: dict[str, Any] = json.loads((directory / META).read_text())
         self._tokens, self._trained, self._offsets, origins = self._mapped(ARRAYS)
-        self._columns = self._mapped(COLUMNS)
+        self._columns, self._image_arrays = self._mapped(COLUMNS), self._mapped(IMAGES)
         self._origins = origins.view(-1, 3)
         self.noun: str = self.meta["noun"]
         self.documents_per_sample: int = self.meta["documents_per_sample"]
@@ -144,9 +145,9 @@ class Samples:
 
     @cached_property
     def _images(self) -> "ImageTable":
-        from dtrain.data.rows import image_cache  # rows of text alone load nothing of images
+        from dtrain.data.rows.image_cache import ImageTable  # rows of text alone load nothing of images
 
-        return image_cache.ImageTable(self._mapped(image_cache.ARRAYS))
+        return ImageTable(self._image_arrays)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -263,9 +264,9 @@ class _Writer:
 
     def __init__(self, directory: Path, stack: ExitStack, encoder: RowEncoder):
         self.documents = encoder.documents
-        names = [*ARRAYS, *(COLUMNS if encoder.keeps_columns else ())]
+        names = [*ARRAYS, *(COLUMNS if encoder.keeps_columns else ()), *(IMAGES if encoder.images else ())]
         self.streams = {name: stack.enter_context(open(directory / name, "wb")) for name in names}
-        self.ends = {name: 0 for name in names if name.endswith("offsets.bin")}
+        self.ends = {name: 0 for name in names if name in ("offsets.bin", "column_offsets.bin")}
         for name in self.ends:
             self.streams[name].write(array("q", [0]).tobytes())
         self.list = stack.enter_context(open(directory / "left_out.txt", "w", encoding="utf-8"))
@@ -277,7 +278,6 @@ class _Writer:
         if encoder.images is not None:
             from dtrain.data.rows import image_cache
 
-            self.streams |= {name: stack.enter_context(open(directory / name, "wb")) for name in image_cache.ARRAYS}
             self.images = image_cache.ImageWriter(self.streams)
 
     def add(self, number: int, file: str, chunk: EncodedChunk) -> None:

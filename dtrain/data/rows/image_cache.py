@@ -17,7 +17,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import IO
 
-import torch
 from torch import Tensor
 
 from dtrain.base.json_files import LARGE, read_json
@@ -25,7 +24,6 @@ from dtrain.base.ranks import THREADS, Ranks, view
 from dtrain.data.images.processor import Layout
 from dtrain.data.images.records import ImageRecord
 
-ARRAYS = {"images.bin": torch.uint8, "image_offsets.bin": torch.int64, "image_bytes.bin": torch.uint8}
 FILES = "image_files.json"
 
 
@@ -77,7 +75,8 @@ class ImageWriter:
 
 
 class ImageTable:
-    """Images of the documents of a cache. arrays: of the files ARRAYS, memory-mapped."""
+    """Images of the documents of a cache. arrays: its images.bin, image_offsets.bin and
+    image_bytes.bin, memory-mapped."""
 
     def __init__(self, arrays: Sequence[Tensor]):
         self._records, self._offsets, self._bytes = arrays

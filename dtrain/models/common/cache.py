@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 class Cached(Protocol):
     """The interface that a model's forward reads and writes in place of its own kernel and masks.
 
-    positions: [B or 1, S], where the tokens stand in their sequences. last: [B], which of the S is each row's last one
-    that counts; None where S is 1. turns: the rotary frequencies on the device, by what they are made from; the model
-    fills it. bare: whether layers are called without their hooks, which no graph can hold.
+    positions: [B or 1, S], the rotary positions of the tokens, but for images that have their own. last: [B], which of
+    the S is each row's last one that counts; None where S is 1. turns: the rotary frequencies on the device, by what
+    they are made from; the model fills it. bare: whether layers are called without their hooks, which no graph can
+    hold.
     """
 
     positions: Tensor

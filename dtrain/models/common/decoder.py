@@ -287,7 +287,7 @@ class Decoder(Stack):
         if images is not None:
             if not self.vision:
                 raise ValueError("images, and this model was built without its vision tower")
-            placed = self.vision[0].placed(images, hidden.shape[1], self.tp, kernel.group)
+            placed = self.vision[0].placed(images, hidden.shape[1], self.tp, kernel.group if cache is None else None)
             hidden = placed.insert(hidden)
         length = input_ids.shape[1]
         if cache is not None:
@@ -458,11 +458,11 @@ class CausalLM(ParallelModel):
         cap = self.config.final_logit_softcapping if self.config.labels is None else None
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def next_logits(self, input_ids: Tensor, cache: Cached) -> Tensor:
+    def next_logits(self, input_ids: Tensor, cache: Cached, images: Images | None = None) -> Tensor:
         """[B, V] in the weights' dtype, whole on every tp rank: what follows the tokens [B, S] that are read with
         `cache`, of each row the one that `cache.last` names. Under FSDP a registered forward method. Collectives: the
         layers', and under tp one all-gather of the logits."""
-        hidden = self.model(input_ids, cache=cache)  # [B, S, D]
+        hidden = self.model(input_ids, cache=cache, images=images)  # [B, S, D]
         if cache.last is not None:
             hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), cache.last, None]
         return gather_vocabulary(self.logits(hidden[:, 0]))

@@ -1,0 +1,126 @@
+"""Chats to prompts of an engine: token ids, and images where messages have parts with them.
+
+Nothing is read from a path or a URL here: a part's image is a data URI, or `{"bytes", "path"}` as `image_part` makes
+it. Torch is imported where pixels are asked for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.model_directory import has_vision
+from dtrain.data.formats.image_parts import take_images
+from dtrain.data.formats.prompts import Prompt, PromptEncoder
+from dtrain.data.images.files import read_image
+from dtrain.data.images.reader import ImageReader, LaidOutImage
+from dtrain.data.images.reading import read_processor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dtrain.models.common.images import Images
+
+NO_IMAGES = "this model takes no images"
+
+
+class ImageError(UserError):
+    """Error of a chat's image, by its number among the chat's, from 0."""
+
+    def __init__(self, number: int, message: str):
+        self.number = number
+        super().__init__(message)
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """Prompt of a chat: its token ids, and its images in order, which are not decoded yet."""
+
+    ids: list[int]
+    images: Sequence[LaidOutImage] = ()
+
+
+class ChatEncoder:
+    """Encoder of chats to prompts. images: the reader of the model's images, or why it takes none."""
+
+    def __init__(self, encoder: PromptEncoder, images: ImageReader | str = NO_IMAGES):
+        self.encoder, self.images = encoder, images
+
+    def encode(self, prompt: Prompt) -> ChatPrompt:
+        """Return the prompt of a chat, in which parts are `{"type": "image", "image"}`. Raises UserError, ImageError
+        for an image that cannot be used."""
+        messages, values = take_images(prompt.content)  # type: ignore[arg-type]
+        if not values:
+            return ChatPrompt(self.encoder.encode(prompt))
+        images = []
+        for number, value in enumerate(values):
+            try:
+                images.append(self.lay_out(value))
+            except UserError as error:
+                raise ImageError(number, str(error)) from error
+        reader, replies = self.reader, self.encoder.replies
+        calls = replies.with_objects(messages, prompt.tools)
+        text = replies.template.render(calls, prompt.tools, True, prompt.variables)
+        ids = self.encoder.tokenizer.encode(reader.expand(text, [image.layout for image in images]).text)
+        tokens = sum(image.layout.tokens for image in images)
+        if len(reader.places(ids)) != tokens:
+            raise UserError(f"the messages write the token {reader.processor.tokens.token}: images alone do")
+        return ChatPrompt(ids, images)
+
+    def lay_out(self, value: Any) -> LaidOutImage:
+        """Return an image by its header. Raises UserError, also where the model takes none."""
+        reader, processor = self.reader, self.reader.processor
+        image = read_image(value, None)
+        height, width, notes = image.header(reader.most_pixels)
+        return LaidOutImage(image, processor.layout(height, width), notes)
+
+    @property
+    def reader(self) -> ImageReader:
+        """The reader of images. Raises UserError where there is none."""
+        if isinstance(self.images, str):
+            raise UserError(self.images)
+        return self.images
+
+    def images_of(self, prompt: ChatPrompt, pixels: "Tensor | None" = None) -> "Images | None":
+        """Return the images as a request has them, decoded; None of a prompt without. pixels: of the same images, where
+        they are decoded already. Raises ImageError for one that cannot be decoded."""
+        if not prompt.images:
+            return None
+        import torch
+
+        from dtrain.models.common.images import Images
+
+        reader, layouts = self.reader, [image.layout for image in prompt.images]
+        streams = {name: values[None] for name, values in reader.streams(torch.tensor(prompt.ids), layouts).items()}
+        if pixels is None:
+            pixels = torch.cat([self._pixels(number, image) for number, image in enumerate(prompt.images)])
+        grids = [layout.grid for layout in layouts]
+        return Images(pixels, grids, streams["image_features"], streams.get("rotary_ids"), streams.get("image_ends"))
+
+    def _pixels(self, number: int, image: LaidOutImage) -> "Tensor":
+        try:
+            return self.reader.pixels(image.image)
+        except UserError as error:
+            raise ImageError(number, str(error)) from error
+
+
+def image_part(path: Path) -> dict[str, Any]:
+    """Return the part of a message that has the image in a file; only its header is looked at. Raises UserError."""
+    image = read_image(path, Path())
+    image.header()
+    return {"type": "image", "image": {"bytes": image.data, "path": str(path)}}
+
+
+def vision_problem(files: Path) -> str | None:
+    """Return why images cannot be given to the model of these files, weights apart; None where they can."""
+    from dtrain.models.read_config import read_config
+
+    if not has_vision(files):
+        return f"the model in {files} takes no images (its config.json has no vision_config)"
+    try:
+        read_config(files, vision=True)
+        read_processor(files)
+    except UserError as error:
+        return str(error)
+    return None

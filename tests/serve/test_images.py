@@ -1,0 +1,186 @@
+"""Images in `dtrain generate`, `chat` and `serve`: transformers' answers, by its own image processor; and refusals."""
+
+import base64
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from dtrain.commands import cli
+from tests.data.images.makers import CLIP, encoded, picture, png_that_claims
+from tests.models.oracle import VOCAB, save
+from tests.models.test_vision_models import END, IMAGE, START, make
+from tests.models.vision.oracle import WideIslands
+from tests.serve.serving import ask, make_model, serving
+
+PAD = "<|image_pad|>"
+TEMPLATE = (
+    "{% for m in messages %}w8 {% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}w92 " + PAD + " w93{% else %}{{ part.text }}{% endif %} {% endfor %}{% endif %} "
+    "{% endfor %}{% if add_generation_prompt %}w9{% endif %}"
+)
+SIZES = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 1024}
+DRAWN = 6
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A model's directory, transformers' model in float64, and two files of images."""
+    narrow, wide = make("qwen3-vl")
+    root = tmp_path_factory.mktemp("images")
+    directory = save(narrow, root / "model")
+    words = {f"w{index}" if index != IMAGE else PAD: index for index in range(VOCAB)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens([PAD, "w1"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    named = {"eos_token": "w1", "pad_token": "w0", "image_token": PAD}
+    (directory / "tokenizer_config.json").write_text(json.dumps(named))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    kind = {"image_processor_type": "Qwen2VLImageProcessor"}
+    (directory / "preprocessor_config.json").write_text(json.dumps({**SIZES, **CLIP, **kind}))
+    files = [root / "one.png", root / "two.png"]
+    for file, size in zip(files, ((20, 30), (16, 8)), strict=True):
+        file.write_bytes(encoded(picture(*size)))
+    return directory, wide, files
+
+
+def words_of(ids):
+    return " ".join(f"w{token}" for token in ids if token != 1)
+
+
+def answered(made, *said):
+    """The ids of transformers' answer: words are numbers, images files, an answer a list."""
+    directory, theirs, _ = made
+    processor = transformers.AutoImageProcessor.from_pretrained(directory)
+    ids, pixels, grids = [], [], []
+    for part in said:
+        if isinstance(part, list):
+            ids += part
+        elif isinstance(part, int):
+            ids.append(part)
+        else:
+            image = processor(images=[picture_in(part)], return_tensors="pt")
+            pixels.append(image["pixel_values"])
+            grids += image["image_grid_thw"].tolist()
+            ids += [START, *[IMAGE] * (grids[-1][1] * grids[-1][2] // 4), END]
+    ids = torch.tensor([ids])
+    given = {"attention_mask": torch.ones_like(ids)}
+    if pixels:
+        given |= {"mm_token_type_ids": (ids == IMAGE).int(), "image_grid_thw": torch.tensor(grids)}
+        given["pixel_values"] = torch.cat(pixels).double()
+    with WideIslands():
+        whole = theirs.generate(ids, **given, do_sample=False, max_new_tokens=DRAWN, eos_token_id=1, pad_token_id=0)
+    return whole[0, ids.shape[1] :].tolist()
+
+
+def picture_in(file):
+    from PIL import Image
+
+    return Image.open(file).convert("RGB")
+
+
+def data_uri(data):
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*words):
+        status = cli.main([*map(str, words), "--dtype", "float64", "--max-new-tokens", str(DRAWN)])
+        out, err = capsys.readouterr()
+        return status, out.splitlines(), err
+
+    return run
+
+
+def test_generate_puts_images_in_front_of_each_prompt(made, run):
+    directory, _, (one, two) = made
+    shown = ["--image", one, "--image", two]
+    status, out, err = run("generate", directory, "--prompt", "w5", "--prompt", "w6 w7", *shown)
+    expected = [answered(made, 8, one, two, *said, 9) for said in ((5,), (6, 7))]
+    assert status == 0, err
+    assert out == [words_of(ids) for ids in expected] and expected[0] != answered(made, 8, two, one, 5, 9)
+
+
+def test_chat_shows_images_with_the_next_message(made, run, monkeypatch):
+    directory, _, (one, two) = made
+    lines = ["w5", f"/image {one}", "w6", "w7", "/image nowhere.png", f"/image {two}", "/reset", f"/image {two}", "w5"]
+    typed = iter([*lines, "/exit"])
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))  # where an error is told, and the talk goes on
+    monkeypatch.setattr("builtins.input", lambda mark: next(typed))
+    status, out, err = run("chat", directory, "--temperature", "0")
+    first = answered(made, 8, 5, 9)
+    before = [8, 5, 8, *(token for token in first if token != 1), 8, one, 6]
+    second = answered(made, *before, 9)
+    third = answered(made, *before, 8, [token for token in second if token != 1], 8, 7, 9)
+    alone = answered(made, 8, two, 5, 9)
+    assert status == 0 and out[1:] == [words_of(ids) for ids in (first, second, third, alone)]
+    assert err.count("dtrain:") == 1 and "nowhere.png: there is no such image" in err
+
+
+def shows(*parts):
+    """A chat of one message with these parts: words, or the URLs of images."""
+    kinds = [
+        {"type": "text", "text": part} if part.startswith("w") else {"type": "image_url", "image_url": {"url": part}}
+        for part in parts
+    ]
+    messages = [{"role": "user", "content": kinds}]
+    return {"messages": messages, "temperature": 0, "max_tokens": DRAWN, "return_token_ids": True}
+
+
+def test_a_server_answers_images_and_refuses_what_it_cannot_read(made):
+    directory, _, (one, two) = made
+    path, good = "/v1/chat/completions", data_uri(one.read_bytes())
+    torn = data_uri(encoded(picture(64, 64))[:-2000])
+    bad = {
+        "https://example.org/a.png": "files and addresses are not read here",
+        str(one): "files and addresses are not read here",
+        "file://" + str(one): "files and addresses are not read here",
+        data_uri(png_that_claims(30_000, 30_000)): "900.0 megapixels, more than the 64",
+        data_uri(b"hello"): "this is no image",
+        "data:image/png;base64,!!": "not whole base64",
+        torn: "the image is torn",
+    }
+    with serving(directory) as (url, _):
+        status, answer = ask(url, path, {**shows("w5", good, "w6", data_uri(two.read_bytes())), "n": 2})
+        expected = answered(made, 8, 5, one, 6, two, 9)
+        assert status == 200 and [choice["token_ids"] for choice in answer["choices"]] == [expected] * 2
+        status, answer = ask(url, path, shows("w5"))
+        assert status == 200 and answer["choices"][0]["token_ids"] == answered(made, 8, 5, 9)
+        for value, words in bad.items():
+            status, answer = ask(url, path, shows("w5", good, value))
+            assert status == 400 and words in answer["error"]["message"], answer
+            assert answer["error"]["message"].startswith("messages[0].content[2]"), answer
+        status, answer = ask(url, path, shows(*[good] * 15))
+        assert status == 400 and "messages[0].content[0]: the image becomes 8 tokens" in answer["error"]["message"]
+        large = data_uri(png_that_claims(6000, 6000))
+        status, answer = ask(url, path, shows("w5", large, large))
+        assert status == 400 and answer["error"]["param"] == "messages[0].content[2]"
+        assert "64 megapixels together" in answer["error"]["message"]
+        status, answer = ask(url, path, {"messages": [{"role": "user", "content": [{"text": "w5", "image_url": {}}]}]})
+        assert status == 400 and "must have the field text, and no other" in answer["error"]["message"]
+
+
+def test_models_of_text_refuse_images(made, run, tmp_path, monkeypatch):
+    text, (_, _, (one, _)) = make_model(tmp_path, 1), made
+    status, _, err = run("generate", made[0], "--prompt", "w5", "--image", one, "--raw")
+    assert status == 1 and "--raw is without one: leave --raw out" in err
+    (text / "model.safetensors").rename(text / "elsewhere")  # it is refused before weights are read
+    status, _, err = run("generate", text, "--prompt", "w5", "--image", one)
+    assert status == 1 and "--image" in err and "takes no images (its config.json has no vision_config)" in err
+    (text / "elsewhere").rename(text / "model.safetensors")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"/image {one}\n"))
+    status, _, err = run("chat", text)
+    assert status == 1 and "takes no images" in err
+    with serving(text) as (url, _):
+        status, answer = ask(url, "/v1/chat/completions", shows("w5", data_uri(one.read_bytes())))
+        assert status == 400 and "takes no images" in answer["error"]["message"]
+        assert answer["error"]["param"] == "messages[0].content[1]"
