@@ -37,7 +37,9 @@ def opening(trainer: "Trainer") -> Iterator[str]:
     size, part = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in (count, trained))
     of_it = "" if trained == count else f" ({part} of them trained)"
     yield labelled("model", f"{recipe.model.path}, {size} parameters{of_it}, init {recipe.model.init}")
-    if policy.model.config.is_text_tower and recipe.model.init != "scratch":
+    of_towers = [parameter for tower in policy.model.model.vision for parameter in tower.parameters()]
+    trains_tower = any(parameter.requires_grad for parameter in of_towers)
+    if policy.model.config.is_text_tower and recipe.model.init != "scratch" and not trains_tower:
         yield labelled("", "its other parts (a vision tower) are not trained: an export has them as the files do")
     counted = written.train.global_batch == "auto" or recipe.train.epochs is not None
     per_pass = f"{rows.rows_in_epoch(0):,} rows a pass, " if counted else ""
