@@ -114,7 +114,9 @@ def test_chat_shows_images_with_the_next_message(made, run, monkeypatch):
     directory, _, (one, two) = made
     lines = ["w5", f"/image {one}", "w6", "w7", "/image nowhere.png", f"/image {two}", "/reset", f"/image {two}", "w5"]
     typed = iter([*lines, "/exit"])
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))  # where an error is told, and the talk goes on
+    monkeypatch.setattr(
+        sys, "stdin", SimpleNamespace(isatty=lambda: True)
+    )  # where an error is told, and the talk goes on
     monkeypatch.setattr("builtins.input", lambda mark: next(typed))
     status, out, err = run("chat", directory, "--temperature", "0")
     first = answered(made, 8, 5, 9)

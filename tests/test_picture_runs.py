@@ -1,0 +1,94 @@
+"""Runs on rows with images: transformers' losses, and on every mesh the losses and weights of one process."""
+
+import pytest
+import torch
+import transformers
+
+from dtrain.base.batch import IGNORE, collate
+from dtrain.data import Tokenizer, open_rows
+from dtrain.recipe.schema import Recipe
+from tests.models.vision.oracle import WideIslands, gemma3_images
+from tests.pictures import picture_recipe
+from tests.running import assert_same, assert_same_weights, metrics, run, run_all, weights
+
+PLAIN = ("optimizer.weight_decay=0", "scheduler.name=constant", "train.max_grad_norm=null", "optimizer.eps=1e-3")
+
+
+def inputs_of(family: str, rows: list, image_id: int) -> tuple[dict, torch.Tensor]:
+    """What transformers' model takes of rows, and the labels, not shifted."""
+    batch = collate(rows)
+    ids = batch["input_ids"].masked_fill(batch["seq_ids"] < 0, 0)
+    labels = torch.full_like(ids, IGNORE)
+    labels[:, 1:] = batch["labels"][:, :-1]
+    pixels = torch.cat([row["pixels"] for row in rows if len(row["pixels"])]).double()
+    grids = torch.cat([row["grids"] for row in rows])
+    types = (ids == image_id).int()
+    shared = {"input_ids": ids, "attention_mask": (batch["seq_ids"] >= 0).int()}
+    if family == "gemma3":
+        images = gemma3_images(pixels, grids.tolist(), 4)
+        return {**shared, "pixel_values": images, "token_type_ids": types}, labels
+    return {**shared, "pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": types}, labels
+
+
+def losses_of_transformers(recipe: Recipe, family: str, frozen: str) -> list[float]:
+    """The losses of a plain loop over transformers' model in float64, which trains all but a part of that name."""
+    with WideIslands():
+        model = transformers.AutoModelForImageTextToText.from_pretrained(
+            recipe.model.path, dtype=torch.float64, attn_implementation="eager"
+        )
+    for module in model.modules():
+        if "ScaledWordEmbedding" in type(module).__name__:
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
+    parameters = [parameter for name, parameter in model.named_parameters() if frozen not in name]
+    optimizer = torch.optim.AdamW(parameters, recipe.optimizer.lr, recipe.optimizer.betas, eps=1e-3, weight_decay=0)
+    tokenizer = Tokenizer.from_directory(recipe.model.path)
+    data = list(open_rows(recipe.data, tokenizer=tokenizer, progress=False, say=lambda line: None, epochs=1).iterate())
+    losses = []
+    for start in range(0, 12, 4):
+        inputs, labels = inputs_of(family, data[start : start + 4], model.config.image_token_id)
+        with WideIslands():
+            logits = model(**inputs).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "vision", "frozen"),
+    [("qwen3-vl", "all", "nothing"), ("gemma3", "projector", "vision_tower"), ("qwen3.5", "frozen", "visual")],
+)
+def test_losses_are_those_of_transformers(tmp_path, family, vision, frozen):
+    recipe = run(picture_recipe(tmp_path, *PLAIN, f"train.vision={vision}", family=family))
+    expected = losses_of_transformers(recipe, family, frozen)
+    assert [row["loss"] for row in metrics(recipe)] == pytest.approx(expected, rel=1e-9)
+
+
+# Name: family, overrides of every run, of the mesh, and the ranks. Rows have one image, two, or none.
+MESHES = {
+    "packed": ("qwen3-vl", ["data.packing=true", "data.max_length=96", "train.vision=all"], 4),
+    "padded": ("gemma3", ["train.vision=projector", "train.global_batch=8", "train.micro_batch=4"], 4),
+    "dp3": ("qwen3.5", ["train.vision=all", "train.global_batch=6", "train.micro_batch=2"], 3),
+}
+PARTS = {
+    "packed": ["parallel.tp=2", "parallel.cp=2", "train.micro_batch=1", "train.activation_checkpointing=full"],
+    "padded": ["parallel.cp=2", "parallel.cp_rotate=ring", "train.micro_batch=2", "data.num_workers=1"],
+    "dp3": ["train.micro_batch=1"],
+}
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_mesh_has_the_losses_and_weights_of_one_process(tmp_path, ranks):
+    saved = ("checkpoint.every=3", "optimizer.eps=1e-3")
+    recipes, references = [], []
+    for name, (family, shared, size) in MESHES.items():
+        if size != ranks:
+            continue
+        references.append(run(picture_recipe(tmp_path, *saved, *shared, family=family, name=f"{name}-alone")))
+        recipes.append(picture_recipe(tmp_path, *saved, *shared, *PARTS[name], family=family, name=name))
+    for recipe, reference in zip(run_all(recipes, ranks), references, strict=True):
+        assert_same(recipe, reference, 1e-9)
+        assert_same_weights(weights(recipe), weights(reference), 1e-9)
