@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from dtrain.run.resume import Start
 
 STAGES = (
-    "outputs tokenizer others adapter code mesh first_rows data evals model optimizer sizes kernels schedule start"
+    "outputs tokenizer code mesh first_rows data evals model others adapter optimizer sizes kernels schedule start"
 ).split()
 """Names of the stages' modules, in the order in which they resolve."""
 

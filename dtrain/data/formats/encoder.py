@@ -264,8 +264,8 @@ class RowEncoder:
         """Raise UserError where messages have images."""
         if any(image_parts(message) for message in messages):
             raise UserError(
-                "the row has images, and this method trains on text alone: set method=sft or dpo, which take them, or "
-                "remove the images"
+                "the row has images, and this method trains on text alone: set method=sft, dpo or grpo, or remove the "
+                "images"
             )
 
     def check_ids(self, ids: Sequence[int], key: str) -> None:
