@@ -63,8 +63,5 @@ class RowImages:
 
 
 def collate_with_images(rows: Sequence[Mapping[str, Tensor]], streams: Sequence[str] = ROW_STREAMS) -> dict[str, Any]:
-    """Collate rows as `batch.collate` does; `images` are their `RowImages`, where the rows have `pixels`."""
-    batch: dict[str, Any] = collate(rows, streams)
-    if rows and "pixels" in rows[0]:
-        batch["images"] = RowImages.beside(rows)
-    return batch
+    """Collate rows that have `pixels` as `batch.collate` does; `images` are their `RowImages`."""
+    return {**collate(rows, streams), "images": RowImages.beside(rows)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dtrain.base.batch import Batch
+from dtrain.base.batch import Batch, collate
 from dtrain.base.row_images import collate_with_images
 from dtrain.base.run_context import RunContext
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows
@@ -53,7 +53,8 @@ class BatchSource:
     def batch(self, rows: GlobalBatch) -> Batch:
         """A dp rank's rows of the data as a batch [n, S] on the host; `images`: their `RowImages`, where the data have
         any."""
-        return collate_with_images(rows.rows)
+        has_images = bool(rows.rows) and "pixels" in rows.rows[0]
+        return collate_with_images(rows.rows) if has_images else collate(rows.rows)
 
     def after_step(self, step: int) -> None:
         """Called after each optimizer step."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dtrain.base.batch import IGNORE, ROW_STREAMS, Batch
+from dtrain.base.batch import IGNORE, ROW_STREAMS, Batch, collate
 from dtrain.base.dealing import deal
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
@@ -120,12 +120,14 @@ class Buffer:
         prompts have, where these have any."""
         streams, bounds = (*ROW_STREAMS, "advantages", *self.per_token), list(pairwise(self._offsets()))
         rows = [self._row(index, *bounds[index]) for index in indices]
-        if data is not None and data.images is not None:
+        if data is None or data.images is None:
+            batch: dict[str, Any] = collate(rows, streams)
+        else:
             with_images = [
                 [(row["input_ids"], self._images(index, data))] for row, index in zip(rows, indices, strict=True)
             ]
             rows = [row | more for row, more in zip(rows, data.images.rows_of(with_images), strict=True)]
-        batch = collate_with_images(rows, streams)
+            batch = collate_with_images(rows, streams)
         if self.routed is not None:
             shape = (*batch["input_ids"].shape, *self.routed.shape[1:])
             batch["routed_experts"] = self.routed.new_full(shape, -1)

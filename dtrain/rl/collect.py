@@ -34,7 +34,6 @@ from dtrain.rl.rewards.scoring import known
 if TYPE_CHECKING:
     from dtrain.data.images.reader import ImageReader
     from dtrain.data.images.records import ImageRecord
-    from dtrain.models.common.images import Images
     from dtrain.rl.environments.episodes import Episodes
 
 SECONDS_BETWEEN_TABLES = 20.0
@@ -150,10 +149,6 @@ class PromptRow:
     images: "Sequence[ImageRecord]" = ()
     reader: "ImageReader | None" = None
 
-    def request_images(self) -> "Images | None":
-        """Return the images as a request has them, decoded; None without. Raises UserError."""
-        return None if self.reader is None else prompt_images(self.reader, self.ids, self.images)
-
     @property
     def data_row(self) -> int:
         """The sample of the data whose images this prompt has; -1 without."""
@@ -261,7 +256,7 @@ class CompletionSampler:
         for prompt in prompts:
             most = min(wanted.max_new_tokens, self.max_length - len(prompt.ids))
             sampling = SamplingParams(most, *kinds, stop_ids=stop_ids, stop=stop)
-            images = prompt.request_images()
+            images = None if prompt.reader is None else prompt_images(prompt.reader, prompt.ids, prompt.images)
             requests += [
                 Request(prompt.ids, sampling, self.seed, prompt.index, number, images=images) for number in range(count)
             ]
