@@ -16,8 +16,8 @@ _CALLS = ("tool_calls", "function_call")
 
 
 def chunks(file: Path) -> Iterator[tuple[Chunk, bool]]:
-    """Yield the rows of `file` in chunks of at most CHUNK_ROWS rows, about ROW_BYTES, and of each whether it has more, so
-    that one row may have. Raises UserError."""
+    """Yield the rows of `file` in chunks of at most CHUNK_ROWS rows and about ROW_BYTES, each with a flag: one of its
+    rows may have more. Raises UserError."""
     try:
         import pyarrow
         import pyarrow.parquet
