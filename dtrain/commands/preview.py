@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, groupby, islice, repeat
 from operator import itemgetter
 from typing import TextIO
@@ -78,10 +79,13 @@ def preview(
 
 def texts_of(rows: Rows, samples: list[int], tokenizer: Tokenizer, color: bool) -> Iterator[str]:
     """Yield the text of each document of these samples. No image is decoded."""
-    records = iter(rows.image_records(samples))
-    token_id = None if rows.images is None else rows.images.token_id
-    for row in rows.token_rows(samples):
-        yield from documents(row, tokenizer, color, list(islice(records, int(row["seq_ids"][-1]) + 1)), token_id)
+    reader = rows.images
+    images = [own for index in samples for own in rows.samples.images(index)] if reader is not None else []
+    left = iter(images)
+    for row in replace(rows, images=None).build(samples):
+        count = int(row["seq_ids"][-1]) + 1
+        records = [next(left, []) for _ in range(count)]
+        yield from documents(row, tokenizer, color, records, None if reader is None else reader.token_id)
 
 
 def documents(

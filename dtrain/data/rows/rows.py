@@ -26,7 +26,6 @@ from dtrain.data.rows.cache import Samples, Share
 
 if TYPE_CHECKING:
     from dtrain.data.images.reader import ImageReader
-    from dtrain.data.images.records import ImageRecord
 
 ROUNDS = 8
 WINDOW = 4096  # samples packed together; bounds what packing holds in memory
@@ -219,29 +218,14 @@ class Rows:
         count up with each document, so that the chosen documents of pairs have the even seq_ids of a packed row.
         Where the samples have images, they are decoded here, and a row has what `ImageReader.rows_of` gives too.
         """
-        rows = self.token_rows(samples)
+        documents = [document for index in samples for document in self.samples[index]]
+        members = [range(len(documents))] if self.packing else [[number] for number in range(len(documents))]
+        rows = [row_of([documents[number] for number in some]) for some in members]
         if self.images is None:
             return rows
-        documents = [document for index in samples for document in self.samples[index]]
-        records = self.image_records(samples)
-        members = self._members(len(documents))
+        records = [images for index in samples for images in self.samples.images(index)]
         with_images = [[(documents[number][0], records[number]) for number in some] for some in members]
         return [row | more for row, more in zip(rows, self.images.rows_of(with_images), strict=True)]
-
-    def token_rows(self, samples: list[int]) -> list[Row]:
-        """Build the rows of these samples as `build` does, without what images add; nothing is decoded."""
-        documents = [document for index in samples for document in self.samples[index]]
-        return [row_of([documents[number] for number in some]) for some in self._members(len(documents))]
-
-    def image_records(self, samples: list[int]) -> "list[list[ImageRecord]]":
-        """Return the images of each document of these samples, in the order of their tokens."""
-        if self.images is None:
-            return [[] for _ in range(len(samples) * self.samples.documents_per_sample)]
-        return [images for index in samples for images in self.samples.images(index)]
-
-    def _members(self, documents: int) -> Sequence[Sequence[int]]:
-        """Return which of so many documents each row holds."""
-        return [range(documents)] if self.packing else [[number] for number in range(documents)]
 
     def _order(self, epoch: int) -> Order:
         return Order(self.samples.shares, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
