@@ -148,7 +148,11 @@ CASES = {
 OF_PICTURES = ["train.dtype=float32", "launch.device=cpu", "data.packing=true"]
 PICTURES = {
     "a frozen tower": (1, "qwen3-vl", []),
-    "a trained tower, mixed, padded": (1, "qwen3-vl", ["train.vision=all", "train.dtype=bfloat16", "data.packing=false"]),
+    "a trained tower, mixed, padded": (
+        1,
+        "qwen3-vl",
+        ["train.vision=all", "train.dtype=bfloat16", "data.packing=false"],
+    ),
     "a trained tower, tp2": (2, "qwen3-vl", ["train.vision=all", "parallel.tp=2"]),
     "a trained projector, cp2": (2, "gemma3", ["train.vision=projector", "parallel.cp=2", FULL]),
 }
