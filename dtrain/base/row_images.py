@@ -1,10 +1,13 @@
-"""Images of the rows of a batch, on the host."""
+"""Images of the rows of a batch, on the host, and the batch of rows with them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from dtrain.base.batch import ROW_STREAMS, collate
 
 Grid = tuple[int, int, int]  # frames (1 of an image), rows and columns of patches
 
@@ -57,3 +60,8 @@ class RowImages:
                 order.append(torch.arange(starts[key], starts[key] + tokens(grid)))
         joined = torch.cat(parts) if parts else torch.empty(0, values)
         return joined, grids, torch.cat(order) if order else torch.empty(0, dtype=torch.int64)
+
+
+def collate_with_images(rows: Sequence[Mapping[str, Tensor]], streams: Sequence[str] = ROW_STREAMS) -> dict[str, Any]:
+    """Collate rows that have `pixels` as `batch.collate` does; `images` are their `RowImages`."""
+    return {**collate(rows, streams), "images": RowImages.beside(rows)}

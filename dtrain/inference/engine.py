@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.cached_attention import Decode, Prefill
-from dtrain.inference.images import check_images, joined, no_images
+from dtrain.inference.images import check_images, joined, no_images, rotary_shift
 from dtrain.inference.kv_cache import SMALLEST_SLOT, CachedPrompt, KeyValues, choose_budget, slot_size
 from dtrain.inference.request import Completion, PromptKey, Request
 from dtrain.inference.sampling import Sampler, check_request
@@ -303,8 +303,8 @@ class Engine:
         # With a token of its own: a NaN that padding brings in would be one after the masked product too.
         padded = [[*ids, *ids[-1:] * (longest - len(ids))] for ids in prompts]
         several = [row.request.images for row in rows if row.request.images is not None]
-        images = joined(several, longest, self.model.config).to(self.device) if several else None
-        shifts = [one.rotary_shift for one in several] or [0] * len(rows)
+        images = joined(several, longest, self.model.config, self.device) if several else None
+        shifts = list(map(rotary_shift, several)) or [0] * len(rows)
         slots = [self._store.new_prompt(len(ids), shift) for ids, shift in zip(prompts, shifts, strict=True)]
         cache = Prefill(self._store, slots, self.device, None if images is None else images.ends)
         logits, routed = self._forward(self._index(padded), cache, self._notes_experts, images)

@@ -2,13 +2,19 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from dtrain.base.batch import IMAGE_STREAMS
 from dtrain.base.errors import UserError
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.images import Images
+
+if TYPE_CHECKING:
+    from dtrain.data.images.reader import ImageReader
+    from dtrain.data.images.records import ImageRecord
 
 
 def check_images(images: Images, length: int, config: ModelConfig, name: str) -> None:
@@ -21,9 +27,9 @@ def check_images(images: Images, length: int, config: ModelConfig, name: str) ->
     except ValueError as error:
         raise UserError(f"{name}: {error}") from error
     tokens = sum(map(config.vision.tokens, images.grids))
-    index = images.index[images.index >= 0]
+    index = images.index[images.index >= 0].unique()  # an image may stand in several places
     if not torch.equal(index, torch.arange(tokens, device=index.device)):
-        raise UserError(f"{name} has {len(index)} tokens of images in order, and its images become {tokens}")
+        raise UserError(f"{name} has tokens for {len(index)} features of images, and its images have {tokens}")
     has_axes = any(rope.sections for rope in config.ropes.values())
     for stream, tensor, shape in (
         ("index", images.index, (1, length)),
@@ -34,21 +40,42 @@ def check_images(images: Images, length: int, config: ModelConfig, name: str) ->
             raise UserError(f"{name}: {stream} of its images must be of shape {shape}, as the model reads them")
 
 
-def joined(rows: Sequence[Images], length: int, config: ModelConfig) -> Images:
-    """Return the images of prompts, of one row each, as those of a batch of rows of `length`, padded on the right."""
+def prompt_images(reader: "ImageReader", ids: Sequence[int], records: Sequence["ImageRecord"]) -> Images | None:
+    """Return the images of a prompt as a request has them, decoded; None without. Raises UserError for an image that
+    cannot be read or decoded."""
+    if not records:
+        return None
+    (row,) = reader.rows_of([[(torch.tensor(ids), records)]])
+    streams = {name: row[name][None] for name in IMAGE_STREAMS if name in row}
+    grids = [record.layout.grid for record in records]
+    return Images(row["pixels"], grids, streams["image_features"], streams.get("rotary_ids"), streams.get("image_ends"))
+
+
+def rotary_shift(images: Images) -> int:
+    """Return the distance from the length of a prompt to the rotary position of the token that follows it."""
+    return 0 if images.rotary_ids is None else int(images.rotary_ids.max()) + 1 - images.rotary_ids.shape[1]
+
+
+def joined(rows: Sequence[Images], length: int, config: ModelConfig, device: torch.device) -> Images:
+    """Return the images of prompts, of one row each, as those of a batch of rows of `length` on a device, padded on the
+    right."""
     assert config.vision is not None
     rows = [row.padded(length - row.index.shape[1]) for row in rows]
     counts = [sum(map(config.vision.tokens, row.grids)) for row in rows]
     starts = accumulate(counts, initial=0)
     index = [torch.where(row.index < 0, -1, row.index + start) for row, start in zip(rows, starts, strict=False)]
+
+    def together(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts)).to(device, non_blocking=True)
+
     rotary_ids = [row.rotary_ids for row in rows if row.rotary_ids is not None]
     ends = [row.ends for row in rows if row.ends is not None]
     return Images(
-        torch.cat([row.pixels for row in rows]),
+        together([row.pixels for row in rows]),
         [grid for row in rows for grid in row.grids],
-        torch.cat(index),
-        torch.cat(rotary_ids) if rotary_ids else None,
-        torch.cat(ends) if ends else None,
+        together(index),
+        together(rotary_ids) if rotary_ids else None,
+        together(ends) if ends else None,
     )
 
 

@@ -185,6 +185,9 @@ class DpoMethod(MethodWithReference):
 
     _tables: Mapping[str, Tensor] = MappingProxyType({})
 
+    def image_problems(self) -> list[str]:
+        return []
+
     @cached_property
     def objective(self) -> Objective:
         return Objective(self.section)

@@ -30,7 +30,7 @@ from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe import key_aliases
 from dtrain.recipe.ranges import UP_TO_1
 from dtrain.recipe.rollouts import RolloutSection
-from dtrain.rl.checks import adapter_problems, answer_problems
+from dtrain.rl.checks import adapter_problems, answer_problems, graph_problems, image_problems
 from dtrain.rl.collect import (
     Collector,
     CompletionSampler,
@@ -168,7 +168,7 @@ class GrpoMethod(MethodWithReference):
         if section.engine == "native" and section.server.urls:
             errors.append("grpo.server.urls is not read by grpo.engine=native: set grpo.engine=http, or leave it out")
         if section.cuda_graphs:
-            errors += self._graph_problems()
+            errors += graph_problems(self.section, self.recipe.launch.device, self.recipe.parallel)
         if section.engine == "native" and section.router_replay:
             errors.append(
                 "grpo.router_replay=true is for grpo.engine=http: with grpo.engine=native one router draws and trains, "
@@ -192,29 +192,13 @@ class GrpoMethod(MethodWithReference):
             )
         return errors
 
-    def _graph_problems(self) -> list[str]:
-        """Graphs hold no collective, and read weights where they lie at their capture."""
-        unfit = {
-            "grpo.engine=http": (self.section.engine == "http", "does not decode here"),
-            "launch.device=cpu": (self.recipe.launch.device == "cpu", "has none"),
-            f"parallel.tp={self.recipe.parallel.tp}": (self.recipe.parallel.tp > 1, "sends within every layer"),
-            f"parallel.ep={self.recipe.parallel.ep}": (
-                self.recipe.parallel.ep > 1,
-                "sends tokens to experts within every layer",
-            ),
-            "grpo.unshard=false": (self.section.unshard is False, "gathers weights within every forward"),
-        }
-        return [
-            f"grpo.cuda_graphs=true captures whole steps of decoding, and {key} {why}: leave grpo.cuda_graphs out, or "
-            "that"
-            for key, (is_so, why) in unfit.items()
-            if is_so
-        ]
-
     def refuses(self, format: str) -> str | None:
         if format in ("preference", "text"):
             return "method=grpo draws its own answers to prompts; give it messages, question or prompt_completion"
         return None
+
+    def image_problems(self) -> list[str]:
+        return image_problems(self.section)
 
     def other_models(self) -> list[tuple[str, str]]:
         is_another = self.needs_reference() and self.section.reference not in ("start", "base")
@@ -327,6 +311,7 @@ class GrpoMethod(MethodWithReference):
         episodes = open_episodes(section, self.recipe.data, tokenizer, run)
         length, seed = self.recipe.data.max_length, self.recipe.run.seed
         sampler = CompletionSampler(engine, tokenizer, section.sampling, length, seed, run.ask_stop, episodes)
+        self.source.data = splits["train"]
         self.collector = Collector(section, sampler, splits["train"], rewards, rates)
 
     def before_step(self, cursor: Cursor) -> None:
@@ -440,7 +425,7 @@ class GrpoMethod(MethodWithReference):
         buffer = self.source.buffer
         shares = self.source.shares(self.policy, buffer, range(len(buffer)))
         mine = shares[self.policy.mesh.dp_rank]
-        values = self.policy.label_logprobs(buffer.batch(mine), self.micro_rows, self.sampling)
+        values = self.policy.label_logprobs(buffer.batch(mine, self.source.data), self.micro_rows, self.sampling)
         gathered, _ = gather_rows(buffer.flat(values, mine), self.policy.mesh.dp)
         buffer.place(name, gathered, [index for share in shares for index in share])
 

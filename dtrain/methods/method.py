@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch, collate
-from dtrain.base.row_images import RowImages
+from dtrain.base.row_images import collate_with_images
 from dtrain.base.run_context import RunContext
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows
 from dtrain.policy import Batching, DynamicShapes, Packed, Policy
@@ -53,10 +53,8 @@ class BatchSource:
     def batch(self, rows: GlobalBatch) -> Batch:
         """A dp rank's rows of the data as a batch [n, S] on the host; `images`: their `RowImages`, where the data have
         any."""
-        batch: dict[str, Any] = collate(rows.rows)
-        if rows.rows and "pixels" in rows.rows[0]:
-            batch["images"] = RowImages.beside(rows.rows)
-        return batch
+        has_images = bool(rows.rows) and "pixels" in rows.rows[0]
+        return collate_with_images(rows.rows) if has_images else collate(rows.rows)
 
     def after_step(self, step: int) -> None:
         """Called after each optimizer step."""
@@ -153,6 +151,10 @@ class Method:
         if format == "preference":
             return f"method={self.recipe.method} does not train on pairs; set method=dpo"
         return None
+
+    def image_problems(self) -> list[str]:
+        """Return why rows with images cannot be trained on, one line each."""
+        return [f"method={self.recipe.method} trains on text alone: set method=sft, dpo or grpo, or remove the images"]
 
     def other_models(self) -> list[tuple[str, str]]:
         """Key and path of the models that are needed beside the one that is trained."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,16 @@ from dtrain.base.batch import IGNORE, ROW_STREAMS, Batch, collate
 from dtrain.base.dealing import deal
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
+from dtrain.base.row_images import collate_with_images
 from dtrain.data import Cursor, GlobalBatch, Rows
 from dtrain.data.rows.rows import permute
 from dtrain.methods.method import BatchSource
 from dtrain.models.common.flops import flops_per_token
 from dtrain.policy import Policy
 from dtrain.rl.collect import Rollout, Sample
+
+if TYPE_CHECKING:
+    from dtrain.data.images.records import ImageRecord
 
 
 @dataclass
@@ -45,7 +49,8 @@ class Buffer:
 
     lengths [N] int64; tokens [T] int64; trained [T] bool; advantages [N] float64; counted [N] bool: takes part in the
     updates at all. per_token: [T] float64 each, 0 where a token is not trained. routed: where tokens went in the
-    engine, [T, layers, k] int16 (`batch.STREAMS`), None where their own router decides.
+    engine, [T, layers, k] int16 (`batch.STREAMS`), None where their own router decides. data_rows [N] int64: the
+    samples of the data whose images prompts have, -1 without; None where the data have none.
     """
 
     lengths: Tensor
@@ -55,6 +60,7 @@ class Buffer:
     counted: Tensor
     per_token: dict[str, Tensor] = field(default_factory=dict)
     routed: Tensor | None = None
+    data_rows: Tensor | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sample], advantages: Tensor, counted: Tensor, trains: Tensor) -> "Buffer":
@@ -73,14 +79,22 @@ class Buffer:
             counted,
             {"sampling_logprobs": torch.tensor(logprobs, dtype=torch.float64)},
             _routed(samples, len(tokens)),
+            torch.tensor(data_rows)
+            if max(data_rows := [sample.data_row for sample in samples], default=-1) >= 0
+            else None,
         )
 
     @classmethod
     def empty(
-        cls, sequences: int, tokens: int, per_token: Sequence[str], routed: Sequence[int] | None = None
+        cls,
+        sequences: int,
+        tokens: int,
+        per_token: Sequence[str],
+        routed: Sequence[int] | None = None,
+        has_images: bool = False,
     ) -> "Buffer":
         """Return a buffer of that size without values, to load into. per_token: names of its streams; routed: layers
-        and k, where it has routed experts."""
+        and k, where it has routed experts; has_images: whether prompts have images."""
         return cls(
             torch.zeros(sequences, dtype=torch.int64),
             torch.zeros(tokens, dtype=torch.int64),
@@ -89,6 +103,7 @@ class Buffer:
             torch.zeros(sequences, dtype=torch.bool),
             {name: torch.zeros(tokens, dtype=torch.float64) for name in per_token},
             None if routed is None else torch.full((tokens, *routed), -1, dtype=torch.int16),
+            torch.full((sequences,), -1) if has_images else None,
         )
 
     def __len__(self) -> int:
@@ -96,13 +111,23 @@ class Buffer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name, [N], [T] and [T, ..]."""
-        names = ("lengths", "tokens", "trained", "advantages", "counted", *(() if self.routed is None else ("routed",)))
-        return {name: getattr(self, name) for name in names} | self.per_token
+        names = ("lengths", "tokens", "trained", "advantages", "counted", "routed", "data_rows")
+        known = {name: getattr(self, name) for name in names}
+        return {name: tensor for name, tensor in known.items() if tensor is not None} | self.per_token
 
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """Return these sequences as rows [n, S] with the streams that the loss reads."""
+    def batch(self, indices: Sequence[int], data: Rows | None = None) -> Batch:
+        """Return these sequences as rows [n, S] with the streams that the loss reads. data: the rows whose images the
+        prompts have, where these have any."""
         streams, bounds = (*ROW_STREAMS, "advantages", *self.per_token), list(pairwise(self._offsets()))
-        batch = collate([self._row(index, *bounds[index]) for index in indices], streams)
+        rows = [self._row(index, *bounds[index]) for index in indices]
+        if data is None or data.images is None:
+            batch: dict[str, Any] = collate(rows, streams)
+        else:
+            with_images = [
+                [(row["input_ids"], self._images(index, data))] for row, index in zip(rows, indices, strict=True)
+            ]
+            rows = [row | more for row, more in zip(rows, data.images.rows_of(with_images), strict=True)]
+            batch = collate_with_images(rows, streams)
         if self.routed is not None:
             shape = (*batch["input_ids"].shape, *self.routed.shape[1:])
             batch["routed_experts"] = self.routed.new_full(shape, -1)
@@ -110,6 +135,11 @@ class Buffer:
                 start, end = bounds[index]
                 row[: end - start] = self.routed[start:end]
         return batch
+
+    def _images(self, index: int, data: Rows) -> "Sequence[ImageRecord]":
+        """Return the images of a sequence's prompt."""
+        data_row = -1 if self.data_rows is None else int(self.data_rows[index])
+        return () if data_row < 0 else data.samples.images(data_row)[0]
 
     def flat(self, values: Tensor, indices: Sequence[int]) -> Tensor:
         """Return `values` [n, S], computed at the positions of the labels of `batch(indices)`, as float64 [tokens of
@@ -178,6 +208,7 @@ class Rollouts(BatchSource):
     position: Position = field(default_factory=Position, init=False)
     measured: dict[str, float] = field(default_factory=dict, init=False)
     is_over: bool = field(default=False, init=False)  # the data's epochs
+    data: Rows | None = field(default=None, init=False)  # whose prompts are drawn to
 
     @cached_property
     def batch_size(self) -> int:
@@ -239,7 +270,7 @@ class Rollouts(BatchSource):
         return [[chosen[place] for place in share] for share in deal(costs, ranks, most)]
 
     def batch(self, rows: GlobalBatch) -> Batch:
-        return self.buffer.batch(rows.samples)
+        return self.buffer.batch(rows.samples, self.data)
 
     def after_step(self, step: int) -> None:
         self.position.done += 1
@@ -253,7 +284,8 @@ class Rollouts(BatchSource):
         buffer = self.buffer
         sizes = {"sequences": len(buffer), "tokens": len(buffer.tokens), "per_token": list(buffer.per_token)}
         routed = {} if buffer.routed is None else {"routed": list(buffer.routed.shape[1:])}
-        return place | sizes | routed | {"measured": self.measured, "settings": self.settings}
+        images = {} if buffer.data_rows is None else {"has_images": True}
+        return place | sizes | routed | images | {"measured": self.measured, "settings": self.settings}
 
     def tensors(self) -> dict[str, Tensor]:
         """The buffer's [N], [T] and [T, ..]."""
@@ -277,7 +309,8 @@ class Rollouts(BatchSource):
         self.position.cursor = Cursor(*state["cursor"]) if state["rollout"] else None
         self.measured = dict(state.get("measured", {}))
         if "sequences" in state:
-            self.buffer = Buffer.empty(state["sequences"], state["tokens"], state["per_token"], state.get("routed"))
+            sizes = (state["sequences"], state["tokens"], state["per_token"], state.get("routed"))
+            self.buffer = Buffer.empty(*sizes, state.get("has_images", False))
 
     @property
     def _is_begun(self) -> bool:

@@ -41,6 +41,9 @@ class SftMethod(Method):
     measures = ("token_accuracy",)
     curves = MappingProxyType({**Method.curves, "token_accuracy": "token accuracy"})
 
+    def image_problems(self) -> list[str]:
+        return []
+
     def problems(self) -> list[str]:
         """Check `sft.loss`, its options and label smoothing."""
         section = self.section

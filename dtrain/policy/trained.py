@@ -23,8 +23,8 @@ def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) ->
     """Add the adapter of `recipe`, and leave out of training what it does not train; that is kept in `dtype`, that of
     computation: it needs no master copy, no gradient and no optimizer state.
 
-    model: on meta, before it lies on a mesh. Raises UserError for patterns that match nothing, for
-    dropout of a vision tower's adapters, and where nothing is left to train.
+    model: on meta, before it lies on a mesh. Raises UserError for patterns that match nothing, for dropout of a vision
+    tower's adapters, and where nothing is left to train.
     """
     if recipe.lora is None:
         _freeze(model, _left_out(model, _names(model), recipe.train), dtype)

@@ -6,13 +6,44 @@ from typing import Any
 from dtrain.base.ranges import is_number, nearest, sizes_for
 from dtrain.recipe import key_aliases
 from dtrain.recipe.rollouts import Reward, RolloutSection
-from dtrain.recipe.schema import Lora, Model
+from dtrain.recipe.schema import Lora, Model, Parallel
 from dtrain.rl.rewards import options as rewards
 
 
 def answer_problems(section: RolloutSection) -> list[str]:
     """Return what is wrong with the rewards, environments and tools of a section, one line each."""
     return _rewards(section) + _verifiers(section) + _tools(section)
+
+
+def graph_problems(section: RolloutSection, device: str, parallel: Parallel) -> list[str]:
+    """Return what keeps a run from `grpo.cuda_graphs`, one line each: graphs hold no collective, and read weights where
+    they lie at their capture. device: `launch.device`."""
+    unfit = {
+        "grpo.engine=http": (section.engine == "http", "does not decode here"),
+        "launch.device=cpu": (device == "cpu", "has none"),
+        f"parallel.tp={parallel.tp}": (parallel.tp > 1, "sends within every layer"),
+        f"parallel.ep={parallel.ep}": (parallel.ep > 1, "sends tokens to experts within every layer"),
+        "grpo.unshard=false": (section.unshard is False, "gathers weights within every forward"),
+    }
+    return [
+        f"grpo.cuda_graphs=true captures whole steps of decoding, and {key} {why}: leave grpo.cuda_graphs out, or that"
+        for key, (is_so, why) in unfit.items()
+        if is_so
+    ]
+
+
+def image_problems(section: RolloutSection) -> list[str]:
+    """Return what a section has that takes no prompts with images, one line each."""
+    others = {
+        "grpo.engine=http": section.engine == "http",
+        "grpo.environment, grpo.verifiers or grpo.tools": section.has_episodes,
+        "grpo.reward_model": section.reward_model.path is not None,
+    }
+    return [
+        f"{key} takes text alone, and the prompts have images: leave it out, or remove the images"
+        for key, is_set in others.items()
+        if is_set
+    ]
 
 
 def _rewards(section: RolloutSection) -> list[str]:

@@ -20,6 +20,7 @@ from dtrain.base.ranks import Ranks
 from dtrain.base.run_context import RunContext, RunLog
 from dtrain.data import Cursor, Rows, Tokenizer
 from dtrain.data.rows.rows import Placement
+from dtrain.inference.images import prompt_images
 from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine, SamplingParams
 from dtrain.losses.policy.advantage import advantages, soft_overlong_penalty, zero_variance_groups
@@ -31,6 +32,8 @@ from dtrain.rl.rewards import Rewards
 from dtrain.rl.rewards.scoring import known
 
 if TYPE_CHECKING:
+    from dtrain.data.images.reader import ImageReader
+    from dtrain.data.images.records import ImageRecord
     from dtrain.rl.environments.episodes import Episodes
 
 SECONDS_BETWEEN_TABLES = 20.0
@@ -105,6 +108,7 @@ class Sample:
     calls: int = 0
     failures: int = 0
     routed: Tensor | None = field(default=None, compare=False)
+    data_row: int = -1
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -135,12 +139,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A prompt of the data: its number in the endless sequence of prompts, its ids, its row, and where that lies."""
+    """A prompt of the data: its number in the endless sequence of prompts, its ids, its row, where that lies, and its
+    images with their reader."""
 
     index: int
     ids: list[int]
     row: Mapping[str, Any]
     place: Placement
+    images: "Sequence[ImageRecord]" = ()
+    reader: "ImageReader | None" = None
+
+    @property
+    def data_row(self) -> int:
+        """The sample of the data whose images this prompt has; -1 without."""
+        return self.place.samples[0] if self.images else -1
 
 
 @dataclass(frozen=True)
@@ -190,7 +202,8 @@ def prompts_from(rows: Rows, cursor: Cursor, count: int) -> list[PromptRow]:
     for index, place in enumerate(islice(rows.placements(cursor), count), rows.rows_before(cursor)):
         (sample,) = place.samples
         (ids, _), *_ = rows.samples[sample]
-        prompts.append(PromptRow(index, ids.tolist(), rows.samples.row(sample), place))
+        images = () if rows.images is None else rows.samples.images(sample)[0]
+        prompts.append(PromptRow(index, ids.tolist(), rows.samples.row(sample), place, images, rows.images))
     return prompts
 
 
@@ -225,8 +238,10 @@ class CompletionSampler:
             rows = [prompt.row for prompt in prompts for _ in range(count)]
             return self.episodes.play(self.engine, requests, rows, version, ask_stop)
         completions = self.engine.generate(requests, ask_stop, version=version)
+        data_rows = [prompt.data_row for prompt in prompts for _ in range(count)]
         samples = [
-            Sample(request.prompt, finish=done.finish) for request, done in zip(requests, completions, strict=True)
+            Sample(request.prompt, finish=done.finish, data_row=row)
+            for request, done, row in zip(requests, completions, data_rows, strict=True)
         ]
         for sample, done in zip(samples, completions, strict=True):
             sample.take(done)
@@ -241,7 +256,10 @@ class CompletionSampler:
         for prompt in prompts:
             most = min(wanted.max_new_tokens, self.max_length - len(prompt.ids))
             sampling = SamplingParams(most, *kinds, stop_ids=stop_ids, stop=stop)
-            requests += [Request(prompt.ids, sampling, self.seed, prompt.index, number) for number in range(count)]
+            images = None if prompt.reader is None else prompt_images(prompt.reader, prompt.ids, prompt.images)
+            requests += [
+                Request(prompt.ids, sampling, self.seed, prompt.index, number, images=images) for number in range(count)
+            ]
         return requests
 
 
@@ -288,7 +306,9 @@ class Collector:
                 "numbers, and None only for what they cannot judge"
             )
         self._has_known_reward = True
-        self.sampler.engine.expect(self.sampler.requests(prompts_from(self.rows, last.after, wanted), size), version)
+        if self.rows.images is None:  # the engine that takes images cannot draw ahead
+            next_prompts = prompts_from(self.rows, last.after, wanted)
+            self.sampler.engine.expect(self.sampler.requests(next_prompts, size), version)
         measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it
         drawn = len(groups.prompts)
         measured["frac_zero_std"] = int(zero_variance_groups(groups.rewards, size)[::size].sum()) / drawn
@@ -390,6 +410,7 @@ class Collector:
                     "advantage": values[index].item(),
                     "tokens": len(sample.ids),
                     "finish": sample.finish,
+                    **({"images": [image.entry for image in prompt.images]} if prompt.images else {}),
                     **({} if sample.version is None else {"version": sample.version}),
                     **({} if sample.earned is None else {"earned": sample.earned}),
                     **({"environment": dict(sample.metrics)} if sample.metrics else {}),

@@ -6,23 +6,28 @@ The caller passes what answers: a model of a directory on one device, or the one
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dtrain.base.errors import Interrupted
+from dtrain.base.errors import Interrupted, UserError
 from dtrain.base.ranks import Ranks
 from dtrain.data.formats.encoder import describe
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, normalise_prompt
 from dtrain.data.sources.files import formats_of, read_chunks, read_rows
+from dtrain.inference.images import prompt_images
 from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.rewards import Rewards
 from dtrain.rl.rewards.scoring import pass_at, passes
+
+if TYPE_CHECKING:
+    from dtrain.data.images.reader import ImageReader
+    from dtrain.data.images.records import ImageRecord
 
 JUDGED_TOGETHER = 512  # completions of one call of the rewards, whose timeout is for one call
 
@@ -30,19 +35,20 @@ JUDGED_TOGETHER = 512  # completions of one call of the rewards, whose timeout i
 @dataclass(frozen=True)
 class Question:
     """A prompt of a file: its place there, and its token ids, not yet cut. is_plain: whether the file has it as a plain
-    string."""
+    string. images: those of its parts, in order."""
 
     place: str
     prompt: Prompt
     ids: list[int]
     is_plain: bool = False
+    images: "Sequence[ImageRecord]" = ()
 
 
 @dataclass(frozen=True)
 class Questions:
     """The questions of an evaluation, each of `items` answered `samples` times. room: tokens of the longest prompt; a
     longer one loses its beginning. pass_reward: the least reward with which a completion passes. together: completions
-    of one call of the rewards."""
+    of one call of the rewards. reader: of the questions' images, where any has some."""
 
     items: Sequence[Question]
     samples: int
@@ -51,14 +57,17 @@ class Questions:
     room: int
     pass_reward: float
     together: int = JUDGED_TOGETHER
+    reader: "ImageReader | None" = None
 
     def requests(self) -> list[Request]:
-        """Return the requests, prompt by prompt."""
-        return [
-            Request(question.ids[-self.room :], self.sampling, self.seed, index, sample)
-            for index, question in enumerate(self.items)
-            for sample in range(self.samples)
-        ]
+        """Return the requests, prompt by prompt, with their images decoded. Raises UserError."""
+        requests = []
+        for index, question in enumerate(self.items):
+            ids = question.ids[-self.room :]
+            images = None if self.reader is None else prompt_images(self.reader, ids, question.images)
+            draws = range(self.samples)
+            requests += [Request(ids, self.sampling, self.seed, index, draw, images=images) for draw in draws]
+        return requests
 
 
 @dataclass(frozen=True)
@@ -199,17 +208,37 @@ def read_questions(
     columns = columns or {}
     names = formats_of(files, format, "prompts", columns, key)
 
-    def read(name: str, row: Mapping[str, Any]) -> tuple[Prompt, list[int]]:
+    def read(name: str, directory: Path, row: Mapping[str, Any]) -> tuple[Prompt, list[int], list[Any]]:
         prompt = normalise_prompt(encoder.in_messages(row, name), name, encoder.options.system)
-        return prompt, encoder.encode(prompt)
+        encoder.directory = directory
+        images = encoder.images_of(prompt)
+        ids = encoder.encode(prompt, images)
+        if len(ids) > encoder.options.room and images:
+            raise UserError(
+                f"the prompt has {len(ids)} tokens and images, and there is room for {encoder.options.room}"
+            )
+        return replace(prompt, content=prompt.bare), ids, [image.record for image in images]
 
     questions = (
-        Question(f"{file}:{line}", prompt, ids, encoder.has_plain_prompt(row, name))
+        Question(f"{file}:{line}", prompt, ids, encoder.has_plain_prompt(row, name), images)
         for file, name in zip(files, names, strict=True)
         for chunk in read_chunks(file)
-        for line, row, (prompt, ids) in read_rows(chunk, columns, partial(read, name))
+        for line, row, (prompt, ids, images) in read_rows(chunk, columns, partial(read, name, file.absolute().parent))
     )
     return list(islice(questions, limit))
+
+
+def have_images(files: Sequence[Path], limit: int | None) -> bool:
+    """Return whether one of the first `limit` prompts of `files` has an image. Nothing of it is read. Raises UserError,
+    with file and line."""
+    names = formats_of(files, "auto", "prompts", {}, "DATA")
+    prompts = (
+        prompt
+        for file, name in zip(files, names, strict=True)
+        for chunk in read_chunks(file)
+        for _, _, prompt in read_rows(chunk, {}, partial(normalise_prompt, name=name))
+    )
+    return any(prompt.bare != prompt.content for prompt in islice(prompts, limit))
 
 
 def plain_prompts_of(label: str, questions: Sequence[Question], encoder: PromptEncoder) -> list[str]:

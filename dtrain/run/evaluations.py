@@ -158,13 +158,16 @@ def _try(eval_set: EvalSet, questions: Questions, judges: Rewards) -> None:
 
 
 def _line(opened: _Open, answer: ScoredAnswer) -> dict[str, Any]:
-    prompt = opened.questions.items[answer.index].prompt
+    question = opened.questions.items[answer.index]
+    prompt = question.prompt
+    images = {"images": [image.entry for image in question.images]} if question.images else {}
     reference = {"answer": prompt.columns["answer"]} if "answer" in prompt.columns else {}
     return {
         "set": opened.set.name,
         "index": answer.index,
         "sample": answer.sample,
         "prompt": prompt.content,
+        **images,
         **reference,
         "text": answer.text,
         "reward": known(answer.reward),

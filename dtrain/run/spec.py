@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from dtrain.run.resume import Start
 
 STAGES = (
-    "outputs tokenizer model others adapter code mesh optimizer first_rows data evals sizes kernels schedule start"
+    "outputs tokenizer code mesh first_rows data evals model others adapter optimizer sizes kernels schedule start"
 ).split()
 """Names of the stages' modules, in the order in which they resolve."""
 
@@ -120,9 +120,6 @@ class RunSpec:
     run: RunDirectory = field(init=False)
     cache: Path = field(init=False)
     notes: list[str] = field(default_factory=list)
-    # model
-    precision: "Precision" = field(init=False)
-    model: "CausalLM | None" = None  # on meta, on the first rank
     identities: dict[str, str] = field(default_factory=dict)  # digests of what the run reads at its start
     # data: by split
     rows: "dict[str, Rows]" = field(default_factory=dict)
@@ -133,6 +130,9 @@ class RunSpec:
     is_data_read: bool = False
     # evals, on the first rank: by the name of the set
     questions: "dict[str, tuple[Questions, list[Reward]]]" = field(default_factory=dict)
+    # model
+    precision: "Precision" = field(init=False)
+    model: "CausalLM | None" = None  # on meta, on the first rank
     # sizes
     sizes: Sizes = field(init=False)
     steps: int | None = None  # of a fresh run

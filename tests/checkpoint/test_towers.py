@@ -52,8 +52,9 @@ def rows_of(name, model_config):
     return token_rows(CASES[name]), torch.rand(patches, model_config.vision.values, generator=generator).double(), grids
 
 
-def saved_run(rank, recipe, name):
-    """Train two steps, each saved in the directory of the run, and export; the model's logits then."""
+def saved_run(rank, recipe, name, resumes=False):
+    """Train two steps, each saved in the directory of the run, and export; the model's logits then. resumes: train the
+    second step again."""
     policy, run = policy_of(rank, recipe), recipe.run.directory
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(config.to_yaml(recipe))
@@ -62,6 +63,8 @@ def saved_run(rank, recipe, name):
         train(policy, name)
         store.save(step, policy.checkpoint.tensors(), policy.checkpoint.state(), beside=policy.checkpoint.beside)
     policy.checkpoint.export(run / "export", recipe.model.directory)
+    if resumes:
+        resumed_run(rank, recipe, name, 1, {})
     ids, pixels, _ = rows_of(name, policy.model.config)
     with torch.no_grad():
         return policy.model.eval()(ids, images=images_of(CASES[name], ids, pixels, policy.model.config))
@@ -103,8 +106,7 @@ def stored(directory):
 def test_a_run_with_a_tower_resumes_exactly_and_exports(tmp_path, name, part):
     recipe = recipe_of(tmp_path, name, *PARTS[part])
     run, base = recipe.run.directory, recipe.model.directory
-    (logits,) = run_world(saved_run, 1, recipe, name)
-    run_world(resumed_run, 1, recipe, name, 1, {})
+    (logits,) = run_world(saved_run, 1, recipe, name, True)
     whole, again = stored(run / "checkpoints"), stored(run / "again-1")
     assert whole.keys() == again.keys() and all(torch.equal(again[key], value) for key, value in whole.items())
     of_tower = {key for key in whole if key.startswith("model.") and is_of_vision(key.removeprefix("model."))}

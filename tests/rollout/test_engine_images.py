@@ -16,6 +16,7 @@ from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
+from dtrain.rl.remote.http import HttpEngine
 from tests.models.oracle import save
 from tests.models.test_vision_models import CASES, IMAGE, images_of, make, token_rows
 from tests.models.vision.oracle import WideIslands
@@ -100,7 +101,7 @@ def test_completions_do_not_depend_on_the_batch(name):
     model, prompts = built(name)
     ids, pixels, grids, images = prompts[0]
     prompts.append((ids, -pixels, grids, replace(images, pixels=-pixels)))
-    kinds = [SamplingParams(40, 0.0), SamplingParams(11, 1.0), SamplingParams(7, 1.3), SamplingParams(1)]
+    kinds = [SamplingParams(36, 0.0), SamplingParams(9, 1.0), SamplingParams(1)]
     requests = [
         replace(request, sampling=kind, prompt_index=index, sample_index=sample)
         for index, request in enumerate(asked(prompts))
@@ -112,9 +113,10 @@ def test_completions_do_not_depend_on_the_batch(name):
     tower.register_forward_hook(lambda module, inputs, features: encoded.append(len(inputs[1])))
     same(Engine(model, max_rows=3).generate(requests), alone)
     assert sorted(encoded) == sorted(len(grids) for _, _, grids, _ in prompts if grids)  # once for all samples
-    makers = Makers()
-    same(Engine(model, max_rows=5, graphs=makers).generate(requests), alone)
-    assert makers.total("replayed") > makers.total("captured") > 0
+    if name == "qwen3-vl":  # whose rows stand at other rotary positions than in the cache
+        makers = Makers()
+        same(Engine(model, max_rows=5, graphs=makers).generate(requests), alone)
+        assert makers.total("replayed") > makers.total("captured") > 0
     for (ids, pixels, grids, _), completion in zip(prompts, alone[:: len(kinds)], strict=True):
         expected = scored(model, CASES[name], ids, pixels, grids, completion)
         assert completion.logprobs == pytest.approx(expected, rel=0, abs=1e-9)
@@ -131,7 +133,7 @@ def test_images_that_a_model_cannot_take_are_refused():
     assert not tokens  # a prompt without images does not run the tower
     bad = {
         "patches of": replace(images, pixels=images.pixels[1:]),
-        "tokens of images": replace(images, index=images.index.roll(1, 1).clamp(max=3)),
+        "tokens for": replace(images, index=images.index.roll(1, 1).clamp(max=3)),
         "rotary_ids of its images": replace(images, rotary_ids=None),
         "ends of its images": replace(images, ends=images.index[0]),
         "index of its images": replace(images, index=images.index[0]),
@@ -139,6 +141,8 @@ def test_images_that_a_model_cannot_take_are_refused():
     for words, wrong in bad.items():
         with pytest.raises(UserError, match=words):
             Engine(model).add(replace(request, images=wrong))
+    with pytest.raises(UserError, match="prompts with images are for the native engine"):
+        HttpEngine.generate(None, [text, request])
     config = models.parse_config(CASES["qwen3-vl"].config().to_dict())
     with pytest.raises(UserError, match="the request has images, and this model has no vision tower"):
         Engine(models.build(config, "meta"), max_rows=1, max_tokens=64, device=torch.device("cpu")).add(request)

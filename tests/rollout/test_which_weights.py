@@ -11,9 +11,12 @@ import transformers as hf
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.commands.serve.server import Follower
-from dtrain.inference.generate import load
+from dtrain.inference.generate import image_problem, load
+from dtrain.models import from_pretrained
 from dtrain.rl.remote.shared_directory import MARKER, mark, step_directory
 from tests.checkpoint.processes import checkpoints
+from tests.data.makers import write_jsonl
+from tests.pictures import chat, picture_recipe, write_rows
 from tests.running import run
 from tests.tiny import tiny_recipe
 
@@ -150,3 +153,30 @@ def test_served_weights_are_read_again_when_they_were_written_again(tmp_path):
     os.utime(directory / MARKER, ns=(1, 1))
     follower.look()
     assert loaded == [3] * 4
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_step_has_the_vision_tower_of_its_run_or_of_its_base(tmp_path, shown):
+    """A run on texts has no tower: its step is given the base's, as long as that is there."""
+    rows = write_rows(tmp_path)
+    if not shown:
+        write_jsonl(rows, [chat("What is two and two?")] * 12)
+    recipe = run(picture_recipe(tmp_path, "checkpoint.every=3", "train.vision=all"))
+    directory, base = tmp_path / "runs" / "run", Path(recipe.model.path)
+    assert image_problem(directory) is None
+    tensors, old = (
+        model.state_dict()
+        for model in (
+            load(directory, torch.float64, torch.device("cpu"), vision=True).model,
+            from_pretrained(base, torch.float64, vision=True),
+        )
+    )
+    moved = {name for name, tensor in tensors.items() if not torch.equal(tensor, old[name])}
+    assert tensors.keys() == old.keys() and any("visual" in name for name in old)
+    assert "model.norm.weight" in moved
+    (base / "model.safetensors").unlink()
+    problem = image_problem(directory)
+    assert (problem is None) == any("visual" in name for name in moved), problem
+    if problem is not None:
+        assert not shown and "the vision tower is not in" in problem
+        assert load(directory, torch.float64, torch.device("cpu")).model.config.vision is None

@@ -102,7 +102,7 @@ class Watched(Engine):
 
     def step(self):
         states = {id(one.adapter.shared): one.adapter.shared.on for one in adapted(self.model)}
-        prompts = {row.prompt[0] for row in self._sequences.values()}
+        prompts = {row.prompt.ids[0] for row in self._sequences.values()}
         self.model.seen.append((frozenset(states.values()), frozenset(prompts)))
         return super().step()
 

@@ -13,12 +13,22 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from dtrain.base.errors import UserError
 from dtrain.commands import cli
+from dtrain.commands.serve import start
+from dtrain.commands.serve.connection import Limits
+from dtrain.commands.serve.fields import ApiError
+from dtrain.data import Tokenizer as DtrainTokenizer
+from dtrain.data import choose_template
+from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions
+from dtrain.data.images import ImageReader
+from dtrain.inference.chats import ChatEncoder, image_part
+from tests import pictures
 from tests.data.images.makers import CLIP, encoded, picture, png_that_claims
 from tests.models.oracle import VOCAB, save
 from tests.models.test_vision_models import END, IMAGE, START, make
 from tests.models.vision.oracle import WideIslands
-from tests.serve.serving import ask, make_model, serving
+from tests.serve.serving import ask, controlled, make_model, serving
 
 PAD = "<|image_pad|>"
 TEMPLATE = (
@@ -169,6 +179,42 @@ def test_a_server_answers_images_and_refuses_what_it_cannot_read(made):
         assert "64 megapixels together" in answer["error"]["message"]
         status, answer = ask(url, path, {"messages": [{"role": "user", "content": [{"text": "w5", "image_url": {}}]}]})
         assert status == 400 and "must have the field text, and no other" in answer["error"]["message"]
+
+
+def test_images_under_way_are_bounded_together(made):
+    with serving(made[0], limits=Limits(pixels=2000)) as (url, _):
+        status, answer = ask(url, "/v1/chat/completions", shows("w5", data_uri(made[2][0].read_bytes())))
+        assert status == 503 and "holds as many images as it may" in answer["error"]["message"]
+        assert ask(url, "/v1/chat/completions", shows("w5"))[0] == 200
+
+
+def test_image_tokens_in_the_words_of_a_message_are_refused(tmp_path, made):
+    directory = pictures.write_model(tmp_path, "gemma3", weights=False)
+    tokenizer = DtrainTokenizer.from_directory(directory)
+    template, reader = choose_template(directory, tokenizer), ImageReader(tokenizer, directory)
+    chats = ChatEncoder(PromptEncoder(tokenizer, template, max_length=99, options=PromptOptions(99), images=reader))
+    said = [{"role": "user", "content": [image_part(made[2][0])]}, {"role": "assistant", "content": "a photo"}]
+    prompt = chats.encode(Prompt([*said, {"role": "user", "content": "<image_soft_token>"}]))  # written escaped
+    assert chats.images_of(prompt).index.max() == 8
+    said[1]["content"] = "a <image_soft_token>"
+    with pytest.raises(
+        UserError, match="10 image tokens .<image_soft_token>., and its images are 9: images alone write this token"
+    ):
+        chats.encode(Prompt([*said, {"role": "user", "content": "why?"}]))
+
+
+def test_a_server_whose_weights_may_change_takes_no_images(made, monkeypatch):
+    directory, servers, good = made[0], [], data_uri(made[2][0].read_bytes())
+    monkeypatch.setattr(start, "serve", lambda server, **options: servers.append(server))
+    words = ["serve", str(directory), "--port", "0", "--max-length", "64"]
+    assert cli.main(words) == 0 and cli.main([*words, *controlled(directory.parent)]) == 0
+    for server in servers:
+        server.server_close()
+    plain, changing = (server.service.parser for server in servers)
+    assert plain.chat(shows("w5", good)).requests[0].images is not None
+    with pytest.raises(ApiError, match="whose weights may be changed .--control, --watch. takes no images"):
+        changing.chat(shows("w5", good))
+    assert changing.chat(shows("w5")).requests[0].images is None
 
 
 def test_models_of_text_refuse_images(made, run, tmp_path, monkeypatch):

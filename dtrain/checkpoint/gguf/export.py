@@ -12,6 +12,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.model_directory import CHAT_TEMPLATE, TOKENIZER
 from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
 from dtrain.checkpoint.gguf.families import (
+    INSTEAD,
     add_sizes,
     architecture_of,
     changed,
@@ -24,6 +25,7 @@ from dtrain.checkpoint.huggingface.export import AdapterAlone, WholeModel, find
 from dtrain.checkpoint.huggingface.file_rows import joints
 from dtrain.checkpoint.huggingface.merged import WholeWeight, folded
 from dtrain.checkpoint.huggingface.read import candidate_names
+from dtrain.models.common.adapter_config import is_of_vision
 from dtrain.models.common.decoder import CausalLM
 
 _HEAD = "lm_head"
@@ -61,7 +63,11 @@ def _write_model(content: WholeModel, out: Path, kind: str) -> str:
     tensors: dict[str, GgufTensor] = {}
     for name, tensor in rotary_tensors(arch, config, file).items():
         tensors[name] = GgufTensor(name, tensor.shape, "f32", tensor.to)
+    vision = [own for own in model_tensors(content.model) if is_of_vision(own)]
+    left_out = {name for own in vision for name in candidate_names(content.model, [own])}
     for entry in content.entries:
+        if entry.names[0] in left_out:
+            continue
         text_name, name = names[entry.names[0]]
         if name not in tensors:  # files may have a tied head beside its embedding
             read = partial(_read, entry, text_name, content.model, arch)
@@ -99,9 +105,10 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _gguf_names(model: CausalLM, arch: str) -> dict[str, tuple[str, str]]:
-    """Names that files may give the tensors of `model` -> what a text model's files call each, and a GGUF file."""
+    """Names that files may give the text's tensors of `model` -> what a text model's files call each, and a GGUF
+    file."""
     known = aliases(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items() if not is_of_vision(name)}
     names: dict[str, tuple[str, str]] = {}
     for fused in joints(model, shapes):
         both = fused.name, gguf_name(fused.name, arch, model.config.num_hidden_layers)
@@ -140,6 +147,8 @@ def _write_adapter(content: AdapterAlone, out: Path, kind: str, is_folded: bool)
     adapter = content.adapter
     arch, config = architecture_of(adapter.model.config), adapter.model.config
     adapter.refuse_more_than_lora("--folded" if is_folded else "--adapter")
+    if of_tower := [name for name in adapter.adapted if is_of_vision(name)]:
+        raise UserError(f"an adapter of a vision tower, {of_tower[0]}: a GGUF file has the text part alone; {INSTEAD}")
     if _HEAD in adapter.adapted and config.tie_word_embeddings:
         raise UserError(f"an adapter of {_HEAD}, which is tied: llama.cpp has no such tensor; export it --merged")
     rank = max(layer.rank for layer in adapter.adapted.values())

@@ -217,9 +217,9 @@ def _run_layout(run: Path, facts: RunFacts, held: dict[str, Any], has_tower: boo
     if source is None:
         raise UserError(f"{run} has neither model/{CONFIG} nor a config.yaml that says model.path")
     layout = layout_of(source, path, has_tower=has_tower)
-    if layout.text_tower_alone and not facts.scratch:
+    if (layout.text_tower_alone or (has_tower and layout.files is None)) and not facts.scratch:
         raise UserError(
-            f"the model of {run} has parts that dtrain does not train (a vision tower); they are copied from its "
-            f"model.path, and {path} has no weights: put them there again"
+            f"the model of {run} has parts that dtrain does not train (a vision tower, or what else its files have); "
+            f"they are copied from its model.path, and {path} has no weights: put them there again"
         )
     return replace(layout, held=held)

@@ -17,11 +17,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of
-from dtrain.data.formats.encoder import LONG, Document, Encoder, RowEncoder
+from dtrain.data.formats.encoder import CUT_IMAGE, LONG, Document, Encoder, RowEncoder
 from dtrain.data.formats.formats import (
     PROMPT_FORMATS,
     read_instruction,
@@ -31,10 +31,13 @@ from dtrain.data.formats.formats import (
     read_tools,
     require_keys,
 )
-from dtrain.data.formats.image_parts import COLUMN, refuse_images, with_images
+from dtrain.data.formats.image_parts import COLUMN, refuse_images, take_images, with_images
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.data.text.tool_format import learn_tool_format
+
+if TYPE_CHECKING:
+    from dtrain.data.images.reader import LaidOutImage
 
 Message = dict[str, Any]
 # What a reward's function is called with beside the columns.
@@ -50,6 +53,12 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def bare(self) -> Any:
+        """The content with bare parts in the place of images, as rewards and records have it."""
+        is_chat = bool(self.content) and isinstance(self.content[0], Mapping)
+        return take_images(self.content)[0] if is_chat else self.content  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -130,9 +139,10 @@ def _columns(row: Mapping[str, Any], *taken: str, answer: str | None = None) -> 
 
 class PromptEncoder(RowEncoder):
     """Encoder of prompts to samples of one document without a trained token, the prompt and the columns as JSON beside
-    it; with `options.loss_on` a second document, that of `encoder.Encoder`."""
+    it, images as bare parts; with `options.loss_on` a second document, that of `encoder.Encoder`."""
 
     noun = "prompts"
+    takes_images = True
     keeps_columns = True
     marks = ("prompts, all columns",)
     plain_columns: Mapping[str, Sequence[str]] = MappingProxyType({"prompt_completion": ("prompt",)})
@@ -155,7 +165,8 @@ class PromptEncoder(RowEncoder):
 
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
         prompt = normalise_prompt(self.in_messages(row, name), name)
-        return [prompt.content, prompt.tools]
+        digests = [image.image.digest for image in self.images_of(prompt)]
+        return [prompt.bare, prompt.tools, *([digests] if digests else ())]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         prompt = normalise_prompt(self.in_messages(row, name), name, self.options.system)
@@ -165,7 +176,8 @@ class PromptEncoder(RowEncoder):
         if has_tools and not self._knows_calls:
             learn_tool_format(self._template, prompt.tools or [])
             self._knows_calls = True
-        ids, is_dropped = self.encode(prompt), self.too_long == "drop"
+        images = self.images_of(prompt)
+        ids, is_dropped = self.encode(prompt, images), self.too_long == "drop"
         if len(ids) > self.options.room and (self.too_long == "error" or (has_tools and not is_dropped)):
             others = "drop, since a cut would take its tools" if has_tools else "truncate or drop"
             raise UserError(
@@ -176,12 +188,22 @@ class PromptEncoder(RowEncoder):
         if len(ids) > self.options.room and is_dropped:
             return LONG
         try:
-            columns = json.dumps({"prompt": prompt.content, "columns": prompt.columns}).encode()
+            columns = json.dumps({"prompt": prompt.bare, "columns": prompt.columns}).encode()
         except TypeError as problem:
             raise UserError(f"a column is neither text, number, list nor object ({problem}); drop it") from problem
         kept = ids[-self.options.room :]
+        own_images = self.images_within(ids, images, range(len(ids) - len(kept), len(ids)))
+        if own_images is None:
+            return CUT_IMAGE
         own = [] if self._examples is None else self._examples.documents_of(row, name)
-        return own if isinstance(own, str) else [Document(kept, bytearray(len(kept)), len(ids), columns), *own]
+        return (
+            own
+            if isinstance(own, str)
+            else [
+                Document(kept, bytearray(len(kept)), len(ids), columns, own_images),
+                *own,
+            ]
+        )
 
     def _with_tools(self, prompt: Prompt) -> Prompt:
         """Add the options' tools to a prompt. Raises UserError where it cannot list tools, or has some of its own."""
@@ -193,8 +215,14 @@ class PromptEncoder(RowEncoder):
                             "take the column away, or name its tools in grpo.tools")  # fmt: skip
         return replace(prompt, tools=[dict(tool) for tool in self.options.tools])
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Return the prompt's token ids, not yet cut, one at least. Raises UserError."""
+    def images_of(self, prompt: Prompt) -> "list[LaidOutImage]":
+        """Return the images of a prompt, laid out from their headers. Raises UserError."""
+        content: Any = prompt.content
+        return self.read_images(content) if content and isinstance(content[0], Mapping) else []
+
+    def encode(self, prompt: Prompt, images: "Sequence[LaidOutImage]" = ()) -> list[int]:
+        """Return the prompt's token ids, not yet cut, one at least. images: those of its parts, in order. Raises
+        UserError."""
         content: Any = prompt.content
         if isinstance(content, str):
             ids = self.text(content, ends=False)
@@ -202,7 +230,8 @@ class PromptEncoder(RowEncoder):
             self.check_ids(content, "prompt_ids")
             ids = list(content)
         elif content and isinstance(content[0], Mapping):
-            ids = self.tokenizer.encode(self.rendered(content, prompt.tools, True, prompt.variables))
+            ids = self.tokenizer.encode(self.rendered(content, prompt.tools, True, prompt.variables, images))
+            self.check_image_tokens(ids, images)
         else:
             raise UserError(f"a prompt must be messages, a text or token ids, not {kind_of(content)}")
         if not ids:

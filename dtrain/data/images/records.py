@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.data.images.files import ImageBytes
@@ -29,6 +30,11 @@ class ImageRecord:
         if image.path is None:
             return cls(image.name, image.digest, layout, data=image.data)
         return cls(image.name, image.digest, layout, path=str(image.path))
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """Name, path and digest, as samples.jsonl and the answers of evaluations have them."""
+        return {"name": self.name, "path": self.path, "digest": self.digest}
 
     @property
     def key(self) -> int:

@@ -171,13 +171,13 @@ def _opened(
     if not train:
         sources = [replace(source, weight=1.0) for source in sources if source.weight]
     formats = {name for source in sources for name in source.formats}
-    images = _image_reader(section, tokenizer, cache_dir)
+    images = image_reader(section, tokenizer, cache_dir)
     encoder = _encoder(section, tokenizer, formats, tell, kind, prompts, label, images)
     encoder.part = Part(section.val, seed, not train) if is_part else None
     return sources, encoder
 
 
-def _image_reader(section: Any, tokenizer: Tokenizer, cache_dir: str | Path | None) -> "ImageReader | None":
+def image_reader(section: Any, tokenizer: Tokenizer, cache_dir: str | Path | None) -> "ImageReader | None":
     """Return the reader of images in rows; None where the model takes none."""
     if not has_vision(tokenizer.directory):
         return None

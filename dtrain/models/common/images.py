@@ -39,28 +39,16 @@ class Images:
         ends = None if self.ends is None else F.pad(self.ends, (0, missing), value=2**30)
         return replace(self, index=F.pad(self.index, (0, missing), value=-1), rotary_ids=rotary_ids, ends=ends)
 
-    def to(self, device: torch.device) -> "Images":
-        """Return the images on a device."""
-        streams = self.rotary_ids, self.ends
-        rotary_ids, ends = (None if stream is None else stream.to(device, non_blocking=True) for stream in streams)
-        pixels, index = (tensor.to(device, non_blocking=True) for tensor in (self.pixels, self.index))
-        return Images(pixels, self.grids, index, rotary_ids, ends)
-
     @cached_property
     def digest(self) -> str:
         """Hash of all values: images of equal digests have equal features in equal places."""
         tensors = self.pixels, self.index, self.rotary_ids, self.ends
         shapes = [None if tensor is None else (str(tensor.dtype), *tensor.shape) for tensor in tensors]
-        whole = hashlib.sha256(repr((self.grids, shapes)).encode())
+        whole = hashlib.sha256(repr(([tuple(grid) for grid in self.grids], shapes)).encode())
         for tensor in tensors:
             if tensor is not None:
                 whole.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return whole.hexdigest()
-
-    @property
-    def rotary_shift(self) -> int:
-        """Distance from the length of the row, of a batch of one, to the rotary position of the token that follows."""
-        return 0 if self.rotary_ids is None else int(self.rotary_ids.max()) + 1 - self.rotary_ids.shape[1]
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,8 @@ class HttpEngine:
         """Return the completions of `requests`, in order. `Completion.version` is what the server says, else the
         version that it had got last when it was asked. Raises UserError where no server answers, naming each with its
         last error, or one answers what cannot be used, and Interrupted soon after `ask_stop` says yes."""
+        if any(request.images is not None for request in requests):
+            raise UserError("prompts with images are for the native engine: servers are sent token ids alone")
         calls = [[requests[index] for index in call] for call in group(requests, self.samples_per_call)]
         return [completion for completions in self._all(calls, self._complete, ask_stop) for completion in completions]
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dtrain.base.errors import UserError
 from dtrain.data import Rows, open_rows
 from dtrain.data.sources import columns, urls
 from dtrain.data.sources.files import Pick, absent_ids, entries, formats_of, is_data_id, is_url, kind_of, paths_of
@@ -117,6 +118,16 @@ def resolve(spec: RunSpec, host: Host) -> bool:
     return True
 
 
+def take_images(spec: RunSpec, has_images: bool) -> None:
+    """Set that the run has images, where rows have some. Raises UserError where its method or model takes none."""
+    if not has_images:
+        return
+    if problems := spec.method.image_problems():
+        raise UserError("\n".join(problems))
+    spec.has_images = True
+    spec.model_config  # noqa: B018 (refuses a tower that dtrain has not)
+
+
 def splits(spec: RunSpec) -> list[str]:
     """Return the names of the splits that the recipe has."""
     return ["train"] if spec.recipe.data.val is None else ["train", "val"]
@@ -154,7 +165,7 @@ def open_splits(
             is_packed = opened["train"].packing or options["kind"] == "prompts"
             recipe = replace(recipe, data=replace(recipe.data, packing=is_packed))
     spec.recipe, spec.rows = recipe, opened
-    spec.has_images = any(rows.samples.meta["images"] for rows in opened.values())
+    take_images(spec, any(rows.samples.meta["images"] for rows in opened.values()))
     spec.columns = {split: rows.samples.column_names() for split, rows in opened.items()}
     spec.identities |= {DIGESTS[split]: rows.samples.identity for split, rows in opened.items()}
     spec.plain_prompts = opened["train"].samples.meta["plain_prompts"]

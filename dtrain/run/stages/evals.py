@@ -14,6 +14,7 @@ from dtrain.data.formats.prompts import PromptEncoder, PromptOptions, normalise_
 from dtrain.data.sources import columns
 from dtrain.data.sources.files import first_row, formats_of, parse, read_chunks
 from dtrain.data.sources.files import resolve as find_files
+from dtrain.data.sources.sources import image_reader
 from dtrain.inference.request import SamplingParams
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.checks import reward_problems
@@ -25,7 +26,7 @@ from dtrain.rl.rewards.options import is_path
 from dtrain.run.eval_sets import EvalSet, longest_answer, sets
 from dtrain.run.host import Host, problems_of
 from dtrain.run.spec import RunSpec
-from dtrain.run.stages.data import files_here, of_no_hub
+from dtrain.run.stages.data import files_here, of_no_hub, take_images
 
 DRAWN = ("text", "preference")  # formats of rows that ask nothing
 
@@ -138,6 +139,9 @@ def resolve(spec: RunSpec, host: Host) -> bool:
     for eval_set in sets(spec.recipe.eval):
         if f"{eval_set.key}.path" not in spec.awaited:
             host.first(partial(_read, spec, eval_set))
+    has_images = any(questions.reader is not None for questions, _ in spec.questions.values())
+    if host.ranks.every(lambda: has_images)[0]:
+        host.ask(take_images, spec, True)
     return True
 
 
@@ -151,7 +155,10 @@ def _read(spec: RunSpec, eval_set: EvalSet) -> None:
     options = PromptOptions.within(length, new, section.system_prompt)
     template = spec.source.template
     prompts_as = evaluated_as(recipe.data.prompts_as, spec.plain_prompts, template)
-    encoder = PromptEncoder(tokenizer, template, max_length=length, options=options, prompts_as=prompts_as)
+    reader = image_reader(recipe.data, tokenizer, spec.cache)
+    encoder = PromptEncoder(
+        tokenizer, template, max_length=length, options=options, prompts_as=prompts_as, images=reader
+    )
     files = find_files(section.path or [], f"{eval_set.key}.path", section, spec.cache)
     columns = section.columns, f"{eval_set.key}.columns"
     prompts = read_questions(files, encoder, section.limit, format=section.format, columns=columns[0], key=columns[1])
@@ -173,6 +180,8 @@ def _read(spec: RunSpec, eval_set: EvalSet) -> None:
     )
     rewards = [_remembered(spec, reward) for reward in rewards_of(eval_set, files)]
     questions = Questions(prompts, section.samples, sampling, recipe.run.seed, options.room, section.pass_reward)
+    if any(prompt.images for prompt in prompts):
+        questions = replace(questions, reader=reader)
     spec.questions[eval_set.name] = questions, rewards
 
 

@@ -149,6 +149,11 @@ def _build(spec: RunSpec) -> None:
     recipe, compute = spec.recipe, spec.precision.compute
     model = models.build(spec.model_config, dtype=spec.precision.master, device="meta")
     choose_trained(model, recipe, compute)
+    if recipe.train.vision != "frozen" and spec.rows and not model.model.vision:
+        raise UserError(
+            f"train.vision={recipe.train.vision}: no data have images, so the model is built without its vision tower: "
+            "set train.vision=frozen"
+        )
     coded = [model.config.whole(name) for name, layer in model.named_modules() if holds_codes(layer)]
     if problems := quantization_config.block_problems(model.config, coded, recipe.parallel.tp):
         raise UserError("\n".join(problems))
@@ -169,4 +174,4 @@ def _identify(spec: RunSpec, host: Host) -> None:
         files = [file for source in sources for file in weight_files(source.path)]
         if sum(file.stat().st_size for file in files) > SMALL_WEIGHTS:
             return
-    spec.identities = resume.identities(spec, host.ranks)
+    spec.identities |= resume.identities(spec, host.ranks)

@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.gguf import file as gguf_file
-from dtrain.checkpoint.gguf.export import export_gguf
-from dtrain.checkpoint.huggingface.export import export
+from dtrain.checkpoint.gguf.export import _write_model, export_gguf
+from dtrain.checkpoint.huggingface.export import WholeModel, export
+from dtrain.checkpoint.huggingface.merged import whole_weights
+from dtrain.checkpoint.huggingface.write import layout_of
+from dtrain.models.read_config import parse_config
 from tests.checkpoint.gguf.models import ROWS, SHAPES, logits, make, model_of, values
 from tests.running import run
 from tests.tiny import tiny_recipe
@@ -184,6 +187,26 @@ def test_of_a_multimodal_model_the_text_part_is_written(tmp_path):
     save_file({**tower, "vision_tower.x": torch.ones(3)}, tmp_path / "tower" / "model.safetensors")
     assert "the text part alone" in export_gguf(tmp_path / "tower", tmp_path / "m.gguf", "f32")
     assert difference(tmp_path / "m.gguf", directory)[0] < 1e-5
+
+
+def test_of_a_model_with_its_tower_the_text_part_is_written(tmp_path):
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": json.loads((make(tmp_path / "model", "gemma3") / "config.json").read_text()),
+        "vision_config": {"image_size": 64, "hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 1},
+        "mm_tokens_per_image": 4,
+        "tie_word_embeddings": True,
+    }
+    written = []
+    for vision in (True, False):
+        model = models.build(parse_config(config, vision=vision))
+        models.init_weights(model, 0)
+        layout = layout_of(tmp_path / "model", has_tower=vision)
+        entries = [layout.entry(model, weight, None) for weight in whole_weights(model).values()]
+        _write_model(WholeModel("", model, layout, entries), tmp_path / "m.gguf", "f32")
+        written.append((tmp_path / "m.gguf").read_bytes())
+        (tmp_path / "m.gguf").unlink()
+    assert written[0] == written[1]
 
 
 def test_a_run_s_newest_checkpoint_is_written(tmp_path):
