@@ -33,6 +33,7 @@ PROMISED = (
     "README.md",
     "recipes/README.md",
     "docs/gpus.md",
+    "docs/images.md",
     "docs/coming-from.md",
     "docs/metrics.md",
     "docs/real.md",

@@ -1,8 +1,9 @@
 """`dtrain preview`: rows as the model sees them, and what the set is like once it is tokenised and packed."""
 
 import sys
-from collections.abc import Callable, Iterator
-from itertools import groupby, islice
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, groupby, islice, repeat
 from operator import itemgetter
 from typing import TextIO
 
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from dtrain.base.batch import IGNORE
 from dtrain.base.errors import UserError
+from dtrain.base.ranges import plural
 from dtrain.data.formats.labels import is_wanted
+from dtrain.data.images.records import ImageRecord
 from dtrain.data.rows.cache import Samples
 from dtrain.data.rows.rows import Row, Rows
 from dtrain.data.text.tokenizer import Tokenizer
@@ -57,8 +60,7 @@ def preview(
         places = ", ".join("{}:{}".format(*rows.samples.origin(index)) for index in placement.samples[:4])
         more = f" and {len(placement.samples) - 4} more" if len(placement.samples) > 4 else ""
         say(f"\n--- {unit} {number}{mark}: {places}{more}")
-        texts = (text for row in rows.build(placement.samples) for text in documents(row, tokenizer, color))
-        for document, text in enumerate(texts):
+        for document, text in enumerate(texts_of(rows, placement.samples, tokenizer, color)):
             sample, side = divmod(document, 2 if noun == "pairs" else 1)
             if label is not None and side == 0:
                 value = rows.samples.row(placement.samples[sample])["columns"][label.column]
@@ -75,17 +77,45 @@ def preview(
         say(line)
 
 
-def documents(row: Row, tokenizer: Tokenizer, color: bool) -> Iterator[str]:
-    """Yield the text of each document of a row, its trained tokens marked."""
+def texts_of(rows: Rows, samples: list[int], tokenizer: Tokenizer, color: bool) -> Iterator[str]:
+    """Yield the text of each document of these samples. No image is decoded."""
+    reader = rows.images
+    images = [own for index in samples for own in rows.samples.images(index)] if reader is not None else []
+    left = iter(images)
+    for row in replace(rows, images=None).build(samples):
+        count = int(row["seq_ids"][-1]) + 1
+        records = [next(left, []) for _ in range(count)]
+        yield from documents(row, tokenizer, color, records, None if reader is None else reader.token_id)
+
+
+def documents(
+    row: Row, tokenizer: Tokenizer, color: bool, images: Sequence[Sequence[ImageRecord]], image_id: int | None
+) -> Iterator[str]:
+    """Yield the text of each document of a row, its trained tokens marked, and a mark in the place of the tokens of
+    each image. images: of each document; image_id: the id of image tokens."""
     begin, end = (TRAINED, PLAIN) if color else ("[[", "]]")
     targets = torch.zeros_like(row["labels"], dtype=torch.bool)
     targets[1:] = row["labels"][:-1] != IGNORE  # a label stands one place before the token that it names
-    for document in range(int(row["seq_ids"][-1]) + 1):
+    for document, records in enumerate(images):
         inside = row["seq_ids"] == document
         ids, trained = row["input_ids"][inside].tolist(), targets[inside].tolist()
-        spans = groupby(zip(ids, trained, strict=True), key=itemgetter(1))
-        texts = ((is_trained, tokenizer.decode([token for token, _ in span])) for is_trained, span in spans)
+        numbers = chain.from_iterable(repeat(number, record.layout.tokens) for number, record in enumerate(records))
+        shown = [next(numbers, None) if token == image_id else None for token in ids]  # an image's number, or text
+        spans = groupby(zip(trained, shown, ids, strict=True), key=itemgetter(0, 1))
+        texts = (
+            (
+                is_trained,
+                tokenizer.decode([token for *_, token in span]) if number is None else image_mark(records[number]),
+            )
+            for (is_trained, number), span in spans
+        )
         yield "".join(f"{begin}{text}{end}" if is_trained else text for is_trained, text in texts)
+
+
+def image_mark(record: ImageRecord) -> str:
+    """Return the words that stand for an image in a row: its name, its size as it is resized, its tokens."""
+    height, width, _, tokens = record.layout
+    return f"[image {record.name} {width} × {height}, {tokens} {plural(tokens, 'token')}]"
 
 
 def histogram(samples: Samples) -> list[str]:

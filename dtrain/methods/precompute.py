@@ -16,6 +16,7 @@ from torch import Tensor
 from dtrain.base.batch import IGNORE, Batch, collate, document_ids, documents, sum_by_document
 from dtrain.base.json_files import digest
 from dtrain.base.ranks import Ranks
+from dtrain.base.row_images import collate_with_images
 from dtrain.data import Rows
 from dtrain.data.rows.rows import pack
 from dtrain.losses.preference.losses import length_desensitised_weights
@@ -96,7 +97,8 @@ def _score(
     else:
         bins = [[index] for index in samples]
     mine = bins[policy.mesh.dp_rank :: policy.mesh.dp_size]
-    batch = collate([row for members in mine for row in rows.build(members)])
+    built = [row for members in mine for row in rows.build(members)]
+    batch: Batch = collate(built) if rows.images is None else collate_with_images(built)
     logprobs = policy.label_logprobs(batch, micro_rows).double()
     ids = document_ids(batch)
     if ld_alpha is not None:

@@ -10,7 +10,7 @@ base, and knows whether files hold the frozen weights; `weights` has the receive
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from dtrain.optim.update import LossScale, Updater, build_optimizer, build_sched
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import reshard_model, weights_changed
 from dtrain.parallel.runtime import Runtime
-from dtrain.policy.batching import Batching, Fixed, all_reduced, micro_batches, scatter, take
+from dtrain.policy.batching import Batching, Fixed, MicroBatch, all_reduced, micro_batches, scatter, take
 from dtrain.policy.build import build_model, offloads
 from dtrain.policy.checkpoint import PolicyCheckpoint
 from dtrain.policy.config import PolicyConfig
@@ -40,6 +40,7 @@ from dtrain.policy.weights import WeightSender
 
 if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams
+    from dtrain.models.vision.flops import ImageFlops
     from dtrain.optim.sums import GradientSums
 
 
@@ -167,9 +168,10 @@ class Policy:
         eval_mode: losses alone; no gradient, no optimizer needed.
 
         Returns, on the host, `global_loss` [steps], `sums` (each metric's sum, float64 [steps]), `tokens` [steps, 3]
-        (trained tokens, documents, non-padding tokens, over all ranks), `loads` (of a mixture of experts, each [steps];
-        `Routing.measures`), `grad_norm` (of the last step, before clipping), `lr` (that it used), `rank`, and
-        `all_mb_metrics` (each metric of this rank, a list by micro-batch).
+        (trained tokens, documents, non-padding tokens, over all ranks), `vision_flops` [steps] (of the tower for all
+        ranks' images), `loads` (of a mixture of experts, each [steps]; `Routing.measures`), `grad_norm` (of the last
+        step, before clipping), `lr` (that it used), `rank`, and `all_mb_metrics` (each metric of this rank, a list by
+        micro-batch).
         The collectives are those of `batching.take`, and per step one all-reduce of the counts on the host before the
         backward, one of loss and metrics after; one more before where the rows of a micro-batch vary. Raises ValueError
         as `batching.take` does, and for a gbs that is not as many rows of each dp rank.
@@ -195,10 +197,11 @@ class Policy:
                 some = None if some is None else some.of(counted[of_step].nonzero().flatten().tolist())
             most = min(per_step, most_rows - start)
             batches, _ = micro_batches(rows, batching, most, self.mesh.dp, by_row, some)
-            own_counts = torch.tensor([trained_tokens(rows), documents(rows), real_tokens(rows)])
+            flops = 0 if updater is None else self._vision_flops(batches)
+            own_counts = torch.tensor([trained_tokens(rows), documents(rows), real_tokens(rows), flops])
             counts.append(all_reduced(own_counts, self.mesh.dp))
             # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
-            tokens, sequences, _ = counts[-1].clamp(min=1)
+            tokens, sequences, *_ = counts[-1].clamp(min=1)
             divisors = [count.to(self.device, non_blocking=True) for count in (sequences, tokens)]
             if updater is None:
                 loss, measured = self._evaluate(batches, loss_fn, divisors)
@@ -219,12 +222,23 @@ class Policy:
             "loads": {} if routing is None or updater is None else routing.measures(whole[1 + len(names) :]),
             "global_loss": whole[0],
             "sums": dict(zip(names, whole[1:], strict=False)),
-            "tokens": torch.stack(counts),
+            "tokens": torch.stack(counts)[:, :3],
+            "vision_flops": torch.stack(counts)[:, 3],
             "grad_norm": norm,
             "lr": lr,
             "rank": self.rank,
             "all_mb_metrics": {name: [values[name] for values in metrics] for name in names},
         }
+
+    def _vision_flops(self, batches: Sequence[MicroBatch]) -> int:
+        """Return the FLOPs of the vision tower for this dp rank's images."""
+        return round(sum(self._image_flops.of(batch.images) for batch in batches if batch.images is not None))
+
+    @cached_property
+    def _image_flops(self) -> "ImageFlops":
+        from dtrain.models.vision.flops import ImageFlops  # a model of text alone loads no tower
+
+        return ImageFlops(*self.model.model.vision)
 
     def get_logprobs(self, batch: Batch, micro_batch_size: int | Batching | None = None) -> dict[str, Tensor]:
         """Return {"logprobs": [n, S]} on the CPU: at position i the log-probability of token i given those before it in

@@ -228,6 +228,19 @@ def read_questions(
     return list(islice(questions, limit))
 
 
+def have_images(files: Sequence[Path], limit: int | None) -> bool:
+    """Return whether one of the first `limit` prompts of `files` has an image. Nothing of it is read. Raises UserError,
+    with file and line."""
+    names = formats_of(files, "auto", "prompts", {}, "DATA")
+    prompts = (
+        prompt
+        for file, name in zip(files, names, strict=True)
+        for chunk in read_chunks(file)
+        for _, _, prompt in read_rows(chunk, {}, partial(normalise_prompt, name=name))
+    )
+    return any(prompt.bare != prompt.content for prompt in islice(prompts, limit))
+
+
 def plain_prompts_of(label: str, questions: Sequence[Question], encoder: PromptEncoder) -> list[str]:
     """Return the line that tells how `encoder` read the plain strings among the prompts, if there are any."""
     num_plain = sum(question.is_plain for question in questions)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from dtrain import __version__
 from dtrain.models.common.flops import weights_in
@@ -33,13 +34,12 @@ def opening(trainer: "Trainer") -> Iterator[str]:
     """The sizes of a run that is built: model, rows, mesh, batch, steps; then the choices that were made for it."""
     written = trainer.spec.written
     recipe, sizes, policy, rows = trainer.recipe, trainer.spec.sizes, trainer.policy, trainer.rows
-    count, trained = _parameters(trainer)
-    size, part = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in (count, trained))
-    of_it = "" if trained == count else f" ({part} of them trained)"
-    yield labelled("model", f"{recipe.model.path}, {size} parameters{of_it}, init {recipe.model.init}")
-    of_towers = [parameter for tower in policy.model.model.vision for parameter in tower.parameters()]
-    trains_tower = any(parameter.requires_grad for parameter in of_towers)
-    if policy.model.config.is_text_tower and recipe.model.init != "scratch" and not trains_tower:
+    count, trained = _parameters(policy.model)
+    of_it = "" if trained == count else f" ({_short(trained)} of them trained)"
+    yield labelled("model", f"{recipe.model.path}, {_short(count)} parameters{of_it}, init {recipe.model.init}")
+    if policy.model.config.vision is not None:
+        yield labelled("vision", _vision(trainer))
+    elif policy.model.config.is_text_tower and recipe.model.init != "scratch":
         yield labelled("", "its other parts (a vision tower) are not trained: an export has them as the files do")
     counted = written.train.global_batch == "auto" or recipe.train.epochs is not None
     per_pass = f"{rows.rows_in_epoch(0):,} rows a pass, " if counted else ""
@@ -70,7 +70,7 @@ def opening(trainer: "Trainer") -> Iterator[str]:
 
 def about(trainer: "Trainer", planned: int = 0) -> dict[str, Any]:
     """about.json of the run. planned: bytes of a rank's tensors at their peak, where there is a plan."""
-    device, (parameters, trained) = trainer.policy.device, _parameters(trainer)
+    device, (parameters, trained) = trainer.policy.device, _parameters(trainer.policy.model)
     is_cuda = device.type == "cuda"
     return {
         "dtrain": __version__,
@@ -89,11 +89,22 @@ def about(trainer: "Trainer", planned: int = 0) -> dict[str, Any]:
     }
 
 
-def _parameters(trainer: "Trainer") -> tuple[int, int]:
-    """Count the model's parameters, and those of them that are trained."""
-    parameters = list(trainer.policy.model.parameters())
+def _parameters(module: nn.Module) -> tuple[int, int]:
+    """Count the parameters of `module`, and those of them that are trained."""
+    parameters = list(module.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     return sum(map(weights_in, parameters)), trained
+
+
+def _short(number: int) -> str:
+    return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
+
+
+def _vision(trainer: "Trainer") -> str:
+    count, trained = _parameters(*trainer.policy.model.model.vision)
+    part = "trained" if trained == count else f"{_short(trained)} of them trained" if trained else "not trained"
+    key = "lora.target" if trained and trainer.recipe.lora else f"train.vision={trainer.recipe.train.vision}"
+    return f"{_short(count)} parameters, {part} ({key})"
 
 
 def _steps(trainer: "Trainer") -> str:
@@ -158,7 +169,12 @@ def _questions(spec: RunSpec) -> str:
 
 def _answers(directory: Path) -> Iterator[str]:
     """The first and the last answer to an evaluation's first prompt; of a run without, those of its rollouts."""
-    for index in map(records.Answers, (directory / "evals.jsonl", directory / "samples.jsonl")):
+    paths = [path for name in ("evals.jsonl", "samples.jsonl") if (path := directory / name).is_file()]
+    if not paths:
+        return
+    from dtrain.run.metrics.answers import Answers  # a run without answers loads nothing of them
+
+    for index in map(Answers, paths):
         index.look()
         first = next(index.of_step(min(index.steps)), None) if len(index.steps) > 1 else None
         if first is None:

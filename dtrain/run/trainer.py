@@ -322,6 +322,7 @@ class Trainer:
         self._measured = {}
         self._see({"loss": result["global_loss"][0].item()})
         per_second = tokens / step_time
+        flops_per_token = self._flops_per_token + result["vision_flops"][0].item() / max(tokens, 1)
         self.metrics.train_row(
             step,
             epoch=epoch,
@@ -333,7 +334,7 @@ class Trainer:
             tokens=tokens,
             tokens_per_sec=per_second,
             mfu=metrics.model_flops_utilisation(
-                self._flops_per_token,
+                flops_per_token,
                 per_second,
                 self.runtime.world_size,
                 self.runtime.device,

@@ -4,7 +4,8 @@ import json
 import random
 
 from dtrain.run.metrics import records
-from dtrain.run.metrics.records import Answers, Lines, rows
+from dtrain.run.metrics.answers import Answers
+from dtrain.run.metrics.records import Lines, rows
 from dtrain.run.metrics.terminal import one_line, plot
 
 

@@ -17,12 +17,21 @@ from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.base_weights import step_around
 from dtrain.data.formats.encoder import evaluated_as, refuse_without_template
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
+from dtrain.data.images.reader import ImageReader
 from dtrain.data.sources.files import resolve
 from dtrain.inference.engine import Engine
-from dtrain.inference.generate import choose_device, choose_dtype, load
+from dtrain.inference.generate import choose_device, choose_dtype, image_problem, load, model_files
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.recipe.rollouts import Reward
-from dtrain.rl.judging import Questions, Report, ScoredAnswer, open_judges, plain_prompts_of, read_questions
+from dtrain.rl.judging import (
+    Questions,
+    Report,
+    ScoredAnswer,
+    have_images,
+    open_judges,
+    plain_prompts_of,
+    read_questions,
+)
 from dtrain.rl.judging import evaluate as answer_and_judge
 from dtrain.rl.rewards.scoring import known
 from dtrain.run.directory import DATA
@@ -45,8 +54,12 @@ def evaluate(arguments: Namespace) -> Report:
         raise UserError(f"--out {out}: there is no directory {out.parent}")
     judges, together = open_judges(rewards, arguments.reward_timeout, partial(print, file=sys.stderr))
     with judges:
-        loaded = load(arguments.directory, choose_dtype(arguments.dtype, device), device)
+        has_images = have_images(files, arguments.limit)
+        if has_images and (problem := image_problem(arguments.directory)):
+            raise UserError(f"DATA: the prompts have images: {problem}")
+        loaded = load(arguments.directory, choose_dtype(arguments.dtype, device), device, vision=has_images)
         model, tokenizer = loaded
+        images = ImageReader(tokenizer, model_files(arguments.directory)) if has_images else None
         length = model.config.max_position_embeddings
         new = arguments.max_new_tokens or longest_answer(length)
         if new >= length:
@@ -58,7 +71,9 @@ def evaluate(arguments: Namespace) -> Report:
         refuse_without_template(arguments.prompts_as, template, tokenizer.directory)
         chosen, trained_plain = (arguments.prompts_as, 0) if arguments.prompts_as else trained_as(arguments.directory)
         prompts_as = evaluated_as(chosen, trained_plain, template)
-        encoder = PromptEncoder(tokenizer, template, max_length=length, options=options, prompts_as=prompts_as)
+        encoder = PromptEncoder(
+            tokenizer, template, max_length=length, options=options, prompts_as=prompts_as, images=images
+        )
         sampling = SamplingParams(
             new,
             arguments.temperature,
@@ -72,7 +87,7 @@ def evaluate(arguments: Namespace) -> Report:
         for line in plain_prompts_of("DATA", rows, encoder):
             print(in_options(line), file=sys.stderr)
         questions = Questions(
-            rows, arguments.samples, sampling, arguments.seed, options.room, arguments.pass_reward, together
+            rows, arguments.samples, sampling, arguments.seed, options.room, arguments.pass_reward, together, images
         )
         engine = Engine(model, decode=loaded.decode, max_rows=arguments.max_rows)
         draw, write = partial(_drawn, engine), partial(_write, out, questions)
@@ -157,11 +172,13 @@ def _write(out: Path | None, questions: Questions, answers: Sequence[ScoredAnswe
     try:
         with out.open("w", encoding="utf-8") as file:
             for answer in answers:
-                prompt = questions.items[answer.index].prompt
+                question = questions.items[answer.index]
+                prompt, images = question.prompt, [image.entry for image in question.images]
                 row = {
                     "prompt_index": answer.index,
                     "sample_index": answer.sample,
                     "prompt": prompt.content,
+                    **({"images": images} if images else {}),
                     "completion": answer.text,
                     "reward": answer.reward,
                     "rewards": answer.parts,

@@ -16,6 +16,7 @@ from typing import Any
 from dtrain import methods
 from dtrain.commands.report.run_files import Curve, RunFiles
 from dtrain.run.metrics import records
+from dtrain.run.metrics.answers import Answers
 from dtrain.run.metrics.fields import field_of
 
 LEARNING, EVALUATION, POLICY = "Learning", "Evaluation", "Policy and completions"
@@ -220,7 +221,7 @@ def lengths(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     for title, files in (("Completions of rollouts", "samples"), ("Answers of evaluations", "evals")):
         counted = []
         for number, run in enumerate(runs):
-            index: records.Answers = getattr(run, files)
+            index: Answers = getattr(run, files)
             for step in sorted({min(index.steps), max(index.steps)} if index.steps else ()):
                 tokens = (answer.tokens for answer in index.of_step(step))
                 if values := [count for count in tokens if count is not None and count >= 0]:

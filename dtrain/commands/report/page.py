@@ -16,6 +16,7 @@ from markupsafe import Markup
 from dtrain import __version__
 from dtrain.base.errors import UserError
 from dtrain.commands.report import charts, sections
+from dtrain.commands.report.pictures import Pictures
 from dtrain.commands.report.results import cut, differences, identities, results
 from dtrain.commands.report.run_files import RunFiles
 from dtrain.run.metrics.terminal import printable
@@ -68,7 +69,7 @@ def state(runs: Sequence[RunFiles], answers: int) -> tuple[dict[str, Any], dict[
     values = {"runs": runs, "curves": data["charts"], "lengths": lengths}
     values |= {"identities": identities(runs), "results": results(runs), "differences": differences(runs)}
     values |= {"prompts": prompts, "num_prompts": num_prompts, "most": answers}
-    values |= {"steps": sections.STEPS, "longest": sections.LONGEST}
+    values |= {"steps": sections.STEPS, "longest": sections.LONGEST, "pictures_of": Pictures().of}
     values |= {"groups": sections.groups(runs), "meshes": sections.meshes(runs), "notes": sections.notes(runs)}
     module = _TEMPLATES.get_template("sections.html").make_module(values)
     html = {id: str(getattr(module, f"{id}_section")()).strip() for id in _TITLES}

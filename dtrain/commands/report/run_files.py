@@ -11,6 +11,7 @@ from dtrain.methods import METHODS
 from dtrain.recipe import secrets
 from dtrain.run.directory import ABOUT, DATA, is_held
 from dtrain.run.metrics import records
+from dtrain.run.metrics.answers import Answers
 
 METRICS, SAMPLES, EVALS = "metrics.jsonl", "samples.jsonl", "evals.jsonl"
 
@@ -38,7 +39,7 @@ class RunFiles:
 
     def __init__(self, directory: Path, name: str):
         self.directory, self.name = directory, name
-        self.samples, self.evals = records.Answers(directory / SAMPLES), records.Answers(directory / EVALS)
+        self.samples, self.evals = Answers(directory / SAMPLES), Answers(directory / EVALS)
         self.metrics = records.Lines(directory / METRICS)
         self._times = self.damaged = 0
         self.curves: dict[str, Curve] = {}

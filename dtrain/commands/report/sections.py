@@ -11,7 +11,7 @@ from markupsafe import Markup
 from dtrain.commands.report import charts
 from dtrain.commands.report.results import mesh_of, mesh_words
 from dtrain.commands.report.run_files import RunFiles
-from dtrain.run.metrics import records
+from dtrain.run.metrics.answers import Answer, Answers
 
 STEPS = 5  # of a run whose answers are shown side by side
 LONGEST = 1500  # characters of an answer or a prompt
@@ -26,13 +26,13 @@ WORDS = {
     "tp": "tensor-parallel ranks that share each matrix, the boxes of a group",
 }
 
-Prompt = tuple[str, int, str]  # set, index, text
+Prompt = tuple[str, int, str, tuple[str, ...]]  # set, index, text, digests of its images
 
 
-def prompts(runs: Sequence[RunFiles], most: int) -> tuple[list[tuple[Prompt, dict[int, list[records.Answer]]]], int]:
+def prompts(runs: Sequence[RunFiles], most: int) -> tuple[list[tuple[Prompt, dict[int, list[Answer]]]], int]:
     """Return the evaluations' first prompts, each with its answers at several steps by run, and the number of all
     prompts."""
-    blocks: dict[Prompt, dict[int, list[records.Answer]]] = {}
+    blocks: dict[Prompt, dict[int, list[Answer]]] = {}
     total: set[Prompt] = set()
     held = [run.evals.steps.keys() for run in runs if run.evals.steps]
     common = _spread(sorted(set.intersection(*map(set, held))), STEPS - 1) if held else []
@@ -40,11 +40,11 @@ def prompts(runs: Sequence[RunFiles], most: int) -> tuple[list[tuple[Prompt, dic
         own = sorted(run.evals.steps)
         for step in sorted({*common, *own[-1:]}) if len(runs) > 1 and common else _spread(own, STEPS):
             for answer in run.evals.of_step(step):
-                key = (answer.set, answer.index, answer.prompt)
+                key = (answer.set, answer.index, answer.prompt, tuple(image.digest for image in answer.images))
                 total.add(key)
                 if answer.sample == 0 and answer.index < most:
                     blocks.setdefault(key, {}).setdefault(number, []).append(answer)
-    sets = list(dict.fromkeys(name for name, _, _ in blocks))
+    sets = list(dict.fromkeys(name for name, *_ in blocks))
     return sorted(blocks.items(), key=lambda block: (sets.index(block[0][0]), block[0][1])), len(total)
 
 
@@ -53,9 +53,9 @@ class Group:
     """The completions of a prompt, the best first, each with its reward's share of the rewards' range. names: of the
     rewards' parts where there are several; num_more: completions that are left out."""
 
-    prompt: records.Answer
+    prompt: Answer
     names: list[str]
-    answers: list[tuple[records.Answer, float]]
+    answers: list[tuple[Answer, float]]
     num_more: int
 
 
@@ -69,24 +69,24 @@ def groups(runs: Sequence[RunFiles]) -> dict[int, list[Group]]:
     return by_run
 
 
-def _rewards(answers: Sequence[records.Answer]) -> list[float]:
+def _rewards(answers: Sequence[Answer]) -> list[float]:
     return [answer.reward for answer in answers if answer.reward is not None]
 
 
-def _widest(index: records.Answers, step: int) -> list[records.Answer]:
+def _widest(index: Answers, step: int) -> list[Answer]:
     """Return the group of a step whose rewards differ most; the first of several."""
-    by_prompt: dict[int, list[records.Answer]] = {}
+    by_prompt: dict[int, list[Answer]] = {}
     for answer in islice(index.of_step(step), READ):
         by_prompt.setdefault(answer.index, []).append(answer)
 
-    def width(group: list[records.Answer]) -> float:
+    def width(group: list[Answer]) -> float:
         known = _rewards(group)
         return max(known) - min(known) if known else -1.0
 
     return max(by_prompt.values(), key=width, default=[])
 
 
-def _group(answers: Sequence[records.Answer]) -> Group:
+def _group(answers: Sequence[Answer]) -> Group:
     ranked = sorted(answers, key=lambda answer: -math.inf if answer.reward is None else answer.reward, reverse=True)
     known = _rewards(answers)
     low, high = (min(0.0, *known), max(known)) if known else (0.0, 0.0)

@@ -83,29 +83,36 @@ def header(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> Header:
 
 
 def decode(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Tensor":
-    """Return the image as RGB, uint8 [3, H, W], of the height and width that `header` gives.
+    """Return the image as RGB, uint8 [3, H, W], of the height and width that `header` gives: see `upright`."""
+    import torch
+
+    rgb = upright(data, name, most_pixels)
+    values = bytearray(rgb.tobytes())
+    return torch.frombuffer(values, dtype=torch.uint8).view(rgb.height, rgb.width, 3).permute(2, 0, 1).contiguous()
+
+
+def upright(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Image":
+    """Return the image as Pillow's, in RGB, of the size that `header` gives.
 
     EXIF's orientation is applied, an animation's first frame is taken, transparency lies on white. All other modes are
     converted as Pillow does, which is what transformers' processors make of Pillow's images.
     Raises UserError as `header` does, and for a torn image.
     """
-    import torch
-    from PIL import Image
-
     height, width, _ = header(data, name, most_pixels)
     image = _open(data, name)
+    from PIL import Image
+
     with _user_errors(name, "the image is torn"):
         image.load()
         turn = None if image.format == "TIFF" else _TURNS.get(_orientation(image, data))  # Pillow turns a TIFF
-        upright = image if turn is None else image.transpose(Image.Transpose[turn])
-        rgb = _on_white(upright) if _has_alpha(upright) else upright.convert("RGB")
-        values = bytearray(rgb.tobytes())
+        turned = image if turn is None else image.transpose(Image.Transpose[turn])
+        rgb = _on_white(turned) if _has_alpha(turned) else turned.convert("RGB")
     if rgb.size != (width, height):
         raise UserError(
             f"{name}: the image is damaged: it has {rgb.width} × {rgb.height} pixels, and {width} × {height} by its "
             "header; save it anew"
         )
-    return torch.frombuffer(values, dtype=torch.uint8).view(height, width, 3).permute(2, 0, 1).contiguous()  # [3, H, W]
+    return rgb
 
 
 def _inspect(image: "ImageFile", data: bytes, name: str, most_pixels: int) -> Header:

@@ -164,7 +164,7 @@ def read_chunks(file: Path) -> Iterator[Chunk]:
 
         for chunk, is_large in parquet.chunks(file):
             for line, row in chunk.rows if is_large else ():
-                _refuse_long(file, line, len(str(row)))
+                _refuse_long(file, line, _text_size(row))
             yield chunk
         return
     stream: Stream
@@ -302,6 +302,15 @@ def _refuse_long(file: Path, line: int, size: int) -> None:
             f"{file}:{line}: this row is larger than {ROW_BYTES >> 20} MiB, more than one row may be: is there a line "
             "break after each row? Split a longer document into several rows"
         )
+
+
+def _text_size(value: Any) -> int:
+    """Return about how many characters a value of a table has as text, images not counted."""
+    if isinstance(value, dict):
+        return sum(len(str(name)) + _text_size(item) for name, item in value.items())
+    if isinstance(value, list):
+        return sum(map(_text_size, value))
+    return 0 if isinstance(value, bytes) else len(str(value))
 
 
 def _json_lines(file: Path, stream: Stream) -> Iterator[tuple[int, bytes, int]]:

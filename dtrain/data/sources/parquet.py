@@ -16,8 +16,8 @@ _CALLS = ("tool_calls", "function_call")
 
 
 def chunks(file: Path) -> Iterator[tuple[Chunk, bool]]:
-    """Yield the rows of `file` in chunks of at most CHUNK_ROWS rows, and of each whether it has more than ROW_BYTES, so
-    that one row may have. Raises UserError."""
+    """Yield the rows of `file` in chunks of at most CHUNK_ROWS rows and about ROW_BYTES, each with a flag: one of its
+    rows may have more. Raises UserError."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -30,7 +30,8 @@ def chunks(file: Path) -> Iterator[tuple[Chunk, bool]]:
             tools = {column.name for column in columns if _holds_tools(column)}
             nested = {*tools, *(column.name for column in columns if _holds_calls(column))}
             line, total, size = 1, max(1, table.metadata.num_rows), file.stat().st_size
-            for batch in table.iter_batches(batch_size=CHUNK_ROWS):
+            rows_at_once = max(1, min(CHUNK_ROWS, ROW_BYTES * total // max(1, size)))  # images make rows large
+            for batch in table.iter_batches(batch_size=rows_at_once):
                 rows = batch.to_pylist()
                 for row in rows if nested else ():
                     row |= {name: _without_filled(row[name], name in tools) for name in nested}

@@ -1,10 +1,12 @@
-"""Training FLOPs of a vision tower per patch."""
+"""Training FLOPs of a vision tower: per patch, and of images."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import chain
 
 from torch import nn
 
 from dtrain.base.name_patterns import matched
+from dtrain.base.row_images import RowImages
 from dtrain.models.vision.common import VisionTower
 
 
@@ -31,6 +33,27 @@ def flops_per_patch(tower: VisionTower, patches: int) -> float:
             attention = 4.0 * config.num_attention_heads * config.head_dim * config.reach(index, patches)
             total += attention * (3 if goes_on else 1)
     return total
+
+
+class ImageFlops:
+    """Training FLOPs of `tower` for images, by `flops_per_patch`, which is asked once for each size of an image."""
+
+    def __init__(self, tower: VisionTower):
+        self.tower = tower
+        self._by_patches: dict[int, float] = {}
+
+    def of(self, images: RowImages) -> float:
+        """Return the FLOPs for the images of a micro-batch, each different one once."""
+        keys: Sequence[Sequence[Hashable]] = images.keys or [
+            [(row, image) for image in range(len(own))] for row, own in enumerate(images.grids)
+        ]
+        pairs = zip(chain.from_iterable(keys), chain.from_iterable(images.grids), strict=True)
+        return sum(frames * self._of_frame(rows * columns) for frames, rows, columns in dict(pairs).values())
+
+    def _of_frame(self, patches: int) -> float:
+        if patches not in self._by_patches:
+            self._by_patches[patches] = patches * flops_per_patch(self.tower, patches)
+        return self._by_patches[patches]
 
 
 def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

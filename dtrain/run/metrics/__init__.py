@@ -5,6 +5,7 @@ metrics   the rows of a run
 sinks     metrics.jsonl, TensorBoard, Weights & Biases
 terminal  the bar and the lines of a run, words made harmless, small plots
 records   what was written, read again
+answers   completions of samples.jsonl and evals.jsonl, read again
 """
 
 from dtrain.base.gpus import peak_flops

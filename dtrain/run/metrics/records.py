@@ -1,11 +1,7 @@
-"""Reader of a run's record, also while the run still goes: rows of JSON lines, its recipe, answers. No torch."""
+"""Reader of a run's record, also while the run still goes: rows of JSON lines, its recipe. No torch."""
 
-import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +17,6 @@ AVERAGED = 10  # steps at either end whose mean a curve is told by
 LARGEST = 1e300  # what sums and differences of are still numbers
 LONGEST = 1 << 24  # bytes of a line that is read
 PARTS = 100_000  # entries of a recipe, with what its aliases repeat
-_STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
 _MARK = 64  # bytes before the place that was read to, by which a file is known again
 
 
@@ -117,115 +112,3 @@ def read_recipe(directory: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
     return tree if isinstance(tree, dict) else {}
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A completion of samples.jsonl or evals.jsonl. `set`: the name of its evaluation; "" in a rollout. `index`: of its
-    prompt. What is not known is None."""
-
-    step: int
-    set: str
-    index: int
-    sample: int
-    prompt: str
-    text: str
-    reward: float | None
-    parts: Mapping[str, float]
-    tokens: int | None
-    is_truncated: bool
-    advantage: float | None
-
-    @property
-    def key(self) -> tuple[str, int, int, str]:
-        """Key that answers to the same question share at all steps."""
-        return self.set, self.index, self.sample, self.prompt
-
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> "Answer | None":
-        """Return the answer of a row, None for a row without a step and a text."""
-        step, text = number(row.get("step")), row.get("completion", row.get("text"))
-        if step is None or not step.is_integer() or not isinstance(text, str):
-            return None
-        parts = row.get("rewards")
-        named = parts.items() if isinstance(parts, Mapping) else ()
-        return cls(
-            step=int(step),
-            set=str(row.get("set", "")),
-            index=_count(row.get("index", row.get("group"))) or 0,
-            sample=_count(row.get("sample")) or 0,
-            prompt=prompt_text(row.get("prompt", "")),
-            text=text,
-            reward=_known(row.get("reward")),
-            parts={str(name): known for name, value in named if (known := _known(value)) is not None},
-            tokens=_count(row.get("tokens", row.get("completion_len"))),
-            is_truncated=row.get("finish") == "length" or row.get("truncated") is True,
-            advantage=_known(row.get("advantage")),
-        )
-
-
-class Answers:
-    """samples.jsonl or evals.jsonl by their steps. `steps`: of each, where its lines begin and end; rows are read when
-    they are asked for, since such a file may be larger than the memory."""
-
-    def __init__(self, path: Path):
-        self.steps: dict[int, list[tuple[int, int]]] = {}
-        self._lines, self._times = Lines(path), 0
-
-    def look(self) -> bool:
-        """Find the steps that are new; whether there is anything new."""
-        is_new = False
-        for start, line in self._lines.look():
-            is_new = self._renew() or True
-            match = _STEP.match(line)  # as dtrain writes a row
-            step = int(match[1]) if match else _count((row_of(line) or {}).get("step"))
-            if step is None:
-                continue
-            places, end = self.steps.setdefault(step, []), start + len(line)
-            if places and places[-1][1] == start:
-                places[-1] = places[-1][0], end
-            else:
-                places.append((start, end))
-        return self._renew() or is_new
-
-    def _renew(self) -> bool:
-        """Forget all where the file began again; whether it did."""
-        if self._lines.times == self._times:
-            return False
-        self.steps, self._times = {}, self._lines.times
-        return True
-
-    def of_step(self, step: int) -> Iterator[Answer]:
-        """The answers of a step, as they were written."""
-        for start, end in self.steps.get(step, ()):
-            with suppress(OSError), self._lines.path.open("rb") as file:  # it may have gone since
-                file.seek(start)
-                while file.tell() < end and (line := file.readline(LONGEST)):
-                    if (
-                        (row := row_of(line)) is not None
-                        and (answer := Answer.of(row)) is not None
-                        and answer.step == step
-                    ):
-                        yield answer
-
-
-def prompt_text(prompt: Any) -> str:
-    """A prompt as text: messages with their roles, other values as JSON."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) and "role" in turn for turn in prompt):
-        texts = [(turn["role"], turn.get("content")) for turn in prompt]
-        if len(texts) == 1 and isinstance(texts[0][1], str):
-            return texts[0][1]
-        return "\n".join(f"{role}: {text if isinstance(text, str) else json.dumps(text)}" for role, text in texts)
-    return json.dumps(prompt, ensure_ascii=False)
-
-
-def _known(value: Any) -> float | None:
-    known = number(value)
-    return known if known is not None and is_sound(known) else None
-
-
-def _count(value: Any) -> int | None:
-    known = _known(value)
-    return None if known is None or abs(known) > 2**53 else int(known)
