@@ -42,45 +42,34 @@ class ChatPrompt:
 
 
 class ChatEncoder:
-    """Encoder of chats to prompts. images: the reader of the model's images, or why it takes none."""
+    """Encoder of chats to prompts by `encoder`, which has the reader of the model's images; problem: why it has none,
+    else."""
 
-    def __init__(self, encoder: PromptEncoder, images: ImageReader | str = NO_IMAGES):
-        self.encoder, self.images = encoder, images
+    def __init__(self, encoder: PromptEncoder, problem: str = NO_IMAGES):
+        self.encoder, self._problem = encoder, problem
 
     def encode(self, prompt: Prompt) -> ChatPrompt:
         """Return the prompt of a chat, in which parts are `{"type": "image", "image"}`. Raises UserError, ImageError
         for an image that cannot be used."""
-        messages, values = take_images(prompt.content)  # type: ignore[arg-type]
-        if not values:
-            return ChatPrompt(self.encoder.encode(prompt))
+        _, values = take_images(prompt.content)  # type: ignore[arg-type]
         images = []
         for number, value in enumerate(values):
             try:
                 images.append(self.lay_out(value))
             except UserError as error:
                 raise ImageError(number, str(error)) from error
-        reader, replies = self.reader, self.encoder.replies
-        calls = replies.with_objects(messages, prompt.tools)
-        text = replies.template.render(calls, prompt.tools, True, prompt.variables)
-        ids = self.encoder.tokenizer.encode(reader.expand(text, [image.layout for image in images]).text)
-        tokens = sum(image.layout.tokens for image in images)
-        if len(reader.places(ids)) != tokens:
-            raise UserError(f"the messages write the token {reader.processor.tokens.token}: images alone do")
-        return ChatPrompt(ids, images)
+        return ChatPrompt(self.encoder.encode(prompt, images), images)
 
     def lay_out(self, value: Any) -> LaidOutImage:
         """Return an image by its header. Raises UserError, also where the model takes none."""
-        reader, processor = self.reader, self.reader.processor
-        image = read_image(value, None)
-        height, width, notes = image.header(reader.most_pixels)
-        return LaidOutImage(image, processor.layout(height, width), notes)
+        return self.reader.lay_out(value, None)
 
     @property
     def reader(self) -> ImageReader:
         """The reader of images. Raises UserError where there is none."""
-        if isinstance(self.images, str):
-            raise UserError(self.images)
-        return self.images
+        if self.encoder.images is None:
+            raise UserError(self._problem)
+        return self.encoder.images
 
     def images_of(self, prompt: ChatPrompt, pixels: "Tensor | None" = None) -> "Images | None":
         """Return the images as a request has them, decoded; None of a prompt without. pixels: of the same images, where

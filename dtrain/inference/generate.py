@@ -106,8 +106,7 @@ def _with_images(
 ) -> Iterator[tuple[list[int], Images | None]]:
     """Yield token ids and images of each prompt, a user's message with the parts of images in front of its text."""
     length, pixels = loaded.model.config.max_position_embeddings, None
-    encoder = PromptEncoder(loaded.tokenizer, template, max_length=length, options=PromptOptions(length))
-    chats = loaded.chats(encoder, directory)
+    chats = loaded.chats(template, length, directory)
     for prompt in prompts:
         content = [*parts, {"type": "text", "text": prompt}]
         chat = chats.encode(Prompt([{"role": "user", "content": content}]))
@@ -126,12 +125,14 @@ class Loaded(NamedTuple):
         """Return the chat template of the tokenizer's directory, or of `file`; as `choose_template`."""
         return choose_template(self.tokenizer.directory, self.tokenizer, file, variables)
 
-    def chats(self, encoder: PromptEncoder, directory: Path) -> ChatEncoder:
-        """Return the encoder of chats for the model, which was loaded from `directory`, with its images if it has a
-        vision tower."""
-        if self.model.config.vision is None:
-            return ChatEncoder(encoder, image_problem(directory) or NO_IMAGES)
-        return ChatEncoder(encoder, ImageReader(self.tokenizer, model_files(directory)))
+    def chats(self, template: ChatTemplate | None, length: int, directory: Path) -> ChatEncoder:
+        """Return the encoder of chats of at most `length` tokens for the model, which was loaded from `directory`, with
+        its images if it has a vision tower."""
+        has_tower = self.model.config.vision is not None
+        images = ImageReader(self.tokenizer, model_files(directory)) if has_tower else None
+        options = PromptOptions(length)
+        encoder = PromptEncoder(self.tokenizer, template, max_length=length, options=options, images=images)
+        return ChatEncoder(encoder, NO_IMAGES if has_tower else image_problem(directory) or NO_IMAGES)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, without special tokens."""

@@ -14,10 +14,10 @@ from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.batching import Packed
+from tests.cases import run_cases
 from tests.models.oracle import save
 from tests.models.test_vision_models import CASES, IMAGE, images_of, make, token_rows
 from tests.tiny import tiny_recipe
-from tests.world import run_world
 
 LAYOUTS = {
     "dp 2": (2, {"dp_shard": 2}),
@@ -78,49 +78,14 @@ def trained(rank, recipe, name, world_size, sizes, packs):
     return result["global_loss"].item(), result["grad_norm"], weights
 
 
-def recipe_of(tmp_path, name, *overrides):
-    source = tmp_path / "model"
+def recipe_of(root, name, *overrides):
+    source = root / "model"
     if not source.exists():
+        root.mkdir(exist_ok=True)
         save(make(name)[0], source)
     start = ("train.vision=all",) if not any("lora" in override for override in overrides) else ()
     start += ("optimizer.eps=1", "scheduler.warmup_steps=0")  # a gradient that is nothing but rounding moves nothing
-    return tiny_recipe(tmp_path, f"model.path={source}", "model.init=pretrained", *start, *overrides)
-
-
-def check(tmp_path, name, layout, *overrides, packs=False, both=()):
-    """both: overrides of the run on one process too."""
-    world_size, sizes = LAYOUTS[layout]
-    (expected,) = run_world(trained, 1, recipe_of(tmp_path, name, *both), name, 1, {}, False)
-    recipe = recipe_of(tmp_path, name, *both, *overrides)
-    for loss, norm, weights in run_world(trained, world_size, recipe, name, world_size, sizes, packs):
-        assert loss == pytest.approx(expected[0], rel=1e-9)
-        assert norm == pytest.approx(expected[1], rel=1e-9)
-        for key, value in weights.items():
-            torch.testing.assert_close(value, expected[2][key], rtol=1e-9, atol=1e-11, msg=lambda text, k=key: k + text)
-
-
-@pytest.mark.parametrize(
-    ("name", "layout", "overrides"),
-    [
-        ("qwen3-vl", "dp 3", ["train.activation_checkpointing=full"]),
-        ("qwen3-vl", "cp 2 x tp 2", ["parallel.sequence_parallel=true", "parallel.tp=2", "parallel.cp=2"]),
-        ("qwen2.5-vl", "dp 2 x cp 2", ["parallel.cp_rotate=ring", "parallel.cp=2"]),
-        ("qwen2.5-vl", "tp 2", ["parallel.tp=2", "train.activation_checkpointing=selective"]),
-        ("qwen3.5", "tp 2", ["parallel.sequence_parallel=true", "parallel.tp=2"]),
-        ("gemma3", "cp 2", ["parallel.cp_rotate=ring", "parallel.cp=2"]),
-        ("gemma3", "hsdp 2 x 2", []),
-        ("gemma3", "cp 2 x tp 2", ["parallel.sequence_parallel=false", "parallel.tp=2", "parallel.cp=2"]),
-        (
-            "qwen3-vl",
-            "tp 2",
-            ["parallel.sequence_parallel=false", "parallel.tp=2", "parallel.custom_plan=tests.policy.test_images.plan"],
-        ),
-        ("gemma4-bidirectional", "cp 2 x tp 2", ["parallel.sequence_parallel=true", "parallel.tp=2", "parallel.cp=2"]),
-        ("gemma4", "dp 2 x cp 2", ["parallel.cp=2", "train.activation_checkpointing=selective"]),
-    ],
-)
-def test_a_mesh_has_the_numbers_of_one_process(tmp_path, name, layout, overrides):
-    check(tmp_path, name, layout, *overrides)
+    return tiny_recipe(root, f"model.path={source}", "model.init=pretrained", *start, *overrides)
 
 
 PARTS = {
@@ -129,22 +94,51 @@ PARTS = {
     "lora": ["lora={rank: 2, target: '.*(q_proj|qkv|proj|linear_fc.|fc1|mlp.[02])', modules_to_save: [merger.norm]}"],
     "dora": ["lora={rank: 2, target: '.*(q_proj|qkv|mlp.[02])', dora: true, modules_to_save: [ln_q]}"],
 }
+TP2, CP2, SP = "parallel.tp=2", "parallel.cp=2", "parallel.sequence_parallel=true"
+NO_SP, RING = "parallel.sequence_parallel=false", "parallel.cp_rotate=ring"
+FULL, SELECTIVE = "train.activation_checkpointing=full", "train.activation_checkpointing=selective"
+OWN_PLAN = "parallel.custom_plan=tests.policy.test_images.plan"
+RUNS = [  # model, layout, overrides of the mesh; of PARTS, what is trained; whether micro-batches are packed
+    ("qwen3-vl", "dp 3", [FULL], None, False),
+    ("qwen3-vl", "dp 3", [], None, True),
+    ("gemma3", "dp 3", [], None, True),
+    ("gemma4-bidirectional", "dp 3", [], None, True),
+    ("qwen2.5-vl", "tp 2", [TP2, SELECTIVE], None, False),
+    ("qwen3.5", "tp 2", [SP, TP2], None, False),
+    ("qwen3-vl", "tp 2", [NO_SP, TP2, OWN_PLAN], None, False),
+    ("gemma3", "cp 2", [RING, CP2], None, False),
+    ("qwen3-vl", "dp 2", [FULL], "frozen", False),
+    ("gemma3", "tp 2", [SP, TP2], "projector", False),
+    ("qwen3-vl", "dp 2", [SELECTIVE], "projector", False),
+    ("qwen2.5-vl", "dp 2", [], "dora", False),
+    ("qwen3-vl", "cp 2 x tp 2", [SP, TP2, CP2], None, False),
+    ("qwen2.5-vl", "dp 2 x cp 2", [RING, CP2], None, False),
+    ("gemma3", "hsdp 2 x 2", [], None, False),
+    ("gemma3", "cp 2 x tp 2", [NO_SP, TP2, CP2], None, False),
+    ("gemma4-bidirectional", "cp 2 x tp 2", [SP, TP2, CP2], None, False),
+    ("gemma4", "dp 2 x cp 2", [CP2, SELECTIVE], None, False),
+    ("qwen3-vl", "cp 2 x tp 2", [SP, TP2, CP2], "lora", False),
+]
 
 
-@pytest.mark.parametrize(
-    ("part", "name", "layout", "overrides"),
-    [
-        ("frozen", "qwen3-vl", "dp 2", ["train.activation_checkpointing=full"]),
-        ("projector", "gemma3", "tp 2", ["parallel.sequence_parallel=true", "parallel.tp=2"]),
-        ("projector", "qwen3-vl", "dp 2", ["train.activation_checkpointing=selective"]),
-        ("lora", "qwen3-vl", "cp 2 x tp 2", ["parallel.sequence_parallel=true", "parallel.tp=2", "parallel.cp=2"]),
-        ("dora", "qwen2.5-vl", "dp 2", []),
-    ],
-)
-def test_parts_and_adapters_have_the_numbers_of_one_process(tmp_path, part, name, layout, overrides):
-    check(tmp_path, name, layout, *overrides, both=PARTS[part])
-
-
-@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3", "gemma4-bidirectional"])
-def test_packed_micro_batches_have_the_numbers_of_one_process(tmp_path, name):
-    check(tmp_path, name, "dp 3", packs=True)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_mesh_has_the_numbers_of_one_process(tmp_path, ranks):
+    """Of every tower, trained whole, in part or by an adapter, in rows of their own and packed."""
+    meshes, references = {}, {}
+    for number, (name, layout, overrides, part, packs) in enumerate(RUNS):
+        world_size, sizes = LAYOUTS[layout]
+        if world_size != ranks:
+            continue
+        root, both = tmp_path / str(number), PARTS.get(part, [])
+        case = f"{name}, {layout}, {part or 'all'}, {'packed' if packs else 'padded'}"
+        references[case] = recipe_of(root, name, *both), name, 1, {}, False
+        meshes[case] = recipe_of(root, name, *both, *overrides), name, world_size, sizes, packs
+    expected, results = run_cases(trained, 1, references), run_cases(trained, ranks, meshes)
+    for case, ((one_loss, one_norm, one_weights),) in expected.items():
+        for loss, norm, weights in results[case]:
+            assert loss == pytest.approx(one_loss, rel=1e-9), case
+            assert norm == pytest.approx(one_norm, rel=1e-9), case
+            for key, value in weights.items():
+                message = f"{case}, {key}: "
+                right = one_weights[key]
+                torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-11, msg=lambda text, k=message: k + text)

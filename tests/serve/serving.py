@@ -25,7 +25,6 @@ from dtrain.commands.serve.routes import Service
 from dtrain.commands.serve.server import HttpServer
 from dtrain.commands.serve.updates import Updates
 from dtrain.commands.serve.worker import EngineThread
-from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.text.template import choose_template
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import image_problem, load
@@ -162,9 +161,8 @@ def serving(directory, key=None, control=None, limits=None, engine=Engine):
     loaded = load(directory, torch.float64, torch.device("cpu"), vision=image_problem(directory) is None)
     net, tokenizer = loaded
     template = choose_template(tokenizer.directory, tokenizer)
-    encoder = PromptEncoder(tokenizer, template, max_length=128, options=PromptOptions(128))
     worker = EngineThread(engine(net, decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True), max_rows=4))
-    parser, updates = Parser(loaded.chats(encoder, directory), "tiny", 128), Updates(net, worker, control)
+    parser, updates = Parser(loaded.chats(template, 128, directory), "tiny", 128), Updates(net, worker, control)
     service = Service(parser, worker, updates, key, {"localhost", "127.0.0.1"})
     server = HttpServer(("127.0.0.1", 0), service, limits)
     worker.start()

@@ -191,13 +191,15 @@ def test_images_under_way_are_bounded_together(made):
 def test_image_tokens_in_the_words_of_a_message_are_refused(tmp_path, made):
     directory = pictures.write_model(tmp_path, "gemma3", weights=False)
     tokenizer = DtrainTokenizer.from_directory(directory)
-    encoder = PromptEncoder(tokenizer, choose_template(directory, tokenizer), max_length=99, options=PromptOptions(99))
-    chats = ChatEncoder(encoder, ImageReader(tokenizer, directory))
+    template, reader = choose_template(directory, tokenizer), ImageReader(tokenizer, directory)
+    chats = ChatEncoder(PromptEncoder(tokenizer, template, max_length=99, options=PromptOptions(99), images=reader))
     said = [{"role": "user", "content": [image_part(made[2][0])]}, {"role": "assistant", "content": "a photo"}]
     prompt = chats.encode(Prompt([*said, {"role": "user", "content": "<image_soft_token>"}]))  # written escaped
     assert chats.images_of(prompt).index.max() == 8
     said[1]["content"] = "a <image_soft_token>"
-    with pytest.raises(UserError, match="the messages write the token <image_soft_token>: images alone do"):
+    with pytest.raises(
+        UserError, match="10 image tokens .<image_soft_token>., and its images are 9: images alone write this token"
+    ):
         chats.encode(Prompt([*said, {"role": "user", "content": "why?"}]))
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from dtrain.base.errors import UserError
 from dtrain.commands.chat.conversation import Conversation
 from dtrain.commands.serve.adapters import put_in, read_beside
-from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, image_problem, load
 from dtrain.inference.request import Request, SamplingParams
@@ -49,13 +48,12 @@ def talk(arguments: Namespace) -> None:
             "generate --raw`"
         )
     length = model.config.most_positions or model.config.max_position_embeddings
-    encoder = PromptEncoder(tokenizer, template, max_length=length, options=PromptOptions(length))
     stops = tuple(tokenizer.eos_ids)
     sampling = SamplingParams(
         arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p, stop_ids=stops
     )
     check_request(Request([0], sampling), model.config.vocab_size, "the conversation", has_decode=False)
-    chats, engine = loaded.chats(encoder, arguments.directory), Engine(model, max_rows=1)
+    chats, engine = loaded.chats(template, length, arguments.directory), Engine(model, max_rows=1)
     conversation = Conversation(engine, chats, length, sampling, arguments.seed, arguments.system)
     if arguments.thinking is not None:
         conversation.think(arguments.thinking == "on")

@@ -14,7 +14,6 @@ from dtrain.commands.serve.server import HttpServer, serve
 from dtrain.commands.serve.updates import Updates
 from dtrain.commands.serve.worker import EngineThread
 from dtrain.data.formats.pairs import PairEncoder
-from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.inference.chats import ChatEncoder
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, image_problem, load
@@ -62,10 +61,10 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
             notes_experts=model.routing is not None,
         )
         worker = EngineThread(engine)
-        encoder = PromptEncoder(tokenizer, template, max_length=length, options=PromptOptions(length))
-        chats = loaded.chats(encoder, arguments.directory)
-        if is_updated:
-            chats = ChatEncoder(encoder, "a server whose weights may be changed (--control, --watch) takes no images")
+        chats = loaded.chats(template, length, arguments.directory)
+        if is_updated:  # its model was loaded without a tower
+            problem = "a server whose weights may be changed (--control, --watch) takes no images"
+            chats = ChatEncoder(chats.encoder, problem)
         parser = Parser(chats, name, length)
         updates = Updates(model, worker, arguments.control, watched=arguments.watch is not None)
         service = Service(parser, worker, updates, key, hosts)

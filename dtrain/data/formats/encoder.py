@@ -249,6 +249,11 @@ class RowEncoder:
             return self.images.expand(text, [image.layout for image in images]).text
         return text
 
+    def check_image_tokens(self, ids: Sequence[int], images: "Sequence[LaidOutImage]") -> None:
+        """Raise UserError where `ids` have image tokens beside those of `images`, or fewer."""
+        if images and self.images:
+            self.images.check_count(ids, images)
+
     def conversation(self, messages: Messages, tools: Messages | None = None) -> list[int]:
         """Return the ids of a whole conversation, those of transformers' `apply_chat_template`: what the template
         writes behind the token that ends the last turn is part of them. Raises UserError."""
@@ -414,6 +419,7 @@ class Encoder(RowEncoder):
             expanded = self.images.expand(text, [image.layout for image in images])
             text, spans = expanded.text, [(expanded.place(start), expanded.place(end)) for start, end in spans]
         ids, offsets = self.tokenizer.encode_with_offsets(text)
+        self.check_image_tokens(ids, images)
         trained = bytearray(len(ids))
         for start, end in spans:
             first = bisect_right(offsets, start, key=itemgetter(1))

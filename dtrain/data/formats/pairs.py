@@ -296,6 +296,7 @@ class PairEncoder(RowEncoder):
                 "the prompt has no token, so that there is nothing to predict a completion's first token from; "
                 "give the row a prompt that is not empty"
             )
+        self.check_image_tokens(chosen[:at], images)
         return chosen[:at], chosen[at:], rejected[at:]
 
     def _chat(self, messages: Messages, tools: Messages | None, images: "Sequence[LaidOutImage]") -> Ids:

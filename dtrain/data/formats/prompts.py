@@ -231,6 +231,7 @@ class PromptEncoder(RowEncoder):
             ids = list(content)
         elif content and isinstance(content[0], Mapping):
             ids = self.tokenizer.encode(self.rendered(content, prompt.tools, True, prompt.variables, images))
+            self.check_image_tokens(ids, images)
         else:
             raise UserError(f"a prompt must be messages, a text or token ids, not {kind_of(content)}")
         if not ids:

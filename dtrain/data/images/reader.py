@@ -99,8 +99,14 @@ class ImageReader:
         except UserError:
             return None
 
+    def lay_out(self, value: Any, directory: Path | None) -> LaidOutImage:
+        """Return an image, as of `read_image`, with its layout by its header. Raises UserError."""
+        processor, image = self.processor, read_image(value, directory, self.cache_dir)
+        height, width, notes = image.header(self.most_pixels)
+        return LaidOutImage(image, processor.layout(height, width), notes)
+
     def read(self, values: Sequence[Any], directory: Path | None) -> list[LaidOutImage]:
-        """Return the images that `values` are, as of `read_image`; only their headers are read.
+        """Return the images that `values` are, each as of `lay_out`.
 
         directory: that of the file that names them; None: no path is read. Raises UserError that names the image by its
         number and its name.
@@ -108,9 +114,7 @@ class ImageReader:
         images = []
         for number, value in enumerate(values, start=1):
             try:
-                processor, image = self.processor, read_image(value, directory, self.cache_dir)
-                header = image.header(self.most_pixels)
-                images.append(LaidOutImage(image, processor.layout(header.height, header.width), header.notes))
+                images.append(self.lay_out(value, directory))
             except UserError as error:
                 raise UserError(f"image {number} of {len(values)}: {error}") from error
         return images
@@ -138,14 +142,20 @@ class ImageReader:
         """Return the places of image tokens."""
         return [place for place, token in enumerate(ids) if token == self.token_id]
 
+    def check_count(self, ids: Sequence[int], images: Sequence[LaidOutImage]) -> None:
+        """Raise UserError where `ids` hold another number of image tokens than the images have."""
+        count, expected = len(self.places(ids)), sum(image.layout.tokens for image in images)
+        if count != expected:
+            raise UserError(
+                f"the row has {count} image tokens ({self.processor.tokens.token}), and its images are {expected}: "
+                "images alone write this token; leave it out of the text"
+            )
+
     def within(
         self, ids: Sequence[int], images: Sequence[LaidOutImage], kept: range, max_length: int
     ) -> Sequence[LaidOutImage] | None:
-        """Return the images whose tokens are at places `kept` of `ids`; None where one would be cut.
-
-        Raises UserError for an image that no row of `max_length` has room for, and where `ids` hold another number of
-        image tokens than the images have.
-        """
+        """Return the images whose tokens are at places `kept` of `ids`; None where one would be cut. Raises UserError
+        for an image that no row of `max_length` has room for."""
         for image in images:
             if image.layout.tokens >= max_length:
                 raise UserError(
@@ -153,11 +163,6 @@ class ImageReader:
                     f"{max_length}: raise it, or make images smaller with data.image_max_pixels"
                 )
         places, ends = self.places(ids), [*accumulate((image.layout.tokens for image in images), initial=0)]
-        if len(places) != ends[-1]:
-            raise UserError(
-                f"the row has {len(places)} image tokens ({self.processor.tokens.token}), and its images are "
-                f"{ends[-1]}: images alone write this token; leave it out of the text"
-            )
         first, last = bisect_left(places, kept.start), bisect_left(places, kept.stop)
         return images[ends.index(first) : ends.index(last)] if first in ends and last in ends else None
 
