@@ -150,8 +150,8 @@ def write_model(directory: Path, texts: list[str]) -> None:
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
     }
-    write_json(directory / "config.json", config)
     write_json(directory / "preprocessor_config.json", processor)
+    write_json(directory / "config.json", config)  # last: tools/quickstart-images looks for it
 
 
 def main() -> None:
