@@ -125,7 +125,7 @@ def problems(name, files, world_size=None, shape=None, *overrides):
 
 
 def test_the_recipes_that_are_promised_ship():
-    quickstarts = {"quickstart", "quickstart-lora", "quickstart-dpo", "quickstart-grpo", "quickstart-distill"}
+    quickstarts = {"quickstart", *(f"quickstart-{kind}" for kind in ("lora", "dpo", "grpo", "distill", "images"))}
     assert {*MODELS, *OTHERS, "sft", "dpo", "distill", "grpo", "reward", *quickstarts} <= set(NAMES)
 
 
@@ -190,6 +190,15 @@ def test_the_quickstart_recipe_fits_what_its_tool_writes(tmp_path, monkeypatch):
     for name in ("quickstart-dpo", "quickstart-grpo", "quickstart-distill"):
         following = load_recipe(name)
         assert preflight(following, following.launch.nproc) == []
+
+
+def test_the_recipe_of_images_fits_what_its_tool_writes(tmp_path, monkeypatch):
+    from tests.test_tools import FEW_PICTURES, run_tool
+
+    run_tool("make_shapes.py", tmp_path / "build" / "shapes", *FEW_PICTURES)
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe("quickstart-images")
+    assert preflight(recipe, recipe.launch.nproc) == []
 
 
 @pytest.mark.parametrize("name", NAMES)

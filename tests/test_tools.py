@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 
 from tests.forked_python import ForkedPython
 
 ROOT = Path(__file__).resolve().parents[1]
+FEW_PICTURES = ("--train", 60, "--val", 4, "--heldout", 20)  # of tools/make_shapes.py
 
 
 def run_tool(name, *arguments, check=True, **environ):
@@ -93,6 +95,72 @@ def test_too_much_held_out_is_refused(tmp_path):
     assert ended.returncode != 0 and "leave nothing to train on" in ended.stderr
 
 
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("shapes")
+    run_tool("make_shapes.py", directory, *FEW_PICTURES)
+    return directory
+
+
+def read_pictures(path):
+    """Pixels [H, W, 3] and answer of each row."""
+    from PIL import Image
+
+    pictures = []
+    for line in path.read_text().splitlines():
+        question, answer = json.loads(line)["messages"]
+        image, text = question["content"]
+        assert (image["type"], text) == ("image", {"type": "text", "text": "What do you see?"})
+        pictures.append((np.asarray(Image.open(path.parent / image["image"]), dtype=int), answer["content"]))
+    return pictures
+
+
+def name_of(pixels):
+    """The name of a picture, read from its pixels: how many quarters are painted, which channels lead, how full a
+    shape's box is."""
+    painted = np.ptp(pixels, axis=-1) > 0  # [H, W], the ground is grey
+    quarters = [part for half in np.split(painted, 2) for part in np.split(half, 2, axis=1) if part.any()]
+    red, green, blue = pixels[painted][0]
+    colour = "yellow" if min(red, green) > 180 else ("red", "green", "blue")[np.argmax((red, green, blue))]
+    box = quarters[0][quarters[0].any(axis=1)][:, quarters[0].any(axis=0)]
+    fullness = box.mean()
+    shape = "square" if fullness == 1 else "circle" if fullness > 0.65 else "triangle"
+    count = ("one", "two", "three", "four")[len(quarters) - 1]
+    return f"{count} {colour} {shape}{'s' if len(quarters) > 1 else ''}"
+
+
+def test_pictures_show_what_they_are_named(shapes):
+    pictures = [picture for name in ("train", "val", "heldout") for picture in read_pictures(shapes / f"{name}.jsonl")]
+    assert [name_of(pixels) for pixels, _ in pictures] == [answer for _, answer in pictures]
+    words = {word.removesuffix("s") for _, answer in pictures for word in answer.split()}
+    assert words == set("one two three four red green blue yellow circle square triangle".split())
+
+
+def test_no_picture_is_drawn_twice(shapes):
+    splits = {name: read_pictures(shapes / f"{name}.jsonl") for name in ("train", "val", "heldout")}
+    assert {name: len(pictures) for name, pictures in splits.items()} == {"train": 60, "val": 4, "heldout": 20}
+    assert len({pixels.tobytes() for pictures in splits.values() for pixels, _ in pictures}) == 84
+
+
+def test_the_pictures_are_the_same_bytes_every_time(shapes, tmp_path):
+    run_tool("make_shapes.py", tmp_path, *FEW_PICTURES, PYTHONHASHSEED="7")
+    files = sorted(path for path in shapes.rglob("*") if path.is_file())
+    assert files and all((tmp_path / path.relative_to(shapes)).read_bytes() == path.read_bytes() for path in files)
+
+
+def test_the_model_of_pictures_is_one_that_transformers_reads(shapes):
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(shapes / "model")
+    config = transformers.AutoConfig.from_pretrained(shapes / "model")
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    assert 1e6 < sum(parameter.numel() for parameter in model.parameters()) < 2e6
+    question = json.loads((shapes / "heldout.jsonl").read_text().splitlines()[0])["messages"][:1]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    assert text == "<|user|><|vision_start|><|image_pad|><|vision_end|>What do you see?<|end|><|assistant|>"
+    assert config.image_token_id in tokenizer(text)["input_ids"]
+
+
 def test_exact_match_counts(arithmetic, tmp_path):
     from dtrain.inference.generate import Loaded, Tokenizer, encode_prompt, generate
     from dtrain.models import build, init_weights, read_config
@@ -155,7 +223,7 @@ def test_preferences_are_right_answers_and_the_models_own_wrong_ones(arithmetic,
 
 @pytest.mark.parametrize(
     "name",
-    ["setup", "test", "quickstart", "quickstart-lora", "quickstart-dpo", "quickstart-grpo", "quickstart-distill"],
+    ["setup", "test", "quickstart", *(f"quickstart-{kind}" for kind in ("lora", "dpo", "grpo", "distill", "images"))],
 )
 def test_shell_tools_parse(name):
     subprocess.run(["bash", "-n", ROOT / "tools" / name], check=True)

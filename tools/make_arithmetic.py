@@ -29,6 +29,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
 VOCAB_SIZE = 320
+MAX_LENGTH = 512
 
 
 def problem(a: int, b: int) -> dict:
@@ -59,7 +60,7 @@ def split_pairs(digits: int, val: int, heldout: int, seed: int) -> dict[str, lis
     return splits
 
 
-def train_tokenizer(texts: list[str]) -> Tokenizer:
+def train_tokenizer(texts: list[str], special_tokens: list[str]) -> Tokenizer:
     """Byte-level BPE whose digits stand alone, as in Qwen's and Gemma's tokenizers."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -68,7 +69,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=SPECIAL_TOKENS,
+        special_tokens=special_tokens,
         initial_alphabet=sorted(ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -76,37 +77,22 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def write_model(directory: Path, texts: list[str]) -> None:
-    """A model directory as a real one is laid out, less the weights."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(texts)
+def write_tokenizer(
+    directory: Path,
+    texts: list[str],
+    special_tokens: list[str] = SPECIAL_TOKENS,
+    chat_template: str = CHAT_TEMPLATE,
+    **fields: str,
+) -> dict[str, int]:
+    """The tokenizer's files of a model directory, and generation_config.json; returns the special tokens' ids.
+
+    fields: more of tokenizer_config.json.
+    """
+    tokenizer = train_tokenizer(texts, special_tokens)
     tokenizer.save(str(directory / "tokenizer.json"))
-    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+    ids = {token: tokenizer.token_to_id(token) for token in special_tokens}
     end_of_text, end_of_turn = ids["<|endoftext|>"], ids["<|end|>"]
     files = {
-        "config.json": {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "hidden_size": 384,
-            "intermediate_size": 768,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 4,
-            "head_dim": 32,
-            "hidden_act": "silu",
-            "vocab_size": VOCAB_SIZE,
-            "max_position_embeddings": 512,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "use_sliding_window": False,
-            "tie_word_embeddings": True,
-            "initializer_range": 0.02,
-            "bos_token_id": end_of_text,
-            "eos_token_id": end_of_turn,
-            "torch_dtype": "float32",
-        },
         "generation_config.json": {"eos_token_id": [end_of_turn, end_of_text], "pad_token_id": end_of_text},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -124,12 +110,48 @@ def write_model(directory: Path, texts: list[str]) -> None:
             "bos_token": None,
             "eos_token": "<|end|>",
             "pad_token": "<|endoftext|>",
-            "model_max_length": 512,
-            "chat_template": CHAT_TEMPLATE,
+            "model_max_length": MAX_LENGTH,
+            "chat_template": chat_template,
+            **fields,
         },
     }
     for name, content in files.items():
-        (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+        write_json(directory / name, content)
+    return ids
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_model(directory: Path, texts: list[str]) -> None:
+    """A model directory as a real one is laid out, less the weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    ids = write_tokenizer(directory, texts)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 384,
+        "intermediate_size": 768,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": MAX_LENGTH,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|end|>"],
+        "torch_dtype": "float32",
+    }
+    write_json(directory / "config.json", config)
 
 
 def main() -> None:
