@@ -1,15 +1,18 @@
 """Runs on rows with images: transformers' losses, and on every mesh the losses and weights of one process."""
 
+import json
+
 import pytest
 import torch
 import transformers
 
 from dtrain.base.batch import IGNORE, collate
+from dtrain.commands.cli import main
 from dtrain.data import Tokenizer, open_rows
 from dtrain.recipe.schema import Recipe
 from tests.models.vision.oracle import WideIslands, gemma3_images
 from tests.pictures import picture_recipe
-from tests.running import assert_same, assert_same_weights, metrics, run, run_all, weights
+from tests.running import assert_same, assert_same_weights, metrics, run, run_all, run_directory, weights
 
 PLAIN = ("optimizer.weight_decay=0", "scheduler.name=constant", "train.max_grad_norm=null", "optimizer.eps=1e-3")
 
@@ -92,3 +95,19 @@ def test_a_mesh_has_the_losses_and_weights_of_one_process(tmp_path, ranks):
     for recipe, reference in zip(run_all(recipes, ranks), references, strict=True):
         assert_same(recipe, reference, 1e-9)
         assert_same_weights(weights(recipe), weights(reference), 1e-9)
+
+
+def test_the_command_eval_answers_as_a_run_does(tmp_path):
+    rows, options = (
+        tmp_path / "rows.jsonl",
+        "every: 3, at_start: false, rewards: [{fn: text_exact}], sampling: {max_new_tokens: 8}",
+    )
+    recipe = run(picture_recipe(tmp_path, f"eval={{path: {rows}, {options}}}", "checkpoint.every=3"))
+    directory, out = run_directory(recipe), tmp_path / "answers.jsonl"
+    words = ["--dtype", "float64", "--reward", "text_exact", "--max-new-tokens", "8", "--device", "cpu"]
+    assert main(["eval", str(directory), str(rows), "--out", str(out), *words]) == 0
+    answers = [json.loads(line) for line in (directory / "evals.jsonl").read_text().splitlines()]
+    again = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["completion"] for row in again] == [row["text"] for row in answers]
+    assert [row.get("images") for row in again] == [row.get("images") for row in answers]
+    assert [len(row.get("images", ())) for row in again[:3]] == [1, 2, 0]

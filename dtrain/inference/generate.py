@@ -17,7 +17,8 @@ from dtrain.checkpoint.dcp.training_state import SCORE, model_tensors, training_
 from dtrain.checkpoint.huggingface.base_weights import RunFacts, step_around, trained_beside
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
-from dtrain.checkpoint.huggingface.read import read_weights
+from dtrain.checkpoint.huggingface.read import candidate_names, read_weights
+from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, base_of, is_adapter_directory, read_adapter_config
 from dtrain.checkpoint.peft.files import ADAPTER
 from dtrain.checkpoint.peft.tensors import peft_names
@@ -28,7 +29,7 @@ from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.chats import NO_IMAGES, ChatEncoder, image_part, vision_problem
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
-from dtrain.models.common.adapter_config import linears
+from dtrain.models.common.adapter_config import is_of_vision, linears
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images
 from dtrain.policy.precision import DTYPES, choose_precision
@@ -164,17 +165,20 @@ def model_files(directory: Path) -> Path:
 def image_problem(directory: Path) -> str | None:
     """Return why `load` cannot give a model that takes images; None where it can. Raises UserError where it gives none
     at all."""
-    if problem := vision_problem(model_files(directory)):
+    files = model_files(directory)
+    if problem := vision_problem(files):
         return problem
-    if _whole_in(directory) is None:
-        store, step, source = _step_in(directory)
-        model, base = (
-            models.build(models.read_config(source, vision=True), device="meta"),
-            RunFacts.of(source.parent).path,
-        )
-        is_whole = training_tensors(model).keys() <= store.tensors(step).keys()
-        if not is_whole and (base is None or not has_weights(base)):
-            return f"the vision tower is not in {store.path(step)}, and there are no weights at model.path={base}"
+    model = models.build(models.read_config(files, vision=True), device="meta")
+    if _whole_in(directory) is not None:
+        stored = WeightFiles(files).stored
+        tower = (name for name in model_tensors(model) if is_of_vision(name))
+        if any(stored.keys().isdisjoint(candidate_names(model, [name])) for name in tower):
+            return f"the weights in {files} have no whole vision tower"
+        return None
+    store, step, source = _step_in(directory)
+    base, is_whole = RunFacts.of(source.parent).path, training_tensors(model).keys() <= store.tensors(step).keys()
+    if not is_whole and (base is None or not has_weights(base)):
+        return f"the vision tower is not in {store.path(step)}, and there are no weights at model.path={base}"
     return None
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -23,6 +24,7 @@ from dtrain.data import choose_template
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions
 from dtrain.data.images import ImageReader
 from dtrain.inference.chats import ChatEncoder, image_part
+from dtrain.inference.generate import image_problem
 from tests import pictures
 from tests.data.images.makers import CLIP, encoded, picture, png_that_claims
 from tests.models.oracle import VOCAB, save
@@ -232,3 +234,13 @@ def test_models_of_text_refuse_images(made, run, tmp_path, monkeypatch):
         status, answer = ask(url, "/v1/chat/completions", shows("w5", data_uri(one.read_bytes())))
         assert status == 400 and "takes no images" in answer["error"]["message"]
         assert answer["error"]["param"] == "messages[0].content[1]"
+
+
+@pytest.mark.slow
+def test_weights_without_a_tower_take_no_images(tmp_path):
+    directory = pictures.write_model(tmp_path, "qwen3-vl")
+    assert image_problem(directory) is None
+    tensors = load_file(directory / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "visual" not in name}
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    assert "have no whole vision tower" in image_problem(directory)
