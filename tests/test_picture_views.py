@@ -53,6 +53,7 @@ def test_a_preview_shows_images_as_marks_in_their_places(root, monkeypatch):
     )
     assert re.search(two, asked[1])
     assert "[image" not in asked[2] and "[[two and two" in asked[2]
+    assert re.search(r"\[image 2\.png 40 × 8, 5 tokens\]", text)  # 40 pixels wide
     sizes = re.findall(r"\[image \d\.png (\d+) × (\d+), (\d+) tokens?\]", text)
     assert len(sizes) == 12 and all(int(wide) * int(tall) == 64 * int(tokens) for wide, tall, tokens in sizes)
 

@@ -14,7 +14,7 @@ the order of STAGES. They fill the spec; on the ranks of a run the first problem
 the headers are read.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from dtrain.checkpoint.dcp.store import CheckpointStore
     from dtrain.data import Rows
+    from dtrain.data.images.processor import Layout
     from dtrain.methods import Method
     from dtrain.models.common.decoder import CausalLM
     from dtrain.policy.precision import Precision
@@ -125,6 +126,7 @@ class RunSpec:
     columns: dict[str, list[str]] = field(default_factory=dict)
     plain_prompts: int = 0  # of the training rows
     has_images: bool = False  # so that the model has its vision tower
+    row_images: "Sequence[Layout]" = ()  # of a planned row
     is_data_read: bool = False
     # evals, on the first rank: by the name of the set
     questions: "dict[str, tuple[Questions, list[Reward]]]" = field(default_factory=dict)

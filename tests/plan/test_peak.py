@@ -11,16 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtrain import recipe as config
-from dtrain.base.batch import collate
 from dtrain.commands.plan.plan import resolve_plan
-from dtrain.commands.plan.step import full_rows, plan_step
+from dtrain.commands.plan.step import batch_of, full_rows, images_of, plan_step
 from dtrain.methods import method_of
-from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from tests.cases import run_cases
+from tests.pictures import picture_recipe
 from tests.tiny import tiny_recipe, write_model
 
 SHAPE = {
@@ -75,18 +74,18 @@ def peaks_of_a_step(rank, recipe, world_size):
     """The peak of a step's living storages, and in a world of one of what the CPU's allocator handed out, beside what
     was held before: among several ranks the allocator's frees by gloo's threads go unseen."""
     gc.collect()  # an earlier case's memory
-    sizes = config.sizes(recipe, world_size)
+    spec, sizes = resolve_plan(recipe, world_size, "cpu"), config.sizes(recipe, world_size)
     runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
     mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
-    policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
+    policy = Policy(recipe, spec.model_config, mesh, runtime)
     policy.init_optimizer(10)
     method = method_of(recipe)
     if recipe.method == "dpo" and method.needs_reference():
         method.keep_reference(policy)
 
     def step():
-        rows = full_rows(method, sizes.accumulation)
-        batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
+        rows = full_rows(method, sizes.accumulation, spec)
+        batch, loss = method.prepare(policy, batch_of(rows, images_of(spec, len(rows))))
         policy.train(batch, loss, mbs=method.micro_rows)
 
     step()
@@ -146,6 +145,18 @@ CASES = {
     ),
 }
 
+OF_PICTURES = ["train.dtype=float32", "launch.device=cpu", "data.packing=true"]
+PICTURES = {
+    "a frozen tower": (1, "qwen3-vl", []),
+    "a trained tower, mixed, padded": (
+        1,
+        "qwen3-vl",
+        ["train.vision=all", "train.dtype=bfloat16", "data.packing=false"],
+    ),
+    "a trained tower, tp2": (2, "qwen3-vl", ["train.vision=all", "parallel.tp=2"]),
+    "a trained projector, cp2": (2, "gemma3", ["train.vision=projector", "parallel.cp=2", FULL]),
+}
+
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_planned_peak_is_that_of_a_real_step(tmp_path, ranks):
@@ -153,6 +164,9 @@ def test_the_planned_peak_is_that_of_a_real_step(tmp_path, ranks):
     settings = [f"model.path={path}", "train.dtype=float32", "data.max_length=256", "launch.device=cpu"]
     settings += ["train.global_batch=2", "train.micro_batch=1"]
     recipes = {name: tiny_recipe(tmp_path, *settings, *more) for name, (size, more) in CASES.items() if size == ranks}
+    for name, (size, family, more) in PICTURES.items():
+        if size == ranks:
+            recipes[name] = picture_recipe(tmp_path, *OF_PICTURES, *more, family=family)
     assert_planned(recipes, ranks)
 
 

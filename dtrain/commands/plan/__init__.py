@@ -2,6 +2,7 @@
 
     plan.make_plan          a recipe, resolved in a world that is not here, as a plan: memory by part, traffic, time
     step.plan_step          one rank's step, from a few layers of it: the trainer's own, traced on full rows
+    images                  the images of its rows, by the first rows of the data
     policy                  the policy that steps, on tensors without memory
     planned_device          how tensors without memory answer as the planned device's would
     tracer                  sees every operation of the step, and counts its cost and its messages
@@ -13,7 +14,8 @@
 
 Exact, to the byte: parameters, gradients, optimizer state and what the collectives carry; the allocations of every
 operation that torch dispatches, in the order of the trainer's own step, and so their peak, for batches whose rows are
-all full and all trained. On a CPU the step's rows are in it, and gloo's copy of what it reduces and scatters.
+all full and all trained (`images`: with which images). On a CPU the step's rows are in it, and gloo's copy of what it
+reduces and scatters.
 
 Modelled: attention and the fused norm on CUDA (`planned_device`); what a kernel allocates inside (cuBLAS, cuDNN, the
 CPU's buffers of products), the allocator's rounding and gaps and NCCL's buffers are left out, which is why a plan's

@@ -1,9 +1,11 @@
 """A recipe on a world of so many devices, as a plan: what fits, what is sent, how long it may take.
 
 `make_plan` resolves the spec of a run, as `validate` does, in a world that is not here, and traces its step. Of the
-files that the recipe names it reads each model's config.json and no other.
+files that the recipe names it reads each model's config.json and no other, but for a model that takes images: of this
+one also the first rows of the data, the tokenizer and the image processor, where these are here.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import copy
@@ -14,7 +16,9 @@ import torch
 
 from dtrain.base.errors import RecipeError
 from dtrain.base.gpus import OF_FREE
+from dtrain.base.row_images import RowImages
 from dtrain.commands.plan.hardware import Hardware, Time, estimate
+from dtrain.commands.plan.images import add_images
 from dtrain.commands.plan.step import Step, plan_step
 from dtrain.inference.kv_cache import position_bytes, slot_size
 from dtrain.methods import method_of
@@ -85,11 +89,14 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         budget=hardware.budget if budget is None else budget,
         step=step,
         time=estimate(step, spec.sizes, hardware),
-        table={pattern: in_words(style) for pattern, style in find_plan(recipe.parallel.custom_plan, model).items()},
+        table={
+            re.sub(r"\.\d+(?=\.)", ".*", pattern): in_words(style)  # a tower's layers are one
+            for pattern, style in find_plan(recipe.parallel.custom_plan, model).items()
+        },
         total_parameters=sum(map(weights_in, model.parameters())),
         trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         tokens=recipe.train.batch * method.rows_of_a_sample() * method.row_length(),
-        flops_per_token=flops_per_token(model, recipe.data.max_length),
+        flops_per_token=flops_per_token(model, recipe.data.max_length) + _vision_flops(spec) / method.row_length(),
         evaluation=_evaluation(spec, step),
         assumed=tuple(_assumed(spec)),
     )
@@ -108,6 +115,8 @@ class PlanHost(DryHost):
         """Check the recipe, and its dtype on devices that do not compute in bfloat16; these have no flash attention."""
         recipe, hardware = spec.recipe, self._hardware
         self.problems += problems(recipe, spec.world.size)
+        if not self.problems:
+            add_images(spec)
         if hardware is None or spec.world.device_type == "cpu" or torch.bfloat16 in hardware.arithmetic:
             return not self.problems
         if choose_precision(recipe.train.dtype, "cuda", recipe.train.masters).compute is torch.bfloat16:
@@ -141,6 +150,16 @@ def resolve_plan(recipe: Recipe, world_size: int, device_type: str, hardware: Ha
     return spec
 
 
+def _vision_flops(spec: RunSpec) -> float:
+    """Return the FLOPs of the vision tower for the images of a row; 0 without."""
+    if not spec.has_images or spec.model is None:
+        return 0.0
+    from dtrain.models.vision.flops import ImageFlops
+
+    grids = [image.grid for image in spec.row_images]
+    return ImageFlops(*spec.model.model.vision).of(RowImages([], [grids]))
+
+
 def _assumed(spec: RunSpec) -> Iterator[str]:
     """Yield notes of what `resolve_plan` put in place of what was written."""
     name, tensor_plan = spec.written.optimizer.name, spec.written.parallel.custom_plan
@@ -150,6 +169,7 @@ def _assumed(spec: RunSpec) -> Iterator[str]:
         yield f"parallel.custom_plan={tensor_plan} is not imported: the model's own plan stands in"
     if spec.sizes.is_open:
         yield (f"train.global_batch=auto is taken to be {spec.sizes.global_batch}; data of few rows make it smaller")
+    yield from spec.notes
 
 
 def _evaluation(spec: RunSpec, step: Step) -> int:

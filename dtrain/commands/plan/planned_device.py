@@ -50,21 +50,25 @@ class PlannedSdpa(SdpaKernel):
         """Take the rows of the forward that follows."""
         length, cut = batch["input_ids"].shape[1], 2 * self._size if self._size > 1 else 1
         padded = -(-length // cut) * cut
-        row = torch.stack([pad_stream(name, batch[name][0], padded) for name in ("position_ids", "seq_ids")])  # [2, S]
+        names = [name for name in ("position_ids", "seq_ids", "image_ends") if name in batch]
+        row = torch.stack([pad_stream(name, batch[name][0], padded) for name in names])  # [2 or 3, S]
         ranks = range(self._size)
         self._parts = [shard_sequence(row, rank, self._size) for rank in ranks] if self._size > 1 else [row]
 
     def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
         """Return the keys that the queries `run` of the host's row see; visible [B, q, K] of stand-ins is not read."""
         missing = visibility.queries - self._parts[0].shape[1]
-        parts = [torch.cat([part, part.new_tensor([[2**30], [-1]]).expand(2, missing)], 1) for part in self._parts]
+        pads = torch.tensor([[2**30], [-1], [2**30]])[: len(self._parts[0])]
+        parts = [torch.cat([part, pads.expand(-1, missing)], 1) for part in self._parts]
         chunks = [part.chunk(2, 1) for part in parts]
         keys = torch.cat(
             [*(head for head, *_ in chunks), *(chunk for _, *tail in reversed(chunks) for chunk in tail)], 1
         )
         row = replace(visibility, query_positions=parts[self._rank][:1], key_positions=keys[:1])
         if row.query_documents is not None:
-            row = replace(row, query_documents=parts[self._rank][1:], key_documents=keys[1:])
+            row = replace(row, query_documents=parts[self._rank][1:2], key_documents=keys[1:2])
+        if row.query_ends is not None:
+            row = replace(row, query_ends=parts[self._rank][2:])
         return super().seen_keys(row.visible(run, torch.device("cpu")), row, run)
 
 
@@ -154,6 +158,8 @@ class PlannedDevice(TorchFunctionMode):
             with self:
                 gradients = (torch.empty_like(args[0]),)
                 return _engine_run_backward(args[:1], gradients, False, False, (), True, accumulate_grad=True)
+        if func is Tensor.pin_memory and args[0].is_meta:
+            return args[0]
         if func is Tensor.isnan and args[0].is_meta:
             is_nan = func(*args)
             self._nowhere = weakref.ref(is_nan)

@@ -166,7 +166,7 @@ def _tensor_parallel(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    step = plan.step
+    step, recipe = plan.step, plan.spec.recipe
     if step.lightest == step.parameters:
         which = "every rank alike"
     else:
@@ -188,6 +188,8 @@ def _memory(plan: Plan) -> str:
             rows.append((f"  {name}", gib(step.parts[part]), why.format(**words)))
         if part == "parameters" and step.table >= _SHOWN:
             rows.append(("  of these the table", gib(step.table), "of embeddings for each layer (train.freeze)"))
+        if part == "parameters" and step.tower:
+            rows.append(("  of these the vision tower", gib(step.tower), f"train.vision={recipe.train.vision}"))
     rows.append(("  peak", gib(step.peak), _moment(plan)))
     if plan.device == "cuda":
         free = plan.budget - step.peak
@@ -261,6 +263,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
             "peak_moment": _moment(plan),
             "peak_parts": dict(step.parts),
             "per_layer_table": step.table,
+            "vision_tower": step.tower,
             "lightest_rank_parameters": step.lightest,
             "evaluation": plan.evaluation,
             "budget": plan.budget if plan.device == "cuda" else None,

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtrain.base.batch import IGNORE, Row, collate
+from dtrain.base.row_images import RowImages
 from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.commands.plan.children import side_by_side
-from dtrain.commands.plan.memory import Phase
+from dtrain.commands.plan.images import is_packed, split, streams_of
+from dtrain.commands.plan.memory import LEFT_OUT, Phase
 from dtrain.commands.plan.planned_device import PlannedDevice
 from dtrain.commands.plan.policy import PlannedPolicy, bytes_of, mark_layers, on_device
 from dtrain.commands.plan.tracer import Collective, Tracer
+from dtrain.data.images.reader import ImageReader
 from dtrain.methods import Method
 from dtrain.models.common.adapter_config import LoraLayer, adaptable, modules
 from dtrain.models.common.config import ModelConfig
@@ -50,8 +54,8 @@ class Trace:
 
     peaks: by phase, bytes by part. counts: as of `Tracer`; and (None, ..) "parameters", "trained", "gradients",
     "state": bytes of this rank's shards, of those that are trained, and of the optimizer's state for them; "table": of
-    the embeddings for each layer; "lightest": the smallest parameters that a rank has; "rows", "micro rows": of the
-    host's tensors on a planned CPU, and of those that one micro-batch brings.
+    the embeddings for each layer; "tower": of the vision tower; "lightest": the smallest parameters that a rank has;
+    "rows", "micro rows": of the host's tensors on a planned CPU, and of those that one micro-batch brings.
     """
 
     layers: int
@@ -82,12 +86,15 @@ def trace_step(spec: RunSpec, config: ModelConfig, rank: int = 0) -> Trace:
     method = type(spec.method)(spec.recipe)
     policy.keep_beside(method)
     micro_batches = min(sizes.accumulation, TRACED)
+    rows = full_rows(method, micro_batches, spec)
+    images = images_of(spec, len(rows), "meta")
+    pixels = images.pixels if images is not None else []
+    policy.see_all(pixels, LEFT_OUT)  # the host's, which are counted as its rows
     with PlannedDevice(planned):
         policy.init_optimizer(total_steps=10)
         with tracer:
             tracer.memory.begin(Phase("start"))
-            rows = full_rows(method, micro_batches)
-            batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
+            batch, loss = method.prepare(policy, batch_of(rows, images))
             policy.train(batch, loss, mbs=method.micro_rows)
     parameters = list(policy.model.parameters())
     table = getattr(policy.model.model, "embed_tokens_per_layer", None)
@@ -95,26 +102,42 @@ def trace_step(spec: RunSpec, config: ModelConfig, rank: int = 0) -> Trace:
         "parameters": bytes_of(map(on_device, parameters)),
         "trained": bytes_of(on_device(parameter) for parameter in parameters if parameter.requires_grad),
         "table": 0 if table is None else bytes_of([on_device(table.weight)]),
+        "tower": bytes_of(on_device(weight) for tower in policy.model.model.vision for weight in tower.parameters()),
         "gradients": policy.gradient_bytes,
         "state": policy.state_bytes,
         "lightest": _min_shard_bytes(parameters),
-        "rows": policy.scorer.host if tracer.on_host else 0,
+        "rows": policy.scorer.host + bytes_of(pixels) if tracer.on_host else 0,
         "micro rows": policy.scorer.micro_rows if tracer.on_host else 0,
     }
     counts = tracer.counts + Counter({(None, name): size for name, size in held.items()})
     return Trace(config.num_hidden_layers, micro_batches, tracer.memory.peaks(), counts)
 
 
-def full_rows(method: Method, micro_batches: int) -> list[Row]:
+def batch_of(rows: Sequence[Row], images: RowImages | None) -> dict[str, Any]:
+    """Return the batch of rows as full as `full_rows` makes them. images: of the rows."""
+    batch: dict[str, Any] = collate(rows, list(rows[0]))
+    return batch if images is None else batch | {"images": images}
+
+
+def images_of(spec: RunSpec, rows: int, device: str = "cpu") -> RowImages | None:
+    """Return the images of so many planned rows, with pixels of zeros on `device`; None without images."""
+    if not spec.row_images or (tower := spec.model_config.vision) is None:
+        return None
+    shape = sum(image.patches for image in spec.row_images), tower.values
+    grids = [image.grid for image in spec.row_images]
+    return RowImages([torch.zeros(shape, device=device) for _ in range(rows)], [grids] * rows)
+
+
+def full_rows(method: Method, micro_batches: int, spec: RunSpec | None = None) -> list[Row]:
     """Return a rank's rows of a step, as full as the recipe allows: every row of `data.max_length` tokens (a packed row
     of pairs twice as many), every token trained that has one before it; packed rows hold two documents, so that the
-    masks are those of packing."""
+    masks are those of packing. spec: with the images of a row, for which every row has the streams."""
     recipe = method.recipe
     length = method.row_length()
     count = micro_batches * recipe.train.micro_batch * method.rows_of_a_sample()
-    documents = 2 if recipe.data.packing and method.kind != "prompts" else 1
+    documents = split(spec.row_images if spec else (), length, 2 if is_packed(method) else 1)
     places = torch.arange(length)
-    seq_ids = places * documents // length
+    seq_ids = torch.arange(len(documents)).repeat_interleave(torch.tensor([tokens for tokens, _ in documents]))
     begins = torch.searchsorted(seq_ids, seq_ids)
     streams = {
         "input_ids": torch.ones_like(places),
@@ -122,6 +145,8 @@ def full_rows(method: Method, micro_batches: int) -> list[Row]:
         "position_ids": places - begins,
         "seq_ids": seq_ids,
     }
+    if spec is not None and spec.row_images:
+        streams |= streams_of(documents, ImageReader(spec.source.tokenizer, spec.source.path).processor)
     if method.kind == "prompts":
         of_rollouts = ["old_logprobs", "sampling_logprobs", "advantages", "reference_logprobs"]
         names = of_rollouts if method.needs_reference() else of_rollouts[:-1]
@@ -162,10 +187,10 @@ _MARGIN = 2  # layers at either end that differ from those between: prefetched, 
 class Step:
     """Memory, traffic and arithmetic of one rank in an optimizer step, in bytes.
 
-    trained: of the parameters those that are; table: those that are embeddings for each layer. lightest: the smallest
-    parameters that a rank has. peak: with the optimizer's state. parts: what it is made of. moment: where
-    it is. activations: kept for the backward of a micro-batch, at most. traffic: (messages, bytes). flops: by the dtype
-    of their operands. moved: read and written by all other operations.
+    trained: of the parameters those that are; table: those that are embeddings for each layer; tower: those of the
+    vision tower. lightest: the smallest parameters that a rank has. peak: with the optimizer's state. parts: what it is
+    made of. moment: where it is. activations: kept for the backward of a micro-batch, at most. traffic: (messages,
+    bytes). flops: by the dtype of their operands. moved: read and written by all other operations.
     """
 
     parameters: int
@@ -181,6 +206,7 @@ class Step:
     flops: dict[torch.dtype, int]
     moved: int
     table: int = 0
+    tower: int = 0
 
 
 def plan_step(spec: RunSpec, *, rank: int = 0, whole: bool = False) -> Step:
@@ -191,7 +217,8 @@ def plan_step(spec: RunSpec, *, rank: int = 0, whole: bool = False) -> Step:
     """
     config = spec.model_config
     layers, period = config.num_hidden_layers, _period(config.layer_types)
-    few = 2 * max(_MARGIN, period + 1 if period > 1 else 0)
+    deepstack = len(getattr(config.vision, "deepstack", ()))  # of as many first layers, which add the tower's features
+    few = 2 * max(_MARGIN, period + 1 if period > 1 else 0, deepstack + 1 if deepstack else 0)
     few += (layers - few) % period
     is_whole = whole or not _alike(spec.recipe, config) or few + 2 * period > layers
     cuts = [
@@ -273,4 +300,5 @@ def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
         {key[1]: count for key, count in total.items() if key[0] == "flops"},
         total["moved",],
         total["table",],
+        total["tower",],
     )

@@ -44,9 +44,8 @@ class ImageFlops:
 
     def of(self, images: RowImages) -> float:
         """Return the FLOPs for the images of a micro-batch, each different one once."""
-        keys: Sequence[Sequence[Hashable]] = images.keys or [
-            [(row, image) for image in range(len(own))] for row, own in enumerate(images.grids)
-        ]
+        places = [[(row, image) for image in range(len(grids))] for row, grids in enumerate(images.grids)]
+        keys: Sequence[Sequence[Hashable]] = places if images.keys is None else images.keys
         pairs = zip(chain.from_iterable(keys), chain.from_iterable(images.grids), strict=True)
         return sum(frames * self._of_frame(rows * columns) for frames, rows, columns in dict(pairs).values())
 
