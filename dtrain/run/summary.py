@@ -152,7 +152,8 @@ def closing(spec: RunSpec, directory: Path, has_export: bool) -> Iterator[str]:
     yield labelled("next", f"dtrain report {directory}")
     if not has_export or spec.method.labels() is not None:
         return
-    yield labelled("", f'dtrain generate {directory} --prompt "..."')
+    image = "--image FILE " if spec.has_images else ""
+    yield labelled("", f'dtrain generate {directory} {image}--prompt "..."')
     yield labelled("", f"dtrain eval {directory} {_questions(spec)}")
     yield labelled("", f"dtrain serve {directory}")
     if recipe.lora is not None:
