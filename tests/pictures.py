@@ -158,8 +158,3 @@ def picture_recipe(root: Path, *overrides: str, family: str = "qwen3-vl", name: 
         "metrics": {"tensorboard": False},
     }
     return load_recipe(recipe, overrides)
-
-
-def reward(completion_ids, **columns):
-    """A reward that differs between the completions of a prompt."""
-    return [float(sum(ids) % 7) for ids in completion_ids]

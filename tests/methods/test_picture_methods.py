@@ -8,6 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from dtrain.base.batch import IGNORE
+from dtrain.base.errors import Stopped
 from dtrain.data import Tokenizer, open_rows
 from dtrain.recipe.schema import Recipe
 from tests.data.makers import write_jsonl
@@ -104,7 +105,7 @@ def test_a_mesh_has_the_losses_and_weights_of_one_process(tmp_path):
 def test_a_rollout_that_is_resumed_has_its_images(tmp_path):
     whole, resumed = grpo(tmp_path, name="whole"), grpo(tmp_path, name="resumed")
     run(whole)
-    with pytest.raises((Exception, AssertionError), match="stopped after step"):
+    with pytest.raises(Stopped, match="stopped after step"):
         interrupt(resumed, 1, 1)
     run(resumed)
     assert trajectory(resumed) == trajectory(whole)
