@@ -16,8 +16,8 @@ vocabulary 8192, 4 rows of 512 tokens a step, float32, fused AdamW, no gradient 
 turns --rounds times, each in a process of its own; the losses must agree. For dpo the rows are two pairs, a prompt of
 128 tokens and completions of 384, against the model that they start from, which both sides score as they go. With
 sft-images the model is a tiny Qwen3-VL in float32, tower and all, and a row a prompt with a picture and its completion,
-which alone is trained on both sides; the peer's pixels are those of transformers' processor on Pillow, since the
-registry's torchvision does not load beside a CPU torch. With
+which alone is trained on both sides. The peer's processor is transformers' own on Pillow, since the registry's
+torchvision does not load beside a CPU torch; no picture is resized, where Pillow and torchvision round otherwise. With
 --model and --rows (chat messages) both train the same adapter of that model, which PEFT has drawn, 16 rows a step. The
 peer lives in an environment that is made once under --env. A ratio above 1 means that dtrain is faster; memory is the
 process's peak resident set.
@@ -40,7 +40,7 @@ PEERS = {"trl": ("bench_trl.py", ["trl==1.16.*", "peft==0.21.*", "pillow"])}
 ROWS, LENGTH, VOCAB = 4, 512, 8192
 CHAT_ROWS, CHAT_LENGTH = 16, 256  # of --rows
 PROMPT = 128  # tokens of a pair's prompt
-PICTURE = 24  # pixels of the longest side of a picture
+SIDES = (8, 16, 24)  # of pictures: whole pairs of patches, so that none is resized
 LLAMA_9M = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -154,10 +154,15 @@ def write_pictures(directory: Path, rows: int) -> None:
     from tests.pictures import write_model
 
     write_model(directory)
+    settings = directory / "tokenizer_config.json"
+    fields = json.loads(settings.read_text())
+    # TRL trains what the template writes behind the end of a turn, dtrain does not: leave nothing there.
+    fields["chat_template"] = fields["chat_template"].replace("'<|im_end|>\n'", "'<|im_end|>'")
+    settings.write_text(json.dumps(fields))
     draw = random.Random(0)
     with (directory / "rows.jsonl").open("w") as file:
         for number in range(rows):
-            wide, tall = draw.randint(8, PICTURE), draw.randint(8, PICTURE)
+            wide, tall = draw.choice(SIDES), draw.choice(SIDES)
             image = directory / f"{number}.png"
             Image.frombytes("RGB", (wide, tall), draw.randbytes(3 * wide * tall)).save(image)
             parts = [{"type": "image"}, {"type": "text", "text": "What is it? " * draw.randint(1, 4)}]
@@ -267,7 +272,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps that count (default 20)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default 5)")
     parser.add_argument("--peer", choices=PEERS, help="compare with this library instead")
-    parser.add_argument("--method", choices=("sft", "dpo", "sft-images"), default="sft", help="what is compared (default sft)")
+    parser.add_argument(
+        "--method", choices=("sft", "dpo", "sft-images"), default="sft", help="what is compared (default sft)"
+    )
     parser.add_argument("--model", type=Path, help="a real model's directory, in a comparison")
     parser.add_argument("--rows", type=Path, help="its rows: chat messages")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side in a comparison (default 3)")

@@ -2,7 +2,8 @@
 
     python bench_trl.py METHOD MODEL ROWS BATCH LENGTH STEPS WARMUP [ADAPTER]
 
-prints one line of JSON. METHOD is sft, dpo, or sft-images for a Qwen3-VL on rows with pictures. A step is timed from the end of the one before to its own end; nothing is logged in between.
+prints one line of JSON. METHOD is sft, dpo, or sft-images for a Qwen3-VL on rows with pictures.
+A step is timed from the end of the one before to its own end; nothing is logged in between.
 ADAPTER is a directory in PEFT's layout to train; where it is not there, an adapter of rank 16 on every linear layer is
 written to it, and nothing is trained.
 """
