@@ -5,6 +5,7 @@
     .venv/bin/python tools/bench_sft.py my.yaml launch.nproc=8 train.micro_batch=2
     .venv/bin/python tools/bench_sft.py --peer trl
     .venv/bin/python tools/bench_sft.py --peer trl --method dpo
+    .venv/bin/python tools/bench_sft.py --peer trl --method sft-images --steps 4 --warmup 1
     .venv/bin/python tools/bench_sft.py --peer trl --model build/SmolLM2-135M-Instruct --rows build/real/train.jsonl
 
 With a recipe: runs it in a scratch directory without checkpoints, validation and export; the first --warmup steps do
@@ -14,6 +15,9 @@ With --peer: both sides train the same weights on the same rows in the same orde
 vocabulary 8192, 4 rows of 512 tokens a step, float32, fused AdamW, no gradient checkpointing), one thread each, taking
 turns --rounds times, each in a process of its own; the losses must agree. For dpo the rows are two pairs, a prompt of
 128 tokens and completions of 384, against the model that they start from, which both sides score as they go. With
+sft-images the model is a tiny Qwen3-VL in float32, tower and all, and a row a prompt with a picture and its completion,
+which alone is trained on both sides. The peer's processor is transformers' own on Pillow, since the registry's
+torchvision does not load beside a CPU torch; no picture is resized, where Pillow and torchvision round otherwise. With
 --model and --rows (chat messages) both train the same adapter of that model, which PEFT has drawn, 16 rows a step. The
 peer lives in an environment that is made once under --env. A ratio above 1 means that dtrain is faster; memory is the
 process's peak resident set.
@@ -32,10 +36,11 @@ import venv
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent
-PEERS = {"trl": ("bench_trl.py", ["trl==1.16.*", "peft==0.21.*"])}
+PEERS = {"trl": ("bench_trl.py", ["trl==1.16.*", "peft==0.21.*", "pillow"])}
 ROWS, LENGTH, VOCAB = 4, 512, 8192
 CHAT_ROWS, CHAT_LENGTH = 16, 256  # of --rows
 PROMPT = 128  # tokens of a pair's prompt
+SIDES = (8, 16, 24)  # of pictures: whole pairs of patches, so that none is resized
 LLAMA_9M = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -141,6 +146,31 @@ def write_case(directory: Path, rows: int, method: str) -> None:
             words_file.write(json.dumps({**text, "prompt": text["prompt"] + " "}) + "\n")
 
 
+def write_pictures(directory: Path, rows: int) -> None:
+    """The tiny Qwen3-VL with random weights, and rows.jsonl of prompts with a picture each and their completions."""
+    from PIL import Image
+
+    sys.path.insert(0, str(TOOLS.parent))
+    from tests.pictures import write_model
+
+    write_model(directory)
+    settings = directory / "tokenizer_config.json"
+    fields = json.loads(settings.read_text())
+    # TRL trains what the template writes behind the end of a turn, dtrain does not: leave nothing there.
+    fields["chat_template"] = fields["chat_template"].replace("'<|im_end|>\n'", "'<|im_end|>'")
+    settings.write_text(json.dumps(fields))
+    draw = random.Random(0)
+    with (directory / "rows.jsonl").open("w") as file:
+        for number in range(rows):
+            wide, tall = draw.choice(SIDES), draw.choice(SIDES)
+            image = directory / f"{number}.png"
+            Image.frombytes("RGB", (wide, tall), draw.randbytes(3 * wide * tall)).save(image)
+            parts = [{"type": "image"}, {"type": "text", "text": "What is it? " * draw.randint(1, 4)}]
+            answer = {"role": "assistant", "content": "two and two " * draw.randint(1, 8)}
+            row = {"prompt": [{"role": "user", "content": parts}], "completion": [answer], "images": [str(image)]}
+            file.write(json.dumps(row) + "\n")
+
+
 def write_chat(directory: Path, model: Path, rows: Path, count: int) -> None:
     """Write the first `count` conversations of `rows` to rows.jsonl as tokens and labels, by the model's template."""
     from dtrain.data.formats.encoder import Encoder
@@ -169,9 +199,11 @@ def compare(options: argparse.Namespace) -> dict:
     sides: dict[str, list[dict]] = {"dtrain": [], peer: []}
     with tempfile.TemporaryDirectory() as scratch:
         case = Path(scratch)
-        model, batch, length = options.model or case, ROWS if method == "sft" else ROWS // 2, LENGTH
+        model, batch, length = options.model or case, ROWS // 2 if method == "dpo" else ROWS, LENGTH
         adapter: list[str] = []
-        if options.model is None:
+        if method == "sft-images":
+            write_pictures(case, ROWS * (steps + warmup))
+        elif options.model is None:
             write_case(case, ROWS * (steps + warmup), method)
         else:
             batch, length, adapter = CHAT_ROWS, CHAT_LENGTH, [str(case / "adapter")]
@@ -192,14 +224,15 @@ def compare(options: argparse.Namespace) -> dict:
             "launch.device=cpu",
             "launch.nproc=1",
             *(f"lora.path={directory}" for directory in adapter),
+            *(["train.vision=all", "data.loss_on=completion"] if method == "sft-images" else []),
         ]
-        rows_file = case / ("rows.jsonl" if method == "sft" else "text.jsonl")
+        rows_file = case / ("text.jsonl" if method == "dpo" else "rows.jsonl")
         sizes = [method, model, rows_file, batch, length, steps, warmup, *adapter]
         command = [str(word) for word in (python, TOOLS / script, *sizes)]
         if adapter:
             _run_peer(command, environ)  # writes the adapter
         for number in range(options.rounds):
-            sides["dtrain"].append(run_dtrain(method, recipe, steps, warmup, environ))
+            sides["dtrain"].append(run_dtrain(method.removesuffix("-images"), recipe, steps, warmup, environ))
             sides[peer].append(json.loads(_run_peer(command, environ).splitlines()[-1]))
             speeds = {name: results[-1]["tokens_per_sec"] for name, results in sides.items()}
             print(f"round {number + 1} of {options.rounds}: tokens/s {speeds}", file=sys.stderr)
@@ -239,7 +272,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps that count (default 20)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default 5)")
     parser.add_argument("--peer", choices=PEERS, help="compare with this library instead")
-    parser.add_argument("--method", choices=("sft", "dpo"), default="sft", help="what is compared (default sft)")
+    parser.add_argument(
+        "--method", choices=("sft", "dpo", "sft-images"), default="sft", help="what is compared (default sft)"
+    )
     parser.add_argument("--model", type=Path, help="a real model's directory, in a comparison")
     parser.add_argument("--rows", type=Path, help="its rows: chat messages")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side in a comparison (default 3)")

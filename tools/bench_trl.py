@@ -2,7 +2,8 @@
 
     python bench_trl.py METHOD MODEL ROWS BATCH LENGTH STEPS WARMUP [ADAPTER]
 
-prints one line of JSON. A step is timed from the end of the one before to its own end; nothing is logged in between.
+prints one line of JSON. METHOD is sft, dpo, or sft-images for a Qwen3-VL on rows with pictures.
+A step is timed from the end of the one before to its own end; nothing is logged in between.
 ADAPTER is a directory in PEFT's layout to train; where it is not there, an adapter of rank 16 on every linear layer is
 written to it, and nothing is trained.
 """
@@ -16,8 +17,15 @@ import time
 from pathlib import Path
 
 import torch
-from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from datasets import Image, List, load_dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    ProcessorMixin,
+    TrainerCallback,
+)
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 
@@ -35,7 +43,12 @@ class Recorded:
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
         self.losses.append(loss.detach())
+        self.tokens.append(self._tokens_of(*args, **kwargs))
         return loss
+
+    @staticmethod
+    def _tokens_of(model, inputs, *args, **kwargs):
+        return int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else 0
 
 
 class RecordedSft(Recorded, SFTTrainer):
@@ -44,6 +57,26 @@ class RecordedSft(Recorded, SFTTrainer):
 
 class RecordedDpo(Recorded, DPOTrainer):
     pass
+
+
+class ImagesAndText(Qwen3VLProcessor):
+    """Qwen3-VL's processor without the part for videos, which needs torchvision."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids([self.image_token, self.video_token])
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+def processor_of(directory, has_images):
+    """The model's tokenizer, or with images its processor, whose pixels Pillow makes."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    if not has_images:
+        return tokenizer
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    images = Qwen2VLImageProcessorPil.from_pretrained(directory)
+    return ImagesAndText(images, tokenizer, chat_template=tokenizer.chat_template)
 
 
 def write_adapter(model, directory: Path) -> None:
@@ -57,9 +90,10 @@ def main() -> None:
     method, directory, rows_file = sys.argv[1:4]
     rows, length, steps, warmup = map(int, sys.argv[4:8])
     adapter = Path(sys.argv[8]) if len(sys.argv) > 8 else None
-    is_sft = method == "sft"
+    is_sft, has_images = method != "dpo", method == "sft-images"
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    model = kind.from_pretrained(directory, dtype=torch.float32)
     if adapter is not None and not adapter.exists():
         return write_adapter(model, adapter)
     if adapter is not None:
@@ -95,18 +129,22 @@ def main() -> None:
             disable_tqdm=True,
         )
         dataset = load_dataset("json", data_files=rows_file, split="train", cache_dir=out)
+        if has_images:
+            dataset = dataset.cast_column("images", List(Image()))
         trainer = (RecordedSft if is_sft else RecordedDpo)(
             model=model,
             args=config,
             train_dataset=dataset,
-            processing_class=AutoTokenizer.from_pretrained(directory),
+            processing_class=processor_of(directory, has_images),
             callbacks=[clock],
         )
-        trainer.losses = []
+        trainer.losses, trainer.tokens = [], []
         trainer.train()
     times = [end - start for start, end in zip(clock.ends[warmup - 1 : -1], clock.ends[warmup:], strict=True)]
     tokens = 2 * rows * length * len(times)  # of pairs
-    if is_sft:
+    if has_images:
+        tokens = sum(trainer.tokens[warmup:])
+    elif is_sft:
         tokens = sum(map(len, dataset[rows * warmup : rows * (warmup + steps)]["input_ids"]))
     result = {
         "processes": 1,
