@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from dtrain.run.resume import Start
 
 STAGES = (
-    "outputs tokenizer code mesh first_rows data evals model others adapter optimizer sizes kernels schedule start"
+    "outputs tokenizer model others adapter code mesh optimizer first_rows data evals tower sizes kernels schedule "
+    "start"
 ).split()
 """Names of the stages' modules, in the order in which they resolve."""
 
@@ -121,6 +122,10 @@ class RunSpec:
     cache: Path = field(init=False)
     notes: list[str] = field(default_factory=list)
     identities: dict[str, str] = field(default_factory=dict)  # digests of what the run reads at its start
+    # model
+    precision: "Precision" = field(init=False)
+    model: "CausalLM | None" = None  # on meta, on the first rank
+    built_for_images: bool | None = None  # `has_images` as `model` was built for; None where it is not built yet
     # data: by split
     rows: "dict[str, Rows]" = field(default_factory=dict)
     columns: dict[str, list[str]] = field(default_factory=dict)
@@ -130,9 +135,6 @@ class RunSpec:
     is_data_read: bool = False
     # evals, on the first rank: by the name of the set
     questions: "dict[str, tuple[Questions, list[Reward]]]" = field(default_factory=dict)
-    # model
-    precision: "Precision" = field(init=False)
-    model: "CausalLM | None" = None  # on meta, on the first rank
     # sizes
     sizes: Sizes = field(init=False)
     steps: int | None = None  # of a fresh run

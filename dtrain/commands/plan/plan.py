@@ -105,7 +105,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
 class PlanHost(DryHost):
     """Host of a plan on devices of a kind, which looks at neither weights nor data."""
 
-    stages = ("model", "optimizer", "sizes")
+    stages = ("model", "optimizer", "tower", "sizes")
 
     def __init__(self, recipe: Recipe, hardware: Hardware | None):
         super().__init__(awaited=["model.path", *(key for key, _ in method_of(recipe).other_models())])

@@ -11,6 +11,7 @@ optimizer    the optimizer on meta
 first_rows   the rows as a dry run looks at them
 data         the rows of the splits
 evals        the sets of `eval`
+tower        the model anew with its vision tower, where rows have images
 sizes        the method and its section, the batch and the steps
 kernels      the kernels of attention
 schedule     the learning rate over the steps, and runs that would train nothing

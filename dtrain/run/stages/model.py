@@ -134,26 +134,32 @@ def weight_problems(directory: Path, otherwise: str = "", key: str = "model.path
 
 
 def resolve(spec: RunSpec, host: Host) -> bool:
-    """Build the model on meta, on the first rank; read the digests of what the run reads."""
+    """Build the model on meta, on the first rank, unless the stage tower has to; read the digests of what the run
+    reads."""
     recipe, world = spec.recipe, spec.world
     if host.known:
         return True
     spec.precision = choose_precision(recipe.train.dtype, world.device_type, recipe.train.masters)
-    host.first(partial(_build, spec))
+    if not _may_name_tower(spec):
+        host.first(partial(build, spec))
+        spec.built_for_images = spec.has_images
     host.ask(_identify, spec, host)
     return True
 
 
-def _build(spec: RunSpec) -> None:
+def _may_name_tower(spec: RunSpec) -> bool:
+    """Return whether names of the recipe may be of a vision tower that images alone bring, so that the data are read
+    first."""
+    recipe = spec.recipe
+    has_names = recipe.lora is not None or any(recipe.train.parameter_patterns.values())
+    return has_names and not spec.has_images and config_with_tower(spec).vision is not None
+
+
+def build(spec: RunSpec) -> None:
     """Put the model on meta, as every rank builds it, once the headers of its weights fit it. Raises UserError."""
     recipe, compute = spec.recipe, spec.precision.compute
     model = models.build(spec.model_config, dtype=spec.precision.master, device="meta")
     choose_trained(model, recipe, compute)
-    if recipe.train.vision != "frozen" and spec.rows and not model.model.vision:
-        raise UserError(
-            f"train.vision={recipe.train.vision}: no data have images, so the model is built without its vision tower: "
-            "set train.vision=frozen"
-        )
     coded = [model.config.whole(name) for name, layer in model.named_modules() if holds_codes(layer)]
     if problems := quantization_config.block_problems(model.config, coded, recipe.parallel.tp):
         raise UserError("\n".join(problems))

@@ -122,11 +122,11 @@ def _muon(spec: RunSpec) -> list[str]:
 
 def resolve(spec: RunSpec, host: Host) -> bool:
     """Put the optimizer over the model on meta, on the first rank."""
-    host.first(partial(_build, spec))
+    host.first(partial(build, spec))
     return True
 
 
-def _build(spec: RunSpec) -> None:
+def build(spec: RunSpec) -> None:
     """Put the optimizer over the model, where no stranger's code is needed for it. Raises UserError, also where it
     cannot step what FSDP shards."""
     section, model = spec.recipe.optimizer, spec.model
