@@ -7,7 +7,6 @@ import torch
 import transformers
 from tokenizers import AddedToken
 
-from dtrain.methods import load_recipe
 from dtrain.recipe.schema import Recipe
 from tests.data.images.makers import encoded, picture
 from tests.data.makers import byte_level, write_jsonl
@@ -16,6 +15,7 @@ from tests.models.oracle import _gemma, _qwen3_5, randomise, save
 from tests.models.test_vision_models import SECTIONS
 from tests.models.towers import _qwen_vl
 from tests.models.vision.oracle import SIGLIP
+from tests.tiny import tiny_recipe
 
 _PARTS = (
     "{%- for part in message.content %}{% if part.type == 'image' %}PICTURE{% elif 'text' in part %}{{ part.text }}"
@@ -129,14 +129,17 @@ def chat(*question: dict | str, answer: str = "two and two") -> dict:
     return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]}
 
 
+def question(number: int, names: list[str]) -> list[str]:
+    """Parts of the question of a row: with one picture, two, and none, in turn."""
+    first, other = names[number % len(names)], names[(number + 2) % len(names)]
+    return [[first, "What is it?"], ["Is it ", first, " or ", other, " and why?"], ["What is two and two?"]][number % 3]
+
+
 def write_rows(directory: Path, count: int = 12) -> Path:
     """Rows with one picture, two, and none."""
     names = write_pictures(directory)
-    rows = []
-    for number in range(count):
-        first, other = names[number % len(names)], names[(number + 2) % len(names)]
-        question = ([first, "What is it?"], ["Is it ", first, " or ", other, " and why?"], ["What is two and two?"])
-        rows.append(chat(*question[number % 3], answer="two and two " * (1 + number % 4)))
+    answers = ["two and two " * (1 + number % 4) for number in range(count)]
+    rows = [chat(*question(number, names), answer=answer) for number, answer in enumerate(answers)]
     return write_jsonl(directory / "rows.jsonl", rows)
 
 
@@ -147,14 +150,14 @@ def picture_recipe(root: Path, *overrides: str, family: str = "qwen3-vl", name: 
         write_model(model, family)
     if not (root / "rows.jsonl").exists():
         write_rows(root)
-    recipe = {
-        "run": {"name": name, "dir": str(root / "runs")},
-        "model": {"path": str(model)},
-        "data": {"train": {"path": str(root / "rows.jsonl")}, "max_length": 128, "packing": False, "shuffle": False},
-        "train": {"steps": 3, "global_batch": 4, "micro_batch": 2, "dtype": "float64"},
-        "optimizer": {"lr": 1e-2},
-        "scheduler": {"warmup_steps": 0},
-        "checkpoint": {"every": None, "export": "none"},
-        "metrics": {"tensorboard": False},
-    }
-    return load_recipe(recipe, overrides)
+    of_pictures = (
+        f"model.path={model}",
+        "model.init=pretrained",
+        "data.max_length=128",
+        "data.packing=false",
+        "data.shuffle=false",
+        "train.steps=3",
+        "train.global_batch=4",
+        "scheduler.warmup_steps=0",
+    )
+    return tiny_recipe(root, *of_pictures, *overrides, name=name)

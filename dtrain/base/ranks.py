@@ -78,6 +78,11 @@ class Ranks:
             raise UserError("\n".join(problems))
         return [value for value, _ in outcomes]
 
+    def alike(self, values: Sequence[T]) -> list[int]:
+        """Return the ranks whose value is this rank's, itself among them. values: of every rank, as `every` gives
+        them."""
+        return [rank for rank, value in enumerate(values) if value == values[self.rank]]
+
     def same(self, value: str | None, wrong: str) -> None:
         """Raise UserError on every rank, `wrong` and the ranks that differ from the first, where `value` is not the
         same on all; None is no answer. Collective: one all-gather of objects."""
@@ -118,7 +123,7 @@ def digests(files: Sequence[Path], wrong: str | None = None, ranks: Ranks | None
     """
     ranks = ranks or Ranks()
     seen = ranks.every(lambda: view(files))
-    beside = [rank for rank, other in enumerate(seen) if other == seen[ranks.rank]]  # this rank among them
+    beside = ranks.alike(seen)
 
     def read() -> dict[tuple[int, int], str]:
         counts = [-(-file.stat().st_size // CHUNK) for file in files]

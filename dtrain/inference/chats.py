@@ -78,14 +78,13 @@ class ChatEncoder:
             return None
         import torch
 
-        from dtrain.models.common.images import Images
+        from dtrain.inference.images import images_of
 
-        reader, layouts = self.reader, [image.layout for image in prompt.images]
-        streams = {name: values[None] for name, values in reader.streams(torch.tensor(prompt.ids), layouts).items()}
+        layouts = [image.layout for image in prompt.images]
         if pixels is None:
             pixels = torch.cat([self._pixels(number, image) for number, image in enumerate(prompt.images)])
-        grids = [layout.grid for layout in layouts]
-        return Images(pixels, grids, streams["image_features"], streams.get("rotary_ids"), streams.get("image_ends"))
+        streams = self.reader.streams(torch.tensor(prompt.ids), layouts)
+        return images_of(streams, pixels, [layout.grid for layout in layouts])
 
     def _pixels(self, number: int, image: LaidOutImage) -> "Tensor":
         try:

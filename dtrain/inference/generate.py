@@ -90,11 +90,11 @@ def generate_text(
         raise UserError(f"--image: images stand in a chat, and {directory} has no chat template")
     sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, stop_ids=tuple(tokenizer.eos_ids))
     engine = Engine(loaded.model)
-    asked = _with_images(loaded, directory, template, parts, prompts) if template is not None and parts else None
-    tickets = []
-    for index, prompt in enumerate(prompts):
-        ids, shown = (encode_prompt(tokenizer, prompt, template), None) if asked is None else next(asked)
-        tickets.append(engine.add(Request(ids, sampling, seed, index, images=shown)))
+    if parts and template is not None:
+        encoded = _with_images(loaded, directory, template, parts, prompts)
+    else:
+        encoded = ((encode_prompt(tokenizer, prompt, template), None) for prompt in prompts)
+    tickets = [engine.add(Request(ids, sampling, seed, index, images=own)) for index, (ids, own) in enumerate(encoded)]
     done: dict[int, list[int]] = {}
     for ticket in tickets:
         while ticket not in done:

@@ -1,6 +1,6 @@
 """Images of prompts: whether a model can take them, and those of several prompts as one batch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dtrain.base.batch import IMAGE_STREAMS
 from dtrain.base.errors import UserError
+from dtrain.base.row_images import Grid
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.images import Images
 
@@ -46,9 +47,14 @@ def prompt_images(reader: "ImageReader", ids: Sequence[int], records: Sequence["
     if not records:
         return None
     (row,) = reader.rows_of([[(torch.tensor(ids), records)]])
-    streams = {name: row[name][None] for name in IMAGE_STREAMS if name in row}
-    grids = [record.layout.grid for record in records]
-    return Images(row["pixels"], grids, streams["image_features"], streams.get("rotary_ids"), streams.get("image_ends"))
+    return images_of(row, row["pixels"], [record.layout.grid for record in records])
+
+
+def images_of(streams: Mapping[str, Tensor], pixels: Tensor, grids: Sequence[Grid]) -> Images:
+    """Return the images of one prompt as a batch of one row. streams: [S, ..] of its tokens, as `ImageReader.streams`
+    gives them."""
+    rows = {name: streams[name][None] for name in IMAGE_STREAMS if name in streams}
+    return Images(pixels, grids, rows["image_features"], rows.get("rotary_ids"), rows.get("image_ends"))
 
 
 def rotary_shift(images: Images) -> int:

@@ -263,7 +263,7 @@ class Train:
     compile: bool = False
     """torch.compile for each layer, without its attention."""
     vision: Literal["frozen", "projector", "all"] = "frozen"
-    """What is trained of a vision tower. projector: the part that maps its features to the text's embeddings. A frozen
+    """Trained part of a vision tower. projector: the part that maps its features to the text's embeddings. A frozen
     part stays as the model's files have it. `train_only` and `freeze` leave out more."""
     train_only: list[str] = field(default_factory=list)
     """Patterns of the parameters to train, such as `model.layers.31.*`. All others are frozen. []: all are trained.

@@ -28,12 +28,12 @@ def models(tmp_path_factory):
     return {family: write_model(root / family, family, weights=False) for family in ("qwen3-vl", "gemma3")}
 
 
-def rows_of(model: Path, file: Path, cache: Path | None = None, kind: str = "examples", said=None, **options):
+def rows_of(model: Path, file: Path, cache: Path | None = None, kind: str = "examples", lines=None, **options):
     """The opened rows of `file`, one document each and in the file's order; options: of the section data."""
     section = Data(train=DataSource(path=str(file)), packing=False, shuffle=False, num_workers=1)
     for name, value in options.items():
         setattr(section, name, value)
-    say = (lambda line: None) if said is None else said.append
+    say = (lambda line: None) if lines is None else lines.append
     tokenizer = Tokenizer.from_directory(model)
     return open_rows(section, tokenizer=tokenizer, cache_dir=cache, progress=False, say=say, kind=kind, epochs=1)
 
@@ -191,15 +191,15 @@ def test_no_image_is_cut(models, tmp_path, too_long, max_length, kept, words):
     last["messages"].insert(0, {"role": "user", "content": "Say so. "})
     last["messages"].insert(1, {"role": "assistant", "content": "two"})
     file = write_jsonl(tmp_path / "rows.jsonl", [chat("0.png", "So "), chat("So it is"), last])
-    said = []
+    lines = []
     if kept is None:
         with pytest.raises(UserError) as error:
-            rows_of(models["qwen3-vl"], file, said=said, too_long=too_long, max_length=max_length)
+            rows_of(models["qwen3-vl"], file, lines=lines, too_long=too_long, max_length=max_length)
         assert all(word in str(error.value) for word in words), error.value
         return
-    rows = list(rows_of(models["qwen3-vl"], file, said=said, too_long=too_long, max_length=max_length).iterate())
+    rows = list(rows_of(models["qwen3-vl"], file, lines=lines, too_long=too_long, max_length=max_length).iterate())
     assert len(rows) == kept
-    assert all(word in "\n".join(said) for word in words), said
+    assert all(word in "\n".join(lines) for word in words), lines
     for row in rows:
         assert int((row["image_features"] >= 0).sum()) == int(row["grids"].prod(1).sum()) // 4
 
@@ -208,18 +208,18 @@ def test_a_cache_is_of_its_images(models, tmp_path):
     """Tokens are read again for the same images and processor alone; a file that changes within a run is refused."""
     write_pictures(tmp_path)
     file = write_jsonl(tmp_path / "rows.jsonl", [chat("0.png", QUESTION)])
-    model, said = models["qwen3-vl"], []
-    first = rows_of(model, file, tmp_path / "cache", said=said)
-    again = rows_of(model, file, tmp_path / "cache", said=said)
+    model, lines = models["qwen3-vl"], []
+    first = rows_of(model, file, tmp_path / "cache", lines=lines)
+    again = rows_of(model, file, tmp_path / "cache", lines=lines)
     assert again.fingerprint == first.fingerprint
-    assert not [line for line in said if "anew" in line]
+    assert not [line for line in lines if "anew" in line]
     bound = rows_of(model, file, tmp_path / "cache", image_max_pixels=64)
     assert next(bound.iterate())["grids"].tolist() == [[1, 2, 2]]
     (tmp_path / "0.png").write_bytes(encoded(picture(16, 16, seed=9)))
     with pytest.raises(UserError, match="not the one that the run began with"):
         next(again.iterate())
-    other = rows_of(model, file, tmp_path / "cache", said=said)
-    assert any("0.png is another one now" in line and "made anew" in line for line in said)
+    other = rows_of(model, file, tmp_path / "cache", lines=lines)
+    assert any("0.png is another one now" in line and "made anew" in line for line in lines)
     assert other.fingerprint != first.fingerprint
     (tmp_path / "0.png").unlink()
     with pytest.raises(UserError, match=r"rows.jsonl:1: image 1 of 1: 0.png: there is no such image"):
@@ -305,10 +305,12 @@ def test_notes_are_said_once(models, tmp_path):
     write_pictures(tmp_path)
     for number in (0, 1):
         (tmp_path / f"{number}.png").write_bytes(encoded(picture(16, 16, "CMYK"), "JPEG"))
-    said = []
-    rows_of(models["qwen3-vl"], write_jsonl(tmp_path / "rows.jsonl", [chat("0.png", "1.png", QUESTION)] * 3), said=said)
-    assert sum("CMYK" in line for line in said) == 1
-    assert "train data: 6 images in 24 of the tokens, which are not trained" in said
+    lines = []
+    rows_of(
+        models["qwen3-vl"], write_jsonl(tmp_path / "rows.jsonl", [chat("0.png", "1.png", QUESTION)] * 3), lines=lines
+    )
+    assert sum("CMYK" in line for line in lines) == 1
+    assert "train data: 6 images in 24 of the tokens, which are not trained" in lines
 
 
 def test_records_tell_equal_images(tmp_path):

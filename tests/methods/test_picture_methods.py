@@ -14,7 +14,7 @@ from dtrain.recipe.schema import Recipe
 from tests.data.makers import write_jsonl
 from tests.methods.comparing import assert_same_run, rows_of, samples_of
 from tests.models.vision.oracle import WideIslands
-from tests.pictures import chat, picture_recipe, write_pictures, write_rows
+from tests.pictures import chat, picture_recipe, question, write_pictures, write_rows
 from tests.running import interrupt, metrics, run, run_all, trajectory
 from tests.test_picture_runs import inputs_of
 
@@ -26,10 +26,8 @@ def write_pairs(directory: Path, count: int = 12) -> Path:
     names = write_pictures(directory)
     rows = []
     for number in range(count):
-        first, other = names[number % len(names)], names[(number + 2) % len(names)]
-        question = ([first, "What is it?"], ["Is it ", first, " or ", other, " and why?"], ["What is two and two?"])
         chosen, rejected = (
-            chat(*question[number % 3], answer=answer)["messages"]
+            chat(*question(number, names), answer=answer)["messages"]
             for answer in ("two and two " * (1 + number % 4), "so " * (1 + number % 3))
         )
         rows.append({"prompt": chosen[:1], "chosen": chosen[1:], "rejected": rejected[1:]})

@@ -41,9 +41,9 @@ def test_images_stand_within_the_documents_of_their_row():
 def test_a_plan_says_what_images_it_takes_rows_to_have(tmp_path):
     write_model(tmp_path / "qwen3-vl", weights=False)
     recipe = picture_recipe(tmp_path, "launch.device=cpu")
-    said = text(make_plan(recipe, 1, GPUS["h100"]))
-    assert "images: every row is taken to have 2 images of " in said and "the most by the first rows of data.tr" in said
-    assert "of these the vision tower" in said and "train.vision=frozen" in said
+    page = text(make_plan(recipe, 1, GPUS["h100"]))
+    assert "images: every row is taken to have 2 images of " in page and "the most by the first rows of data.tr" in page
+    assert "of these the vision tower" in page and "train.vision=frozen" in page
 
     plain = write_jsonl(tmp_path / "plain.jsonl", [{"messages": [{"role": "user", "content": "a"}] * 2}])
     reasons = {str(plain): "the first rows of data.train have none", "none.jsonl": "cannot be read"}

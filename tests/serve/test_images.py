@@ -68,12 +68,12 @@ def words_of(ids):
     return " ".join(f"w{token}" for token in ids if token != 1)
 
 
-def answered(made, *said):
+def answered(made, *parts):
     """The ids of transformers' answer: words are numbers, images files, an answer a list."""
     directory, theirs, _ = made
     processor = transformers.AutoImageProcessor.from_pretrained(directory)
     ids, pixels, grids = [], [], []
-    for part in said:
+    for part in parts:
         if isinstance(part, list):
             ids += part
         elif isinstance(part, int):
@@ -114,17 +114,27 @@ def run(capsys):
 
 
 def test_generate_puts_images_in_front_of_each_prompt(made, run):
-    directory, _, (one, two) = made
-    shown = ["--image", one, "--image", two]
+    directory, _, (photo, logo) = made
+    shown = ["--image", photo, "--image", logo]
     status, out, err = run("generate", directory, "--prompt", "w5", "--prompt", "w6 w7", *shown)
-    expected = [answered(made, 8, one, two, *said, 9) for said in ((5,), (6, 7))]
+    expected = [answered(made, 8, photo, logo, *words, 9) for words in ((5,), (6, 7))]
     assert status == 0, err
-    assert out == [words_of(ids) for ids in expected] and expected[0] != answered(made, 8, two, one, 5, 9)
+    assert out == [words_of(ids) for ids in expected] and expected[0] != answered(made, 8, logo, photo, 5, 9)
 
 
 def test_chat_shows_images_with_the_next_message(made, run, monkeypatch):
-    directory, _, (one, two) = made
-    lines = ["w5", f"/image {one}", "w6", "w7", "/image nowhere.png", f"/image {two}", "/reset", f"/image {two}", "w5"]
+    directory, _, (photo, logo) = made
+    lines = [
+        "w5",
+        f"/image {photo}",
+        "w6",
+        "w7",
+        "/image nowhere.png",
+        f"/image {logo}",
+        "/reset",
+        f"/image {logo}",
+        "w5",
+    ]
     typed = iter([*lines, "/exit"])
     monkeypatch.setattr(
         sys, "stdin", SimpleNamespace(isatty=lambda: True)
@@ -132,10 +142,10 @@ def test_chat_shows_images_with_the_next_message(made, run, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda mark: next(typed))
     status, out, err = run("chat", directory, "--temperature", "0")
     first = answered(made, 8, 5, 9)
-    before = [8, 5, 8, *(token for token in first if token != 1), 8, one, 6]
+    before = [8, 5, 8, *(token for token in first if token != 1), 8, photo, 6]
     second = answered(made, *before, 9)
     third = answered(made, *before, 8, [token for token in second if token != 1], 8, 7, 9)
-    alone = answered(made, 8, two, 5, 9)
+    alone = answered(made, 8, logo, 5, 9)
     assert status == 0 and out[1:] == [words_of(ids) for ids in (first, second, third, alone)]
     assert err.count("dtrain:") == 1 and "nowhere.png: there is no such image" in err
 
@@ -151,21 +161,21 @@ def shows(*parts):
 
 
 def test_a_server_answers_images_and_refuses_what_it_cannot_read(made):
-    directory, _, (one, two) = made
-    path, good = "/v1/chat/completions", data_uri(one.read_bytes())
+    directory, _, (photo, logo) = made
+    path, good = "/v1/chat/completions", data_uri(photo.read_bytes())
     torn = data_uri(encoded(picture(64, 64))[:-2000])
     bad = {
         "https://example.org/a.png": "files and addresses are not read here",
-        str(one): "files and addresses are not read here",
-        "file://" + str(one): "files and addresses are not read here",
+        str(photo): "files and addresses are not read here",
+        "file://" + str(photo): "files and addresses are not read here",
         data_uri(png_that_claims(30_000, 30_000)): "900.0 megapixels, more than the 64",
         data_uri(b"hello"): "this is no image",
         "data:image/png;base64,!!": "not whole base64",
         torn: "the image is torn",
     }
     with serving(directory) as (url, _):
-        status, answer = ask(url, path, {**shows("w5", good, "w6", data_uri(two.read_bytes())), "n": 2})
-        expected = answered(made, 8, 5, one, 6, two, 9)
+        status, answer = ask(url, path, {**shows("w5", good, "w6", data_uri(logo.read_bytes())), "n": 2})
+        expected = answered(made, 8, 5, photo, 6, logo, 9)
         assert status == 200 and [choice["token_ids"] for choice in answer["choices"]] == [expected] * 2
         status, answer = ask(url, path, shows("w5"))
         assert status == 200 and answer["choices"][0]["token_ids"] == answered(made, 8, 5, 9)
@@ -195,14 +205,14 @@ def test_image_tokens_in_the_words_of_a_message_are_refused(tmp_path, made):
     tokenizer = DtrainTokenizer.from_directory(directory)
     template, reader = choose_template(directory, tokenizer), ImageReader(tokenizer, directory)
     chats = ChatEncoder(PromptEncoder(tokenizer, template, max_length=99, options=PromptOptions(99), images=reader))
-    said = [{"role": "user", "content": [image_part(made[2][0])]}, {"role": "assistant", "content": "a photo"}]
-    prompt = chats.encode(Prompt([*said, {"role": "user", "content": "<image_soft_token>"}]))  # written escaped
+    messages = [{"role": "user", "content": [image_part(made[2][0])]}, {"role": "assistant", "content": "a photo"}]
+    prompt = chats.encode(Prompt([*messages, {"role": "user", "content": "<image_soft_token>"}]))  # written escaped
     assert chats.images_of(prompt).index.max() == 8
-    said[1]["content"] = "a <image_soft_token>"
+    messages[1]["content"] = "a <image_soft_token>"
     with pytest.raises(
         UserError, match="10 image tokens .<image_soft_token>., and its images are 9: images alone write this token"
     ):
-        chats.encode(Prompt([*said, {"role": "user", "content": "why?"}]))
+        chats.encode(Prompt([*messages, {"role": "user", "content": "why?"}]))
 
 
 def test_a_server_whose_weights_may_change_takes_no_images(made, monkeypatch):
@@ -220,18 +230,18 @@ def test_a_server_whose_weights_may_change_takes_no_images(made, monkeypatch):
 
 
 def test_models_of_text_refuse_images(made, run, tmp_path, monkeypatch):
-    text, (_, _, (one, _)) = make_model(tmp_path, 1), made
-    status, _, err = run("generate", made[0], "--prompt", "w5", "--image", one, "--raw")
+    text, (_, _, (photo, _)) = make_model(tmp_path, 1), made
+    status, _, err = run("generate", made[0], "--prompt", "w5", "--image", photo, "--raw")
     assert status == 1 and "--raw is without one: leave --raw out" in err
     (text / "model.safetensors").rename(text / "elsewhere")  # it is refused before weights are read
-    status, _, err = run("generate", text, "--prompt", "w5", "--image", one)
+    status, _, err = run("generate", text, "--prompt", "w5", "--image", photo)
     assert status == 1 and "--image" in err and "takes no images (its config.json has no vision_config)" in err
     (text / "elsewhere").rename(text / "model.safetensors")
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"/image {one}\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"/image {photo}\n"))
     status, _, err = run("chat", text)
     assert status == 1 and "takes no images" in err
     with serving(text) as (url, _):
-        status, answer = ask(url, "/v1/chat/completions", shows("w5", data_uri(one.read_bytes())))
+        status, answer = ask(url, "/v1/chat/completions", shows("w5", data_uri(photo.read_bytes())))
         assert status == 400 and "takes no images" in answer["error"]["message"]
         assert answer["error"]["param"] == "messages[0].content[1]"
 

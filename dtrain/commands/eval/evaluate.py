@@ -54,8 +54,9 @@ def evaluate(arguments: Namespace) -> Report:
         raise UserError(f"--out {out}: there is no directory {out.parent}")
     judges, together = open_judges(rewards, arguments.reward_timeout, partial(print, file=sys.stderr))
     with judges:
-        problem, has_images = image_problem(arguments.directory), have_images(files, arguments.limit)
-        if has_images and problem:
+        model_files(arguments.directory)  # refuses a directory without a model before the data are read
+        has_images = have_images(files, arguments.limit)
+        if has_images and (problem := image_problem(arguments.directory)):
             raise UserError(f"DATA: the prompts have images: {problem}")
         loaded = load(arguments.directory, choose_dtype(arguments.dtype, device), device, vision=has_images)
         model, tokenizer = loaded

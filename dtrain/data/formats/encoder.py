@@ -120,8 +120,9 @@ class EncodedChunk:
         self.full.append(document.full)
         self.columns.append(document.columns)
         self.images.append([image.record for image in document.images])
-        notes = [note for image in document.images for note in image.notes]
-        self.image_notes = list(dict.fromkeys([*self.image_notes, *notes]))
+        for note in (note for image in document.images for note in image.notes):
+            if note not in self.image_notes:
+                self.image_notes.append(note)
 
 
 class RowEncoder:
@@ -292,6 +293,11 @@ class RowEncoder:
             )
         return self.images.read(values, self.directory) if values and self.images else []
 
+    def image_content(self, messages: Messages) -> list[list[str]]:
+        """Return what `content_of` has of a conversation's images: the list of their digests; nothing without."""
+        digests = [image.image.digest for image in self.read_images(messages)]
+        return [digests] if digests else []
+
     def images_within(
         self, ids: Sequence[int], images: "Sequence[LaidOutImage]", kept: range
     ) -> "Sequence[LaidOutImage] | None":
@@ -345,9 +351,7 @@ class Encoder(RowEncoder):
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
         sample = normalise(self.in_messages(row, name), name)
         if isinstance(sample, Conversation):
-            messages, _ = take_images(sample.messages)
-            digests = [image.image.digest for image in self.read_images(sample.messages)]
-            return [messages, sample.tools, *([digests] if digests else ())]
+            return [take_images(sample.messages)[0], sample.tools, *self.image_content(sample.messages)]
         if isinstance(sample, PromptCompletion):
             return [sample.prompt, sample.completion]
         return sample.text if isinstance(sample, Text) else sample.ids
@@ -386,11 +390,10 @@ class Encoder(RowEncoder):
         messages = replies.with_objects(take_images(sample.messages)[0], sample.tools)
         if self.loss_on == "all":
             shut = [index for index, flag in enumerate(sample.train) if flag is False]
-            spans: list[Span] = []
-            if shut:
-                text, spans = replies.blocks(messages, sample.tools, shut)
-            else:
-                text = replies.template.render(messages, sample.tools)
+            if not shut and not images:
+                ids = self.tokenizer.encode(replies.template.render(messages, sample.tools))
+                return ids, bytearray(b"\1" * len(ids))
+            text, spans = replies.blocks(messages, sample.tools, shut)
             ids, covered = self._masked(text, spans, images)
             trained = bytearray(1 - inside for inside in covered)
         else:

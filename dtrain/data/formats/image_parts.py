@@ -79,10 +79,10 @@ def with_images(row: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[
     return _filled(messages, iter(images))
 
 
-def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
+def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Any]]:
     """Return `messages` with bare parts `{"type": "image"}`, as chat templates read them, and the images that the parts
     held, in order."""
-    bare: list[dict[str, Any]] = []
+    bare: list[Mapping[str, Any]] = []
     images: list[Any] = []
     for message in messages:
         content = message.get("content")
@@ -90,7 +90,7 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
             images += [part["image"] for part in content if part.get("type") == "image"]
             parts = [{"type": "image"} if part.get("type") == "image" else part for part in content]
             message = {**message, "content": parts}
-        bare.append(dict(message))
+        bare.append(message)
     return bare, images
 
 

@@ -236,9 +236,8 @@ class PairEncoder(RowEncoder):
         pair = self._pair(row, name)
         if not isinstance(pair, ChatPair):
             return [pair.prompt, pair.chosen, pair.rejected, None]
-        digests = [image.image.digest for image in self.read_images(pair.prompt)]
         prompt, _ = take_images(pair.prompt)
-        return [prompt, pair.chosen, pair.rejected, pair.tools, *([digests] if digests else ())]
+        return [prompt, pair.chosen, pair.rejected, pair.tools, *self.image_content(pair.prompt)]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         pair = self._pair(row, name)

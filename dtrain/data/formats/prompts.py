@@ -57,8 +57,11 @@ class Prompt:
     @property
     def bare(self) -> Any:
         """The content with bare parts in the place of images, as rewards and records have it."""
-        is_chat = bool(self.content) and isinstance(self.content[0], Mapping)
-        return take_images(self.content)[0] if is_chat else self.content  # type: ignore[arg-type]
+        return take_images(self.content)[0] if self.is_chat else self.content  # type: ignore[arg-type]
+
+    @property
+    def is_chat(self) -> bool:
+        return bool(self.content) and isinstance(self.content[0], Mapping)
 
 
 @dataclass(frozen=True)
@@ -165,8 +168,8 @@ class PromptEncoder(RowEncoder):
 
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
         prompt = normalise_prompt(self.in_messages(row, name), name)
-        digests = [image.image.digest for image in self.images_of(prompt)]
-        return [prompt.bare, prompt.tools, *([digests] if digests else ())]
+        messages: Any = prompt.content if prompt.is_chat else ()
+        return [prompt.bare, prompt.tools, *self.image_content(messages)]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         prompt = normalise_prompt(self.in_messages(row, name), name, self.options.system)
@@ -196,14 +199,9 @@ class PromptEncoder(RowEncoder):
         if own_images is None:
             return CUT_IMAGE
         own = [] if self._examples is None else self._examples.documents_of(row, name)
-        return (
-            own
-            if isinstance(own, str)
-            else [
-                Document(kept, bytearray(len(kept)), len(ids), columns, own_images),
-                *own,
-            ]
-        )
+        if isinstance(own, str):
+            return own
+        return [Document(kept, bytearray(len(kept)), len(ids), columns, own_images), *own]
 
     def _with_tools(self, prompt: Prompt) -> Prompt:
         """Add the options' tools to a prompt. Raises UserError where it cannot list tools, or has some of its own."""
@@ -217,8 +215,7 @@ class PromptEncoder(RowEncoder):
 
     def images_of(self, prompt: Prompt) -> "list[LaidOutImage]":
         """Return the images of a prompt, laid out from their headers. Raises UserError."""
-        content: Any = prompt.content
-        return self.read_images(content) if content and isinstance(content[0], Mapping) else []
+        return self.read_images(prompt.content) if prompt.is_chat else []  # type: ignore[arg-type]
 
     def encode(self, prompt: Prompt, images: "Sequence[LaidOutImage]" = ()) -> list[int]:
         """Return the prompt's token ids, not yet cut, one at least. images: those of its parts, in order. Raises

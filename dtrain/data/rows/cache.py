@@ -266,7 +266,7 @@ class _Writer:
         self.documents = encoder.documents
         names = [*ARRAYS, *(COLUMNS if encoder.keeps_columns else ()), *(IMAGES if encoder.images else ())]
         self.streams = {name: stack.enter_context(open(directory / name, "wb")) for name in names}
-        self.ends = {name: 0 for name in names if name in ("offsets.bin", "column_offsets.bin")}
+        self.ends = {name: 0 for name in names if name.endswith("offsets.bin")}
         for name in self.ends:
             self.streams[name].write(array("q", [0]).tobytes())
         self.list = stack.enter_context(open(directory / "left_out.txt", "w", encoding="utf-8"))
@@ -278,7 +278,7 @@ class _Writer:
         if encoder.images is not None:
             from dtrain.data.rows import image_cache
 
-            self.images = image_cache.ImageWriter(self.streams)
+            self.images = image_cache.ImageWriter(self.streams, self._advance)
 
     def add(self, number: int, file: str, chunk: EncodedChunk) -> None:
         self._write("tokens.bin", chunk.tokens.tobytes())

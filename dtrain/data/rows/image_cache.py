@@ -10,10 +10,9 @@ No pixels are kept. An image is read from its own file, or from here, each time 
 
 import hashlib
 import json
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
@@ -28,15 +27,15 @@ FILES = "image_files.json"
 
 
 class ImageWriter:
-    """Writer of the images of samples to the files of a cache, whose streams are open."""
+    """Writer of the images of samples to the files of a cache, whose streams are open. advance: writes the offsets of
+    pieces of some lengths to a file of offsets."""
 
-    def __init__(self, streams: Mapping[str, IO[bytes]]):
-        self._streams = streams
-        self._records_end, self._bytes_end = 0, 0
+    def __init__(self, streams: Mapping[str, IO[bytes]], advance: Callable[[str, Iterable[int]], None]):
+        self._streams, self._advance = streams, advance
+        self._bytes_end = 0
         self._places: dict[str, tuple[int, int]] = {}  # by the digest of an image: where its bytes are
         self._files: dict[str, str] = {}  # by the path of an image: its digest
         self._count, self._tokens, self._notes = 0, 0, dict[str, None]()
-        streams["image_offsets.bin"].write(array("q", [0]).tobytes())
 
     @property
     def meta(self) -> dict[str, object]:
@@ -49,9 +48,7 @@ class ImageWriter:
         self._notes |= dict.fromkeys(notes)
         written = [json.dumps([self._entry(record) for record in records]).encode() for records in documents]
         self._streams["images.bin"].write(b"".join(written))
-        _, *offsets = accumulate(map(len, written), initial=self._records_end)
-        self._streams["image_offsets.bin"].write(array("q", offsets).tobytes())
-        self._records_end = offsets[-1] if offsets else self._records_end
+        self._advance("image_offsets.bin", map(len, written))
         contents = [[[record.digest, record.layout] for record in records] for records in documents if records]
         return json.dumps(contents).encode() if contents else b""
 
@@ -101,7 +98,7 @@ def damage_of_images(place: Path, ranks: Ranks) -> str | None:
     file = place / FILES
     files = list(read_json(file, most=LARGE).items()) if file.is_file() else []
     views = ranks.every(lambda: view([file.parent]) if files else "")
-    beside = [rank for rank, other in enumerate(views) if other == views[ranks.rank]]  # this rank among them
+    beside = ranks.alike(views)
     mine = files[beside.index(ranks.rank) :: len(beside)]
     with ThreadPoolExecutor(THREADS) as threads:
         problems = ranks.every(lambda: next(filter(None, threads.map(_damage, mine)), None))

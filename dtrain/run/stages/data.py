@@ -118,7 +118,7 @@ def resolve(spec: RunSpec, host: Host) -> bool:
     return True
 
 
-def take_images(spec: RunSpec, has_images: bool) -> None:
+def accept_images(spec: RunSpec, has_images: bool) -> None:
     """Set that the run has images, where rows have some. Raises UserError where its method or model takes none."""
     if not has_images:
         return
@@ -165,7 +165,7 @@ def open_splits(
             is_packed = opened["train"].packing or options["kind"] == "prompts"
             recipe = replace(recipe, data=replace(recipe.data, packing=is_packed))
     spec.recipe, spec.rows = recipe, opened
-    take_images(spec, any(rows.samples.meta["images"] for rows in opened.values()))
+    accept_images(spec, any(rows.samples.meta["images"] for rows in opened.values()))
     spec.columns = {split: rows.samples.column_names() for split, rows in opened.items()}
     spec.identities |= {DIGESTS[split]: rows.samples.identity for split, rows in opened.items()}
     spec.plain_prompts = opened["train"].samples.meta["plain_prompts"]

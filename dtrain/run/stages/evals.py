@@ -26,7 +26,7 @@ from dtrain.rl.rewards.options import is_path
 from dtrain.run.eval_sets import EvalSet, longest_answer, sets
 from dtrain.run.host import Host, problems_of
 from dtrain.run.spec import RunSpec
-from dtrain.run.stages.data import files_here, of_no_hub, take_images
+from dtrain.run.stages.data import accept_images, files_here, of_no_hub
 
 DRAWN = ("text", "preference")  # formats of rows that ask nothing
 
@@ -141,7 +141,7 @@ def resolve(spec: RunSpec, host: Host) -> bool:
             host.first(partial(_read, spec, eval_set))
     has_images = any(questions.reader is not None for questions, _ in spec.questions.values())
     if host.ranks.every(lambda: has_images)[0]:
-        host.ask(take_images, spec, True)
+        host.ask(accept_images, spec, True)
     return True
 
 

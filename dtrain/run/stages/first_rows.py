@@ -15,7 +15,7 @@ from dtrain.data.sources.sources import Look, looks, notes_on_endings
 from dtrain.run.host import DryHost
 from dtrain.run.preflight import has_urls, to_copy
 from dtrain.run.spec import RunSpec
-from dtrain.run.stages.data import open_splits, row_options, splits, take_images
+from dtrain.run.stages.data import accept_images, open_splits, row_options, splits
 
 SMALL_DATA = 4 << 20
 LOOK_SECONDS = 5.0
@@ -48,7 +48,7 @@ def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
         spec.columns[split] = list(dict.fromkeys(name for row in rows for name in row))
         plain[split] = sum(chunk.plain_prompts for chunk in chunks if chunk)
         read[split] = sum(chunk.rows for chunk in chunks if chunk)
-        host.ask(take_images, spec, any(any(chunk.images) for chunk in chunks if chunk))
+        host.ask(accept_images, spec, any(any(chunk.images) for chunk in chunks if chunk))
     spec.plain_prompts = plain["train"]
     if len(host.problems) > start:
         return
