@@ -317,3 +317,12 @@ def test_records_tell_equal_images(tmp_path):
     records = [ImageRecord("a", digest * 64, None, path="a") for digest in "0fa"]
     assert len({record.key for record in records}) == 3
     assert all(0 <= record.key < 2**63 for record in records)
+
+
+def test_an_image_that_is_torn_is_named_by_its_path(models, tmp_path):
+    """Its header is whole, so that it is found when it is decoded."""
+    write_pictures(tmp_path)
+    (tmp_path / "0.png").write_bytes((tmp_path / "0.png").read_bytes()[:80])
+    rows = rows_of(models["qwen3-vl"], write_jsonl(tmp_path / "rows.jsonl", [chat("0.png", QUESTION)]))
+    with pytest.raises(UserError, match=rf"^{tmp_path}/0.png: the image is torn"):
+        next(rows.iterate())

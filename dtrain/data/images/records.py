@@ -47,7 +47,7 @@ class ImageRecord:
             return ImageBytes(self.name, self.data)
         path = Path(str(self.path))
         try:
-            image = ImageBytes(self.name, path.read_bytes(), path)
+            image = ImageBytes(str(path), path.read_bytes(), path)  # a row may be far from what reads it
         except OSError as error:
             raise UserError(f"{path}: the image cannot be read: {error.strerror}; put it back") from error
         if image.digest != self.digest:
