@@ -4,6 +4,8 @@ torch's functional collectives underneath: exact on gloo (torch.distributed.nn.f
 permuted tensors there), visible to torch.compile and to CommDebugMode. All ranks of `group` call each function.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,6 +32,12 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
     if dim != 0:
         tensor = torch.cat(tensor.chunk(size, dim))
     return _wait(_ops.reduce_scatter_tensor(tensor.contiguous(), "sum", size, group.group_name))
+
+
+def all_to_all(rows: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows [sum(sends), ..], `sends` of them for each rank, as rows [sum(receives), ..] from each, in the ranks' order.
+    No derivative."""
+    return _wait(_ops.all_to_all_single(rows.contiguous(), list(receives), list(sends), group.group_name))
 
 
 def enter_region(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -59,6 +67,11 @@ def scatter_sum_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Ten
     """[.., n, ..] -> [.., n/ranks, ..]: the ranks' tensors summed, and cut along `dim` (reduce-scatter); backward an
     all-gather."""
     return _ScatterSum.apply(tensor, dim, group)
+
+
+def exchange(rows: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """`all_to_all` with its derivative, another of them."""
+    return _Exchange.apply(rows, receives, sends, group)
 
 
 class _Enter(torch.autograd.Function):
@@ -113,3 +126,14 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, receives, sends, group):
+        ctx.receives, ctx.sends, ctx.group = receives, sends, group
+        return all_to_all(rows, receives, sends, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_to_all(grad, ctx.sends, ctx.receives, ctx.group), None, None, None

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from dtrain.parallel.collectives import all_to_all, exchange
 from dtrain.parallel.placement import chunk_bounds
 from dtrain.parallel.tensor import LocalParameters, LocalView
-
-_ops = torch.ops._c10d_functional
 
 
 class Experts(nn.Module):
@@ -37,14 +36,14 @@ class Experts(nn.Module):
             return compute(rows, counts)
         ranks, group = self.ep.size(), self.ep.get_group()
         each = [len(counts) // ranks] * ranks
-        theirs = _exchange(counts, each, each, group).view(ranks, -1)  # [ep, E/ep]
+        theirs = all_to_all(counts, each, each, group).view(ranks, -1)  # [ep, E/ep]
         sends, receives = (on_host(count.sum(1), len(rows)) for count in (counts.view(ranks, -1), theirs))
         numbers = torch.arange(len(counts) // ranks, device=counts.device).repeat(ranks)
         order = numbers.repeat_interleave(theirs.flatten(), output_size=sum(receives)).argsort(stable=True)  # [m]
         back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
-        arrived = _Permuted.apply(_AllToAll.apply(rows, receives, sends, group), order, back)
+        arrived = _Permuted.apply(exchange(rows, receives, sends, group), order, back)
         results = _Permuted.apply(compute(arrived, theirs.sum(0)), back, order)
-        return cast(Tensor, _AllToAll.apply(results, sends, receives, group))
+        return exchange(results, sends, receives, group)
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -127,19 +126,3 @@ class _Permuted(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         (back,) = ctx.saved_tensors
         return grads[0][back], None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, receives: list[int], sends: list[int], group: Any) -> Tensor:
-        ctx.receives, ctx.sends, ctx.group = receives, sends, group
-        return _exchange(rows, receives, sends, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        return _exchange(grads[0], ctx.sends, ctx.receives, ctx.group), None, None, None
-
-
-def _exchange(rows: Tensor, receives: list[int], sends: list[int], group: Any) -> Tensor:
-    """rows [sum(sends), ..] -> [sum(receives), ..], in the ranks' order. One all-to-all."""
-    return _ops.wait_tensor(_ops.all_to_all_single(rows.contiguous(), receives, sends, group.group_name))

@@ -173,7 +173,8 @@ class Policy:
         step, before clipping), `lr` (that it used), `rank`, and `all_mb_metrics` (each metric of this rank, a list by
         micro-batch).
         The collectives are those of `batching.take`, and per step one all-reduce of the counts on the host before the
-        backward, one of loss and metrics after; one more before where the rows of a micro-batch vary. Raises ValueError
+        backward, one of loss and metrics after; one more before where the rows of a micro-batch vary. With images an
+        all-gather of their sizes for each micro-batch, over dp on the host. Raises ValueError
         as `batching.take` does, and for a gbs that is not as many rows of each dp rank.
         """
         updater = None if eval_mode else self.updater

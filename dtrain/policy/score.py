@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain import losses
 from dtrain.attention.packing import Packing
 from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, document_ids, documents, sum_by_document
-from dtrain.base.row_images import RowImages
+from dtrain.base.ranks import Ranks
+from dtrain.base.row_images import Grid, RowImages
 from dtrain.losses.head.vocabulary import compute_dtype
 from dtrain.losses.head.weighted_sum import TokenLossFn
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.images import Images
+from dtrain.models.common.images import Images, RankImages
 from dtrain.parallel.collectives import leave_region
 from dtrain.parallel.context.batch import cut_streams, gather_tokens, pad_right
 from dtrain.parallel.mesh import Mesh
@@ -241,7 +242,7 @@ class Scorer:
 
     def _images(self, batch: Batch, local: Batch) -> Images | None:
         """Return the images of a host micro-batch, and their places among this rank's tokens; of a model without a
-        vision tower None, with one also where the rows have no image."""
+        vision tower None, with one also where the rows have no image. Over dp one all-gather of objects."""
         config = self.model.config
         if config.vision is None:
             return None
@@ -263,7 +264,12 @@ class Scorer:
             features,
             rotary_ids if has_axes else None,
             ends if config.bidirectional else None,
+            RankImages(self._by_dp_rank(grids), self.mesh.dp.get_group()) if self.mesh.dp_size > 1 else None,
         )
+
+    def _by_dp_rank(self, grids: list[Grid]) -> list[list[Grid]]:
+        """Return the grids of the images that each dp rank has in this micro-batch. grids: of this rank's."""
+        return Ranks(self.mesh.dp.get_group()).every(lambda: grids)
 
     def _packing(self, batch: Batch, is_packed: bool) -> Packing | None:
         """Return the packing of a host micro-batch's whole rows, padded as they are cut over cp; None for plain rows of

@@ -41,6 +41,15 @@ RECIPE_BYTES = 1 << 20
 DEPTH = 32  # levels of a recipe or a value; what reads them recurses, at most about ten frames a level
 _NO_RECIPE = "{} is not a recipe: its top level must be a mapping such as `train: {{steps: 100}}`"
 FOREIGN = 5  # keys of another tool that make a recipe one of its own
+EXCLUSIVE = (  # keys that exclude each other, and the value of either that asks for nothing
+    ("train.steps", "train.epochs", None),
+    ("data.train.path", "data.train.sources", None),
+    ("data.val.path", "data.val.sources", None),
+    ("lora.path", "checkpoint.init_from", None),
+    ("train.dynamic_batch", "data.packing", False),
+    ("parallel.optimizer_offload", "parallel.cpu_offload", False),
+    ("grpo.kwargs.delta", "grpo.kwargs.dual_clip", None),
+)
 _PATHS = ("model.path", "lora.path", "run.dir", "data.cache_dir", "data.chat_template", "checkpoint.resume")
 
 
@@ -86,6 +95,7 @@ def read(
     config = OmegaConf.create(merge(asdict(kind()), written))
     for override in overrides:
         _apply(config, override, kind, problems)
+    _unset_excluded(config, overrides)
     chosen = OmegaConf.select(config, "method", throw_on_resolution_failure=False)
     chosen = chosen if chosen in [*sections] else kind().method
     if chosen not in named:
@@ -221,6 +231,19 @@ def _apply(config: DictConfig, override: str, kind: type[Recipe], problems: list
     except ValueError:  # a name where OmegaConf takes the number of an entry
         section, _, name = key.rpartition(".")
         problems.append(f"{shown}: {section} is a list; name an entry by its number, {section}[0].{name}")
+
+
+def _unset_excluded(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Unset the keys that exclude one which an override sets, unless an override sets them too."""
+    typed = {override.partition("=")[0] for override in overrides}
+    for pair in EXCLUSIVE:
+        *keys, unset = pair
+        for key, other in (keys, keys[::-1]):
+            values = [OmegaConf.select(config, name, throw_on_resolution_failure=False) for name in (key, other)]
+            if key in typed and other not in typed and unset not in values and None not in values:
+                OmegaConf.update(config, other, unset)
+    if "scheduler.warmup" in typed and "scheduler.warmup_steps" not in typed:  # which would win
+        OmegaConf.update(config, "scheduler.warmup_steps", None)
 
 
 def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) -> Any:

@@ -232,7 +232,8 @@ class Train:
     steps: Annotated[int | None, (lambda v: 1 <= v <= 10**9, "at least 1, and at most a thousand million")] = None
     """Optimizer steps. Required, or `epochs`."""
     epochs: Annotated[int | None, (lambda v: 1 <= v <= 10**6, "at least 1, and at most a million")] = None
-    """Passes over the training set; the last batch may be short. Stands in for `steps`."""
+    """Passes over the training set; the last batch may be short. Stands in for `steps`; an override of one unsets the
+    other."""
     global_batch: Annotated[
         int | str,
         (

@@ -339,3 +339,27 @@ def test_a_recipe_can_be_pickled_and_copied():
     for other in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe)):
         assert other == recipe and other.dpo.beta == 0.5 and other.unread == recipe.unread == ["sft.loss"]
         assert other.references == recipe.references and replace(other, lora=None).section == recipe.section
+
+
+@pytest.mark.parametrize(
+    ("written", "overrides", "expected"),
+    [
+        ("train: {epochs: 3}", ["train.steps=5"], {"train.steps": 5, "train.epochs": None}),
+        ("train: {steps: 5}", ["train.epochs=3"], {"train.steps": None, "train.epochs": 3}),
+        ("train: {steps: 5}", ["train.epochs=null"], {"train.steps": 5, "train.epochs": None}),
+        ("train: {epochs: 3}", ["train.steps=5", "train.epochs=2"], {"train.steps": 5, "train.epochs": 2}),
+        ("scheduler: {warmup_steps: 9}", ["scheduler.warmup=0.2"], {"scheduler.warmup_steps": None}),
+        ("data: {train: {path: a}}", ["data.train.sources=[{path: b}]"], {"data.train.path": None}),
+        ("data: {packing: true}", ["train.dynamic_batch=true"], {"data.packing": False, "train.dynamic_batch": True}),
+        ("train: {dynamic_batch: true}", ["data.packing=true"], {"data.packing": True, "train.dynamic_batch": False}),
+        ("parallel: {cpu_offload: true}", ["parallel.optimizer_offload=true"], {"parallel.cpu_offload": False}),
+    ],
+)
+def test_an_override_unsets_what_it_excludes(written, overrides, expected):
+    recipe = load_recipe(yaml.safe_load(written), overrides)
+    for key, value in expected.items():
+        section, _, name = key.rpartition(".")
+        owner = recipe
+        for part in section.split("."):
+            owner = getattr(owner, part)
+        assert getattr(owner, name) == value, key

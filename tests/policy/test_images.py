@@ -69,13 +69,15 @@ def trained(rank, recipe, name, world_size, sizes, packs):
     policy = Policy(recipe, config, mesh, runtime)
     policy.init_optimizer(2)
     init_weights(policy.model, 1, only="*.lora_B")  # without which an A has no gradient
+    patches = []
+    policy.model.model.vision[0].register_forward_pre_hook(lambda _, inputs: patches.append(len(inputs[0])))
     batch, images = batch_of(CASES[name], config)
     mine = list(range(len(images)))[mesh.dp.get_local_rank() :: mesh.dp.size()]
     rows = {key: stream[mine] for key, stream in batch.items()} | {"images": images.of(mine)}
     result = policy.train(rows, SftMethod(load_recipe({})).loss, mbs=Packed(70) if packs else None)
     named = policy.model.named_parameters()
     weights = {key: (value.full_tensor() if isinstance(value, DTensor) else value).detach() for key, value in named}
-    return result["global_loss"].item(), result["grad_norm"], weights
+    return result["global_loss"].item(), result["grad_norm"], weights, sum(patches)
 
 
 def recipe_of(root, name, *overrides):
@@ -130,8 +132,13 @@ def test_a_mesh_has_the_numbers_of_one_process(tmp_path, ranks):
         references[case] = recipe_of(root, name, *both), name, 1, {}, False
         meshes[case] = recipe_of(root, name, *both, *overrides), name, world_size, sizes, packs
     expected, results = run_cases(trained, 1, references), run_cases(trained, ranks, meshes)
-    for case, ((one_loss, one_norm, one_weights),) in expected.items():
-        for loss, norm, weights in results[case]:
+    for case, ((one_loss, one_norm, one_weights, one_patches),) in expected.items():
+        encoded = [patches for *_, patches in results[case]]
+        if meshes[case][0].parallel.custom_plan is None:
+            assert sum(encoded) == one_patches, case
+        if ranks == 3:  # of which one has no image of its own
+            assert min(encoded) > 0, case
+        for loss, norm, weights, _ in results[case]:
             assert loss == pytest.approx(one_loss, rel=1e-9), case
             assert norm == pytest.approx(one_norm, rel=1e-9), case
             for key, value in weights.items():

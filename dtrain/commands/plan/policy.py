@@ -190,6 +190,9 @@ class _TracedScorer(Scorer):
         memory.begin(Phase("backward", number))
         return result
 
+    def _by_dp_rank(self, grids):
+        return [grids] * self.mesh.dp_size  # the planned rows of all ranks are alike
+
 
 def mark_layers(layers: Iterable[nn.Module], tracer: Tracer) -> None:
     """Begin a phase at each layer's forward, before each layer's backward, and where a layer is recomputed."""

@@ -13,7 +13,18 @@ from torch import Tensor
 from dtrain.base.row_images import Grid
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from dtrain.models.vision.common import Features
+
+
+@dataclass(frozen=True)
+class RankImages:
+    """Images of the micro-batches that data-parallel ranks compute at the same time. grids: of the images of each dp
+    rank; group: the dp ranks beside this one."""
+
+    grids: Sequence[Sequence[Grid]]
+    group: "ProcessGroup"
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +43,7 @@ class Images:
     index: Tensor
     rotary_ids: Tensor | None = None
     ends: Tensor | None = None
+    dp: RankImages | None = None
 
     def padded(self, missing: int) -> "Images":
         """Return the images of rows with `missing` more tokens of text at their ends."""

@@ -1,51 +1,103 @@
-"""Images shared out among the ranks that hold the same rows: each encodes some, and the features are gathered once."""
+"""Images shared out among ranks: each encodes some, and a rank gets the features of its own images.
 
+Ranks of cp and tp hold the same images. Those of dp hold different ones, whose pixels travel where that evens out the
+work.
+"""
+
+import math
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.base.dealing import deal
+from dtrain.base.dealing import deal_near
+from dtrain.base.row_images import Grid
 from dtrain.models.common.images import Images, PlacedFeatures
-from dtrain.parallel.collectives import enter_region, gather_alike, gather_along
+from dtrain.parallel.collectives import all_to_all, enter_region, exchange, gather_alike, gather_along
 from dtrain.parallel.tensor import TensorParallel
 
 if TYPE_CHECKING:
     from dtrain.models.vision.common import Features, VisionTower
 
 
-def dealt_features(tower: "VisionTower", images: Images, tp: TensorParallel | None, cp: Any) -> "Features":
-    """Return the features of all images. Each rank encodes a share, balanced by patches.
+class Dealing(NamedTuple):
+    """Numbers of images, counted through all dp ranks, as one rank sees them.
 
-    tp, cp: the ranks that hold the same images; None: there are none beside this one; cp is a process group. Where
-    gradients of the tower are not summed over tp, images are shared out over cp alone. Collectives: one all-gather for
-    each of tp and cp; backward a reduce-scatter for cp, and for tp under sequence parallel. Gradients of the tower are
-    then those of this rank's images.
+    own: images of this rank; encoded: images that it encodes; sends: its own images, by the dp rank that encodes them
+    for its place in cp x tp; receives: `encoded` by the dp rank that has them; by_place: of each place in cp x tp, the
+    own images whose features it brings. moves: an image of this place is encoded by another dp rank than its own.
+    """
+
+    own: range
+    encoded: list[int]
+    sends: list[list[int]]
+    receives: list[list[int]]
+    by_place: list[list[int]]
+    moves: bool
+
+
+def deal_images(grids: Sequence[Sequence[Grid]], dp_rank: int, places: int, place: int) -> Dealing:
+    """Deal the images of all dp ranks to all ranks, balanced by patches. grids: by dp rank; places: the ranks of cp x
+    tp, of which this is the one with the number `place`."""
+    owners = [rank for rank, of_rank in enumerate(grids) for _ in of_rank]
+    patches = [math.prod(grid) for of_rank in grids for grid in of_rank]
+    homes = [range(owner * places, (owner + 1) * places) for owner in owners]
+    shares = deal_near(patches, homes, places * len(grids))
+    columns = [shares[at::places] for at in range(places)]  # by place: the share of each dp rank
+    encoded = columns[place][dp_rank]
+    first = sum(len(of_rank) for of_rank in grids[:dp_rank])
+    return Dealing(
+        own=range(first, first + len(grids[dp_rank])),
+        encoded=encoded,
+        sends=[[image for image in share if owners[image] == dp_rank] for share in columns[place]],
+        receives=[[image for image in encoded if owners[image] == rank] for rank in range(len(grids))],
+        by_place=[[image for share in column for image in share if owners[image] == dp_rank] for column in columns],
+        moves=any(owners[image] != rank for rank, share in enumerate(columns[place]) for image in share),
+    )
+
+
+def dealt_features(tower: "VisionTower", images: Images, tp: TensorParallel | None, cp: Any) -> "Features":
+    """Return the features of this rank's images, of which each rank encodes some.
+
+    Images are shared out over dp where `images.dp` has those of all dp ranks, and over the ranks of tp and cp. tp, cp:
+    None: there are none beside this one; cp is a process group. Where gradients of the tower are not summed over tp,
+    images are not shared out over it. Collectives: two all-to-alls over dp, of pixels and of features, where an image
+    of this place in cp x tp moves, and one all-gather for each of tp and cp; backward an all-to-all, and a
+    reduce-scatter for cp, and for tp under sequence parallel. Gradients of the tower are then those of the images that
+    this rank encoded.
     """
     tp = None if tp is None or not tower.sums_over_tp else tp
-    sizes = [1 if tp is None else tp.size, 1 if cp is None else cp.size()]
-    ranks, count = sizes[0] * sizes[1], tower.config.tokens
-    if ranks == 1 or not images.grids:
+    dp, by_rank = (None, [images.grids]) if images.dp is None else (images.dp.group, images.dp.grids)
+    tp_size, tp_rank = (1, 0) if tp is None else (tp.size, tp.rank)
+    cp_size, cp_rank = (1, 0) if cp is None else (cp.size(), cp.rank())
+    places, grids = tp_size * cp_size, [grid for of_rank in by_rank for grid in of_rank]
+    if places * len(by_rank) == 1 or not grids:
         return tower(images.pixels, images.grids)
-    rank = (0 if cp is None else cp.rank()) * sizes[0] + (0 if tp is None else tp.rank)
-    patches = [frames * rows * columns for frames, rows, columns in images.grids]
-    shares = deal(patches, ranks)
-    parts = images.pixels.split(patches)
-    own = torch.cat([parts[image] for image in shares[rank]]) if shares[rank] else images.pixels[:0]
-    features = tower(own, [images.grids[image] for image in shares[rank]])
-    stacked = torch.stack([features.tokens, *features.deepstack.values()])  # [1 + deepstack, t, E]
-    most = max(sum(count(images.grids[image]) for image in share) for share in shares)
-    stacked = F.pad(stacked, (0, 0, 0, most - stacked.shape[1]))
+    dealing = deal_images(by_rank, 0 if dp is None else dp.rank(), places, cp_rank * tp_size + tp_rank)
+    patches, tokens = [math.prod(grid) for grid in grids], [tower.config.tokens(grid) for grid in grids]
+
+    parts = dict(zip(dealing.own, images.pixels.split([patches[image] for image in dealing.own]), strict=True))
+    pixels = torch.cat([images.pixels[:0], *(parts[image] for of_rank in dealing.sends for image in of_rank)])
+    if dp is not None and dealing.moves:
+        pixels = all_to_all(pixels, _sums(patches, dealing.receives), _sums(patches, dealing.sends), dp)
+    features = tower(pixels, [grids[image] for image in dealing.encoded])
+    stacked = torch.stack([features.tokens, *features.deepstack.values()], 1)  # [t, 1 + deepstack, E]
+    if dp is not None and dealing.moves:
+        stacked = exchange(stacked, _sums(tokens, dealing.sends), _sums(tokens, dealing.receives), dp)
+    if not dealing.own:
+        return _unstacked(features, stacked)
+    most = max(_sums(tokens, dealing.by_place))
+    stacked = F.pad(stacked, (0, 0, 0, 0, 0, most - len(stacked)))
     if tp is not None:
         gather = gather_along if tp.sequence else gather_alike
-        stacked = gather(stacked, 1, tp.group)
+        stacked = gather(stacked, 0, tp.group)
     if cp is not None:
-        stacked = gather_along(stacked, 1, cp)
-    places = _places(shares, [count(grid) for grid in images.grids], most).to(stacked.device, non_blocking=True)
-    tokens, *deepstack = stacked[:, places].unbind(0)  # [T, E]
-    return features._replace(tokens=tokens, deepstack=dict(zip(features.deepstack, deepstack, strict=True)))
+        stacked = gather_along(stacked, 0, cp)
+    order = _token_order(dealing, tokens, most).to(stacked.device, non_blocking=True)
+    return _unstacked(features, stacked[order])
 
 
 def placed_features(
@@ -63,11 +115,22 @@ def placed_features(
     return PlacedFeatures(features, images.index[:, tp.rank * length : (tp.rank + 1) * length], is_image)
 
 
-def _places(shares: list[list[int]], lengths: list[int], most: int) -> Tensor:
-    """Return where each token, image by image, lies among the gathered ones, [T] int64 on the CPU; most: tokens that
-    each rank sends."""
+def _sums(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> list[int]:
+    """Return the sum of the lengths of each group's images."""
+    return [sum(lengths[image] for image in group) for group in groups]
+
+
+def _unstacked(features: "Features", stacked: Tensor) -> "Features":
+    """Return `features` with the values [T, 1 + deepstack, E]."""
+    tokens, *deepstack = stacked.unbind(1)  # [T, E]
+    return features._replace(tokens=tokens, deepstack=dict(zip(features.deepstack, deepstack, strict=True)))
+
+
+def _token_order(dealing: Dealing, lengths: Sequence[int], most: int) -> Tensor:
+    """Return where each token, image by image, lies among the gathered ones, [T] int64 on the CPU; lengths: of all
+    images in tokens; most: tokens that each place brings."""
     first: dict[int, int] = {}
-    for rank, share in enumerate(shares):
-        starts = accumulate((lengths[image] for image in share), initial=rank * most)
-        first |= dict(zip(share, starts, strict=False))
-    return torch.cat([torch.arange(first[image], first[image] + length) for image, length in enumerate(lengths)])
+    for place, brought in enumerate(dealing.by_place):
+        starts = accumulate((lengths[image] for image in brought), initial=place * most)
+        first |= dict(zip(brought, starts, strict=False))
+    return torch.cat([torch.arange(first[image], first[image] + lengths[image]) for image in dealing.own])
