@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from dtrain.attention.blocks import BlockByBlock, Partial
@@ -68,15 +69,29 @@ class Flash:
         the softmax over all keys, these and others."""
         ends, window = (segments.query_ends, segments.key_ends), segments.window
         longest, is_causal = (segments.longest_query, segments.longest_key), window == (-1, 0)
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        return torch.ops.torch_attn._varlen_attn_backward(
-            grad, q, k, v, out, lse.contiguous(), *ends, *longest, is_causal, no_dropout, scale, list(window)
+        return torch.ops.torch_attn._varlen_attn_backward(  # torch's own, of which it exports no function
+            grad_out=grad,
+            query=q,
+            key=k,
+            value=v,
+            out=out,
+            lse=lse.contiguous(),
+            cu_seq_q=ends[0],
+            cu_seq_k=ends[1],
+            max_q=longest[0],
+            max_k=longest[1],
+            is_causal=is_causal,
+            rng_state=torch.zeros(2, dtype=torch.uint64, device=q.device),  # no dropout
+            scale=scale,
+            window_size=list(window),
         )
 
     def _forward(self, q, k, v, segments, scale, aux):
         ends, longest = (segments.query_ends, segments.key_ends), (segments.longest_query, segments.longest_key)
         options = {"return_aux": aux, "scale": scale, "window_size": segments.window, "enable_gqa": True}
-        return varlen_attn(q, k, v, *ends, *longest, **options)
+        # From torch 2.15 on it may be cuDNN's, and the backward of blocks is flash attention's: a step takes one.
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return varlen_attn(q, k, v, *ends, *longest, **options)
 
 
 @dataclass(frozen=True)

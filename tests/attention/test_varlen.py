@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from dtrain.attention.check_varlen import prove
 from dtrain.attention.kernels import Visibility
@@ -177,3 +178,15 @@ def test_torchs_own_operations_take_these_arguments():
         assert out.shape == q.shape and lse.shape == (4, 64) and lse.dtype == torch.float32
         grads = flash.backward(out, q, k, v, out, lse, segments, 0.25)
     assert [one.shape for one in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_torchs_private_backward_takes_these_names():
+    """Other arguments have defaults, and the backend's is the one that the forward is told to take."""
+    arguments = {
+        argument.name: argument for argument in torch.ops.torch_attn._varlen_attn_backward.default._schema.arguments
+    }
+    given = "grad_out query key value out lse cu_seq_q cu_seq_k max_q max_k is_causal rng_state scale window_size"
+    assert all(argument.has_default_value() for name, argument in arguments.items() if name not in given.split())
+    assert {*given.split()} <= arguments.keys()
+    if "backend" in arguments:  # from torch 2.15 on
+        assert arguments["backend"].default_value == SDPBackend.FLASH_ATTENTION.value
