@@ -17,21 +17,3 @@ def deal(costs: Sequence[float], places: int, most: int | None = None) -> list[l
         loads[place] += costs[index]
         shares[place].append(index)
     return [sorted(share) for share in shares]
-
-
-def deal_near(costs: Sequence[float], homes: Sequence[Sequence[int]], places: int) -> list[list[int]]:
-    """Deal indices to places as `deal` does, but to one of their home places where the fullest place then has at most
-    5 % more than it has by `deal`.
-
-    homes: of each index, the places to which it need not be sent."""
-    shares = deal(costs, places)
-    most = 1.05 * max(sum(costs[index] for index in share) for share in shares)
-    near: list[list[int]] = [[] for _ in range(places)]
-    loads = [0.0] * places
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        place = min(homes[index], key=lambda place: (loads[place], place))
-        if loads[place] + costs[index] > most:
-            place = min(range(places), key=lambda place: (loads[place], place))
-        loads[place] += costs[index]
-        near[place].append(index)
-    return [sorted(share) for share in near] if max(loads) <= most else shares

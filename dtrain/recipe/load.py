@@ -19,17 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.json_files import check_shape, read_text
 from dtrain.recipe import error_hints, key_aliases, secrets
-from dtrain.recipe.saved import (
-    PARTS,
-    UNSET,
-    Loaded,
-    flat,
-    merge,
-    redact,
-    table_of,
-    texts,
-    with_origins,
-)
+from dtrain.recipe.saved import PARTS, UNSET, Loaded, flat, merge, redact, table_of, texts, with_origins
 from dtrain.recipe.schema import Recipe, recipe_type
 from dtrain.recipe.sections import entry_of, keys, kinds_of, recipe_from, section_of, type_at
 from dtrain.recipe.shipped import find
@@ -259,10 +249,8 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) ->
         try:
             value = node[key]
         except (OmegaConfBaseException, RecursionError) as error:
-            reason, absent = (
-                error_hints.first_line(error),
-                re.search(r"Environment variable '(.+?)' not found", str(error)),
-            )
+            reason = error_hints.first_line(error)
+            absent = re.search(r"Environment variable '(.+?)' not found", str(error))
             if absent:
                 reason = f"the environment has no {absent[1]}: export it, or write ${{oc.env:{absent[1]},default}}"
             elif other := re.search(r"Interpolation key '([A-Z_]+)' not found", str(error)):

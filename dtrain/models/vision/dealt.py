@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.base.dealing import deal_near
+from dtrain.base.dealing import deal
 from dtrain.base.row_images import Grid
 from dtrain.models.common.images import Images, PlacedFeatures
 from dtrain.parallel.collectives import all_to_all, enter_region, exchange, gather_alike, gather_along
@@ -57,6 +57,24 @@ def deal_images(grids: Sequence[Sequence[Grid]], dp_rank: int, places: int, plac
         by_place=[[image for share in column for image in share if owners[image] == dp_rank] for column in columns],
         moves=any(owners[image] != rank for rank, share in enumerate(columns[place]) for image in share),
     )
+
+
+def deal_near(costs: Sequence[float], homes: Sequence[Sequence[int]], places: int) -> list[list[int]]:
+    """Deal indices to places as `deal` does, but to one of their home places where the fullest place then has at most
+    5 % more than it has by `deal`.
+
+    homes: of each index, the places to which it need not be sent."""
+    shares = deal(costs, places)
+    most = 1.05 * max(sum(costs[index] for index in share) for share in shares)
+    near: list[list[int]] = [[] for _ in range(places)]
+    loads = [0.0] * places
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        place = min(homes[index], key=lambda place: (loads[place], place))
+        if loads[place] + costs[index] > most:
+            place = min(range(places), key=lambda place: (loads[place], place))
+        loads[place] += costs[index]
+        near[place].append(index)
+    return [sorted(share) for share in near] if max(loads) <= most else shares
 
 
 def dealt_features(tower: "VisionTower", images: Images, tp: TensorParallel | None, cp: Any) -> "Features":

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from dtrain.base.dealing import deal, deal_near
-from dtrain.models.vision.dealt import deal_images
+from dtrain.base.dealing import deal
+from dtrain.models.vision.dealt import deal_images, deal_near
 
 
 def load(share, costs):
