@@ -102,6 +102,12 @@ def documents(batch: Batch) -> int:
     return int((batch["seq_ids"].amax(1) + 1).sum()) if rows_in(batch) else 0
 
 
+def document_lengths(batch: Batch) -> Tensor:
+    """Return the number of tokens of each document of the batch, [documents] int64. Host tensors only."""
+    ids = document_ids(batch)
+    return ids[ids != PADDING_DOCUMENT].bincount()
+
+
 def sum_by_document(values: Tensor, ids: Tensor, count: int) -> Tensor:
     """Sum values [.., B, S] over each of `count` documents, [.., count]; ids [B, S] are the batch's `document_ids`."""
     sums = values.new_zeros(*values.shape[:-2], count + 1)  # the first: padding
@@ -187,8 +193,3 @@ def _check_shapes(batch: Mapping[str, Any]) -> None:
 def trained_tokens(batch: Batch) -> int:
     """Return the number of positions with a label. Host tensors only."""
     return int((batch["labels"] != IGNORE).sum())
-
-
-def real_tokens(batch: Batch) -> int:
-    """Return the number of positions that are not padding. Host tensors only."""
-    return int((batch["seq_ids"] != PADDING_DOCUMENT).sum())

@@ -9,12 +9,7 @@ from dtrain.models.common.config import FULL, SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.model_fields import ModelFields
 
-_DEFAULTS = {
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": 32_000,
-    "original_max_position_embeddings": 4096,
-}
+_DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32_000, "original_max_position_embeddings": 4096}
 
 
 class Phi3ForCausalLM(CausalLM):

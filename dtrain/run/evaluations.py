@@ -18,13 +18,7 @@ from dtrain.base.ranks import Ranks
 from dtrain.base.run_context import RunContext
 from dtrain.inference.native import NativeEngine
 from dtrain.policy import Policy
-from dtrain.rl.judging import (
-    Questions,
-    Report,
-    ScoredAnswer,
-    evaluate,
-    open_judges,
-)
+from dtrain.rl.judging import Questions, Report, ScoredAnswer, evaluate, open_judges
 from dtrain.rl.rewards import Rewards
 from dtrain.rl.rewards.scoring import known
 from dtrain.run.eval_sets import EvalSet, sets

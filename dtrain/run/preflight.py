@@ -13,7 +13,6 @@ from typing import Any
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.hub import cached, download, is_id, look
 from dtrain.base.ranges import beside
-from dtrain.data.sources import hub as data_hub
 from dtrain.data.sources import urls
 from dtrain.data.sources.files import Pick, absent_ids, entries, is_url, paths_of
 from dtrain.methods import method_of, recipe_and_problems
@@ -81,6 +80,8 @@ def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
         if path is not None:
             recipe = _placed(recipe, key, str(path))
     for key, name, pick in absent_data(recipe) if fetch else ():
+        from dtrain.data.sources import hub as data_hub
+
         with _named(key, name):
             data_hub.download(name, pick, key.removesuffix(".path"))
     return recipe
@@ -100,6 +101,8 @@ def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]
             if weights:
                 awaited[key] = f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
     for key, name, pick in absent_data(recipe):
+        from dtrain.data.sources import hub as data_hub
+
         with _named(key, name, refused):
             count = len(data_hub.look(name, pick, key.removesuffix(".path"))[1])
             awaited[key] = (
@@ -129,11 +132,16 @@ def _named(key: str, name: str, refused: list[str] | None = None) -> Iterator[No
 
 def not_here(recipe: Recipe) -> list[str]:
     """Return what `with_local_model` would fetch, as problems where nothing is fetched."""
-    return [
+    problems = [
         f"{key}={name} is no directory here, and as a model of the Hugging Face hub it is not in this machine's cache: "
         f"`dtrain download {name}` fetches it{beside(name)}"
         for key, name, _ in model_ids(recipe)
-    ] + [data_hub.absent(name, pick, key) for key, name, pick in absent_data(recipe)]
+    ]
+    for key, name, pick in absent_data(recipe):
+        from dtrain.data.sources import hub as data_hub
+
+        problems.append(data_hub.absent(name, pick, key))
+    return problems
 
 
 def model_ids(recipe: Recipe) -> list[tuple[str, str, bool]]:

@@ -33,7 +33,6 @@ from dtrain.checkpoint.dcp.origin import run_of
 from dtrain.checkpoint.dcp.retention import Patience, Retention
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.data import Cursor
-from dtrain.models.common.flops import flops_per_token
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
@@ -109,7 +108,6 @@ class Trainer:
         # micro-batch and each drawn token.
         self.policy.model.model.register_forward_pre_hook(self._show_life)
         self.policy.init_optimizer(self.total_steps)
-        self._flops_per_token = flops_per_token(self.policy.model, recipe.data.max_length)
         self.saver, self.patience = self._open_saver()
         stack.callback(setattr, runtime.stop, "is_saving", True)  # closing may take as long as a save: it is no hang
         self._measured: dict[str, float] = {}  # metrics of the last finished step
@@ -321,8 +319,6 @@ class Trainer:
         tokens = result["tokens"][0, 2].item()
         self._measured = {}
         self._see({"loss": result["global_loss"][0].item()})
-        per_second = tokens / step_time
-        flops_per_token = self._flops_per_token + result["vision_flops"][0].item() / max(tokens, 1)
         self.metrics.train_row(
             step,
             epoch=epoch,
@@ -332,10 +328,9 @@ class Trainer:
             grad_norm=result["grad_norm"],
             lr=result["lr"],
             tokens=tokens,
-            tokens_per_sec=per_second,
+            tokens_per_sec=tokens / step_time,
             mfu=metrics.model_flops_utilisation(
-                flops_per_token,
-                per_second,
+                result["flops"][0].item() / step_time,
                 self.runtime.world_size,
                 self.runtime.device,
                 self.policy.precision.compute,

@@ -308,7 +308,7 @@ def test_peaks_by_device_name(name, tflops):
 
 def test_mfu_is_absent_on_the_cpu_and_memory_is_this_process():
     cpu = torch.device("cpu")
-    assert metrics.model_flops_utilisation(6e9, 1000.0, 1, cpu, torch.bfloat16) is None
+    assert metrics.model_flops_utilisation(6e12, 1, cpu, torch.bfloat16) is None
     before = metrics.memory_gib(cpu)
     held = torch.ones(2**26)  # 0.25 GiB
     assert 0.05 < before < metrics.memory_gib(cpu) < before + 1
@@ -318,6 +318,6 @@ def test_mfu_is_absent_on_the_cpu_and_memory_is_this_process():
 def test_mfu_is_a_share_of_all_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     cuda = torch.device("cuda", 0)
-    share = metrics.model_flops_utilisation(6e9, 82417.0, 4, cuda, torch.bfloat16)
+    share = metrics.model_flops_utilisation(6e9 * 82417.0, 4, cuda, torch.bfloat16)
     assert share == pytest.approx(6e9 * 82417.0 / (4 * 989e12))
-    assert metrics.model_flops_utilisation(6e9, 82417.0, 4, cuda, torch.float32) is None
+    assert metrics.model_flops_utilisation(6e9 * 82417.0, 4, cuda, torch.float32) is None

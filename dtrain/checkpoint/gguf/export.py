@@ -11,14 +11,7 @@ from torch import Tensor
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import CHAT_TEMPLATE, TOKENIZER
 from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
-from dtrain.checkpoint.gguf.families import (
-    INSTEAD,
-    add_sizes,
-    architecture_of,
-    changed,
-    rotary_tensors,
-    window_beyond,
-)
+from dtrain.checkpoint.gguf.families import INSTEAD, add_sizes, architecture_of, changed, rotary_tensors, window_beyond
 from dtrain.checkpoint.gguf.file import GgufTensor, check_place, type_of, write_tensors, writing
 from dtrain.checkpoint.gguf.tokenizer import Vocabulary, add_vocabulary, general_name, read_vocabulary
 from dtrain.checkpoint.huggingface.export import AdapterAlone, WholeModel, find

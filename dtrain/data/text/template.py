@@ -212,10 +212,7 @@ class ChatTemplate:
 
 
 def choose_template(
-    directory: Path,
-    tokenizer: Tokenizer,
-    file: str | None = None,
-    variables: Mapping[str, Any] | None = None,
+    directory: Path, tokenizer: Tokenizer, file: str | None = None, variables: Mapping[str, Any] | None = None
 ) -> ChatTemplate | None:
     """Choose the recipe's own `file` (data.chat_template), else chat_template.jinja of the model's `directory`, else
     the chat_template of its tokenizer_config.json, else of its chat_template.json (of processors); else None.

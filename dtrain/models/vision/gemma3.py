@@ -149,12 +149,7 @@ class Gemma3Vision(VisionTower):
     """Tower and projector of Gemma 3. Patches come row by row; their values by channel, row and column."""
 
     config: Gemma3VisionConfig
-    initial = {
-        "multi_modal_projector.*": "zeros",
-        "*norm*.weight": "ones",
-        "*.bias": "zeros",
-        "*": "normal",
-    }
+    initial = {"multi_modal_projector.*": "zeros", "*norm*.weight": "ones", "*.bias": "zeros", "*": "normal"}
     projector = ("multi_modal_projector.*",)
     prefixes = {
         "vision_tower.": (

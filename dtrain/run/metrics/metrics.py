@@ -180,19 +180,19 @@ def _installed(package: str) -> bool:
 
 
 def model_flops_utilisation(
-    flops_per_token: float, tokens_per_sec: float, world_size: int, device: "torch.device", compute_dtype: "torch.dtype"
+    flops_per_sec: float, world_size: int, device: "torch.device", compute_dtype: "torch.dtype"
 ) -> float | None:
     """Return the share of the devices' peak that the model's own arithmetic takes (PaLM, arXiv:2204.02311, appendix B).
 
-    flops_per_token: training FLOPs, recomputation not counted; tokens_per_sec: over all ranks. None where no peak is
-    known: off CUDA, for a device that is not in the table (base/gpus.toml), for dtypes other than bfloat16 and float16.
+    flops_per_sec: training FLOPs over all ranks, recomputation not counted. None where no peak is known: off CUDA, for
+    a device that is not in the table (base/gpus.toml), for dtypes other than bfloat16 and float16.
     """
     import torch
 
     if device.type != "cuda" or compute_dtype not in (torch.bfloat16, torch.float16):
         return None
     peak = peak_flops(torch.cuda.get_device_name(device), str(compute_dtype).removeprefix("torch."))
-    return None if peak is None else flops_per_token * tokens_per_sec / (peak * world_size)
+    return None if peak is None else flops_per_sec / (peak * world_size)
 
 
 def memory_gib(device: "torch.device") -> float:

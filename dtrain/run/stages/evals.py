@@ -171,12 +171,7 @@ def _read(spec: RunSpec, eval_set: EvalSet) -> None:
                 "to less, or leave the row out"
             )
     sampling = SamplingParams(
-        new,
-        drawn.temperature,
-        drawn.top_k,
-        drawn.top_p,
-        stop_ids=tuple(tokenizer.eos_ids),
-        stop=tuple(drawn.stop),
+        new, drawn.temperature, drawn.top_k, drawn.top_p, stop_ids=tuple(tokenizer.eos_ids), stop=tuple(drawn.stop)
     )
     rewards = [_remembered(spec, reward) for reward in rewards_of(eval_set, files)]
     questions = Questions(prompts, section.samples, sampling, recipe.run.seed, options.room, section.pass_reward)
