@@ -254,6 +254,10 @@ BAD = {
         lambda at: (at / "torn.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0") and user(part("torn.png"), TEXT),
         ["rows.jsonl:1", "torn.png", "damaged"],
     ),
+    "torn pixels": (
+        lambda at: (at / "0.png").write_bytes((at / "0.png").read_bytes()[:-5]) and user(TEXT, part("0.png")),
+        ["rows.jsonl:1", "image 1 of 1: 0.png: the image is torn", "is the file whole?"],
+    ),
     "empty": (lambda at: (at / "no.png").write_bytes(b"") or user(part("no.png"), TEXT), ["no.png", "0 bytes"]),
     "no image": (lambda at: user(part("rows.jsonl"), TEXT), ["rows.jsonl", "no image"]),
     "a bomb": (claims(9000, 9000), ["big.png", "81.0 megapixels", "data.image_most_pixels"]),
@@ -319,10 +323,13 @@ def test_records_tell_equal_images(tmp_path):
     assert all(0 <= record.key < 2**63 for record in records)
 
 
-def test_an_image_that_is_torn_is_named_by_its_path(models, tmp_path):
-    """Its header is whole, so that it is found when it is decoded."""
+def test_an_image_that_cannot_be_decoded_is_named_by_its_row(models, tmp_path):
+    """Its file is whole, and its pixels are not what it says."""
     write_pictures(tmp_path)
-    (tmp_path / "0.png").write_bytes((tmp_path / "0.png").read_bytes()[:80])
-    rows = rows_of(models["qwen3-vl"], write_jsonl(tmp_path / "rows.jsonl", [chat("0.png", QUESTION)]))
-    with pytest.raises(UserError, match=rf"^{tmp_path}/0.png: the image is torn"):
-        next(rows.iterate())
+    data = encoded(picture(16, 16), "TIFF", compression="tiff_lzw")
+    (tmp_path / "1.png").write_bytes(data[:8] + b"\xff" * 40 + data[48:])
+    file = write_jsonl(tmp_path / "rows.jsonl", [chat("0.png", QUESTION), chat("1.png", QUESTION)])
+    rows = rows_of(models["qwen3-vl"], file).iterate()
+    assert next(rows)["grids"].tolist() == [[1, 4, 4]]
+    with pytest.raises(UserError, match=rf"^{file}:2: {tmp_path}/1.png: the image is torn"):
+        next(rows)

@@ -25,6 +25,7 @@ from dtrain.data.images.files import ImageBytes, read_image
 from dtrain.data.images.processor import ImageProcessor, Layout
 from dtrain.data.images.reading import read_processor
 from dtrain.data.images.records import ImageRecord
+from dtrain.data.images.whole import check_whole
 from dtrain.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -100,9 +101,10 @@ class ImageReader:
             return None
 
     def lay_out(self, value: Any, directory: Path | None) -> LaidOutImage:
-        """Return an image, as of `read_image`, with its layout by its header. Raises UserError."""
+        """Return an image, as of `read_image`, with its layout by its header. Raises UserError, for a torn one too."""
         processor, image = self.processor, read_image(value, directory, self.cache_dir)
         height, width, notes = image.header(self.most_pixels)
+        check_whole(image.data, image.name)
         return LaidOutImage(image, processor.layout(height, width), notes)
 
     def read(self, values: Sequence[Any], directory: Path | None) -> list[LaidOutImage]:
