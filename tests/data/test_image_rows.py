@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from dtrain.base.batch import IGNORE
 from dtrain.base.errors import UserError
 from dtrain.data import Batches, Tokenizer, open_rows
+from dtrain.data.images.reader import ImageReader
 from dtrain.data.images.records import ImageRecord
 from dtrain.recipe.schema import Data, DataSource
 from tests.data.images.makers import encoded, picture, png_that_claims
@@ -242,6 +243,18 @@ def test_rows_of_equal_images_are_on_one_side_of_a_share(models, tmp_path):
         rows = open_rows(section, split=split, tokenizer=tokenizer, progress=False, say=lambda line: None)
         counts[split] = sum(row["grids"].tolist() == [[1, 4, 4]] for row in rows.build(list(range(len(rows.samples)))))
     assert sorted(counts.values()) == [0, 40]
+
+
+def test_images_of_a_row_that_is_read_twice_are_read_once(models, tmp_path):
+    """As its content, which decides whether a share has it, and as its tokens."""
+    write_pictures(tmp_path)
+    reader = ImageReader(Tokenizer.from_directory(models["qwen3-vl"]), models["qwen3-vl"])
+    first = reader.read(["0.png", "1.png"], tmp_path)
+    assert reader.read(["0.png", "1.png"], tmp_path) is first
+    (other,) = reader.read(["1.png"], tmp_path)
+    assert other.image.digest == first[1].image.digest != first[0].image.digest
+    with pytest.raises(UserError, match="no such image"):
+        reader.read(["1.png"], tmp_path / "elsewhere")
 
 
 def claims(height: int, width: int):

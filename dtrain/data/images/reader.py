@@ -82,6 +82,7 @@ class ImageReader:
     ):
         self.tokenizer, self.model, self.cache_dir = tokenizer, model, cache_dir
         self.max_pixels, self.most_pixels = max_pixels, most_pixels
+        self._last: tuple[Sequence[Any], Path | None, list[LaidOutImage]] | None = None  # what `read` took and returned
 
     @cached_property
     def processor(self) -> ImageProcessor:
@@ -110,15 +111,19 @@ class ImageReader:
     def read(self, values: Sequence[Any], directory: Path | None) -> list[LaidOutImage]:
         """Return the images that `values` are, each as of `lay_out`.
 
-        directory: that of the file that names them; None: no path is read. Raises UserError that names the image by its
-        number and its name.
+        directory: that of the file that names them; None: no path is read. The files of a row that is read twice in
+        succession, as where a share of the rows is validated, are read once. Raises UserError that names the image by
+        its number and its name.
         """
+        if self._last is not None and self._last[:2] == (values, directory):
+            return self._last[2]
         images = []
         for number, value in enumerate(values, start=1):
             try:
                 images.append(self.lay_out(value, directory))
             except UserError as error:
                 raise UserError(f"image {number} of {len(values)}: {error}") from error
+        self._last = values, directory, images
         return images
 
     def expand(self, text: str, layouts: Sequence[Layout]) -> ExpandedText:
