@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 import transformers
+from PIL import Image
 from tokenizers import AddedToken
 
 from dtrain.recipe.schema import Recipe
-from tests.data.images.makers import encoded, picture
+from tests.data.images.makers import PUBLISHED, TEXTS, encoded, picture
 from tests.data.makers import byte_level, write_jsonl
 from tests.data.makers import save as save_tokenizer
 from tests.models.oracle import _gemma, _qwen3_5, randomise, save
@@ -110,6 +111,26 @@ def write_model(directory: Path, family: str = "qwen3-vl", weights: bool = True)
     if kind == "gemma":
         (directory / "processor_config.json").write_text(json.dumps({"image_seq_length": 9}))
     return directory
+
+
+PUBLISHED_KINDS = {"qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3-VL", "gemma4": "gemma-4"}  # of PUBLISHED
+
+
+def write_photo_rows(directory: Path, config: dict) -> Path:
+    """What a plan reads beside the config.json of a published model: its image processor, a tiny tokenizer and a row
+    with a photo of 1024 × 768; the rows' path."""
+    kind, processor, _ = PUBLISHED[PUBLISHED_KINDS[config["model_type"]]]
+    texts = {**TEXTS[kind], "eos_token": "<|im_end|>", "bos_token": "<bos>"}
+    template = QWEN if kind == "qwen" else GEMMA.replace("<start_of_image>", texts["image_token"])
+    tokenizer = byte_level(bos=None)
+    tokens = _TOKENS["qwen"] if kind == "qwen" else [texts[name] for name in ("boi_token", "image_token", "eoi_token")]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in tokens])
+    image = tokenizer.token_to_id(texts["image_token"])
+    (directory / "config.json").write_text(json.dumps({**config, "image_token_id": image}))
+    save_tokenizer(directory, tokenizer, template, **texts)
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    (directory / "photo.png").write_bytes(encoded(Image.new("RGB", (1024, 768))))
+    return write_jsonl(directory / "rows.jsonl", [chat("photo.png", "What is it?")])
 
 
 SIZES = ((16, 16), (24, 9), (12, 40), (30, 30), (8, 16))

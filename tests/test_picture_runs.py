@@ -85,6 +85,12 @@ MESHES = {
 }
 
 
+@pytest.mark.trap(
+    "rotary positions of packed images built anew from rows that context parallel has padded",
+    "radixark/miles #1296",
+    "positions go on from one sample into the next",
+    "each document has its own before it is packed, padded and cut: losses and weights of one process",
+)
 def test_a_mesh_has_the_losses_and_weights_of_one_process(tmp_path):
     saved = ("checkpoint.every=3", "optimizer.eps=1e-3")
     recipes, references = [], []

@@ -7,9 +7,11 @@ import pytest
 
 from dtrain import recipe as config
 from dtrain.commands.plan.hardware import USABLE
+from dtrain.commands.plan.plan import resolve_plan
 from dtrain.methods import load_recipe
 from tests.documented import Directory
 from tests.pages import ROOT
+from tests.pictures import write_photo_rows
 from tests.test_docs import page
 from tools import plan_recipes
 
@@ -52,6 +54,20 @@ COMPUTED = (
     ("memory", "qwen3-30b-a3b-sft"),
     ("gpus", "qwen3-0.6b-sft"),
 )
+
+
+# Tokens of a photo of 1024 × 768: squares of 32 pixels; of 48, as many of the same shape as 280 have room for.
+PHOTO = {"qwen3-vl-4b": 24 * 32, "qwen3.5-0.8b": 24 * 32, "gemma4-e4b": 14 * 19}
+
+
+@pytest.mark.parametrize("model", PHOTO)
+def test_rows_of_recipes_for_images_are_planned_full_of_photos(model, tmp_path):
+    name = f"{model}-images-sft"
+    rows = write_photo_rows(tmp_path, plan_recipes.recipes("memory")[name])
+    recipe = load_recipe(name, [f"model.path={tmp_path}", f"data.train.path={rows}", f"run.dir={tmp_path}/run"])
+    images = resolve_plan(recipe, recipe.launch.nproc, "cpu").row_images
+    tokens = [image.tokens for image in images]
+    assert set(tokens) == {PHOTO[model]} and sum(tokens) > 0.9 * recipe.data.max_length
 
 
 @pytest.mark.processes

@@ -80,6 +80,12 @@ RELATIVES = {
     "gpt-oss-20b-sft": (CONFIGS["gpt-oss-20b"], 20914.8),
     "gemma4-26b-a4b-sft": (CONFIGS["gemma4-26b-a4b"], 25233.1),
 }
+# For chats with images.
+WITH_IMAGES = {
+    f"{name}-images{kind}-sft": CONFIGS[name]
+    for name in ("qwen3-vl-4b", "qwen3.5-0.8b", "gemma4-e4b")
+    for kind in ("", "-lora")
+}
 # Qwen3.5 and 3.6, each for what suits its size.
 QWEN3_5 = {
     "qwen3.5-0.8b-sft": (CONFIGS["qwen3.5-0.8b"], 752.4),
@@ -94,7 +100,7 @@ ADAPTED = {
 ADAPTED |= {name.replace("-sft", "-lora-sft"): shape for name, (shape, _) in RELATIVES.items()}
 ADAPTED |= {name: CONFIGS["qwen3.6-27b"] for name in ("qwen3.6-27b-lora-sft", "qwen3.6-27b-qlora-sft")}
 ADAPTED["qwen3.5-0.8b-lora-sft"] = CONFIGS["qwen3.5-0.8b"]
-OTHERS |= ADAPTED | {name: CONFIGS["qwen3.5-0.8b"] for name in ("qwen3.5-0.8b-dpo", "qwen3.5-0.8b-grpo")}
+OTHERS |= ADAPTED | WITH_IMAGES | {name: CONFIGS["qwen3.5-0.8b"] for name in ("qwen3.5-0.8b-dpo", "qwen3.5-0.8b-grpo")}
 MODELS |= RELATIVES | QWEN3_5
 NAMES = [name for name, _ in config.shipped()]
 PAIR = '{"prompt": "w3", "chosen": "w4", "rejected": "w5"}'

@@ -5,7 +5,7 @@
 gpus: each SFT recipe on one GPU and on eight. memory: each recipe's parts at the peak, on its own launch.nproc. fits:
 what `dtrain run sft` needs for models of other sizes, from which README's table of GPUs follows. Prints Markdown, a row
 as soon as it is planned, in about ten seconds. Of the models config.json alone is needed: tests/test_recipes.py has
-them. tests/test_docs.py holds some of their rows to the plan.
+them; recipes for images are planned for photos of 1024 × 768. tests/test_docs.py holds some of their rows to the plan.
 """
 
 import json
@@ -20,7 +20,7 @@ from dtrain.commands.plan.hardware import GPUS, USABLE
 from dtrain.commands.plan.plan import Plan, make_plan
 from dtrain.commands.plan.report import gib
 from dtrain.methods import load_recipe
-from tests import test_recipes
+from tests import pictures, test_recipes
 
 SIZES = (24, 48, 80, 141)  # GB, as GPUs are sold
 MEMORY = {24: 24 * 2**30, 48: 48 * 2**30, 80: GPUS["h100"].memory_gib * 2**30, 141: GPUS["h200"].memory_gib * 2**30}
@@ -94,8 +94,11 @@ def recipes(table: str) -> dict[str, dict[str, Any]]:
 def row(table: str, name: str) -> list[str]:
     """The cells of a recipe's row."""
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(recipes(table)[name]))
-        overrides = [f"model.path={directory}", "data.train.path=data.jsonl"]
+        shape, data = recipes(table)[name], "data.jsonl"
+        (Path(directory) / "config.json").write_text(json.dumps(shape))
+        if name in test_recipes.WITH_IMAGES:
+            data = str(pictures.write_photo_rows(Path(directory), shape))
+        overrides = [f"model.path={directory}", f"data.train.path={data}"]
         if table == "memory":
             return [f"`{name}`", *_parts(_plan(name, overrides))]
         return [f"`{name}`", *(cell for ranks in (1, 8) for cell in _on_gpus(_plan(name, overrides, ranks)))]

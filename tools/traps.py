@@ -37,6 +37,7 @@ TOPICS = {  # the folder or the file of a test -> its heading
     "test_preflight": "Many processes",
     "test_experts": "Many processes",
     "test_parallel": "Many processes",
+    "test_picture_runs": "Many processes",
     "test_trainer": "Training",
     "test_every_pair": "Training",
     "test_optim": "Training",

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from dtrain.base.batch import IGNORE
 from dtrain.base.errors import UserError
 from dtrain.data import Batches, Tokenizer, open_rows
+from dtrain.data.images.reader import ImageReader
 from dtrain.data.images.records import ImageRecord
 from dtrain.recipe.schema import Data, DataSource
 from tests.data.images.makers import encoded, picture, png_that_claims
@@ -244,6 +245,18 @@ def test_rows_of_equal_images_are_on_one_side_of_a_share(models, tmp_path):
     assert sorted(counts.values()) == [0, 40]
 
 
+def test_images_of_a_row_that_is_read_twice_are_read_once(models, tmp_path):
+    """As its content, which decides whether a share has it, and as its tokens."""
+    write_pictures(tmp_path)
+    reader = ImageReader(Tokenizer.from_directory(models["qwen3-vl"]), models["qwen3-vl"])
+    first = reader.read(["0.png", "1.png"], tmp_path)
+    assert reader.read(["0.png", "1.png"], tmp_path) is first
+    (other,) = reader.read(["1.png"], tmp_path)
+    assert other.image.digest == first[1].image.digest != first[0].image.digest
+    with pytest.raises(UserError, match="no such image"):
+        reader.read(["1.png"], tmp_path / "elsewhere")
+
+
 def claims(height: int, width: int):
     return lambda at: (at / "big.png").write_bytes(png_that_claims(width, height)) and user(part("big.png"), TEXT)
 
@@ -253,6 +266,10 @@ BAD = {
     "torn header": (
         lambda at: (at / "torn.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0") and user(part("torn.png"), TEXT),
         ["rows.jsonl:1", "torn.png", "damaged"],
+    ),
+    "torn pixels": (
+        lambda at: (at / "0.png").write_bytes((at / "0.png").read_bytes()[:-5]) and user(TEXT, part("0.png")),
+        ["rows.jsonl:1", "image 1 of 1: 0.png: the image is torn", "is the file whole?"],
     ),
     "empty": (lambda at: (at / "no.png").write_bytes(b"") or user(part("no.png"), TEXT), ["no.png", "0 bytes"]),
     "no image": (lambda at: user(part("rows.jsonl"), TEXT), ["rows.jsonl", "no image"]),
@@ -319,10 +336,13 @@ def test_records_tell_equal_images(tmp_path):
     assert all(0 <= record.key < 2**63 for record in records)
 
 
-def test_an_image_that_is_torn_is_named_by_its_path(models, tmp_path):
-    """Its header is whole, so that it is found when it is decoded."""
+def test_an_image_that_cannot_be_decoded_is_named_by_its_row(models, tmp_path):
+    """Its file is whole, and its pixels are not what it says."""
     write_pictures(tmp_path)
-    (tmp_path / "0.png").write_bytes((tmp_path / "0.png").read_bytes()[:80])
-    rows = rows_of(models["qwen3-vl"], write_jsonl(tmp_path / "rows.jsonl", [chat("0.png", QUESTION)]))
-    with pytest.raises(UserError, match=rf"^{tmp_path}/0.png: the image is torn"):
-        next(rows.iterate())
+    data = encoded(picture(16, 16), "TIFF", compression="tiff_lzw")
+    (tmp_path / "1.png").write_bytes(data[:8] + b"\xff" * 40 + data[48:])
+    file = write_jsonl(tmp_path / "rows.jsonl", [chat("0.png", QUESTION), chat("1.png", QUESTION)])
+    rows = rows_of(models["qwen3-vl"], file).iterate()
+    assert next(rows)["grids"].tolist() == [[1, 4, 4]]
+    with pytest.raises(UserError, match=rf"^{file}:2: {tmp_path}/1.png: the image is torn"):
+        next(rows)

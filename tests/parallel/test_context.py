@@ -15,6 +15,7 @@ from dtrain.parallel.context import (
     make_cp_batch_and_ctx,
     shard_tokens,
 )
+from dtrain.parallel.context.batch import cut_streams
 from tests.world import run_world
 
 
@@ -126,6 +127,25 @@ def test_positions_of_the_caller_are_kept_whatever_their_axes():
     with ctx():
         assert torch.equal(batch["position_ids"], several[..., [0, 1, 6, 7]])
     assert torch.equal(batch["position_ids"], several)
+
+
+@pytest.mark.trap(
+    "rotary positions of images not padded with their tokens",
+    "hiyouga/LlamaFactory #10782",
+    "a crash, or tokens at the positions of others",
+    "they are padded to the same multiple of 2·cp and cut along the sequence, three numbers a token",
+)
+@pytest.mark.parametrize(("size", "rank"), [(2, 0), (2, 1), (3, 2)])
+def test_rotary_positions_of_images_are_padded_and_cut_with_their_tokens(size, rank):
+    ids = a_batch(10)["input_ids"]
+    turned = torch.stack([ids, ids + 1000, ids + 2000], -1)  # [2, 10, 3]: each token's own
+    cut = cut_streams({"input_ids": ids, "rotary_ids": turned}, Dimension(size, rank))
+    assert cut["rotary_ids"].shape == (*cut["input_ids"].shape, 3)
+    real = cut["input_ids"] > 0
+    assert 0 < int(real.sum()) and torch.equal(cut["input_ids"][0] > 0, torch.tensor(held(12, size, rank)) < 10)
+    for axis in range(3):
+        assert torch.equal(cut["rotary_ids"][..., axis][real], (cut["input_ids"] + 1000 * axis)[real])
+        assert not cut["rotary_ids"][..., axis][~real].any()
 
 
 def test_without_context_parallel_nothing_is_touched():

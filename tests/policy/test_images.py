@@ -119,6 +119,12 @@ RUNS = [  # model, layout, overrides of the mesh; of PARTS, what is trained; whe
 ]
 
 
+@pytest.mark.trap(
+    "features of images detached where context parallel cuts the embeddings",
+    "NVIDIA-NeMo/Automodel PR#2931",
+    "tower, projector and embeddings are not trained",
+    "after a step on a mesh all weights are those of one process, the tower's too",
+)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_mesh_has_the_numbers_of_one_process(tmp_path, ranks):
     """Of every tower, trained whole, in part or by an adapter, in rows of their own and packed."""

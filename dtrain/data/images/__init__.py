@@ -1,6 +1,7 @@
 """Images of rows: their bytes, size and pixels, and what an image processor makes of them for a model.
 
 files, decoding          bytes and digest of an image as a row writes it; its header's size; its RGB values
+whole                    torn files, told without decoding
 processor, pixels        layout of patches and tokens, and the tensors of a tower
 positions                streams of a document whose tokens stand for images
 qwen2_vl, gemma3, gemma4 the processors of these families

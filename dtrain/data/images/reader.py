@@ -25,6 +25,7 @@ from dtrain.data.images.files import ImageBytes, read_image
 from dtrain.data.images.processor import ImageProcessor, Layout
 from dtrain.data.images.reading import read_processor
 from dtrain.data.images.records import ImageRecord
+from dtrain.data.images.whole import check_whole
 from dtrain.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class ImageReader:
     ):
         self.tokenizer, self.model, self.cache_dir = tokenizer, model, cache_dir
         self.max_pixels, self.most_pixels = max_pixels, most_pixels
+        self._last: tuple[Sequence[Any], Path | None, list[LaidOutImage]] | None = None  # what `read` took and returned
 
     @cached_property
     def processor(self) -> ImageProcessor:
@@ -100,23 +102,28 @@ class ImageReader:
             return None
 
     def lay_out(self, value: Any, directory: Path | None) -> LaidOutImage:
-        """Return an image, as of `read_image`, with its layout by its header. Raises UserError."""
+        """Return an image, as of `read_image`, with its layout by its header. Raises UserError, for a torn one too."""
         processor, image = self.processor, read_image(value, directory, self.cache_dir)
         height, width, notes = image.header(self.most_pixels)
+        check_whole(image.data, image.name)
         return LaidOutImage(image, processor.layout(height, width), notes)
 
     def read(self, values: Sequence[Any], directory: Path | None) -> list[LaidOutImage]:
         """Return the images that `values` are, each as of `lay_out`.
 
-        directory: that of the file that names them; None: no path is read. Raises UserError that names the image by its
-        number and its name.
+        directory: that of the file that names them; None: no path is read. The files of a row that is read twice in
+        succession, as where a share of the rows is validated, are read once. Raises UserError that names the image by
+        its number and its name.
         """
+        if self._last is not None and self._last[:2] == (values, directory):
+            return self._last[2]
         images = []
         for number, value in enumerate(values, start=1):
             try:
                 images.append(self.lay_out(value, directory))
             except UserError as error:
                 raise UserError(f"image {number} of {len(values)}: {error}") from error
+        self._last = values, directory, images
         return images
 
     def expand(self, text: str, layouts: Sequence[Layout]) -> ExpandedText:

@@ -16,6 +16,7 @@ class ImageRecord:
     name    as messages call it
     digest  SHA-256 of its bytes, in hex
     path    its file, absolute; None: the bytes are in `data`
+    place   file and line of its row, where they are known
     """
 
     name: str
@@ -23,6 +24,7 @@ class ImageRecord:
     layout: Layout
     path: str | None = None
     data: bytes | None = field(default=None, repr=False)
+    place: str | None = None
 
     @classmethod
     def of(cls, image: ImageBytes, layout: Layout) -> "ImageRecord":
@@ -42,14 +44,16 @@ class ImageRecord:
         return int(self.digest[:16], 16) >> 1
 
     def image(self) -> ImageBytes:
-        """Return the image, its file read again. Raises UserError where that is another one, or gone."""
+        """Return the image, its file read again; named by its row and its whole path. Raises UserError where that is
+        another one, or gone."""
+        name = ": ".join(part for part in (self.place, self.path or self.name) if part)
         if self.data is not None:
-            return ImageBytes(self.name, self.data)
+            return ImageBytes(name, self.data)
         path = Path(str(self.path))
         try:
-            image = ImageBytes(str(path), path.read_bytes(), path)  # a row may be far from what reads it
+            image = ImageBytes(name, path.read_bytes(), path)
         except OSError as error:
-            raise UserError(f"{path}: the image cannot be read: {error.strerror}; put it back") from error
+            raise UserError(f"{name}: the image cannot be read: {error.strerror}; put it back") from error
         if image.digest != self.digest:
-            raise UserError(f"{path}: the image is not the one that the run began with; start again")
+            raise UserError(f"{name}: the image is not the one that the run began with; start again")
         return image

@@ -184,7 +184,7 @@ class Samples:
 
     def images(self, index: int) -> "list[list[ImageRecord]]":
         """Return the images of each document of a sample, in the order of their tokens."""
-        return self._images.of(index * self.documents_per_sample, self.documents_per_sample)
+        return self._images.of(index * self.documents_per_sample, self.documents_per_sample, self.origin(index))
 
     def column_names(self) -> list[str]:
         """Return the names of the columns kept of up to 256 rows, which are spread over all."""
