@@ -27,14 +27,14 @@ def check_whole(data: bytes, name: str) -> None:
     PNG is not what its checksum says. Files of other formats pass."""
     try:
         why = next((check(data) for begins, check in _CHECKS if begins.match(data)), None)
-    except (struct.error, IndexError):  # a number or a byte that is behind the end
+    except (struct.error, IndexError, OverflowError):  # a number, a byte or a place that is behind the end
         why = "its end is missing"
     if why is not None:
         raise UserError(f"{name}: the image is torn ({why}); is the file whole?")
 
 
 def _missing(count: int) -> str:
-    return f"{count:,} bytes are missing"
+    return f"missing bytes: {count:,}"
 
 
 def _jpeg(data: bytes) -> str | None:

@@ -71,7 +71,10 @@ def test_what_is_torn_is_told():
         == "cat: the image is torn (the checksum of its chunk IDAT is another); is the file whole?"
     )
     assert refusal(png[:-1]) == "cat: the image is torn (its end is missing); is the file whole?"
-    assert refusal(FILES["BMP"][:-3]) == "cat: the image is torn (3 bytes are missing); is the file whole?"
+    assert refusal(FILES["BMP"][:-3]) == "cat: the image is torn (missing bytes: 3); is the file whole?"
+    far = b"II+\0" + struct.pack("<HHQ", 8, 0, 2**64 - 1)  # a TIFF whose first table is behind all files
+    with pytest.raises(UserError, match="its end is missing"):
+        check_whole(far, "it")
     scan = jpeg.index(b"\xff\xda")
     assert "it has no pixels" in refusal(jpeg[:scan] + b"\xff\xd9")
 
@@ -82,7 +85,7 @@ def test_files_of_older_programs_are_whole():
     runs = b"BM" + struct.pack("<IIIIiiHHIIIIII", 0, 0, 54, 40, 3, 2, 1, 8, 1, 8, 0, 0, 0, 0) + bytes(8)
     for data in (os2, runs):
         check_whole(data, "it")
-        with pytest.raises(UserError, match="1 bytes are missing"):
+        with pytest.raises(UserError, match="missing bytes: 1"):
             check_whole(data[:-1], "it")
     end = chunk(b"IEND", b"")
     assert refusal(FILES["PNG"].removesuffix(end) + chunk(b"tEXt", b"date\0now") + end) is None
