@@ -82,6 +82,11 @@ class ImageReader:
         self.tokenizer, self.model, self.cache_dir = tokenizer, model, cache_dir
         self.max_pixels, self.most_pixels = max_pixels, most_pixels
 
+    def bounded(self, max_pixels: int) -> "ImageReader":
+        """Return the reader of the same model with this bound on pixels."""
+        bounds = {"max_pixels": max_pixels, "most_pixels": self.most_pixels}
+        return ImageReader(self.tokenizer, self.model, **bounds, cache_dir=self.cache_dir)
+
     @cached_property
     def processor(self) -> ImageProcessor:
         """The model's image processor. Raises UserError where the model takes no images, or has none that fits."""

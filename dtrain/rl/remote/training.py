@@ -30,6 +30,8 @@ class OverHttp(RolloutEngine):
     servers fail, and Interrupted where rank 0 is asked to stop while they come up.
     """
 
+    sends_images = True
+
     def __init__(self, grpo: RolloutSection, policy: Policy, run: RunContext, base: Path, lora: Lora | None):
         section = grpo.server
         self.policy, self.offload, self.ranks = policy, grpo.offload, Ranks()
