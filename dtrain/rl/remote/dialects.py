@@ -17,10 +17,11 @@ dtrain  vLLM's completions with `prompt_index` and `sample_index`, so that the d
 A dialect's `body` asks for samples of one prompt: requests that differ in their sample_index alone, which ascends by 1.
 `streams`: whether it can join a process group that dtrain makes; `pause`, `resume`: the posts before and after an
 update there. `names_versions`: whether each version of an adapter has a name of its own, by which a completion's
-version is known; `dora`: whether it takes DoRA. `routed_fields`: the body's further fields that ask for experts;
-`routed`: of each completion in `read`'s order what the answer says of them, for `rl.routed`; `routed_start`: how
-to start a server that reports them. `load_adapter` gives the name to ask for. `read` raises RetryableError for an
-answer that may be better next time, and UserError, with the fix, for one that a setting of the server explains.
+version is known; `dora`, `towers`: whether it takes DoRA, and adapters of vision towers. `routed_fields`: the body's
+further fields that ask for experts; `routed`: of each completion in `read`'s order what the answer says of them, for
+`rl.routed`; `routed_start`: how to start a server that reports them. `load_adapter` gives the name to ask for. `read`
+raises RetryableError for an answer that may be better next time, and UserError, with the fix, for one that a setting of
+the server explains. `image_routes` has the routes of prompts with images.
 """
 
 import math
@@ -65,7 +66,7 @@ class Vllm:
     pause: Sequence[Post] = [("/pause?mode=keep&clear_cache=false", {})]
     resume: Sequence[Post] = [("/resume", {})]
     names_versions = True
-    dora = False
+    dora = towers = False
     routed_fields: dict[str, Any] = {}  # all its answers have them, or none
     routed_start = "start it with --enable-return-routed-experts (vLLM 0.21 or later)"
 
@@ -177,7 +178,7 @@ class Dtrain(Vllm):
     streams = True
     pause = resume = ()  # it decodes nothing from the first bucket of an update to the last
     names_versions = False
-    dora = True
+    dora = towers = True
     routed_fields = {"return_routed_experts": True}
     routed_start = "it must serve a mixture of experts"
 
@@ -216,7 +217,7 @@ class Sglang:
     pause: Sequence[Post] = [("/pause_generation", {"mode": "retract"})]  # what is under way is read anew
     resume: Sequence[Post] = [("/continue_generation", {})]
     names_versions = True
-    dora = False
+    dora = towers = False
     routed_fields = {"return_routed_experts": True}
     routed_start = "start it with --enable-return-routed-experts"
 

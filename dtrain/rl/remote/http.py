@@ -337,26 +337,37 @@ class HttpEngine:
         prompt: ImagePrompt,
         seconds: float,
     ) -> list[Completion]:
-        """Return the completions by the first route that the server has for this prompt."""
-        until = time.monotonic() + seconds
+        """Return the completions by the first route that the server has for this prompt, and keep to it."""
+        until, refusal = time.monotonic() + seconds, None
         routes = [route for route in server.image_routes if route.takes(prompt)]
         if not routes:
             raise UserError(f"{server.dialect.name} takes no images of this model: use vLLM or dtrain serve")
-        if len(routes) == 1:
-            return self._post(server, routes[0], adapter, requests, seconds)
-        first, other = routes
-        try:
-            return self._post(server, first, adapter, requests, seconds)
-        except ClientError as error:
-            if error.status not in NO_ROUTE:
-                raise
-            refusal = str(error)
-        completions = self._post(server, other, adapter, requests, max(0.1, until - time.monotonic()))
+        while True:
+            route, *others = routes
+            left = max(0.1, until - time.monotonic())
+            try:
+                if others:  # without images: a refusal would break off what is being sent
+                    self._find(server, route.path, left)
+                completions = self._post(server, route, adapter, requests, left)
+                break
+            except ClientError as error:
+                if not others or error.status not in NO_ROUTE:
+                    raise
+                routes, refusal = others, str(error)
         with self._changed:
-            is_news, server.image_routes = len(server.image_routes) > 1, [other]
+            is_news, server.image_routes = refusal is not None and len(server.image_routes) > 1, [route]
         if is_news:
             self.say(f"{server.client.url}: {refusal}; images go to it in conversations, and its ids are compared")
         return completions
+
+    @staticmethod
+    def _find(server: ServerClient, path: str, seconds: float) -> None:
+        """Raise ClientError where the server has no such path, or keeps it closed."""
+        try:
+            server.client.ask(path, {}, seconds)
+        except ClientError as error:
+            if error.status in NO_ROUTE:
+                raise
 
     def _post(
         self,

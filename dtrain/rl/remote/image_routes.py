@@ -27,6 +27,8 @@ SAME_CHAT = "with the run's chat template (--chat-template, without --default-ch
 class ImageRoute:
     """Way to ask a kind of server for completions of prompts with images."""
 
+    path: str
+
     def takes(self, prompt: ImagePrompt) -> bool:
         """Return whether it can ask for this prompt."""
         return True
@@ -47,6 +49,8 @@ class ImageRoute:
 class VllmTokens(ImageRoute):
     """Token ids and images to vLLM."""
 
+    path = "/inference/v1/generate"
+
     def takes(self, prompt: ImagePrompt) -> bool:
         return prompt.short_ids is not None
 
@@ -61,7 +65,7 @@ class VllmTokens(ImageRoute):
             "seed": derived_seed(first),  # vLLM adds a sample's index
             "logprobs": 0,
         }
-        return "/inference/v1/generate", {
+        return self.path, {
             "model": adapter or model,
             "token_ids": list(prompt.short_ids),
             "content_parts": [{"type": "image_url", "url": uri} for uri in prompt.uris()],
@@ -81,7 +85,9 @@ class VllmTokens(ImageRoute):
 
 
 class VllmChat(ImageRoute):
-    """Conversations with images to vLLM."""
+    """Conversations with images to vLLM, whose --mm-processor-kwargs bounds them: by default it refuses a request's."""
+
+    path = "/v1/chat/completions"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         first, prompt = requests[0], _prompt(requests[0])
@@ -100,9 +106,7 @@ class VllmChat(ImageRoute):
         }
         if prompt.tools is not None:
             body |= {"tools": list(prompt.tools), "tool_choice": "none"}
-        if prompt.max_pixels is not None:
-            body["mm_processor_kwargs"] = {"max_pixels": prompt.max_pixels}
-        return "/v1/chat/completions", body
+        return self.path, body
 
     def check(self, answer: Any, request: Request) -> None:
         prompt, ids = _prompt(request), answer.get("prompt_token_ids")
@@ -118,15 +122,20 @@ class VllmChat(ImageRoute):
 class SglangTokens(ImageRoute):
     """Token ids and images to SGLang."""
 
+    path = "/generate"
+
     def takes(self, prompt: ImagePrompt) -> bool:
         return prompt.short_ids is not None
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         prompt = _prompt(requests[0])
         assert prompt.short_ids is not None, "`takes` says so"
-        path, body = DIALECTS["sglang"].body(requests, model, adapter)
+        _, body = DIALECTS["sglang"].body(requests, model, adapter)
         several = len(requests)
-        return path, body | {"input_ids": [list(prompt.short_ids)] * several, "image_data": [prompt.uris()] * several}
+        return self.path, body | {
+            "input_ids": [list(prompt.short_ids)] * several,
+            "image_data": [prompt.uris()] * several,
+        }
 
     def check(self, answer: Any, request: Request) -> None:
         first = answer[0] if isinstance(answer, list) else answer
@@ -141,13 +150,15 @@ class SglangTokens(ImageRoute):
 class DtrainTokens(ImageRoute):
     """Token ids and images to `dtrain serve`, which refuses a prompt whose image tokens are not its images'."""
 
+    path = "/v1/completions"
+
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         prompt = _prompt(requests[0])
-        path, body = DIALECTS["dtrain"].body(requests, model, adapter)
+        _, body = DIALECTS["dtrain"].body(requests, model, adapter)
         body["images"] = prompt.uris()
         if prompt.max_pixels is not None:
             body["mm_processor_kwargs"] = {"max_pixels": prompt.max_pixels}
-        return path, body
+        return self.path, body
 
     def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
         return DIALECTS["dtrain"].read(answer, requests)
