@@ -1,4 +1,4 @@
-"""GRPO on rows with images whose rollouts servers draw: the run of the native engine, and servers that differ from it."""
+"""GRPO on rows with images whose rollouts servers draw: the run of the native engine; and servers unlike it."""
 
 import json
 import shutil
@@ -34,13 +34,16 @@ def over_http(root, url, *overrides, name):
     return grpo(root, *settings, f"grpo.server.api_key_file={key_file(root)}", *overrides, name=name)
 
 
+@pytest.fixture(scope="module")
+def native(model):
+    return run(grpo(model.parent, f"model.path={model}", *BOUNDED, name="native"))
+
+
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size, shape", [(1, ("grpo.server.weights=broadcast",)), (2, ("parallel.tp=2",))])
-def test_a_run_over_a_server_is_the_run_of_the_native_engine(tmp_path, model, server, world_size, shape):
-    native = grpo(tmp_path, f"model.path={model}", *BOUNDED, name="native")
-    served = over_http(tmp_path, server.url, f"model.path={model}", *BOUNDED, *shape, name="served")
-    run(native)
+@pytest.mark.parametrize("world_size, shape", [(1, "grpo.server.weights=broadcast"), (2, "parallel.tp=2")])
+def test_a_run_over_a_server_is_the_run_of_the_native_engine(model, server, native, world_size, shape):
+    served = over_http(model.parent, server.url, f"model.path={model}", *BOUNDED, shape, name=f"served-{world_size}")
     run(served, world_size)
     assert_same(served, native, rtol=1e-9)
     samples = run_directory(served) / "samples.jsonl"
