@@ -5,14 +5,17 @@ import base64
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dtrain.base.errors import UserError
 from dtrain.data import Cursor, Tokenizer, open_rows
+from dtrain.data.images.processor import ImageTokens, Layout
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import load
+from dtrain.inference.image_prompts import ImagePrompt
 from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.recipe.rollouts import Sampling
 from dtrain.rl.collect import CompletionSampler, prompts_from
@@ -20,7 +23,7 @@ from dtrain.rl.remote.dialects import derived_seed
 from dtrain.rl.remote.training import refusal
 from tests.data.makers import write_jsonl
 from tests.pictures import chat, picture_recipe, question, write_model, write_pictures
-from tests.remote.fakes import drawn
+from tests.remote.fakes import FakeVllm, drawn
 from tests.remote.test_http import engine_of
 from tests.serve.serving import make_model, serving
 
@@ -131,6 +134,30 @@ def test_vllm_that_closes_the_route_or_passes_images_over_gets_conversations(of_
         assert paths.count("/inference/v1/generate") <= 2  # not asked again
         parts = chats[1]["messages"][-1]["content"]
         assert [part["type"] for part in parts] == ["text", "image_url", "text", "image_url", "text"]
+
+
+def test_a_server_that_is_gone_leaves_prompts_with_images_to_the_other(of_qwen, vllm):
+    requests, gone = requests_of(of_qwen, True), FakeVllm()
+    vllm.reads = trainers(requests)
+    expected = engine_of(vllm).generate(requests)
+    engine = engine_of(gone, vllm, retries=0)
+    gone.close()
+    assert engine.generate(requests) == expected
+
+
+def test_short_ids_lose_the_tokens_around_an_image_too():
+    """As Gemma 4's template writes <|image|>, and its processor <|image>, image tokens and <image|>."""
+    tokens = ImageTokens("<|image|>", "<|image>", "<|image|>", "<image|>", 9)
+    reader = SimpleNamespace(
+        processor=SimpleNamespace(tokens=tokens),
+        tokenizer=SimpleNamespace(vocabulary={"<|image>": 7, "<image|>": 8}),
+        places=lambda ids: [place for place, token in enumerate(ids) if token == 9],
+        token_id=9,
+        max_pixels=None,
+    )
+    records = [SimpleNamespace(layout=Layout(0, 0, (1, 1, 1), count)) for count in (3, 1)]
+    prompt = ImagePrompt.of(reader, [4, 7, 9, 9, 9, 8, 7, 9, 8, 5], records, [], None)
+    assert prompt.short_ids == [4, 9, 9, 5]
 
 
 def test_another_prompt_than_the_trainers_is_refused_with_what_differs(of_qwen, vllm):
