@@ -1,7 +1,7 @@
 """`ImagePrompt`: a prompt with images as a server is sent it, with the bytes of the images' files. No torch."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -106,5 +106,5 @@ def _is_image(part: Mapping[str, Any]) -> bool:
     return part.get("type") == "image"
 
 
-def _sent(part: Mapping[str, Any], uris: Any) -> dict[str, Any]:
+def _sent(part: Mapping[str, Any], uris: Iterator[str]) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": next(uris)}} if _is_image(part) else {**part}

@@ -1,7 +1,8 @@
 """`HttpEngine`: completions from servers that already run (vLLM, SGLang, `dtrain serve`), over HTTP.
 
-Token ids go in, token ids and logprobs come out. All samples of a prompt are one call; calls go to the server that has
-the fewest under way. No torch; on a mesh one rank calls `generate` and shares what it gives.
+Token ids go in, with the files of images (image_routes), and token ids and logprobs come out. All samples of a prompt
+are one call; calls go to the server that has the fewest under way. No torch; on a mesh one rank calls `generate` and
+shares what it gives.
 """
 
 import re
