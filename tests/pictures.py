@@ -82,15 +82,15 @@ FAMILIES = {
 }
 
 
-def write_model(directory: Path, family: str = "qwen3-vl", weights: bool = True) -> Path:
+def write_model(directory: Path, family: str = "qwen3-vl", weights: bool = True, config=None) -> Path:
     """A directory with config.json, tokenizer, chat template and image processor; with weights, random ones in
-    float32."""
+    float32. config: of the family with other sizes."""
     make, kind, template, processor = FAMILIES[family]
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_level(bos=None)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in _TOKENS[kind]])
     begin, image, end = (tokenizer.token_to_id(text) for text in _TOKENS[kind][:3])
-    config = make()
+    config = config or make()
     config.get_text_config().vocab_size = tokenizer.get_vocab_size() + 3
     if kind == "qwen":
         config.image_token_id, config.vision_start_token_id, config.vision_end_token_id = image, begin, end

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 import real_model  # noqa: E402
 import torch  # noqa: E402
 from client_scripts import run_scripts  # noqa: E402
-from real_servers import VLLM, Vllm, vllm_python  # noqa: E402
+from real_servers import VLLM, Vllm, torchvision_for, vllm_python  # noqa: E402
 from server_checks import (  # noqa: E402
     Report,
     Trainer,
@@ -37,6 +37,7 @@ from server_checks import (  # noqa: E402
     engine_of,
     make_model,
 )
+from server_images import check_images, make_image_model  # noqa: E402
 from server_runs import check_flags, check_restart, check_runs, check_two  # noqa: E402
 
 from dtrain.data import Tokenizer  # noqa: E402
@@ -127,6 +128,13 @@ def experts(report: Report, root: Path) -> None:
         server.stop()
 
 
+def images(report: Report, root: Path) -> None:
+    model, still = make_image_model(root), ("--limit-mm-per-prompt", '{"video": 0}')
+    pictures = {"PYTHONPATH": str(torchvision_for(vllm_python())), **DEVELOPMENT}
+    with served(root / "server", model, *PROCESSED, *LORA, *still, "--enable-scale-out", **pictures) as server:
+        check_images(report, root, model, server)
+
+
 CHECKS: dict[str, Callable[[Report, Path], None]] = {
     "qwen3": of_family("qwen3"),
     "llama": of_family("llama"),
@@ -137,6 +145,7 @@ CHECKS: dict[str, Callable[[Report, Path], None]] = {
     "restart": restart,
     "flags": flags,
     "experts": experts,
+    "images": images,
 }
 
 

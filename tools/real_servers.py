@@ -24,6 +24,12 @@ VLLM = "0.32.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # vLLM reads pictures and sound with these; their wheels fit one build of torch, and text needs none.
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
+OPERATORS = """import torch
+
+_operators = torch.library.Library("torchvision", "DEF")
+for _name in ("nms", "qnms"):
+    _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
 START_SECONDS = 300.0
 
 
@@ -60,12 +66,16 @@ def install(python: Path, *words: str) -> None:
 
 def install_torch(python: Path, requirement: str) -> None:
     """Install torch, from PyTorch's own index of builds for CPUs where that answers."""
+    install(python, *(["--extra-index-url", CPU_INDEX] if has_cpu_index() else []), requirement)
+
+
+def has_cpu_index() -> bool:
+    """Return whether PyTorch's own index of builds for CPUs answers."""
     try:
         urllib.request.urlopen(f"{CPU_INDEX}/torch/", timeout=5).close()
-        index = ["--extra-index-url", CPU_INDEX]
+        return True
     except (urllib.error.URLError, TimeoutError):
-        index = []
-    install(python, *index, requirement)
+        return False
 
 
 def install_vllm(python: Path) -> None:
@@ -91,6 +101,28 @@ def install_vllm(python: Path) -> None:
 def vllm_python() -> Path:
     """Return the interpreter of vLLM's environment, made at the first call: 3 GB of disk."""
     return environment(f"vllm-{VLLM}", install_vllm)
+
+
+def torchvision_for(python: Path) -> Path:
+    """Return a directory with torchvision for a server of pictures, for its PYTHONPATH; made at the first call.
+
+    Where PyTorch's index does not answer, it is CUDA's build, whose compiled operators fit no torch for CPUs. Pictures
+    are resized without them, and the import needs their names alone.
+    """
+    script = "import torch; print(torch.__version__.split('+')[0].split('.')[1])"
+    minor = int(subprocess.run([str(python), "-c", script], check=True, capture_output=True, text=True).stdout)
+    directory = cache() / f"torchvision-0.{minor + 15}"  # torch 2.13 has 0.28
+    if not directory.exists():
+        with tempfile.TemporaryDirectory(dir=cache(), prefix=".torchvision-") as work:
+            say(f"making {directory}")
+            made = Path(work, "packages")
+            index = ["--extra-index-url", CPU_INDEX] if has_cpu_index() else []
+            install(python, "--no-deps", "--target", str(made), *index, f"torchvision==0.{minor + 15}.*")
+            if not index:
+                start = made / "torchvision" / "__init__.py"
+                start.write_text(OPERATORS + start.read_text())
+            made.rename(directory)
+    return directory
 
 
 def free_port() -> int:

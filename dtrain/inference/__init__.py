@@ -3,6 +3,7 @@
 request                the request to an engine, and the completion that it gives; stop texts
 engine, native         continuous batching on one rank; on a mesh, its share of the requests
 sequence, images       state of one request; images of prompts as a batch
+image_prompts          a prompt with images, as a server is sent it
 kv_cache               keys and values of running sequences, and the memory that they may take
 cached_attention       the attention of a forward over them
 graphs                 a decoding step as a CUDA graph

@@ -43,22 +43,28 @@ class ChatPrompt:
 
 class ChatEncoder:
     """Encoder of chats to prompts by `encoder`, which has the reader of the model's images; problem: why it has none,
-    else."""
+    else. images: another reader of the same model's."""
 
-    def __init__(self, encoder: PromptEncoder, problem: str = NO_IMAGES):
-        self.encoder, self._problem = encoder, problem
+    def __init__(self, encoder: PromptEncoder, problem: str = NO_IMAGES, images: ImageReader | None = None):
+        self.encoder, self._problem, self._images = encoder, problem, encoder.images if images is None else images
+        self._bounded: ChatEncoder | None = None
 
     def encode(self, prompt: Prompt) -> ChatPrompt:
         """Return the prompt of a chat, in which parts are `{"type": "image", "image"}`. Raises UserError, ImageError
         for an image that cannot be used."""
         _, values = take_images(prompt.content)  # type: ignore[arg-type]
+        images = self.lay_out_all(values)
+        return ChatPrompt(self.encoder.encode(prompt, images), images)
+
+    def lay_out_all(self, values: Sequence[Any]) -> list[LaidOutImage]:
+        """Return images by their headers. Raises ImageError."""
         images = []
         for number, value in enumerate(values):
             try:
                 images.append(self.lay_out(value))
             except UserError as error:
                 raise ImageError(number, str(error)) from error
-        return ChatPrompt(self.encoder.encode(prompt, images), images)
+        return images
 
     def lay_out(self, value: Any) -> LaidOutImage:
         """Return an image by its header. Raises UserError, also where the model takes none."""
@@ -67,9 +73,18 @@ class ChatEncoder:
     @property
     def reader(self) -> ImageReader:
         """The reader of images. Raises UserError where there is none."""
-        if self.encoder.images is None:
+        if self._images is None:
             raise UserError(self._problem)
-        return self.encoder.images
+        return self._images
+
+    def within(self, max_pixels: int | None) -> "ChatEncoder":
+        """Return the encoder with this bound on the pixels of images; None: the processor's own. Only for the images of
+        token ids. Raises UserError where the model takes none."""
+        if max_pixels is None:
+            return self
+        if self._bounded is None or self._bounded.reader.max_pixels != max_pixels:
+            self._bounded = ChatEncoder(self.encoder, self._problem, self.reader.bounded(max_pixels))
+        return self._bounded
 
     def images_of(self, prompt: ChatPrompt, pixels: "Tensor | None" = None) -> "Images | None":
         """Return the images as a request has them, decoded; None of a prompt without. pixels: of the same images, where

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dtrain.inference.image_prompts import ImagePrompt
     from dtrain.models.common.images import Images
 
 AskStop = Callable[[], bool]  # whether to give up what is being drawn
@@ -45,7 +46,7 @@ class Request:
     The draw at position t depends on (seed, prompt_index, sample_index, t) alone: not on the batch, the mesh or the
     order of the requests. Requests with equal prompts share the work of reading the prompt. routed: whether the
     completion is to say which experts tokens went to. images: those of the prompt's tokens, as a batch of one row
-    [1, S], on the host; None for a text.
+    [1, S], on the host; None for a text. image_prompt: the same prompt for an engine that sends the images elsewhere.
     """
 
     prompt: Sequence[int]
@@ -55,6 +56,7 @@ class Request:
     sample_index: int = 0
     routed: bool = False
     images: "Images | None" = None
+    image_prompt: "ImagePrompt | None" = None
 
     @property
     def prompt_key(self) -> PromptKey:
@@ -80,7 +82,10 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """Engine that draws completions with the present weights, of which `version` is the number of optimizer steps."""
+    """Engine that draws completions with the present weights, of which `version` is the number of optimizer steps.
+    sends_images: whether it takes a request's images as `image_prompt`, not decoded."""
+
+    sends_images: bool = False
 
     def generate(
         self, requests: Sequence[Request], ask_stop: AskStop | None = None, *, version: int = 0

@@ -34,7 +34,6 @@ from dtrain.rl.checks import adapter_problems, answer_problems, graph_problems, 
 from dtrain.rl.collect import (
     Collector,
     CompletionSampler,
-    SampleTable,
     lengths_of,
     open_engine,
     open_rewards,
@@ -44,6 +43,7 @@ from dtrain.rl.collect import (
 from dtrain.rl.environments.episodes import open_episodes
 from dtrain.rl.remote.http_client import read_key
 from dtrain.rl.rewards.columns import lacking_columns
+from dtrain.rl.sample_table import SampleTable
 from dtrain.rl.tools import tool_schemas
 
 FIELDS = (

@@ -35,7 +35,6 @@ def graph_problems(section: RolloutSection, device: str, parallel: Parallel) -> 
 def image_problems(section: RolloutSection) -> list[str]:
     """Return what a section has that takes no prompts with images, one line each."""
     others = {
-        "grpo.engine=http": section.engine == "http",
         "grpo.environment, grpo.verifiers or grpo.tools": section.has_episodes,
         "grpo.reward_model": section.reward_model.path is not None,
     }

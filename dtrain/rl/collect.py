@@ -1,6 +1,5 @@
 """A rollout: prompts of the data to completions, their rewards and advantages; the same on every rank. The engine and
-the rewards that it needs, and its output on the terminal: a line of measures, and some completions.
-"""
+the rewards that it needs."""
 
 import math
 import time
@@ -17,9 +16,11 @@ from torch import Tensor
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
-from dtrain.base.run_context import RunContext, RunLog
+from dtrain.base.run_context import RunContext
 from dtrain.data import Cursor, Rows, Tokenizer
+from dtrain.data.formats.formats import read_tools
 from dtrain.data.rows.rows import Placement
+from dtrain.inference.image_prompts import ImagePrompt
 from dtrain.inference.images import prompt_images
 from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine, SamplingParams
@@ -35,13 +36,6 @@ if TYPE_CHECKING:
     from dtrain.data.images.reader import ImageReader
     from dtrain.data.images.records import ImageRecord
     from dtrain.rl.environments.episodes import Episodes
-
-SECONDS_BETWEEN_TABLES = 20.0
-ALIKE = (
-    "warning: in every group of the rollout before step {} all rewards are equal, so nothing is learned from it: "
-    "samples.jsonl shows whether the prompts are too hard or too easy, or the reward never gives points"
-)
-WIDTH = 72
 
 
 def refuse_graphs(section: RolloutSection, device: torch.device) -> None:
@@ -154,6 +148,18 @@ class PromptRow:
         """The sample of the data whose images this prompt has; -1 without."""
         return self.place.samples[0] if self.images else -1
 
+    def decoded_images(self) -> dict[str, Any]:
+        """Return a request's fields of images, for an engine that reads pixels. Raises UserError."""
+        images = None if self.reader is None else prompt_images(self.reader, self.ids, self.images)
+        return {} if images is None else {"images": images}
+
+    def sent_images(self) -> dict[str, Any]:
+        """Return a request's fields of images, for an engine that sends their files."""
+        if self.reader is None or not self.images:
+            return {}
+        messages, tools = self.row["prompt"], read_tools(self.row["columns"])
+        return {"image_prompt": ImagePrompt.of(self.reader, self.ids, self.images, messages, tools)}
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -256,9 +262,9 @@ class CompletionSampler:
         for prompt in prompts:
             most = min(wanted.max_new_tokens, self.max_length - len(prompt.ids))
             sampling = SamplingParams(most, *kinds, stop_ids=stop_ids, stop=stop)
-            images = None if prompt.reader is None else prompt_images(prompt.reader, prompt.ids, prompt.images)
+            images = prompt.sent_images() if self.engine.sends_images else prompt.decoded_images()
             requests += [
-                Request(prompt.ids, sampling, self.seed, prompt.index, number, images=images) for number in range(count)
+                Request(prompt.ids, sampling, self.seed, prompt.index, number, **images) for number in range(count)
             ]
         return requests
 
@@ -306,7 +312,7 @@ class Collector:
                 "numbers, and None only for what they cannot judge"
             )
         self._has_known_reward = True
-        if self.rows.images is None:  # the engine that takes images cannot draw ahead
+        if self.rows.images is None or self.sampler.engine.sends_images:  # others draw nothing ahead, and would decode
             next_prompts = prompts_from(self.rows, last.after, wanted)
             self.sampler.engine.expect(self.sampler.requests(next_prompts, size), version)
         measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it
@@ -452,46 +458,3 @@ def _mean(values: Tensor) -> float:
     """Return the mean of the values that are known; 0 where none is."""
     known = values[~values.isnan()]
     return known.mean().item() if len(known) else 0.0
-
-
-class SampleTable:
-    """Table of a rollout's samples on the terminal, now and then: of the first rollout, and of the next one when 20
-    seconds have passed since the last table. And warnings of rollouts that teach nothing."""
-
-    def __init__(self, metrics: RunLog, section: RolloutSection):
-        self.metrics, self.section = metrics, section
-        self._last = float("-inf")
-        self._alike = 0  # rollouts that taught nothing
-        self._is_idle = False
-
-    def show(self, step: int, rollout: Rollout) -> None:
-        """Show the rollout where it is time. `step`: the first that trains on it. Ranks without rows say nothing."""
-        if rollout.rows and rollout.measured["frac_zero_std"] == 1:
-            self._alike += 1
-            if self._alike in (1, 10, 100, 1000):
-                self.metrics.say(ALIKE.format(step))
-        most = self.section.show
-        if rollout.rows and most and time.monotonic() - self._last >= SECONDS_BETWEEN_TABLES:
-            self._last = time.monotonic()
-            for line in _table(step, rollout.measured, rollout.rows[:most]):
-                self.metrics.say(line)
-        is_idle = not rollout.counted.any()
-        if is_idle and not self._is_idle:  # the first of several in a row
-            alike = ", or its groups' rewards are alike" if self.section.dynamic_sampling != "none" else ""
-            self.metrics.say(f"the rollout before step {step} teaches nothing: none of its rewards is known{alike}")
-        self._is_idle = is_idle
-
-
-def _table(step: int, measured: Mapping[str, float], rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        f"rollout before step {step}: reward {measured['reward_mean']:.3f} ± {measured['reward_std']:.3f}, "
-        f"{measured['completion_len']:.1f} tokens, {100 * measured['truncated_frac']:.0f}% cut off, "
-        f"{100 * measured['frac_zero_std']:.0f}% of the groups alike",
-        "  reward  advantage  tokens  completion",
-    ]
-    for row in rows:
-        reward = "-" if row["reward"] is None else f"{row['reward']:.3g}"
-        text = " ".join(row["completion"].split())
-        text = text if len(text) <= WIDTH else text[: WIDTH - 3] + "..."
-        lines.append(f"  {reward:>6}  {row['advantage']:>9.3f}  {row['tokens']:>6}  {text}")
-    return lines

@@ -116,12 +116,40 @@ class FakeVllm(Fake):
     short = False
     max_lora_rank: int | None = None  # None: started without runtime updates of adapters
     max_loras = 1  # that stay in memory
+    reads: Callable[[list[str]], list[int]] | None = None  # the prompt with these images, of a model that takes some
+    scale_out = True  # whether it was started with --enable-scale-out
+    passes_over = False  # images beside token ids
     weight_version: str | None = None  # None: a release that cannot say; "default": of the weights it began with
 
     def __init__(self):
         super().__init__()
         self.adapters: dict[str, str] = {}  # directories, by the names that are known
         self.resident: list[str] = []  # names, the one that came last is the last
+
+    def read_images(self, path, body):
+        """An answer to a prompt with images, in the form of chats and of token ids alike."""
+        if path == "/inference/v1/generate" and not self.scale_out:
+            raise Refusal(403, "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out.")
+        if path == "/inference/v1/generate" and not body:
+            raise Refusal(400, "token_ids: Field required")
+        if path == "/inference/v1/generate":
+            uris = [part["url"] for part in body["content_parts"]]
+            sampling, is_told = body["sampling_params"], not self.passes_over
+            assert sampling["logprobs"] == 0 and body["return_token_ids"]
+        else:
+            parts = [part for message in body["messages"] for part in message["content"] if isinstance(part, dict)]
+            uris = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+            sampling, is_told = body, True
+            assert body["logprobs"] is True and body["top_logprobs"] == 0 and body["return_token_ids"]
+        assert sampling["ignore_eos"] and sampling["repetition_penalty"] == 1.0
+        prompt, choices = self.reads(uris), []
+        for index in range(sampling["n"]):
+            ids, logprobs = drawn(prompt, sampling["seed"] + index, sampling["max_tokens"])
+            content = [{"logprob": value} for value in logprobs]
+            choices.append(
+                {"index": index, "finish_reason": "length", "token_ids": ids, "logprobs": {"content": content}}
+            )
+        return {"choices": choices[::-1], "prompt_token_ids": prompt if is_told else None}
 
     def get(self, path):
         if path == "/weight_info":
@@ -155,6 +183,8 @@ class FakeVllm(Fake):
         return {**choice, "token_ids": ids} if self.token_ids else choice
 
     def other(self, path, body):
+        if self.reads is not None and path in ("/inference/v1/generate", "/v1/chat/completions"):
+            return self.read_images(path, body)
         if self.max_lora_rank is not None and path == "/v1/load_lora_adapter":
             return self.load(body["lora_name"], body["lora_path"], self.max_lora_rank)
         if self.max_lora_rank is not None and path == "/v1/unload_lora_adapter":
@@ -194,6 +224,7 @@ class FakeSglang(Fake):
     completions = "/generate"
     succeeds = True
     enable_lora = True
+    prompt_tokens: int | None = None  # that it says to have read
 
     def __init__(self):
         super().__init__()
@@ -216,6 +247,7 @@ class FakeSglang(Fake):
         ids, logprobs = drawn(prompt, sampling["sampling_seed"], sampling["max_new_tokens"])
         triples = [[value, token, None] for value, token in zip(logprobs, ids, strict=True)]
         meta = {"finish_reason": {"type": "length", "length": len(ids)}, "weight_version": self.version}
+        meta |= {} if self.prompt_tokens is None else {"prompt_tokens": self.prompt_tokens}
         meta |= {"routed_experts": routed(len(prompt) + len(ids))} if routed else {}
         return {"text": "...", "output_ids": ids, "meta_info": {**meta, "output_token_logprobs": triples}}
 

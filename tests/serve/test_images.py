@@ -18,13 +18,14 @@ from dtrain.base.errors import UserError
 from dtrain.commands import cli
 from dtrain.commands.serve import start
 from dtrain.commands.serve.connection import Limits
-from dtrain.commands.serve.fields import ApiError
 from dtrain.data import Tokenizer as DtrainTokenizer
 from dtrain.data import choose_template
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions
 from dtrain.data.images import ImageReader
 from dtrain.inference.chats import ChatEncoder, image_part
 from dtrain.inference.generate import image_problem
+from dtrain.models.common.adapter_config import is_of_vision
+from dtrain.rl.remote.shared_directory import mark
 from tests import pictures
 from tests.data.images.makers import CLIP, encoded, picture, png_that_claims
 from tests.models.oracle import VOCAB, save
@@ -215,18 +216,60 @@ def test_image_tokens_in_the_words_of_a_message_are_refused(tmp_path, made):
         chats.encode(Prompt([*messages, {"role": "user", "content": "why?"}]))
 
 
-def test_a_server_whose_weights_may_change_takes_no_images(made, monkeypatch):
+def test_a_server_whose_weights_may_change_takes_images_too(made, monkeypatch):
     directory, servers, good = made[0], [], data_uri(made[2][0].read_bytes())
     monkeypatch.setattr(start, "serve", lambda server, **options: servers.append(server))
-    words = ["serve", str(directory), "--port", "0", "--max-length", "64"]
-    assert cli.main(words) == 0 and cli.main([*words, *controlled(directory.parent)]) == 0
-    for server in servers:
-        server.server_close()
-    plain, changing = (server.service.parser for server in servers)
-    assert plain.chat(shows("w5", good)).requests[0].images is not None
-    with pytest.raises(ApiError, match="whose weights may be changed .--control, --watch. takes no images"):
-        changing.chat(shows("w5", good))
-    assert changing.chat(shows("w5")).requests[0].images is None
+    words = ["serve", str(directory), "--port", "0", "--max-length", "64", *controlled(directory.parent)]
+    assert cli.main(words) == 0
+    (server,) = servers
+    server.server_close()
+    assert server.service.parser.chat(shows("w5", good)).requests[0].images is not None
+
+
+def test_an_update_may_leave_the_tower_out_as_a_whole(made, tmp_path):
+    """As of a trainer of texts, on disk and in a broadcast; the tower stays, and what it sees too."""
+    directory, _, (photo, _) = made
+    tensors = {name: 1.1 * tensor for name, tensor in load_file(directory / "model.safetensors").items()}
+    of_tower = sorted(name for name in tensors if ".visual." in name)
+    texts = {name: tensor for name, tensor in tensors.items() if name not in of_tower}
+    question = shows("w5", data_uri(photo.read_bytes()))
+    with serving(directory, key="secret", control=tmp_path) as (url, _):
+        before = ask(url, "/weight_checker", {"action": "checksum"})[1]["checksums"]
+        for step, held in enumerate((texts, texts | {of_tower[0]: tensors[of_tower[0]]}), start=1):
+            written = tmp_path / f"step-{step}"
+            written.mkdir()
+            save_file(held, written / "model.safetensors", metadata={"format": "pt"})
+            mark(written)
+            status, answer = ask(url, "/update_weights_from_disk", {"model_path": str(written)})
+            whole = step == 1
+            assert (status == 200) is whole and (whole or f"missing: {of_tower[1]}" in answer["error"]["message"])
+            named = {"names": list(held), "shapes": [list(tensor.shape) for tensor in held.values()]}
+            status, answer = ask(url, "/check_weights", {**named, "dtypes": ["float32"] * len(held)})
+            assert (status == 200) is whole and (whole or "is missing" in answer["error"]["message"])
+        after = ask(url, "/weight_checker", {"action": "checksum"})[1]["checksums"]
+        same = {name for name in before if before[name] == after[name]}
+        assert same == {name for name in before if is_of_vision(name)} and same
+        assert ask(url, "/v1/chat/completions", question)[0] == 200
+
+
+def test_images_beside_token_ids_are_of_one_prompt_that_has_their_tokens(made):
+    good = data_uri(made[2][0].read_bytes())
+    body = {"prompt": [8, START, *[IMAGE] * 8, END, 5, 9], "images": [good], "max_tokens": DRAWN, "temperature": 0}
+    bad = {
+        "4 image tokens, and by this model's image processor 8": {"prompt": [8, *[IMAGE] * 4, 9]},
+        "images are of one prompt of token ids": {"prompt": "w5"},
+        "of one prompt of token ids, which has their tokens, without echo": {"echo": True},
+        "images[0]: ": {"images": [data_uri(b"hello")]},
+        "images[0]='cat.png' must hold the image itself": {"images": ["cat.png"]},
+        "by this model's image processor 1": {"mm_processor_kwargs": {"max_pixels": 128}},
+    }
+    with serving(made[0]) as (url, _):
+        status, answer = ask(url, "/v1/completions", {**body, "return_token_ids": True})
+        assert status == 200, answer
+        assert answer["choices"][0]["token_ids"] == answered(made, 8, made[2][0], 5, 9)
+        for words, change in bad.items():
+            status, answer = ask(url, "/v1/completions", body | change)
+            assert status == 400 and words in answer["error"]["message"], answer
 
 
 def test_models_of_text_refuse_images(made, run, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Weights in: Hugging Face's safetensors into a model of any placement, each rank reading only what it holds."""
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,21 +21,22 @@ from dtrain.parallel.placement import local_slices, local_tensor
 _HEAD_HINT = " (config.json has tie_word_embeddings: false, so the head has weights of its own)"
 
 
-def read_weights(model: nn.Module, directory: str | Path) -> None:
+def read_weights(model: nn.Module, directory: str | Path, kept: Collection[str] = ()) -> None:
     """Fill the parameters and persistent buffers of `model` from the safetensors files of `directory`.
 
     model: on CPU or CUDA (not meta), plain tensors or DTensors; `model.checkpoint_names(name)` lists the names that its
     tensor `name` may have in files, `model.ignored_checkpoint_names` patterns of those that the model has none of. A
     rank reads the slices that it holds, one tensor at a time, cast to the tensor's dtype: beside its shard it needs the
     memory of one slice. Weights that the model holds in 4 bits (`models.common.nf4`) are rounded from the files' values
-    in float32, or taken as bitsandbytes has stored them. A tied head is read once. No collective.
+    in float32, or taken as bitsandbytes has stored them. A tied head is read once. kept: tensors of the model that stay
+    as they are, of which the files need have none. No collective.
 
     Raises one UserError that lists all names that are missing or unexpected, all shapes that differ, heads that files
     have beside an embedding of other values though config.json ties them, and all dtypes other than float64, float32,
     float16 and bfloat16 (quantized weights); another for damaged files. Nothing is written then.
     """
     files = WeightFiles(Path(directory))
-    sources, tensors = check_fit(model, files), model_tensors(model)
+    sources, tensors = check_fit(model, files, kept), model_tensors(model)
     for name, source in sources.items():
         local = local_tensor(tensors[name]).detach()
         if local.is_meta:
@@ -45,13 +47,14 @@ def read_weights(model: nn.Module, directory: str | Path) -> None:
             source.fill(files, local, local_slices(tensors[name]))
 
 
-def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
-    """Return the place in `files` of every tensor of `model` (on any device, meta too); of a weight in 4 bits that of
-    its codes. Raises what `read_weights` lists."""
+def check_fit(model: nn.Module, files: WeightFiles, kept: Collection[str] = ()) -> dict[str, FileRows]:
+    """Return the place in `files` of every tensor of `model` (on any device, meta too) but those `kept`; of a weight in
+    4 bits that of its codes. Raises what `read_weights` lists."""
     names, sources, used = aliases(model), dict[str, FileRows](), set[str]()
     missing, mismatches = [], []
-    tensors = {name: tensor for name, tensor in model_tensors(model).items() if not is_adapter(name)}
-    shapes = {name: tuple(held.shape) for name, held in tensors.items() if not name.endswith(quantized.SCALES)}
+    held = {name: tensor for name, tensor in model_tensors(model).items() if name not in kept}
+    tensors = {name: tensor for name, tensor in held.items() if not is_adapter(name)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if not name.endswith(quantized.SCALES)}
     config = getattr(model, "config", None)  # any module may be read into
     new = {"score.weight"} if isinstance(config, ModelConfig) and config.has_new_head else set()
     for fused in joints(model, shapes, files.stored):

@@ -3,13 +3,13 @@
 The fields are in the tables below: OpenAI's, and vLLM's beside them, with their defaults, and SGLang's
 `return_routed_experts`. dtrain's own are
 `prompt_index` and `sample_index`: the numbers of the first prompt and the first sample, which together with `seed` make
-the draws those of the native engine. No torch.
+the draws those of the native engine; and `images` beside token ids. No torch.
 """
 
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.commands.serve.fields import (
@@ -30,6 +30,9 @@ from dtrain.data.formats.prompts import Prompt
 from dtrain.data.images.decoding import MOST_PIXELS
 from dtrain.inference.chats import ChatEncoder, ChatPrompt, ImageError
 from dtrain.inference.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from dtrain.models.common.images import Images
 
 MOST_REQUESTS = 4096  # of one call
 SEED_LIMIT = 2**63
@@ -136,6 +139,8 @@ COMPLETION: Table = {
     "add_special_tokens": Field(bool, True),
     "suffix": Field(among=("",)),
     "prompt_embeds": NONE,
+    "images": Field(list, [], most=4096, of=Field(use=_data_uri)),  # of a prompt of ids, which has their tokens
+    "mm_processor_kwargs": Field(dict, {}, of={"max_pixels": Field(int, least=1)}),
 }
 PART: Table = {
     "type": Field(among=("text", "image_url")),
@@ -188,6 +193,14 @@ def _image_parts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def _with_pixels(ask: "Ask", images: "Images | None") -> "Ask":
+    """Return `ask` with the images of its one prompt."""
+    if images is None:
+        return ask
+    requests = [replace(request, images=images) for request in ask.requests]
+    return replace(ask, requests=requests, pixel_bytes=images.pixels.nbytes)
+
+
 @dataclass(frozen=True)
 class Ask:
     """HTTP request: `requests` by prompt, then by sample, of the model `name`, with an adapter or without. fields: of
@@ -223,7 +236,29 @@ class Parser:
             raise ApiError(400, f"prompt and n make more than {MOST_REQUESTS} completions; ask several times", "prompt")
         prompts = [self._prompt(prompt, fields["add_special_tokens"]) for prompt in fields["prompt"]]
         ask = self._ask(fields, prompts, fields["max_tokens"], fields["logprobs"] is not None, chat=False)
+        if fields["images"]:
+            return self._with_images(ask, fields)
         return self._echoing(ask, fields) if fields["echo"] else ask
+
+    def _with_images(self, ask: Ask, fields: Mapping[str, Any]) -> Ask:
+        """Return `ask`, which is of one prompt of ids, with its images."""
+        if not is_ids(fields["prompt"][0]) or len(fields["prompt"]) > 1 or fields["echo"]:
+            raise ApiError(400, "images are of one prompt of token ids, which has their tokens, without echo", "images")
+        names = [f"images[{number}]" for number in range(len(fields["images"]))]
+        try:
+            chats = self.chats.within(fields["mm_processor_kwargs"].get("max_pixels"))
+            prompt = ChatPrompt(fields["prompt"][0], chats.lay_out_all(fields["images"]))
+            self._check_room(prompt, names)
+            expected = sum(image.layout.tokens for image in prompt.images)
+            if (count := len(chats.reader.places(prompt.ids))) != expected:
+                what = f"the prompt has {count} image tokens, and by this model's image processor {expected}"
+                raise ApiError(400, f"{what}: serve the very model that the prompt is for", "images")
+            images = chats.images_of(prompt)
+        except ImageError as error:
+            raise ApiError(400, f"{names[error.number]}: {error}", names[error.number]) from error
+        except UserError as error:
+            raise ApiError(400, str(error), "images") from error
+        return _with_pixels(ask, images)
 
     def _echoing(self, ask: Ask, fields: Mapping[str, Any]) -> Ask:
         """Return `ask` with the prompts in its answers."""
@@ -247,10 +282,11 @@ class Parser:
         if unknown := [name for name in variables if not self.encoder.template.reads(name)]:
             name = f"chat_template_kwargs.{unknown[0][:64]}"
             raise ApiError(400, f"{name} is no variable that this model's chat template reads", "chat_template_kwargs")
+        parts = _image_parts(fields["messages"])
         try:
             messages, _ = read_messages(fields["messages"], "messages")
             prompt = self.chats.encode(Prompt(messages, tools=read_tools(fields), variables=variables))
-            self._check_room(prompt, fields["messages"])
+            self._check_room(prompt, parts)
             most = fields["max_completion_tokens"]
             most = fields["max_tokens"] if most is None else most
             if most is None:
@@ -258,17 +294,14 @@ class Parser:
             ask = self._ask(fields, [tuple(prompt.ids)], most, fields["logprobs"], chat=True)
             images = self.chats.images_of(prompt)
         except ImageError as error:
-            part = _image_parts(fields["messages"])[error.number]
-            raise ApiError(400, f"{part}: {error}", part) from error
+            raise ApiError(400, f"{parts[error.number]}: {error}", parts[error.number]) from error
         except UserError as error:
             raise ApiError(400, str(error), "messages") from error
-        if images is None:
-            return ask
-        requests = [replace(request, images=images) for request in ask.requests]
-        return replace(ask, requests=requests, pixel_bytes=images.pixels.nbytes)
+        return _with_pixels(ask, images)
 
-    def _check_room(self, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ApiError where images are too large or make a prompt too long, before they are decoded."""
+    def _check_room(self, prompt: ChatPrompt, parts: Sequence[str]) -> None:
+        """Raise ApiError where images, at `parts` of the body, are too large or make a prompt too long, before they are
+        decoded."""
         tokens, stored = [image.layout.tokens for image in prompt.images], 0
         for number, image in enumerate(prompt.images):
             height, width, _ = image.image.header()
@@ -277,7 +310,7 @@ class Parser:
                 what = f"a request's images may have {MOST_PIXELS / 1e6:g} megapixels together: send smaller ones"
                 raise ImageError(number, what)
         if tokens and len(prompt.ids) > self.max_length:
-            part = _image_parts(messages)[tokens.index(max(tokens))]
+            part = parts[tokens.index(max(tokens))]
             what = f"{max(tokens)} tokens, and the prompt has {len(prompt.ids)}; the model's context"
             raise ApiError(400, f"{part}: the image becomes {what} holds {self.max_length}: send a smaller one", part)
 

@@ -13,7 +13,7 @@ from dtrain.commands.serve.protocol import Ask, Parser
 from dtrain.commands.serve.updates import BUCKET, CHECKSUMS, FROM_DISK, GROUP_NAME, MEETING, TENSORS, Updates
 from dtrain.commands.serve.worker import MODES, EngineThread
 
-ASK_BYTES = 1 << 23  # of the body of a completion: a million token ids
+ASK_BYTES = 1 << 25  # of the body of a completion: some photographs, or a million token ids
 CONTROL_BYTES = 1 << 24  # names and shapes of all tensors
 PAUSE: Table = {"mode": Field(str, "abort", among=(*MODES, "in_place")), "clear_cache": IGNORED}
 _HOST = re.compile(r"(\[.*\]|[^:]*?)\.?(:[0-9]*)?")

@@ -14,7 +14,6 @@ from dtrain.commands.serve.server import HttpServer, serve
 from dtrain.commands.serve.updates import Updates
 from dtrain.commands.serve.worker import EngineThread
 from dtrain.data.formats.pairs import PairEncoder
-from dtrain.inference.chats import ChatEncoder
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, image_problem, load
 from dtrain.rl.remote.http_client import read_key
@@ -31,9 +30,7 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
     address = _address(arguments.host, arguments.port, key)
     device = choose_device(arguments.device)
     dtype = choose_dtype(arguments.dtype, device)
-    is_updated = arguments.control is not None or arguments.watch is not None
-    # Updates are of whole models, and those of trainers of texts have no tower.
-    sees = not is_updated and image_problem(arguments.directory) is None
+    sees = image_problem(arguments.directory) is None
     loaded = load(arguments.directory, dtype, device, classifiers=True, vision=sees)
     model, tokenizer = loaded
     model.eval()
@@ -62,9 +59,6 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
         )
         worker = EngineThread(engine)
         chats = loaded.chats(template, length, arguments.directory)
-        if is_updated:  # its model was loaded without a tower
-            problem = "a server whose weights may be changed (--control, --watch) takes no images"
-            chats = ChatEncoder(chats.encoder, problem)
         parser = Parser(chats, name, length)
         updates = Updates(model, worker, arguments.control, watched=arguments.watch is not None)
         service = Service(parser, worker, updates, key, hosts)

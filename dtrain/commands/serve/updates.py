@@ -24,6 +24,7 @@ from dtrain.checkpoint.huggingface.read import check_fit, read_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.commands.serve.fields import COUNT, FLAG, IGNORED, TEXT, ApiError, Field, Table
 from dtrain.commands.serve.worker import MODES, EngineThread, Mode
+from dtrain.models.common.adapter_config import is_of_vision
 from dtrain.models.common.decoder import CausalLM
 from dtrain.policy.weight_buckets import GROUP, Info, WeightReceiver
 from dtrain.rl.remote.shared_directory import is_whole, version_of
@@ -67,7 +68,8 @@ class Updates:
     from nowhere). watched: whether `load` is called all the same. Handlers take a body's fields and raise ApiError.
 
     Where updates can come, an adapter that the model has is merged into its weights first, which they replace whole.
-    is_merged: whether it had one, so that its weights are no base of other adapters.
+    is_merged: whether it had one, so that its weights are no base of other adapters. An update may leave a vision tower
+    out as a whole, as trainers of texts do, which have none: it stays as it is.
     """
 
     def __init__(self, model: CausalLM, worker: EngineThread, root: Path | None = None, *, watched: bool = False):
@@ -75,6 +77,9 @@ class Updates:
         self.is_merged = (root is not None or watched) and merge_in_place(model)
         self.root = root and Path(os.path.realpath(root))
         self._tensors = _by_every_name(model)
+        self._tower = [name for name in model_tensors(model) if is_of_vision(name)]
+        of_tower = {id(self._tensors[name].parts[0]) for name in self._tower}
+        self._tower_names = {name for name, held in self._tensors.items() if id(held.parts[0]) in of_tower}
         self._groups: dict[str, WeightReceiver] = {}
         self._meeting = threading.Lock()
 
@@ -100,9 +105,11 @@ class Updates:
         version = version_of(directory) if version is None else version
 
         def read() -> None:
-            check_fit(self.model, WeightFiles(directory))  # where this raises, nothing has changed
+            files = WeightFiles(directory)
+            kept = self._tower if self._tower_names.isdisjoint(files.stored) else ()
+            check_fit(self.model, files, kept)  # where this raises, nothing has changed
             try:
-                read_weights(self.model, directory)
+                read_weights(self.model, directory, kept)
             except BaseException:
                 self.worker.torn = True
                 raise
@@ -115,6 +122,8 @@ class Updates:
         info = self._info(fields)
         missing = {id(target.parts[0]) for target in self._tensors.values()}
         missing -= {id(self._tensors[name].parts[0]) for name in info}
+        if self._tower_names.isdisjoint(info):
+            missing -= {id(self._tensors[name].parts[0]) for name in self._tower}
         if missing:
             names = sorted(name for name, target in self._tensors.items() if id(target.parts[0]) in missing)
             raise ApiError(400, f"the update is missing {len(names)} tensors, the first {names[0]}", "names")

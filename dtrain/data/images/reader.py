@@ -84,6 +84,11 @@ class ImageReader:
         self.max_pixels, self.most_pixels = max_pixels, most_pixels
         self._last: tuple[Sequence[Any], Path | None, list[LaidOutImage]] | None = None  # what `read` took and returned
 
+    def bounded(self, max_pixels: int) -> "ImageReader":
+        """Return the reader of the same model with this bound on pixels."""
+        bounds = {"max_pixels": max_pixels, "most_pixels": self.most_pixels}
+        return ImageReader(self.tokenizer, self.model, **bounds, cache_dir=self.cache_dir)
+
     @cached_property
     def processor(self) -> ImageProcessor:
         """The model's image processor. Raises UserError where the model takes no images, or has none that fits."""

@@ -2,7 +2,8 @@
 
 training                servers as the engine of a training run; the next rollout while training goes on
 http, dialects          many requests to many servers; the requests of each kind
-http_client             one HTTP call
+image_routes            the requests of prompts with images
+http_client, tries      one HTTP call; those of it that failed
 publish                 new weights, or an adapter alone, by broadcast or through a directory
 judge                   a reward: another model's points
 shared_directory        that directory, as trainer and servers share it

@@ -17,10 +17,11 @@ dtrain  vLLM's completions with `prompt_index` and `sample_index`, so that the d
 A dialect's `body` asks for samples of one prompt: requests that differ in their sample_index alone, which ascends by 1.
 `streams`: whether it can join a process group that dtrain makes; `pause`, `resume`: the posts before and after an
 update there. `names_versions`: whether each version of an adapter has a name of its own, by which a completion's
-version is known; `dora`: whether it takes DoRA. `routed_fields`: the body's further fields that ask for experts;
-`routed`: of each completion in `read`'s order what the answer says of them, for `rl.routed`; `routed_start`: how
-to start a server that reports them. `load_adapter` gives the name to ask for. `read` raises RetryableError for an
-answer that may be better next time, and UserError, with the fix, for one that a setting of the server explains.
+version is known; `dora`, `towers`: whether it takes DoRA, and adapters of vision towers. `routed_fields`: the body's
+further fields that ask for experts; `routed`: of each completion in `read`'s order what the answer says of them, for
+`rl.routed`; `routed_start`: how to start a server that reports them. `load_adapter` gives the name to ask for. `read`
+raises RetryableError for an answer that may be better next time, and UserError, with the fix, for one that a setting of
+the server explains. `image_routes` has the routes of prompts with images.
 """
 
 import math
@@ -65,7 +66,7 @@ class Vllm:
     pause: Sequence[Post] = [("/pause?mode=keep&clear_cache=false", {})]
     resume: Sequence[Post] = [("/resume", {})]
     names_versions = True
-    dora = False
+    dora = towers = False
     routed_fields: dict[str, Any] = {}  # all its answers have them, or none
     routed_start = "start it with --enable-return-routed-experts (vLLM 0.21 or later)"
 
@@ -75,7 +76,7 @@ class Vllm:
             "prompt": list(requests[0].prompt),
             "n": len(requests),
             "max_tokens": requests[0].sampling.max_new_tokens,
-            **_sampling(requests[0].sampling),
+            **sampling_fields(requests[0].sampling),
             "ignore_eos": True,  # the stop tokens are those of the request
             "seed": derived_seed(requests[0]),  # vLLM adds a sample's index
             "logprobs": 0,
@@ -90,10 +91,10 @@ class Vllm:
             raise RetryableError(f"an answer without choices: {str(answer)[:200]}")
         if len(choices) != len(requests):
             raise UserError(f"asked for n={len(requests)} completions, it gave {len(choices)}")
-        return [self._completion(choice) for choice in sorted(choices, key=_index)]
+        return [self._completion(choice) for choice in sorted(choices, key=by_index)]
 
     def routed(self, answer: Any) -> list[Any]:
-        experts = [choice.get("routed_experts") for choice in sorted(answer["choices"], key=_index)]
+        experts = [choice.get("routed_experts") for choice in sorted(answer["choices"], key=by_index)]
         prompt = answer.get("prompt_routed_experts")  # of releases that report a prompt's apart
         return experts if prompt is None else [(prompt, [] if value is None else value) for value in experts]
 
@@ -110,7 +111,7 @@ class Vllm:
             if not all(token.startswith(TOKEN) for token in tokens):
                 raise UserError("it answers in text, not token ids: use vLLM 0.10.2 or later")
             ids = [int(token.removeprefix(TOKEN)) for token in tokens]
-        return _completion(ids, values, choice.get("finish_reason"), _version(choice.get("weight_version")))
+        return completion_of(ids, values, choice.get("finish_reason"), _version(choice.get("weight_version")))
 
     def load(self, call: Call, directory: Path, version: int) -> None:
         was_paused = all(self._try(call, *post) for post in self.pause)
@@ -120,6 +121,7 @@ class Vllm:
                 raise UserError("it has no /collective_rpc: start it with VLLM_SERVER_DEV_MODE=1")
             self._try(call, "/update_weight_version", {"new_version": str(version)})
             self._try(call, "/reset_prefix_cache", {})
+            self._try(call, "/reset_encoder_cache", {})  # what the old tower made of images
         finally:
             for post in self.resume if was_paused else []:
                 call(*post)
@@ -176,7 +178,7 @@ class Dtrain(Vllm):
     streams = True
     pause = resume = ()  # it decodes nothing from the first bucket of an update to the last
     names_versions = False
-    dora = True
+    dora = towers = True
     routed_fields = {"return_routed_experts": True}
     routed_start = "it must serve a mixture of experts"
 
@@ -215,7 +217,7 @@ class Sglang:
     pause: Sequence[Post] = [("/pause_generation", {"mode": "retract"})]  # what is under way is read anew
     resume: Sequence[Post] = [("/continue_generation", {})]
     names_versions = True
-    dora = False
+    dora = towers = False
     routed_fields = {"return_routed_experts": True}
     routed_start = "start it with --enable-return-routed-experts"
 
@@ -226,7 +228,7 @@ class Sglang:
             "sampling_params": [
                 {
                     "max_new_tokens": request.sampling.max_new_tokens,
-                    **_sampling(request.sampling),
+                    **sampling_fields(request.sampling),
                     "ignore_eos": not request.sampling.stop_ids,  # with it SGLang heeds no stop token
                     "sampling_seed": derived_seed(request) % 2**31,  # heeded with --enable-deterministic-inference
                 }
@@ -258,7 +260,7 @@ class Sglang:
         finish = meta.get("finish_reason")
         finish = finish.get("type") if isinstance(finish, dict) else finish
         ids, values = [token[1] for token in drawn], [token[0] for token in drawn]
-        return _completion(ids, values, finish, _version(meta.get("weight_version")))
+        return completion_of(ids, values, finish, _version(meta.get("weight_version")))
 
     def stale(self, client: HttpClient, version: int, seconds: float) -> str | None:
         return None
@@ -324,7 +326,7 @@ def derived_seed(request: Request) -> int:
     return key(request.seed, request.prompt_index) % 2**62 + request.sample_index
 
 
-def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
     """Return the fields that vLLM and SGLang name alike."""
     return {
         "temperature": sampling.temperature,
@@ -337,7 +339,7 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
     }
 
 
-def _completion(ids: list[int], logprobs: list[float], finish: Any, version: int | None) -> Completion:
+def completion_of(ids: list[int], logprobs: list[float], finish: Any, version: int | None) -> Completion:
     if finish not in ("stop", "length"):
         raise RetryableError(f"a completion that ended by {finish!r}, not by stop or length")
     if len(ids) != len(logprobs):
@@ -349,7 +351,7 @@ def _completion(ids: list[int], logprobs: list[float], finish: Any, version: int
     return Completion(ids, [float(value) for value in logprobs], finish, version)
 
 
-def _index(choice: dict[str, Any]) -> int:
+def by_index(choice: dict[str, Any]) -> int:
     return int(choice["index"])
 
 

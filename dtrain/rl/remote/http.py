@@ -1,10 +1,10 @@
 """`HttpEngine`: completions from servers that already run (vLLM, SGLang, `dtrain serve`), over HTTP.
 
-Token ids go in, token ids and logprobs come out. All samples of a prompt are one call; calls go to the server that has
-the fewest under way. No torch; on a mesh one rank calls `generate` and shares what it gives.
+Token ids go in, with the files of images (image_routes), and token ids and logprobs come out. All samples of a prompt
+are one call; calls go to the server that has the fewest under way. No torch; on a mesh one rank calls `generate` and
+shares what it gives.
 """
 
-import math
 import re
 import threading
 import time
@@ -17,19 +17,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtrain.base.errors import Interrupted, UserError
+from dtrain.inference.image_prompts import ImagePrompt
 from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
 from dtrain.rl.remote.dialects import DIALECTS, AdapterVersion, Call, Dialect, recognise
 from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, read_key
+from dtrain.rl.remote.image_routes import ROUTES, ImageRoute
+from dtrain.rl.remote.tries import Tries, pause_after
 
 if TYPE_CHECKING:
     from dtrain.rl.routed import RoutedReader
 
 T = TypeVar("T")
 Item = TypeVar("Item")
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds between tries, doubled each time
 ASK_EVERY = 0.5  # seconds between questions whether to stop
 TRY_SECONDS = 30.0  # for the completion that shows what a server answers
 CONTEXT = "does the server's context hold prompt and completion (--max-model-len, --context-length, --max-length)?"
+NO_ROUTE = (403, 404, 405)  # of a route that a release has not, or that its start left closed
 REPORT_EVERY = 30.0  # seconds between lines about a server that is waited for
 
 
@@ -38,7 +41,7 @@ class ServerClient:
     """Client of a server. version: of the weights that it got last, None: those it started with; adapter: the name of
     the one to draw with, None: the model alone; behind: why it did not take the last weights, so that it is asked for
     nothing until it does. is_held: calls wait for an adapter's next version. loaded: adapters' names there, and how
-    many calls are under way with each."""
+    many calls are under way with each. image_routes: those that it may have."""
 
     client: HttpClient
     dialect: Dialect
@@ -51,6 +54,7 @@ class ServerClient:
     rest_until: float = 0.0
     version: int | None = None
     behind: str | None = None
+    image_routes: Sequence[ImageRoute] = ()
 
     def record_update(self, version: int, problem: str | None, adapter: str | None = None) -> None:
         """Record that it has this version of the weights, `adapter` or the model's, or why it did not take it."""
@@ -60,38 +64,6 @@ class ServerClient:
             if adapter is not None:
                 self.loaded.setdefault(adapter, 0)
             self.version, self.failures, self.rest_until = version, 0, 0.0
-
-
-@dataclass
-class _Tries:
-    """Failed tries of one call, by url. `until` bounds it; `stop` is set where it is not wanted any more."""
-
-    until: float
-    stop: threading.Event
-    errors: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def seconds(self) -> float:
-        return max(0.1, self.until - time.monotonic())
-
-    def count(self, url: str) -> int:
-        return len(self.errors.get(url, []))
-
-    def note(self, url: str, error: object) -> None:
-        self.errors.setdefault(url, []).append(str(error))
-
-    def wait(self, url: str, most: float = math.inf) -> bool:
-        """Wait before the next try at `url`; False where there is none: `most` have failed, no time is left, or it is
-        not wanted any more."""
-        pause = _pause(self.count(url))
-        if self.count(url) >= most or self.stop.is_set() or time.monotonic() + pause > self.until:
-            return False
-        self.stop.wait(pause)
-        return True
-
-    def summary(self) -> str:
-        lines = [f"{url}: {len(errors)} tries, the last: {errors[-1]}" for url, errors in self.errors.items()]
-        return "; ".join(lines) or "none could be asked"
 
 
 class HttpEngine:
@@ -139,15 +111,13 @@ class HttpEngine:
         self._start_timeout = start_timeout
         self._clients = [HttpClient(url, key) for url in urls]
         self.servers: list[ServerClient] = self._all(
-            self._clients, lambda client, stop: self._meet(client, kind, model, _Tries(until, stop)), ask_stop
+            self._clients, lambda client, stop: self._meet(client, kind, model, Tries(until, stop)), ask_stop
         )
 
     def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]:
         """Return the completions of `requests`, in order. `Completion.version` is what the server says, else the
         version that it had got last when it was asked. Raises UserError where no server answers, naming each with its
         last error, or one answers what cannot be used, and Interrupted soon after `ask_stop` says yes."""
-        if any(request.images is not None for request in requests):
-            raise UserError("prompts with images are for the native engine: servers are sent token ids alone")
         calls = [[requests[index] for index in call] for call in group(requests, self.samples_per_call)]
         return [completion for completions in self._all(calls, self._complete, ask_stop) for completion in completions]
 
@@ -197,7 +167,7 @@ class HttpEngine:
         with self._changed:
             self._changed.notify_all()
 
-    def _meet(self, client: HttpClient, kind: str, model: str | None, tries: _Tries) -> ServerClient:
+    def _meet(self, client: HttpClient, kind: str, model: str | None, tries: Tries) -> ServerClient:
         reported_at = 0.0
         while True:
             try:
@@ -219,7 +189,7 @@ class HttpEngine:
                     ) from error
         if model is not None and model not in models:
             raise UserError(f"{client.url} has no model {model}; it has {', '.join(models)}")
-        server = ServerClient(client, dialect, model or models[0])
+        server = ServerClient(client, dialect, model or models[0], image_routes=ROUTES[dialect.name])
         if self._routed is not None:
             self._try_routed(server)
         return server
@@ -232,7 +202,7 @@ class HttpEngine:
         try:
             try:
                 answer = server.client.ask(path, body | server.dialect.routed_fields, min(TRY_SECONDS, self.timeout))
-                completions = self._read(server, answer, requests)
+                completions = self._read(server, server.dialect, answer, requests)
             except RetryableError:
                 return
             self._with_routed(server, answer, requests, completions)
@@ -240,10 +210,14 @@ class HttpEngine:
             requirement = "grpo.router_replay=true needs servers that say which experts tokens go to"
             raise UserError(f"{server.client.url}: {error}; {requirement}") from error
 
-    def _read(self, server: ServerClient, answer: Any, requests: Sequence[Request]) -> list[Completion]:
-        """Return the completions of an answer. Raises RetryableError and UserError."""
+    def _read(
+        self, server: ServerClient, asks: Dialect | ImageRoute, answer: Any, requests: Sequence[Request]
+    ) -> list[Completion]:
+        """Return the completions of an answer to what `asks` asked. Raises RetryableError and UserError."""
         try:
-            completions = server.dialect.read(answer, requests)
+            if isinstance(asks, ImageRoute):
+                asks.check(answer, requests[0])
+            completions = asks.read(answer, requests)
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             shape = f"{type(error).__name__}: {error}"
             raise RetryableError(f"an answer in another form than {server.dialect.name}'s ({shape})") from error
@@ -302,7 +276,7 @@ class HttpEngine:
     ) -> Any:
         """Return the answer to one call, tried `tries` times, 1 + self.retries by default. Raises ClientError and
         UserError."""
-        attempts, url = _Tries(time.monotonic() + self.timeout, stop), server.client.url
+        attempts, url = Tries(time.monotonic() + self.timeout, stop), server.client.url
         while True:
             try:
                 return server.client.ask(path, body, attempts.seconds, is_json=is_json)
@@ -312,7 +286,7 @@ class HttpEngine:
                     raise UserError(f"{path}: {attempts.summary()}") from error
 
     def _complete(self, requests: Sequence[Request], stop: threading.Event) -> list[Completion]:
-        tries = _Tries(time.monotonic() + self.timeout, stop)
+        tries = Tries(time.monotonic() + self.timeout, stop)
         while True:
             server, has_others, version, adapter = self._choose(tries)
             # Half of the time that is left for this try, while another server could be asked after it.
@@ -345,20 +319,73 @@ class HttpEngine:
     def _ask(
         self, server: ServerClient, adapter: str | None, requests: Sequence[Request], seconds: float
     ) -> list[Completion]:
-        path, body = server.dialect.body(requests, server.model, adapter)
-        if self._routed is not None:
-            body = body | server.dialect.routed_fields
         try:
-            answer = server.client.ask(path, body, seconds)
+            if (prompt := requests[0].image_prompt) is not None:
+                return self._ask_with_images(server, adapter, requests, prompt, seconds)
+            return self._post(server, server.dialect, adapter, requests, seconds)
         except ClientError as error:
             if error.status == 400 and re.search("max_model_len|context", str(error)):
                 raise UserError(f"{error}; {CONTEXT}") from error
             if adapter is None or error.status != 404:
                 raise
             raise RetryableError(f"{error} (it had the adapter {adapter}): was it restarted?") from error
-        return self._with_routed(server, answer, requests, self._read(server, answer, requests))
 
-    def _choose(self, tries: _Tries) -> tuple[ServerClient, bool, int | None, str | None]:
+    def _ask_with_images(
+        self,
+        server: ServerClient,
+        adapter: str | None,
+        requests: Sequence[Request],
+        prompt: ImagePrompt,
+        seconds: float,
+    ) -> list[Completion]:
+        """Return the completions by the first route that the server has for this prompt, and keep to it."""
+        until, refusal = time.monotonic() + seconds, None
+        routes = [route for route in server.image_routes if route.takes(prompt)]
+        if not routes:
+            raise UserError(f"{server.dialect.name} takes no images of this model: use vLLM or dtrain serve")
+        while True:
+            route, *others = routes
+            left = max(0.1, until - time.monotonic())
+            try:
+                if others:  # without images: a refusal would break off what is being sent
+                    self._find(server, route.path, left)
+                completions = self._post(server, route, adapter, requests, left)
+                break
+            except ClientError as error:
+                if not others or error.status not in NO_ROUTE:
+                    raise
+                routes, refusal = others, str(error)
+        with self._changed:
+            is_news, server.image_routes = refusal is not None and len(server.image_routes) > 1, [route]
+        if is_news:
+            self.say(f"{server.client.url}: {refusal}; images go to it in conversations, and its ids are compared")
+        return completions
+
+    @staticmethod
+    def _find(server: ServerClient, path: str, seconds: float) -> None:
+        """Raise ClientError where the server has no such path, or keeps it closed."""
+        try:
+            server.client.ask(path, {}, seconds)
+        except ClientError as error:
+            if error.status in NO_ROUTE:
+                raise
+
+    def _post(
+        self,
+        server: ServerClient,
+        asks: Dialect | ImageRoute,
+        adapter: str | None,
+        requests: Sequence[Request],
+        seconds: float,
+    ) -> list[Completion]:
+        """Return the completions that the server gives to one call."""
+        path, body = asks.body(requests, server.model, adapter)
+        if self._routed is not None:
+            body = body | server.dialect.routed_fields
+        answer = server.client.ask(path, body, seconds)
+        return self._with_routed(server, answer, requests, self._read(server, asks, answer, requests))
+
+    def _choose(self, tries: Tries) -> tuple[ServerClient, bool, int | None, str | None]:
         """Wait for a server that may be asked, the one with the fewest calls, and take a place there. Return it,
         whether there are more, and the version and the adapter to draw with."""
         with self._changed:
@@ -384,13 +411,13 @@ class HttpEngine:
                     return server, len(able) > 1, server.version, server.adapter
                 self._changed.wait(max(0.01, min([tries.until, *(server.rest_until for server in free)]) - now))
 
-    def _failed(self, server: ServerClient, tries: _Tries, error: RetryableError) -> None:
+    def _failed(self, server: ServerClient, tries: Tries, error: RetryableError) -> None:
         tries.note(server.client.url, error)
         with self._changed:
             server.failures += 1
             # Calls that fail together count once.
             if server.rest_until <= time.monotonic():
-                server.rest_until = time.monotonic() + _pause(server.failures)
+                server.rest_until = time.monotonic() + pause_after(server.failures)
         if server.failures == 1:
             self.say(f"{server.client.url}: {error}; trying again")
 
@@ -447,7 +474,3 @@ def group(requests: Sequence[Request], most: int | None = None) -> list[list[int
         else:
             groups.append([index])
     return groups
-
-
-def _pause(count: int) -> float:
-    return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (count - 1))

@@ -12,7 +12,8 @@ from dtrain.base.ranks import Ranks
 from dtrain.base.run_context import RunContext
 from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
-from dtrain.models.common.adapter_config import AdapterConfig
+from dtrain.models.common.adapter_config import AdapterConfig, is_of_vision
+from dtrain.models.common.adapters import adapted_layers
 from dtrain.policy import Policy
 from dtrain.recipe.rollouts import RolloutSection
 from dtrain.recipe.schema import Lora
@@ -29,6 +30,8 @@ class OverHttp(RolloutEngine):
     A version of the weights is the number of optimizer steps behind them. Raises Unavailable, on every rank, where the
     servers fail, and Interrupted where rank 0 is asked to stop while they come up.
     """
+
+    sends_images = True
 
     def __init__(self, grpo: RolloutSection, policy: Policy, run: RunContext, base: Path, lora: Lora | None):
         section = grpo.server
@@ -78,6 +81,7 @@ class OverHttp(RolloutEngine):
                 run.metrics.say,
                 is_rounded=is_rounded,
                 is_held=policy.checkpoint.holds_base,
+                has_tower=any(is_of_vision(name) for name in adapted_layers(policy.model)),
             )
         )
         if way == "adapter" and config is not None:
@@ -132,16 +136,17 @@ def _choose_way(
     *,
     is_rounded: bool = False,
     is_held: bool = False,
+    has_tower: bool = False,
 ) -> str:
     """Return how weights travel: for `auto` the adapter alone where there is one and all servers take it, else a
     directory of whole weights; says which, and why. is_rounded: whether the adapter is trained beside weights in 4
-    bits, which are not those that servers have; is_held: beside weights that are in the run's checkpoints alone. Raises
-    UserError where `adapter` was asked for and cannot be."""
+    bits, which are not those that servers have; is_held: beside weights that are in the run's checkpoints alone;
+    has_tower: whether it is of a vision tower too. Raises UserError where `adapter` was asked for and cannot be."""
     assert engine is not None, "rank 0 talks to the servers"
     if config is None or requested not in ("auto", "adapter"):
         return "directory" if requested == "auto" else requested
     held = "its base is in this run's checkpoints alone (checkpoint.init_from, model.init), where no server finds it"
-    why_not = held if is_held else refusal(engine, config)
+    why_not = held if is_held else refusal(engine, config, has_tower)
     if why_not is not None and requested == "adapter":
         raise UserError(f"grpo.server.weights=adapter: {why_not}; or {MERGED}")
     rounded = "lora.quantize=nf4 trains beside weights in 4 bits, which servers of the same model do not draw with"
@@ -220,8 +225,9 @@ def _ages(completions: Sequence[Completion], version: int) -> list[int]:
     return [version - c.version for c in completions if c.version is not None]
 
 
-def refusal(engine: HttpEngine, config: AdapterConfig) -> str | None:
-    """Return why the servers cannot take an adapter of this kind; None where they can. Raises UserError."""
+def refusal(engine: HttpEngine, config: AdapterConfig, has_tower: bool = False) -> str | None:
+    """Return why the servers cannot take an adapter of this kind; None where they can. has_tower: whether it is of a
+    vision tower too. Raises UserError."""
     if config.modules_to_save:
         return f"no server takes what is trained beside the adapter, lora.modules_to_save={[*config.modules_to_save]}"
     if config.parameters:
@@ -229,6 +235,10 @@ def refusal(engine: HttpEngine, config: AdapterConfig) -> str | None:
     strict = next((server for server in engine.servers if not server.dialect.dora), None)
     if config.dora and strict is not None:
         return f"{strict.client.url}: {strict.dialect.name} takes no DoRA"
+    textual = next((server for server in engine.servers if not server.dialect.towers), None)
+    if has_tower and textual is not None:
+        name = f"{textual.client.url}: {textual.dialect.name}"
+        return f"{name} takes adapters of decoders alone, and lora.target means layers of the vision tower too"
     lacking = engine.lacks_adapters()
     if lacking is None:
         return None
