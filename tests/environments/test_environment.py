@@ -259,13 +259,13 @@ def test_bounds(tmp_path):
         run(["a"], Counting(1), max_length=4)
 
 
-LONG = {  # 60,000 characters; as words, one word, few tokens, many tokens, and what marks the end of a turn
-    "words": "The quick brown fox, and two more. " * 1800,
-    "one word": "quickbrown" * 6_000,
-    "spaces": " " * 60_000,
-    "few": "<|im_start|>" * 5_400,
-    "bytes": "\U0001f643\u6771" * 30_000,
-    "ends": "stop<|im_end|>" * 4_300,
+LONG = {  # 100,000 characters; as words, one word, few tokens, many tokens, and what marks the end of a turn
+    "words": "The quick brown fox, and two more. " * 3000,
+    "one word": "quickbrown" * 10_000,
+    "spaces": " " * 100_000,
+    "few": "<|im_start|>" * 9_000,
+    "bytes": "\U0001f643\u6771" * 50_000,
+    "ends": "stop<|im_end|>" * 7_000,
 }
 
 
