@@ -139,8 +139,8 @@ def test_the_recipes_that_are_promised_ship():
 @pytest.mark.parametrize("name", sorted([*MODELS, *OTHERS]))
 def test_a_models_recipe_fits_its_shape_on_its_own_mesh_and_on_others(name, files):
     shape = MODELS[name][0] if name in MODELS else OTHERS[name]
-    for world_size in (None, 8) if name in ADAPTED else (None, 1, 8):
-        shared = ["parallel.ep=1"] if shipped(name).parallel.ep > (world_size or 8) else []
+    for world_size in {shipped(name).launch.nproc, 8} | ({1} if name not in ADAPTED else set()):
+        shared = ["parallel.ep=1"] if shipped(name).parallel.ep > world_size else []
         assert problems(name, files, world_size, shape, *shared) == []
 
 

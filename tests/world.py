@@ -33,6 +33,7 @@ torch.set_num_threads(1)
 
 JOINED, DONE, FAILED = "joined", "done", "failed"  # what a rank says
 STARTS = 3  # of a world whose ranks do not join
+FRAMES = 10  # of a stack that torch notes
 JOIN_SECONDS = 40.0  # less than gloo's own minute
 
 
@@ -64,6 +65,7 @@ def _rank_main(fn, rank, world_size, store_path, args, pipe, join, end):
     end_of_all, parents_end = end
     os.close(parents_end)
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    sys.tracebacklimit = FRAMES  # DTensor notes the stack, pytest's frames too, wherever it propagates shapes
     try:
         join(rank, world_size, store_path)
         pipe.send((JOINED, None))
@@ -72,7 +74,7 @@ def _rank_main(fn, rank, world_size, store_path, args, pipe, join, end):
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
-        pipe.send((FAILED, traceback.format_exc()))
+        pipe.send((FAILED, traceback.format_exc(limit=1000)))
     finally:
         pipe.close()
         os._exit(0)

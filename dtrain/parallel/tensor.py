@@ -64,6 +64,9 @@ class LocalParameters(nn.Module):
     gathered_alone = False
     local_views: dict[str, LocalView] = {}  # replaced on the instance, never changed
 
+    def reset_parameters(self) -> None:
+        """Leave them as they are: a model is built on meta, and `init_weights` or a file fills it."""
+
     def local(self, name: str) -> Tensor:
         """The plain tensor that this rank computes with: the parameter of that name, such as a weight [out, in],
         or what its view takes of it, [out/tp, in] where it is column-parallel. No collective forward."""

@@ -81,6 +81,7 @@ def read(
         *(_head(key.partition("=")[0]) for key in overrides),
         *re.findall(r"\$\{\s*(\w+)", f"{written}{overrides}"),
     }
+    named.add(_method_of(written, overrides, sections))
     kind = recipe_type(sections, named)
     config = OmegaConf.create(merge(asdict(kind()), written))
     for override in overrides:
@@ -113,6 +114,13 @@ def read(
         if isinstance(value, str) and secrets.HIDDEN in value:
             problems.append(f"{secrets.dotted(place)} was hidden when this was saved: give it as ${{oc.env:NAME}}")
     return loaded, [redact(problem, loaded) for problem in problems]
+
+
+def _method_of(written: Mapping, overrides: Sequence[str], sections: Mapping[str, type]) -> str:
+    """Return the method that a recipe names, or the first: the one that it has, if no interpolation gives it."""
+    given = [text for key, _, text in (override.partition("=") for override in overrides) if key == "method"]
+    method = given[-1] if given else written.get("method")
+    return method if method in [*sections] else next(iter(sections))
 
 
 def _default_name(recipe: Recipe, stem: str | None, written: Mapping) -> str:
@@ -238,6 +246,9 @@ def _unset_excluded(config: DictConfig, overrides: Sequence[str]) -> None:
 
 def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) -> Any:
     """Return `node` as plain containers, its interpolations resolved; those that fail are left out and reported."""
+    plain = OmegaConf.to_container(node)
+    if not any(isinstance(value, str) and "${" in value for _, value in secrets.leaves(plain)):
+        return plain
     listed = isinstance(node, ListConfig)
     values: dict = {}
     keys: Iterable[Any] = range(len(node)) if listed else node.keys()

@@ -110,6 +110,7 @@ def test_packed_rows_on_a_card_take_two_graphs(tmp_path):
 
 
 def by_inductor(rank, path):
+    torch._inductor.config.compile_threads = 1  # a pool would import torch in a process of its own
     before = generated.generated_kernel_count
     return *lengths_on(rank, path, "cpu", False, inductor=True), generated.generated_kernel_count - before
 
