@@ -24,7 +24,6 @@ from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.peft.files import read_adapter
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.flops import TextFlops
 from dtrain.optim.update import LossScale, Updater, build_optimizer, build_scheduler
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import reshard_model, weights_changed
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams
     from dtrain.models.vision.flops import ImageFlops
     from dtrain.optim.sums import GradientSums
-
-_FLOPS_UNIT = 10**6  # in which FLOPs are summed, as whole numbers of 64 bits
 
 
 def sync_gradients(model: nn.Module, is_last: bool, reduce_each: bool = False) -> None:
@@ -171,10 +168,10 @@ class Policy:
         eval_mode: losses alone; no gradient, no optimizer needed.
 
         Returns, on the host, `global_loss` [steps], `sums` (each metric's sum, float64 [steps]), `tokens` [steps, 3]
-        (trained tokens, documents, non-padding tokens, over all ranks), `flops` [steps] (over all ranks, as `TextFlops`
-        and `ImageFlops` count), `loads` (of a mixture of experts, each [steps]; `Routing.measures`), `grad_norm` (of
-        the last step, before clipping), `lr` (that it used), `rank`, and `all_mb_metrics` (each metric of this rank, a
-        list by micro-batch).
+        (trained tokens, documents, non-padding tokens), `pairs` [steps, 2] (of a token and one of its document, and of
+        those within the model's window), `vision_flops` [steps] (of the tower), all three over all ranks, `loads` (of a
+        mixture of experts, each [steps]; `Routing.measures`), `grad_norm` (of the last step, before clipping), `lr`
+        (that it used), `rank`, and `all_mb_metrics` (each metric of this rank, a list by micro-batch).
         The collectives are those of `batching.take`, and per step one all-reduce of the counts on the host before the
         backward, one of loss and metrics after; one more before where the rows of a micro-batch vary. With images an
         all-gather of their sizes for each micro-batch, over dp on the host. Raises ValueError
@@ -190,7 +187,7 @@ class Policy:
         per_step = gbs // self.mesh.dp_size if gbs else max(most_rows, 1)
         totals, counts, metrics = [], [], []
         norm = lr = None
-        routing = self.model.routing
+        routing, window = self.model.routing, self.model.config.sliding_window or 1
         self.model.train(not eval_mode)
         for start in range(0, max(most_rows, 1), per_step):
             of_step = slice(start, start + per_step)
@@ -201,9 +198,9 @@ class Policy:
                 some = None if some is None else some.of(counted[of_step].nonzero().flatten().tolist())
             most = min(per_step, most_rows - start)
             batches, _ = micro_batches(rows, batching, most, self.mesh.dp, by_row, some)
-            lengths = document_lengths(rows)
-            flops = 0 if updater is None else self._flops_of(lengths, batches)
-            own_counts = torch.tensor([trained_tokens(rows), len(lengths), int(lengths.sum()), flops])
+            lengths, vision = document_lengths(rows), 0 if updater is None else self._vision_flops(batches)
+            pairs = [int((lengths * keys).sum()) for keys in (lengths, lengths.clamp(max=window))]
+            own_counts = torch.tensor([trained_tokens(rows), len(lengths), int(lengths.sum()), *pairs, vision])
             counts.append(all_reduced(own_counts, self.mesh.dp))
             # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
             tokens, sequences, *_ = counts[-1].clamp(min=1)
@@ -228,22 +225,17 @@ class Policy:
             "global_loss": whole[0],
             "sums": dict(zip(names, whole[1:], strict=False)),
             "tokens": torch.stack(counts)[:, :3],
-            "flops": torch.stack(counts)[:, 3].double() * _FLOPS_UNIT,
+            "pairs": torch.stack(counts)[:, 3:5],
+            "vision_flops": torch.stack(counts)[:, 5],
             "grad_norm": norm,
             "lr": lr,
             "rank": self.rank,
             "all_mb_metrics": {name: [values[name] for values in metrics] for name in names},
         }
 
-    def _flops_of(self, lengths: Tensor, batches: Sequence[MicroBatch]) -> int:
-        """Return the training FLOPs for this dp rank's documents and images, in `_FLOPS_UNIT`. lengths: [documents]"""
-        text = self._text_flops.of(lengths)
-        images = sum(self._image_flops.of(batch.images) for batch in batches if batch.images is not None)
-        return round((text + images) / _FLOPS_UNIT)
-
-    @cached_property
-    def _text_flops(self) -> TextFlops:
-        return TextFlops(self.model)
+    def _vision_flops(self, batches: Sequence[MicroBatch]) -> int:
+        """Return the FLOPs of the vision tower for this dp rank's images."""
+        return round(sum(self._image_flops.of(batch.images) for batch in batches if batch.images is not None))
 
     @cached_property
     def _image_flops(self) -> "ImageFlops":

@@ -33,6 +33,7 @@ from dtrain.checkpoint.dcp.origin import run_of
 from dtrain.checkpoint.dcp.retention import Patience, Retention
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.data import Cursor
+from dtrain.models.common.flops import text_flops
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
@@ -104,6 +105,7 @@ class Trainer:
         self.before_gib = metrics.memory_gib(runtime.device)
         build = partial(build_model, longest_row=self.method.longest_row())
         self.policy = Policy(recipe, spec.model_config, mesh, runtime, build)
+        self._text_flops = text_flops(self.policy.model)
         # Of the decoder: losses and decoding call it inside the model's other methods. A sign of life for each
         # micro-batch and each drawn token.
         self.policy.model.model.register_forward_pre_hook(self._show_life)
@@ -317,6 +319,8 @@ class Trainer:
         """Write the step's row. began: the time at which the step did; data_time: seconds until its batch was there."""
         step_time = time.perf_counter() - began
         tokens = result["tokens"][0, 2].item()
+        counts = tokens, *result["pairs"][0].tolist()
+        flops = sum(per * count for per, count in zip(self._text_flops, counts, strict=True))
         self._measured = {}
         self._see({"loss": result["global_loss"][0].item()})
         self.metrics.train_row(
@@ -330,7 +334,7 @@ class Trainer:
             tokens=tokens,
             tokens_per_sec=tokens / step_time,
             mfu=metrics.model_flops_utilisation(
-                result["flops"][0].item() / step_time,
+                (flops + result["vision_flops"][0].item()) / step_time,
                 self.runtime.world_size,
                 self.runtime.device,
                 self.policy.precision.compute,

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.ministral3 import modeling_ministral3
 
 from dtrain import models
-from dtrain.models.common.flops import TextFlops, flops_per_token
+from dtrain.models.common.flops import flops_per_token, text_flops
 from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm
 from tests.models.oracle import VARIANTS, VOCAB, grads, make, packed_rows, save
 from tests.models.towers import make_multimodal
@@ -362,4 +362,5 @@ def test_flops_follow_the_formula():
     # six sliding layers see 9 keys, one sees all 100; 4 heads of 16
     assert flops_per_token(model, 100) == 6 * weights + 12 * 4 * 16 * (6 * 9 + 100)
     of_both = 105 * 6 * weights + 12 * 4 * 16 * (6 * (100 * 9 + 5 * 5) + 100 * 100 + 5 * 5)
-    assert TextFlops(model).of(torch.tensor([100, 5])) == of_both
+    counts = 105, 100 * 100 + 5 * 5, 100 * 9 + 5 * 5
+    assert sum(flops * count for flops, count in zip(text_flops(model), counts, strict=True)) == of_both
