@@ -13,7 +13,7 @@ from tests.data.images.makers import PUBLISHED, TEXTS, encoded, picture
 from tests.data.makers import byte_level, write_jsonl
 from tests.data.makers import save as save_tokenizer
 from tests.models.oracle import _gemma, _qwen3_5, randomise, save
-from tests.models.test_vision_models import SECTIONS
+from tests.models.test_vision_models import CASES, SECTIONS
 from tests.models.towers import _qwen_vl
 from tests.models.vision.oracle import SIGLIP
 from tests.tiny import tiny_recipe
@@ -37,6 +37,7 @@ GEMMA = (
 _TOKENS = {
     "qwen": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
     "gemma": ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+    "gemma4": ("<|image>", "<|image|>", "<image|>"),
 }
 _QWEN_PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -68,6 +69,18 @@ def _gemma3():
     return transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=9)
 
 
+def _gemma4():
+    config = CASES["gemma4"].config()
+    config.vision_config.position_embedding_size = 160  # patches of the largest side
+    return config
+
+
+_GEMMA4_PROCESSOR = {
+    "image_processor_type": "Gemma4ImageProcessor",
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "max_soft_tokens": 70,
+}
 _GEMMA_PROCESSOR = {
     "image_processor_type": "Gemma3ImageProcessor",
     "size": {"height": 24, "width": 24},
@@ -76,9 +89,11 @@ _GEMMA_PROCESSOR = {
     "image_std": [0.5] * 3,
 }
 FAMILIES = {
+    "qwen2.5-vl": (CASES["qwen2.5-vl"].config, "qwen", QWEN, _QWEN_PROCESSOR),
     "qwen3-vl": (_qwen3_vl, "qwen", QWEN, _QWEN_PROCESSOR),
     "qwen3.5": (_qwen3_5_vl, "qwen", QWEN, _QWEN_PROCESSOR),
     "gemma3": (_gemma3, "gemma", GEMMA, _GEMMA_PROCESSOR),
+    "gemma4": (_gemma4, "gemma4", GEMMA.replace("<start_of_image>", "<|image|>"), _GEMMA4_PROCESSOR),
 }
 
 
@@ -91,7 +106,10 @@ def write_model(directory: Path, family: str = "qwen3-vl", weights: bool = True,
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in _TOKENS[kind]])
     begin, image, end = (tokenizer.token_to_id(text) for text in _TOKENS[kind][:3])
     config = config or make()
-    config.get_text_config().vocab_size = tokenizer.get_vocab_size() + 3
+    text = config.get_text_config()
+    text.vocab_size = tokenizer.get_vocab_size() + 3
+    if hasattr(text, "vocab_size_per_layer_input"):
+        text.vocab_size_per_layer_input = text.vocab_size
     if kind == "qwen":
         config.image_token_id, config.vision_start_token_id, config.vision_end_token_id = image, begin, end
         config.video_token_id = tokenizer.token_to_id(_TOKENS[kind][3])
@@ -99,6 +117,7 @@ def write_model(directory: Path, family: str = "qwen3-vl", weights: bool = True,
     else:
         config.image_token_index = config.image_token_id = image
         config.boi_token_index, config.eoi_token_index = begin, end
+        config.boi_token_id, config.eoi_token_id = begin, end
         named = dict(zip(("boi_token", "image_token", "eoi_token"), _TOKENS[kind], strict=True))
         texts = {"eos_token": "<end_of_turn>", "bos_token": "<bos>", **named}
     if weights:

@@ -10,7 +10,7 @@ from dtrain.base.batch import IGNORE, collate
 from dtrain.commands.cli import main
 from dtrain.data import Tokenizer, open_rows
 from dtrain.recipe.schema import Recipe
-from tests.models.vision.oracle import WideIslands, gemma3_images
+from tests.models.vision.oracle import WideIslands, gemma3_images, gemma4_images
 from tests.pictures import picture_recipe
 from tests.running import assert_same, assert_same_weights, metrics, run, run_all, run_directory, weights
 
@@ -27,6 +27,9 @@ def inputs_of(family: str, rows: list, image_id: int) -> tuple[dict, torch.Tenso
     grids = torch.cat([row["grids"] for row in rows])
     types = (ids == image_id).int()
     shared = {"input_ids": ids, "attention_mask": (batch["seq_ids"] >= 0).int()}
+    if family == "gemma4":
+        padded, places = gemma4_images(pixels, grids.tolist(), 2)
+        return {**shared, "pixel_values": padded, "image_position_ids": places, "mm_token_type_ids": types}, labels
     if family == "gemma3":
         images = gemma3_images(pixels, grids.tolist(), 4)
         return {**shared, "pixel_values": images, "token_type_ids": types}, labels
@@ -62,10 +65,18 @@ def losses_of_transformers(recipe: Recipe, family: str, frozen: str) -> list[flo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "vision", "frozen"),
-    [("qwen3-vl", "all", "nothing"), ("gemma3", "projector", "vision_tower"), ("qwen3.5", "frozen", "visual")],
+    [
+        ("qwen3-vl", "all", "nothing"),
+        ("qwen2.5-vl", "all", "nothing"),
+        ("gemma3", "projector", "vision_tower"),
+        ("gemma4", "projector", "vision_tower"),
+        ("qwen3.5", "frozen", "visual"),
+    ],
 )
 def test_losses_are_those_of_transformers(tmp_path, family, vision, frozen):
-    recipe = run(picture_recipe(tmp_path, *PLAIN, f"train.vision={vision}", family=family))
+    longest = 256 if family == "gemma4" else 128  # of whose images one has 70 tokens
+    options = f"train.vision={vision}", f"data.max_length={longest}"
+    recipe = run(picture_recipe(tmp_path, *PLAIN, *options, family=family))
     expected = losses_of_transformers(recipe, family, frozen)
     assert [row["loss"] for row in metrics(recipe)] == pytest.approx(expected, rel=1e-9)
 
