@@ -82,9 +82,11 @@ class ChatEncoder:
         token ids. Raises UserError where the model takes none."""
         if max_pixels is None:
             return self
-        if self._bounded is None or self._bounded.reader.max_pixels != max_pixels:
-            self._bounded = ChatEncoder(self.encoder, self._problem, self.reader.bounded(max_pixels))
-        return self._bounded
+        bounded = self._bounded
+        if bounded is None or bounded.reader.max_pixels != max_pixels:
+            bounded = ChatEncoder(self.encoder, self._problem, self.reader.bounded(max_pixels))
+            self._bounded = bounded  # a server parses requests on many threads
+        return bounded
 
     def images_of(self, prompt: ChatPrompt, pixels: "Tensor | None" = None) -> "Images | None":
         """Return the images as a request has them, decoded; None of a prompt without. pixels: of the same images, where

@@ -94,6 +94,7 @@ def _short_ids(reader: "ImageReader", ids: Sequence[int], records: "Sequence[Ima
 
 def _data_uri(data: bytes) -> str:
     kind = next((kind for mark, kind in _KINDS.items() if data.startswith(mark)), "png")
+    kind = "avif" if data[4:11] == b"ftypavi" else kind
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 

@@ -35,8 +35,8 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
 
 
 def all_to_all(rows: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows [sum(sends), ..], `sends` of them for each rank, as rows [sum(receives), ..] from each, in the ranks' order.
-    No derivative."""
+    """Send rows [sum(sends), ..], sends[r] of them to rank r, and return those received, [sum(receives), ..], in the
+    ranks' order. No derivative."""
     return _wait(_ops.all_to_all_single(rows.contiguous(), list(receives), list(sends), group.group_name))
 
 
@@ -70,7 +70,7 @@ def scatter_sum_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Ten
 
 
 def exchange(rows: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """`all_to_all` with its derivative, another of them."""
+    """Exchange rows as `all_to_all` does; backward their gradients go back by another all-to-all."""
     return _Exchange.apply(rows, receives, sends, group)
 
 

@@ -65,7 +65,7 @@ class LocalParameters(nn.Module):
     local_views: dict[str, LocalView] = {}  # replaced on the instance, never changed
 
     def reset_parameters(self) -> None:
-        """Leave them as they are: a model is built on meta, and `init_weights` or a file fills it."""
+        """Do nothing: `init_weights` or a file fills the parameters, which are built on meta."""
 
     def local(self, name: str) -> Tensor:
         """The plain tensor that this rank computes with: the parameter of that name, such as a weight [out, in],

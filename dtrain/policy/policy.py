@@ -187,7 +187,7 @@ class Policy:
         per_step = gbs // self.mesh.dp_size if gbs else max(most_rows, 1)
         totals, counts, metrics = [], [], []
         norm = lr = None
-        routing, window = self.model.routing, self.model.config.sliding_window or 1
+        routing, window = self.model.routing, self.model.config.sliding_window or 1  # no layer counts those pairs then
         self.model.train(not eval_mode)
         for start in range(0, max(most_rows, 1), per_step):
             of_step = slice(start, start + per_step)

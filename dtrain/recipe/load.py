@@ -38,7 +38,6 @@ EXCLUSIVE = (  # keys that exclude each other, and the value of either that asks
     ("lora.path", "checkpoint.init_from", None),
     ("train.dynamic_batch", "data.packing", False),
     ("parallel.optimizer_offload", "parallel.cpu_offload", False),
-    ("grpo.kwargs.delta", "grpo.kwargs.dual_clip", None),
 )
 _PATHS = ("model.path", "lora.path", "run.dir", "data.cache_dir", "data.chat_template", "checkpoint.resume")
 
@@ -117,7 +116,7 @@ def read(
 
 
 def _method_of(written: Mapping, overrides: Sequence[str], sections: Mapping[str, type]) -> str:
-    """Return the method that a recipe names, or the first: the one that it has, if no interpolation gives it."""
+    """Return the method that the overrides or the recipe name, else the first. Interpolations are not resolved."""
     given = [text for key, _, text in (override.partition("=") for override in overrides) if key == "method"]
     method = given[-1] if given else written.get("method")
     return method if method in [*sections] else next(iter(sections))
@@ -234,13 +233,13 @@ def _apply(config: DictConfig, override: str, kind: type[Recipe], problems: list
 def _unset_excluded(config: DictConfig, overrides: Sequence[str]) -> None:
     """Unset the keys that exclude one which an override sets, unless an override sets them too."""
     typed = {override.partition("=")[0] for override in overrides}
-    for pair in EXCLUSIVE:
-        *keys, unset = pair
-        for key, other in (keys, keys[::-1]):
+    for first, second, unset in EXCLUSIVE:
+        for key, other in ((first, second), (second, first)):
             values = [OmegaConf.select(config, name, throw_on_resolution_failure=False) for name in (key, other)]
             if key in typed and other not in typed and unset not in values and None not in values:
                 OmegaConf.update(config, other, unset)
-    if "scheduler.warmup" in typed and "scheduler.warmup_steps" not in typed:  # which would win
+    steps = OmegaConf.select(config, "scheduler.warmup_steps", throw_on_resolution_failure=False)
+    if "scheduler.warmup" in typed and "scheduler.warmup_steps" not in typed and steps is not None:  # they would win
         OmegaConf.update(config, "scheduler.warmup_steps", None)
 
 

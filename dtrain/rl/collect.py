@@ -312,7 +312,7 @@ class Collector:
                 "numbers, and None only for what they cannot judge"
             )
         self._has_known_reward = True
-        if self.rows.images is None or self.sampler.engine.sends_images:  # others draw nothing ahead, and would decode
+        if self.rows.images is None or self.sampler.engine.sends_images:  # the native engine draws none ahead
             next_prompts = prompts_from(self.rows, last.after, wanted)
             self.sampler.engine.expect(self.sampler.requests(next_prompts, size), version)
         measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it

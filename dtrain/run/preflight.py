@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from dtrain.base.errors import RecipeError, UserError
@@ -66,6 +67,13 @@ def notes(recipe: Recipe) -> list[str]:
     return lines
 
 
+def _data_hub() -> ModuleType:
+    """Return the module of datasets on the hub, which a run on local files does not load."""
+    from dtrain.data.sources import hub
+
+    return hub
+
+
 def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
     """`recipe` with the directory in the hub's cache for each model that is named by an id (`Qwen/Qwen3-0.6B`).
 
@@ -80,10 +88,8 @@ def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
         if path is not None:
             recipe = _placed(recipe, key, str(path))
     for key, name, pick in absent_data(recipe) if fetch else ():
-        from dtrain.data.sources import hub as data_hub
-
         with _named(key, name):
-            data_hub.download(name, pick, key.removesuffix(".path"))
+            _data_hub().download(name, pick, key.removesuffix(".path"))
     return recipe
 
 
@@ -101,10 +107,8 @@ def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]
             if weights:
                 awaited[key] = f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
     for key, name, pick in absent_data(recipe):
-        from dtrain.data.sources import hub as data_hub
-
         with _named(key, name, refused):
-            count = len(data_hub.look(name, pick, key.removesuffix(".path"))[1])
+            count = len(_data_hub().look(name, pick, key.removesuffix(".path"))[1])
             awaited[key] = (
                 f"{key}={name}: the run downloads {count} file{'s' if count != 1 else ''} from the hub, whose rows are "
                 "looked at then"
@@ -132,16 +136,11 @@ def _named(key: str, name: str, refused: list[str] | None = None) -> Iterator[No
 
 def not_here(recipe: Recipe) -> list[str]:
     """Return what `with_local_model` would fetch, as problems where nothing is fetched."""
-    problems = [
+    return [
         f"{key}={name} is no directory here, and as a model of the Hugging Face hub it is not in this machine's cache: "
         f"`dtrain download {name}` fetches it{beside(name)}"
         for key, name, _ in model_ids(recipe)
-    ]
-    for key, name, pick in absent_data(recipe):
-        from dtrain.data.sources import hub as data_hub
-
-        problems.append(data_hub.absent(name, pick, key))
-    return problems
+    ] + [_data_hub().absent(name, pick, key) for key, name, pick in absent_data(recipe)]
 
 
 def model_ids(recipe: Recipe) -> list[tuple[str, str, bool]]:

@@ -319,8 +319,9 @@ class Trainer:
         """Write the step's row. began: the time at which the step did; data_time: seconds until its batch was there."""
         step_time = time.perf_counter() - began
         tokens = result["tokens"][0, 2].item()
-        counts = tokens, *result["pairs"][0].tolist()
-        flops = sum(per * count for per, count in zip(self._text_flops, counts, strict=True))
+        pairs, windowed_pairs = result["pairs"][0].tolist()
+        of_text = self._text_flops
+        flops = of_text.token * tokens + of_text.pair * pairs + of_text.windowed_pair * windowed_pairs
         self._measured = {}
         self._see({"loss": result["global_loss"][0].item()})
         self.metrics.train_row(

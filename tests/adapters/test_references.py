@@ -101,7 +101,7 @@ def test_an_adapter_that_was_trained_before_is_its_own_reference(tmp_path):
     [
         (["dpo.reference=base"], "dpo.reference=base"),
         (["lora={rank: 2}", "dpo.sync_every=2"], "dpo.sync_every=2"),
-        (["lora={path: a}", "checkpoint.init_from=b"], "lora.path=a and checkpoint.init_from=b"),
+        (["lora={}", "lora.path=a", "checkpoint.init_from=b"], "lora.path=a and checkpoint.init_from=b"),
     ],
 )
 def test_what_means_nothing_is_refused(tmp_path, more, words):

@@ -350,6 +350,8 @@ def test_a_recipe_can_be_pickled_and_copied():
         ("train: {epochs: 3}", ["train.steps=5", "train.epochs=2"], {"train.steps": 5, "train.epochs": 2}),
         ("scheduler: {warmup_steps: 9}", ["scheduler.warmup=0.2"], {"scheduler.warmup_steps": None}),
         ("data: {train: {path: a}}", ["data.train.sources=[{path: b}]"], {"data.train.path": None}),
+        ("data: {val: {sources: [{path: a}]}}", ["data.val.path=b"], {"data.val.sources": None}),
+        ("{lora: {}, checkpoint: {init_from: a}}", ["lora.path=b"], {"checkpoint.init_from": None}),
         ("data: {packing: true}", ["train.dynamic_batch=true"], {"data.packing": False, "train.dynamic_batch": True}),
         ("train: {dynamic_batch: true}", ["data.packing=true"], {"data.packing": True, "train.dynamic_batch": False}),
         ("parallel: {cpu_offload: true}", ["parallel.optimizer_offload=true"], {"parallel.cpu_offload": False}),
@@ -363,3 +365,9 @@ def test_an_override_unsets_what_it_excludes(written, overrides, expected):
         for part in section.split("."):
             owner = getattr(owner, part)
         assert getattr(owner, name) == value, key
+
+
+def test_a_schedule_in_stages_has_no_key_to_unset():
+    written = {"scheduler": [{"name": "linear", "steps": 10}, {"name": "constant"}]}
+    with pytest.raises(RecipeError, match="scheduler is a list; name an entry by its number"):
+        load_recipe(written, ["scheduler.warmup=0.1"])

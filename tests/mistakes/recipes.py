@@ -13,7 +13,11 @@ NUMBERS = (
     slip("train.steps=1.5", "train.steps=1.5 must be a whole number"),
     slip("train.steps=many", "train.steps=many must be a whole number"),
     slip(("train.steps=null", "train.epochs=null"), "train.steps or train.epochs is missing", "set one of them"),
-    slip(("train.steps=10", "train.epochs=1"), "train.steps=10 and train.epochs=1 exclude each other", "set one of"),
+    slip(
+        ("train.steps=10", "train.epochs=1"),
+        "train.steps=10 and train.epochs=1 exclude each other",
+        "set one of them to null",
+    ),
     slip("train.global_batch=0", "train.global_batch=0 must be", "at least 1"),
     slip("train.global_batch=7", "train.global_batch=7", "train.global_batch=8"),
     slip("train.global_batch=big", "train.global_batch=big must be a whole number"),
@@ -158,7 +162,10 @@ VALUES = (
     slip("metrics.wandb=true", "metrics.wandb=true must be text or null", "such as metrics.wandb=my-project"),
     slip("run.name=yes", "run.name=true must be text or null", "write a name, such as run.name=first"),
     slip("checkpoint.init_from=true", "checkpoint.init_from=true must be", "write a run's directory"),
-    slip("train.dynamic_batch=true", "train.dynamic_batch=true is for padded rows: set data.packing=false"),
+    slip(
+        ("train.dynamic_batch=true", "data.packing=true"),
+        "train.dynamic_batch=true is for padded rows: set data.packing=false",
+    ),
     slip("data.packing=maybe", "data.packing=maybe must be auto, true or false"),
     slip("train.freeze=[nothing.*]", "train.freeze", "nothing.*"),
 )

@@ -362,5 +362,5 @@ def test_flops_follow_the_formula():
     # six sliding layers see 9 keys, one sees all 100; 4 heads of 16
     assert flops_per_token(model, 100) == 6 * weights + 12 * 4 * 16 * (6 * 9 + 100)
     of_both = 105 * 6 * weights + 12 * 4 * 16 * (6 * (100 * 9 + 5 * 5) + 100 * 100 + 5 * 5)
-    counts = 105, 100 * 100 + 5 * 5, 100 * 9 + 5 * 5
-    assert sum(flops * count for flops, count in zip(text_flops(model), counts, strict=True)) == of_both
+    flops = text_flops(model)
+    assert 105 * flops.token + (100 * 100 + 5 * 5) * flops.pair + (100 * 9 + 5 * 5) * flops.windowed_pair == of_both

@@ -20,7 +20,7 @@ from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.recipe.rollouts import Sampling
 from dtrain.rl.collect import CompletionSampler, prompts_from
 from dtrain.rl.remote.dialects import derived_seed
-from dtrain.rl.remote.training import refusal
+from dtrain.rl.remote.training import check_tower, refusal
 from tests.data.makers import write_jsonl
 from tests.pictures import chat, picture_recipe, question, write_model, write_pictures
 from tests.remote.fakes import FakeVllm, drawn
@@ -198,7 +198,7 @@ def test_sglang_refuses_models_with_words_around_images(of_gemma, sglang):
 def test_dtrain_serve_refuses_a_prompt_whose_images_have_other_tokens(of_qwen, tmp_path):
     requests = requests_of(of_qwen, True)
     bounded = replace(requests[0], image_prompt=replace(requests[0].image_prompt, max_pixels=64))
-    with serving(of_qwen[0]) as (url, _), pytest.raises(UserError, match="4 image tokens, and by this model's .* 1: "):
+    with serving(of_qwen[0]) as (url, _), pytest.raises(UserError, match="4 image tokens, and by this model's .* 1, "):
         engine_of(url).generate([bounded])
     text = make_model(tmp_path, 1)
     with serving(text) as (url, _), pytest.raises(UserError, match="takes no images"):
@@ -235,3 +235,9 @@ def test_an_adapter_of_a_tower_is_sent_to_dtrain_alone(vllm):
     vllm.max_lora_rank = 8
     assert refusal(engine_of(vllm), config) is None
     assert "adapters of decoders alone" in refusal(engine_of(vllm), config, has_tower=True)
+
+
+def test_a_trained_tower_is_refused_where_features_outlive_weights(vllm, sglang):
+    check_tower(engine_of(vllm))
+    with pytest.raises(UserError, match="sglang keeps the features of images when its weights change"):
+        check_tower(engine_of(sglang))

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -201,6 +202,15 @@ def test_images_under_way_are_bounded_together(made):
         assert ask(url, "/v1/chat/completions", shows("w5"))[0] == 200
 
 
+def test_images_wait_for_those_under_way(made):
+    """With room for the images of one request, more requests at once are answered all."""
+    body = shows("w5", data_uri(made[2][0].read_bytes()))
+    patches = 8 * 4 * 3 * 2 * 4 * 4 * 4  # bytes of 8 tokens of 4 patches: colours, frames, rows, columns, float32
+    with serving(made[0], limits=Limits(pixels=patches)) as (url, _), ThreadPoolExecutor(5) as threads:
+        answers = threads.map(lambda _: ask(url, "/v1/chat/completions", body)[0], range(5))
+        assert list(answers) == [200] * 5
+
+
 def test_image_tokens_in_the_words_of_a_message_are_refused(tmp_path, made):
     directory = pictures.write_model(tmp_path, "gemma3", weights=False)
     tokenizer = DtrainTokenizer.from_directory(directory)
@@ -235,17 +245,20 @@ def test_an_update_may_leave_the_tower_out_as_a_whole(made, tmp_path):
     question = shows("w5", data_uri(photo.read_bytes()))
     with serving(directory, key="secret", control=tmp_path) as (url, _):
         before = ask(url, "/weight_checker", {"action": "checksum"})[1]["checksums"]
-        for step, held in enumerate((texts, texts | {of_tower[0]: tensors[of_tower[0]]}), start=1):
+
+        def update(step, held):
             written = tmp_path / f"step-{step}"
             written.mkdir()
             save_file(held, written / "model.safetensors", metadata={"format": "pt"})
             mark(written)
-            status, answer = ask(url, "/update_weights_from_disk", {"model_path": str(written)})
-            whole = step == 1
-            assert (status == 200) is whole and (whole or f"missing: {of_tower[1]}" in answer["error"]["message"])
             named = {"names": list(held), "shapes": [list(tensor.shape) for tensor in held.values()]}
-            status, answer = ask(url, "/check_weights", {**named, "dtypes": ["float32"] * len(held)})
-            assert (status == 200) is whole and (whole or "is missing" in answer["error"]["message"])
+            checked = ask(url, "/check_weights", {**named, "dtypes": ["float32"] * len(held)})
+            return ask(url, "/update_weights_from_disk", {"model_path": str(written)}), checked
+
+        assert [status for status, _ in update(1, texts)] == [200, 200]
+        from_disk, checked = update(2, texts | {of_tower[0]: tensors[of_tower[0]]})
+        assert from_disk[0] == 400 and f"missing: {of_tower[1]}" in from_disk[1]["error"]["message"]
+        assert checked[0] == 400 and "is missing" in checked[1]["error"]["message"]
         after = ask(url, "/weight_checker", {"action": "checksum"})[1]["checksums"]
         same = {name for name in before if before[name] == after[name]}
         assert same == {name for name in before if is_of_vision(name)} and same
@@ -257,6 +270,7 @@ def test_images_beside_token_ids_are_of_one_prompt_that_has_their_tokens(made):
     body = {"prompt": [8, START, *[IMAGE] * 8, END, 5, 9], "images": [good], "max_tokens": DRAWN, "temperature": 0}
     bad = {
         "4 image tokens, and by this model's image processor 8": {"prompt": [8, *[IMAGE] * 4, 9]},
+        "those of an image in a row ([8])": {"prompt": [8, *[IMAGE] * 4, 5, *[IMAGE] * 4, 9]},
         "images are of one prompt of token ids": {"prompt": "w5"},
         "of one prompt of token ids, which has their tokens, without echo": {"echo": True},
         "images[0]: ": {"images": [data_uri(b"hello")]},

@@ -156,7 +156,7 @@ def test_large_bodies_take_no_memory(keyed, model, key, status):
 
 
 def test_bodies_under_way_are_bounded_together(model):
-    with serving(model, limits=Limits(bodies=2000)) as (url, _):
+    with serving(model, limits=Limits(bodies=2000, room_seconds=0.1)) as (url, _):
         with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), 10) as slow:
             slow.sendall(post(b"{", length=1500))
             answers = []

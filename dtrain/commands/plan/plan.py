@@ -43,9 +43,9 @@ class Plan:
 
     table: the model's tensor-parallel plan, module pattern → style in words, used where tp is more than 1.
     total_parameters, trained_parameters: of the whole model, with its adapter. tokens: of an optimizer step over all
-    ranks, every row full. flops_per_token: `models.common.flops`, as a run's mfu counts. budget: bytes for tensors
-    on a device. evaluation: bytes that the longest answer of `eval` takes at least, with what a rank holds between two
-    steps; 0 without. assumed: in place of the code that the recipe names.
+    ranks, every row full. flops_per_token: of `models.common.flops`, for full rows of one document. budget: bytes for
+    tensors on a device. evaluation: bytes that the longest answer of `eval` takes at least, with what a rank holds
+    between two steps; 0 without. assumed: in place of the code that the recipe names.
     """
 
     spec: RunSpec

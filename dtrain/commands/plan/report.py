@@ -213,7 +213,7 @@ def _traffic(plan: Plan) -> str:
 
 
 def _time(plan: Plan, step_time: float | None) -> str:
-    lines = [f"FLOPs per token: {plan.flops_per_token:.4g} (as the run's mfu counts them)"]
+    lines = [f"FLOPs per token: {plan.flops_per_token:.4g} (rows of one document; a run's mfu goes by each document's)"]
     if plan.device == "cuda":
         time = plan.time
         lines += [

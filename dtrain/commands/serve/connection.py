@@ -39,6 +39,7 @@ class Limits:
     head_seconds: float = 10.0
     body_seconds: float = 60.0
     idle_seconds: float = 60.0
+    room_seconds: float = 60.0  # that a request waits for others to leave room for its body or its images
     send_seconds: float = 60.0  # that a client may take to read what is sent at once
 
 

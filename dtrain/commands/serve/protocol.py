@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dtrain.models.common.images import Images
 
 MOST_REQUESTS = 4096  # of one call
+MOST_CHARACTERS = 256  # of a prompt's text, for each token that the context holds
 SEED_LIMIT = 2**63
 
 
@@ -241,7 +242,7 @@ class Parser:
         return self._echoing(ask, fields) if fields["echo"] else ask
 
     def _with_images(self, ask: Ask, fields: Mapping[str, Any]) -> Ask:
-        """Return `ask`, which is of one prompt of ids, with its images."""
+        """Return `ask` with the images of its one prompt of token ids. Raises ApiError for another prompt."""
         if not is_ids(fields["prompt"][0]) or len(fields["prompt"]) > 1 or fields["echo"]:
             raise ApiError(400, "images are of one prompt of token ids, which has their tokens, without echo", "images")
         names = [f"images[{number}]" for number in range(len(fields["images"]))]
@@ -249,10 +250,11 @@ class Parser:
             chats = self.chats.within(fields["mm_processor_kwargs"].get("max_pixels"))
             prompt = ChatPrompt(fields["prompt"][0], chats.lay_out_all(fields["images"]))
             self._check_room(prompt, names)
-            expected = sum(image.layout.tokens for image in prompt.images)
-            if (count := len(chats.reader.places(prompt.ids))) != expected:
-                what = f"the prompt has {count} image tokens, and by this model's image processor {expected}"
-                raise ApiError(400, f"{what}: serve the very model that the prompt is for", "images")
+            if not chats.reader.stand_together(prompt.ids, prompt.images):
+                count, sizes = len(chats.reader.places(prompt.ids)), [image.layout.tokens for image in prompt.images]
+                problem = f"the prompt has {count} image tokens, and by this model's image processor {sum(sizes)}"
+                fix = "serve the very model that the prompt is for"
+                raise ApiError(400, f"{problem}, those of an image in a row ({sizes}): {fix}", "images")
             images = chats.images_of(prompt)
         except ImageError as error:
             raise ApiError(400, f"{names[error.number]}: {error}", names[error.number]) from error
@@ -285,6 +287,7 @@ class Parser:
         parts = _image_parts(fields["messages"])
         try:
             messages, _ = read_messages(fields["messages"], "messages")
+            self._check_size(sum(map(_characters, messages)), "messages")
             prompt = self.chats.encode(Prompt(messages, tools=read_tools(fields), variables=variables))
             self._check_room(prompt, parts)
             most = fields["max_completion_tokens"]
@@ -333,7 +336,14 @@ class Parser:
         if max(ids, default=0) >= limit:
             raise ApiError(400, f"{name} has the id {max(ids)}, beyond the model's vocabulary of {limit}", name)
 
+    def _check_size(self, characters: int, name: str) -> None:
+        """Raise ApiError, before it is tokenised, for a text that is far too long."""
+        most = MOST_CHARACTERS * self.max_length
+        if characters > most:
+            raise ApiError(400, f"{name} has {characters:,} characters, and a prompt at most {most:,}", name)
+
     def _prompt(self, prompt: str | list[int], specials: bool) -> tuple[int, ...]:
+        self._check_size(len(prompt) if isinstance(prompt, str) else 0, "prompt")
         try:
             ids = self.tokenizer.encode(prompt, specials) if isinstance(prompt, str) else prompt
         except UserError as error:
@@ -367,3 +377,9 @@ class Parser:
         ]
         name = fields["model"] or self.model
         return Ask(fields, name, None if name == self.model else name, requests, chat, logprobs, eos)
+
+
+def _characters(message: Mapping[str, Any]) -> int:
+    """Return the number of characters of a message's text."""
+    content = message.get("content") or ""
+    return len(content) if isinstance(content, str) else sum(len(part.get("text") or "") for part in content)

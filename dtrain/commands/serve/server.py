@@ -102,10 +102,11 @@ class HttpServer(socketserver.TCPServer):
     def _counted(self, length: int, pixels: int = 0) -> Iterator[None]:
         """Count a request that is being answered, and the bytes of its body that are being read, or of its images: the
         server ends when there is none."""
+        limits = self.limits
         with self._idle:
-            if self._held + length > self.limits.bodies:
+            if not self._wait_for(lambda: self._held + length <= limits.bodies, length <= limits.bodies):
                 raise ApiError(503, "the server is reading as much as it may; ask again")
-            if self._pixels + pixels > self.limits.pixels:
+            if not self._wait_for(lambda: self._pixels + pixels <= limits.pixels, pixels <= limits.pixels):
                 raise ApiError(503, "the server holds as many images as it may; ask again")
             self._answering, self._held, self._pixels = self._answering + 1, self._held + length, self._pixels + pixels
         try:
@@ -115,6 +116,10 @@ class HttpServer(socketserver.TCPServer):
                 self._answering, self._held = self._answering - 1, self._held - length
                 self._pixels -= pixels
                 self._idle.notify_all()
+
+    def _wait_for(self, has_room: Callable[[], bool], can_have: bool) -> bool:
+        """Wait within `_idle` until there is room; return whether there is. can_have: whether there ever can be."""
+        return has_room() or (can_have and self._idle.wait_for(has_room, self.limits.room_seconds))
 
     def _answer(self, connection: Connection, head: RequestHead) -> None:
         service, path = self.service, head.path

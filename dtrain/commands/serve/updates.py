@@ -77,9 +77,9 @@ class Updates:
         self.is_merged = (root is not None or watched) and merge_in_place(model)
         self.root = root and Path(os.path.realpath(root))
         self._tensors = _by_every_name(model)
-        self._tower = [name for name in model_tensors(model) if is_of_vision(name)]
-        of_tower = {id(self._tensors[name].parts[0]) for name in self._tower}
-        self._tower_names = {name for name, held in self._tensors.items() if id(held.parts[0]) in of_tower}
+        self._tower_tensors = [name for name in model_tensors(model) if is_of_vision(name)]
+        of_tower = {id(self._tensors[name].parts[0]) for name in self._tower_tensors}
+        self._tower_aliases = {name for name, held in self._tensors.items() if id(held.parts[0]) in of_tower}
         self._groups: dict[str, WeightReceiver] = {}
         self._meeting = threading.Lock()
 
@@ -106,7 +106,7 @@ class Updates:
 
         def read() -> None:
             files = WeightFiles(directory)
-            kept = self._tower if self._tower_names.isdisjoint(files.stored) else ()
+            kept = self._tower_tensors if self._tower_aliases.isdisjoint(files.stored) else ()
             check_fit(self.model, files, kept)  # where this raises, nothing has changed
             try:
                 read_weights(self.model, directory, kept)
@@ -122,8 +122,8 @@ class Updates:
         info = self._info(fields)
         missing = {id(target.parts[0]) for target in self._tensors.values()}
         missing -= {id(self._tensors[name].parts[0]) for name in info}
-        if self._tower_names.isdisjoint(info):
-            missing -= {id(self._tensors[name].parts[0]) for name in self._tower}
+        if self._tower_aliases.isdisjoint(info):
+            missing -= {id(self._tensors[name].parts[0]) for name in self._tower_tensors}
         if missing:
             names = sorted(name for name, target in self._tensors.items() if id(target.parts[0]) in missing)
             raise ApiError(400, f"the update is missing {len(names)} tensors, the first {names[0]}", "names")

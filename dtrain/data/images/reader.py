@@ -120,8 +120,8 @@ class ImageReader:
         succession, as where a share of the rows is validated, are read once. Raises UserError that names the image by
         its number and its name.
         """
-        if self._last is not None and self._last[:2] == (values, directory):
-            return self._last[2]
+        if (last := self._last) is not None and last[:2] == (values, directory):
+            return last[2]
         images = []
         for number, value in enumerate(values, start=1):
             try:
@@ -153,6 +153,16 @@ class ImageReader:
     def places(self, ids: Sequence[int]) -> list[int]:
         """Return the places of image tokens."""
         return [place for place, token in enumerate(ids) if token == self.token_id]
+
+    def stand_together(self, ids: Sequence[int], images: Sequence[LaidOutImage]) -> bool:
+        """Return whether the image tokens of `ids` are as many as the images have, each image's in a row."""
+        places, start = self.places(ids), 0
+        for image in images:
+            own = places[start : start + image.layout.tokens]
+            if len(own) < image.layout.tokens or own[-1] - own[0] != len(own) - 1:
+                return False
+            start += len(own)
+        return start == len(places)
 
     def check_count(self, ids: Sequence[int], images: Sequence[LaidOutImage]) -> None:
         """Raise UserError where `ids` hold another number of image tokens than the images have."""

@@ -16,7 +16,7 @@ class ImageRecord:
     name    as messages call it
     digest  SHA-256 of its bytes, in hex
     path    its file, absolute; None: the bytes are in `data`
-    place   file and line of its row, where they are known
+    origin  file and line of its row, where they are known
     """
 
     name: str
@@ -24,7 +24,7 @@ class ImageRecord:
     layout: Layout
     path: str | None = None
     data: bytes | None = field(default=None, repr=False)
-    place: str | None = None
+    origin: str | None = None
 
     @classmethod
     def of(cls, image: ImageBytes, layout: Layout) -> "ImageRecord":
@@ -46,7 +46,7 @@ class ImageRecord:
     def image(self) -> ImageBytes:
         """Return the image, its file read again; named by its row and its whole path. Raises UserError where that is
         another one, or gone."""
-        name = ": ".join(part for part in (self.place, self.path or self.name) if part)
+        name = ": ".join(part for part in (self.origin, self.path or self.name) if part)
         if self.data is not None:
             return ImageBytes(name, self.data)
         path = Path(str(self.path))

@@ -81,19 +81,19 @@ class ImageTable:
     def of(self, first: int, count: int, origin: tuple[str, int]) -> list[list[ImageRecord]]:
         """Return the images of `count` documents from `first` on, in the order of their tokens. origin: file and line
         of their row."""
-        place = "{}:{}".format(*origin)
+        file, line = origin
         bounds = self._offsets[first : first + count + 1].tolist()
         return [
-            [self._record(place, *entry) for entry in json.loads(self._records[start:end].numpy().tobytes())]
+            [self._record(f"{file}:{line}", *entry) for entry in json.loads(self._records[start:end].numpy().tobytes())]
             for start, end in pairwise(bounds)
         ]
 
     def _record(
-        self, place: str, name: str, digest: str, layout: list, path: str | None, stored: list[int] | None
+        self, origin: str, name: str, digest: str, layout: list, path: str | None, stored: list[int] | None
     ) -> ImageRecord:
         height, width, grid, tokens = layout
         data = None if stored is None else self._bytes[slice(*stored)].numpy().tobytes()
-        return ImageRecord(name, digest, Layout(height, width, tuple(grid), tokens), path, data, place)
+        return ImageRecord(name, digest, Layout(height, width, tuple(grid), tokens), path, data, origin)
 
 
 def damage_of_images(place: Path, ranks: Ranks) -> str | None:

@@ -75,10 +75,12 @@ def paths_of(source: Any) -> list[str]:
 
 def absent_ids(source: Any, key: str) -> list[tuple[str, Pick]]:
     """Return id and wanted part of every dataset of the hub that a source names and that is not in the cache."""
-    absent, pick = [], Pick.of(source)
-    for name in filter(is_data_id, paths_of(source)):
-        from dtrain.data.sources import hub  # files of this machine need none of it
+    absent, pick, names = [], Pick.of(source), [*filter(is_data_id, paths_of(source))]
+    if not names:
+        return []
+    from dtrain.data.sources import hub  # files of this machine need none of it
 
+    for name in names:
         with suppress(UserError):  # a split that is not there: told where the files are looked at
             if hub.cached(name, pick, key) is None:
                 absent.append((name, pick))

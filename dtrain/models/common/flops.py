@@ -1,4 +1,6 @@
-"""Training FLOPs of a model per token, as a run's mfu and plan count them."""
+"""Training FLOPs of a model per token and per pair of tokens, for a run's mfu and for plan."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,9 +10,17 @@ from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.experts import expert_parameters
 
 
-def text_flops(model: CausalLM) -> tuple[float, float, float]:
-    """Return the training FLOPs of `model` for a token, for a pair of a token and one of its document, and for such a
-    pair within the model's window: 6·N of a token + 12·Σ over layers of H·hd of a pair in reach; 4 for a frozen
+class TextFlops(NamedTuple):
+    """Training FLOPs of a model's text. token: of a token; pair: of a token and one of its document, in the layers that
+    see whole documents; windowed_pair: of such a pair within the window, in the layers that have one."""
+
+    token: float
+    pair: float
+    windowed_pair: float
+
+
+def text_flops(model: CausalLM) -> TextFlops:
+    """Return the training FLOPs of `model`: 6·N of a token, 12·Σ over layers of H·hd of a pair; 4 for a frozen
     parameter, whose gradient is not computed. Of experts those count that a token goes to. A vision tower's are
     `vision.flops.flops_per_patch`.
 
@@ -31,16 +41,16 @@ def text_flops(model: CausalLM) -> tuple[float, float, float]:
         for parameter in products
     )
     states = 0 if config.linear is None else config.layer_types.count(LINEAR) * config.linear.state
-    sizes = [(kind, model.model.head_sizes[kind]) for kind in config.layer_types if kind != LINEAR]
-    whole, windowed = (sum(size for kind, size in sizes if (kind == SLIDING) is slides) for slides in (False, True))
-    of_pair = 12.0 * config.num_attention_heads
-    return of_token + 18.0 * states, of_pair * whole, of_pair * windowed
+    per_head = 12.0 * config.num_attention_heads
+    sizes = [(kind, per_head * model.model.head_sizes[kind]) for kind in config.layer_types if kind != LINEAR]
+    windowed = sum(size for kind, size in sizes if kind == SLIDING)
+    return TextFlops(of_token + 18.0 * states, sum(size for _, size in sizes) - windowed, windowed)
 
 
 def flops_per_token(model: CausalLM, seq_len: int) -> float:
     """Return the training FLOPs per token of `model` for a document of `seq_len` tokens, by `text_flops`."""
-    counts = 1, seq_len, min(seq_len, model.config.sliding_window or seq_len)
-    return sum(flops * count for flops, count in zip(text_flops(model), counts, strict=True))
+    flops, window = text_flops(model), model.config.sliding_window or seq_len
+    return flops.token + seq_len * flops.pair + min(seq_len, window) * flops.windowed_pair
 
 
 def weights_in(parameter: Tensor) -> int:

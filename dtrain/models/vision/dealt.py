@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 class Dealing(NamedTuple):
-    """Numbers of images, counted through all dp ranks, as one rank sees them.
+    """Assignment of images, numbered through all dp ranks, to the ranks that encode them, as one rank sees it.
 
     own: images of this rank; encoded: images that it encodes; sends: its own images, by the dp rank that encodes them
-    for its place in cp x tp; receives: `encoded` by the dp rank that has them; by_place: of each place in cp x tp, the
-    own images whose features it brings. moves: an image of this place is encoded by another dp rank than its own.
+    for its place in cp x tp; receives: `encoded` by the dp rank that has them; gathered: own images, by the place in
+    cp x tp that has their features before the all-gathers. moves: a dp rank of this place encodes another's image.
     """
 
     own: range
     encoded: list[int]
     sends: list[list[int]]
     receives: list[list[int]]
-    by_place: list[list[int]]
+    gathered: list[list[int]]
     moves: bool
 
 
@@ -44,8 +44,8 @@ def deal_images(grids: Sequence[Sequence[Grid]], dp_rank: int, places: int, plac
     tp, of which this is the one with the number `place`."""
     owners = [rank for rank, of_rank in enumerate(grids) for _ in of_rank]
     patches = [math.prod(grid) for of_rank in grids for grid in of_rank]
-    homes = [range(owner * places, (owner + 1) * places) for owner in owners]
-    shares = deal_near(patches, homes, places * len(grids))
+    local = [range(owner * places, (owner + 1) * places) for owner in owners]
+    shares = deal_locally(patches, local, places * len(grids))
     columns = [shares[at::places] for at in range(places)]  # by place: the share of each dp rank
     encoded = columns[place][dp_rank]
     first = sum(len(of_rank) for of_rank in grids[:dp_rank])
@@ -54,27 +54,28 @@ def deal_images(grids: Sequence[Sequence[Grid]], dp_rank: int, places: int, plac
         encoded=encoded,
         sends=[[image for image in share if owners[image] == dp_rank] for share in columns[place]],
         receives=[[image for image in encoded if owners[image] == rank] for rank in range(len(grids))],
-        by_place=[[image for share in column for image in share if owners[image] == dp_rank] for column in columns],
+        gathered=[[image for share in column for image in share if owners[image] == dp_rank] for column in columns],
+        # Over all dp ranks of this place: they all join the all-to-alls, or none does.
         moves=any(owners[image] != rank for rank, share in enumerate(columns[place]) for image in share),
     )
 
 
-def deal_near(costs: Sequence[float], homes: Sequence[Sequence[int]], places: int) -> list[list[int]]:
-    """Deal indices to places as `deal` does, but to one of their home places where the fullest place then has at most
-    5 % more than it has by `deal`.
+def deal_locally(costs: Sequence[float], local: Sequence[Sequence[int]], places: int) -> list[list[int]]:
+    """Deal indices to places, each to one of its local places where that leaves the fullest place at most 5 % above the
+    one of `deal`.
 
-    homes: of each index, the places to which it need not be sent."""
+    local: of each index, the places to which it need not be sent."""
     shares = deal(costs, places)
     most = 1.05 * max(sum(costs[index] for index in share) for share in shares)
-    near: list[list[int]] = [[] for _ in range(places)]
+    kept: list[list[int]] = [[] for _ in range(places)]
     loads = [0.0] * places
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        place = min(homes[index], key=lambda place: (loads[place], place))
+        place = min(local[index], key=lambda place: (loads[place], place))
         if loads[place] + costs[index] > most:
             place = min(range(places), key=lambda place: (loads[place], place))
         loads[place] += costs[index]
-        near[place].append(index)
-    return [sorted(share) for share in near] if max(loads) <= most else shares
+        kept[place].append(index)
+    return [sorted(share) for share in kept] if max(loads) <= most else shares
 
 
 def dealt_features(tower: "VisionTower", images: Images, tp: TensorParallel | None, cp: Any) -> "Features":
@@ -105,9 +106,9 @@ def dealt_features(tower: "VisionTower", images: Images, tp: TensorParallel | No
     stacked = torch.stack([features.tokens, *features.deepstack.values()], 1)  # [t, 1 + deepstack, E]
     if dp is not None and dealing.moves:
         stacked = exchange(stacked, _sums(tokens, dealing.sends), _sums(tokens, dealing.receives), dp)
-    if not dealing.own:
+    if not dealing.own:  # nor have the ranks of cp and tp: there is no all-gather
         return _unstacked(features, stacked)
-    most = max(_sums(tokens, dealing.by_place))
+    most = max(_sums(tokens, dealing.gathered))
     stacked = F.pad(stacked, (0, 0, 0, 0, 0, most - len(stacked)))
     if tp is not None:
         gather = gather_along if tp.sequence else gather_alike
@@ -146,9 +147,9 @@ def _unstacked(features: "Features", stacked: Tensor) -> "Features":
 
 def _token_order(dealing: Dealing, lengths: Sequence[int], most: int) -> Tensor:
     """Return where each token, image by image, lies among the gathered ones, [T] int64 on the CPU; lengths: of all
-    images in tokens; most: tokens that each place brings."""
+    images in tokens; most: gathered tokens of each place."""
     first: dict[int, int] = {}
-    for place, brought in enumerate(dealing.by_place):
-        starts = accumulate((lengths[image] for image in brought), initial=place * most)
-        first |= dict(zip(brought, starts, strict=False))
+    for place, gathered in enumerate(dealing.gathered):
+        starts = accumulate((lengths[image] for image in gathered), initial=place * most)
+        first |= dict(zip(gathered, starts, strict=False))
     return torch.cat([torch.arange(first[image], first[image] + lengths[image]) for image in dealing.own])

@@ -15,7 +15,7 @@ def flops_per_patch(tower: VisionTower, patches: int) -> float:
     trained: of each matrix, and of the attention of each layer, those of the forward; as many again where the gradient
     goes on to the layers before, for some of these are trained; and of a trained matrix as many for its own gradient.
 
-    Matrices of the projector see the tokens alone. Counted in full, as `flops_per_token` counts, are attention to all
+    Matrices of the projector see the tokens alone. Counted in full, as `TextFlops` counts, are attention to all
     patches in reach, and no recomputation.
     """
     config, total, goes_on = tower.config, 0.0, False

@@ -17,11 +17,12 @@ dtrain  vLLM's completions with `prompt_index` and `sample_index`, so that the d
 A dialect's `body` asks for samples of one prompt: requests that differ in their sample_index alone, which ascends by 1.
 `streams`: whether it can join a process group that dtrain makes; `pause`, `resume`: the posts before and after an
 update there. `names_versions`: whether each version of an adapter has a name of its own, by which a completion's
-version is known; `dora`, `towers`: whether it takes DoRA, and adapters of vision towers. `routed_fields`: the body's
-further fields that ask for experts; `routed`: of each completion in `read`'s order what the answer says of them, for
-`rl.routed`; `routed_start`: how to start a server that reports them. `load_adapter` gives the name to ask for. `read`
-raises RetryableError for an answer that may be better next time, and UserError, with the fix, for one that a setting of
-the server explains. `image_routes` has the routes of prompts with images.
+version is known; `dora`, `towers`: whether it takes DoRA, and adapters of vision towers. `keeps_features`: whether
+features of images outlive the weights that they are of. `routed_fields`: the body's further fields that ask for
+experts; `routed`: of each completion in `read`'s order what the answer says of them, for `rl.routed`; `routed_start`:
+how to start a server that reports them. `load_adapter` gives the name to ask for. `read` raises RetryableError for an
+answer that may be better next time, and UserError, with the fix, for one that a setting of the server explains.
+`image_routes` has the routes of prompts with images.
 """
 
 import math
@@ -66,7 +67,7 @@ class Vllm:
     pause: Sequence[Post] = [("/pause?mode=keep&clear_cache=false", {})]
     resume: Sequence[Post] = [("/resume", {})]
     names_versions = True
-    dora = towers = False
+    dora = towers = keeps_features = False
     routed_fields: dict[str, Any] = {}  # all its answers have them, or none
     routed_start = "start it with --enable-return-routed-experts (vLLM 0.21 or later)"
 
@@ -86,12 +87,7 @@ class Vllm:
         return "/v1/completions", body
 
     def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        if not isinstance(choices, list):
-            raise RetryableError(f"an answer without choices: {str(answer)[:200]}")
-        if len(choices) != len(requests):
-            raise UserError(f"asked for n={len(requests)} completions, it gave {len(choices)}")
-        return [self._completion(choice) for choice in sorted(choices, key=by_index)]
+        return [self._completion(choice) for choice in choices_of(answer, len(requests))]
 
     def routed(self, answer: Any) -> list[Any]:
         experts = [choice.get("routed_experts") for choice in sorted(answer["choices"], key=by_index)]
@@ -179,6 +175,7 @@ class Dtrain(Vllm):
     pause = resume = ()  # it decodes nothing from the first bucket of an update to the last
     names_versions = False
     dora = towers = True
+    keeps_features = False
     routed_fields = {"return_routed_experts": True}
     routed_start = "it must serve a mixture of experts"
 
@@ -218,6 +215,7 @@ class Sglang:
     resume: Sequence[Post] = [("/continue_generation", {})]
     names_versions = True
     dora = towers = False
+    keeps_features = True  # `flush_cache` leaves those of images that it has read
     routed_fields = {"return_routed_experts": True}
     routed_start = "start it with --enable-return-routed-experts"
 
@@ -349,6 +347,17 @@ def completion_of(ids: list[int], logprobs: list[float], finish: Any, version: i
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in logprobs):
         raise UserError("a completion has a logprob that is no number")
     return Completion(ids, [float(value) for value in logprobs], finish, version)
+
+
+def choices_of(answer: Any, count: int) -> list[Any]:
+    """Return the choices of an answer in OpenAI's form, by their index. Raises RetryableError where it has none, and
+    UserError where they are not `count`."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list):
+        raise RetryableError(f"an answer without choices: {str(answer)[:200]}")
+    if len(choices) != count:
+        raise UserError(f"asked for n={count} completions, it gave {len(choices)}")
+    return sorted(choices, key=by_index)
 
 
 def by_index(choice: dict[str, Any]) -> int:

@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 ASK_EVERY = 0.5  # seconds between questions whether to stop
 TRY_SECONDS = 30.0  # for the completion that shows what a server answers
 CONTEXT = "does the server's context hold prompt and completion (--max-model-len, --context-length, --max-length)?"
-NO_ROUTE = (403, 404, 405)  # of a route that a release has not, or that its start left closed
+CLOSED_STATUSES = (403, 404, 405)  # of a route that a release has not, or that its start left closed
 REPORT_EVERY = 30.0  # seconds between lines about a server that is waited for
 
 
@@ -118,6 +118,8 @@ class HttpEngine:
         """Return the completions of `requests`, in order. `Completion.version` is what the server says, else the
         version that it had got last when it was asked. Raises UserError where no server answers, naming each with its
         last error, or one answers what cannot be used, and Interrupted soon after `ask_stop` says yes."""
+        if any(request.images is not None for request in requests):
+            raise UserError("prompts with decoded images are for the native engine: servers get an `image_prompt`")
         calls = [[requests[index] for index in call] for call in group(requests, self.samples_per_call)]
         return [completion for completions in self._all(calls, self._complete, ask_stop) for completion in completions]
 
@@ -211,13 +213,13 @@ class HttpEngine:
             raise UserError(f"{server.client.url}: {error}; {requirement}") from error
 
     def _read(
-        self, server: ServerClient, asks: Dialect | ImageRoute, answer: Any, requests: Sequence[Request]
+        self, server: ServerClient, route: Dialect | ImageRoute, answer: Any, requests: Sequence[Request]
     ) -> list[Completion]:
-        """Return the completions of an answer to what `asks` asked. Raises RetryableError and UserError."""
+        """Return the completions of an answer by `route`. Raises RetryableError and UserError."""
         try:
-            if isinstance(asks, ImageRoute):
-                asks.check(answer, requests[0])
-            completions = asks.read(answer, requests)
+            if isinstance(route, ImageRoute):
+                route.check(answer, requests[0])
+            completions = route.read(answer, requests)
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             shape = f"{type(error).__name__}: {error}"
             raise RetryableError(f"an answer in another form than {server.dialect.name}'s ({shape})") from error
@@ -348,42 +350,46 @@ class HttpEngine:
             left = max(0.1, until - time.monotonic())
             try:
                 if others:  # without images: a refusal would break off what is being sent
-                    self._find(server, route.path, left)
+                    self._check_route(server, route.path, left)
                 completions = self._post(server, route, adapter, requests, left)
                 break
             except ClientError as error:
-                if not others or error.status not in NO_ROUTE:
+                if not others or error.status not in CLOSED_STATUSES:
                     raise
                 routes, refusal = others, str(error)
         with self._changed:
-            is_news, server.image_routes = refusal is not None and len(server.image_routes) > 1, [route]
+            is_news = refusal is not None and len(server.image_routes) > 1
+            server.image_routes = [route]
         if is_news:
-            self.say(f"{server.client.url}: {refusal}; images go to it in conversations, and its ids are compared")
+            self.say(
+                f"{server.client.url}: {refusal}; images are sent to it in conversations, and the token ids that it "
+                "reads are compared"
+            )
         return completions
 
     @staticmethod
-    def _find(server: ServerClient, path: str, seconds: float) -> None:
+    def _check_route(server: ServerClient, path: str, seconds: float) -> None:
         """Raise ClientError where the server has no such path, or keeps it closed."""
         try:
             server.client.ask(path, {}, seconds)
         except ClientError as error:
-            if error.status in NO_ROUTE:
+            if error.status in CLOSED_STATUSES:
                 raise
 
     def _post(
         self,
         server: ServerClient,
-        asks: Dialect | ImageRoute,
+        route: Dialect | ImageRoute,
         adapter: str | None,
         requests: Sequence[Request],
         seconds: float,
     ) -> list[Completion]:
         """Return the completions that the server gives to one call."""
-        path, body = asks.body(requests, server.model, adapter)
+        path, body = route.body(requests, server.model, adapter)
         if self._routed is not None:
             body = body | server.dialect.routed_fields
         answer = server.client.ask(path, body, seconds)
-        return self._with_routed(server, answer, requests, self._read(server, asks, answer, requests))
+        return self._with_routed(server, answer, requests, self._read(server, route, answer, requests))
 
     def _choose(self, tries: Tries) -> tuple[ServerClient, bool, int | None, str | None]:
         """Wait for a server that may be asked, the one with the fewest calls, and take a place there. Return it,

@@ -16,12 +16,12 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.inference.image_prompts import ImagePrompt
 from dtrain.inference.request import Completion, Request
-from dtrain.rl.remote.dialects import DIALECTS, Post, by_index, completion_of, derived_seed, sampling_fields
-from dtrain.rl.remote.http_client import ClientError, RetryableError
+from dtrain.rl.remote.dialects import DIALECTS, Post, choices_of, completion_of, derived_seed, sampling_fields
+from dtrain.rl.remote.http_client import ClientError
 
-OTHER = "it read another prompt than the trainer has: "
-SAME_IMAGES = "Serve the run's very model directory, whose image processor is read there too"
-SAME_CHAT = "with the run's chat template (--chat-template, without --default-chat-template-kwargs)"
+OTHER_PROMPT = "it read another prompt than the trainer has: "
+FIX_IMAGES = "Serve the run's very model directory, whose image processor is read there too"
+FIX_CHAT = "with the run's chat template (--chat-template, without --default-chat-template-kwargs)"
 
 
 class ImageRoute:
@@ -46,10 +46,41 @@ class ImageRoute:
         raise NotImplementedError
 
 
-class VllmTokens(ImageRoute):
+class VllmRoute(ImageRoute):
+    """Route of vLLM, which tells the token ids that it read. fix: what else makes them those of the trainer."""
+
+    fix = ""
+
+    def without_ids(self) -> Exception:
+        """Return the error for an answer that does not tell the token ids."""
+        return UserError("its answer has no prompt_token_ids: use vLLM 0.10.2 or later")
+
+    def check(self, answer: Any, request: Request) -> None:
+        prompt, ids = _prompt(request), answer.get("prompt_token_ids")
+        if ids is None:
+            raise self.without_ids()
+        if (difference := prompt.difference(request.prompt, ids)) is not None:
+            raise UserError(f"{OTHER_PROMPT}{difference}. {FIX_IMAGES}{_bound(prompt)}{self.fix}")
+
+    def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
+        completions = []
+        for choice in choices_of(answer, len(requests)):
+            ids, entries = choice.get("token_ids"), (choice.get("logprobs") or {}).get("content")
+            if ids is None or entries is None:
+                raise UserError("its completions carry no logprobs or no token ids: use vLLM 0.10.2 or later")
+            completions.append(
+                completion_of(ids, [entry["logprob"] for entry in entries], choice.get("finish_reason"), None)
+            )
+        return completions
+
+
+class VllmTokens(VllmRoute):
     """Token ids and images to vLLM."""
 
     path = "/inference/v1/generate"
+
+    def without_ids(self) -> Exception:
+        return ClientError(404, "this release of vLLM has no images beside token ids")
 
     def takes(self, prompt: ImagePrompt) -> bool:
         return prompt.short_ids is not None
@@ -73,21 +104,12 @@ class VllmTokens(ImageRoute):
             "return_token_ids": True,
         }
 
-    def check(self, answer: Any, request: Request) -> None:
-        prompt, ids = _prompt(request), answer.get("prompt_token_ids")
-        if ids is None:
-            raise ClientError(404, "this release of vLLM has no images beside token ids")
-        if (difference := prompt.difference(request.prompt, ids)) is not None:
-            raise UserError(f"{OTHER}{difference}. {SAME_IMAGES}{_bound(prompt)}")
 
-    def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
-        return _choices(answer, requests)
-
-
-class VllmChat(ImageRoute):
-    """Conversations with images to vLLM, whose --mm-processor-kwargs bounds them: by default it refuses a request's."""
+class VllmChat(VllmRoute):
+    """Conversations with images to vLLM. Its --mm-processor-kwargs bounds the images: it refuses those of a request."""
 
     path = "/v1/chat/completions"
+    fix = f", {FIX_CHAT}"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         first, prompt = requests[0], _prompt(requests[0])
@@ -107,16 +129,6 @@ class VllmChat(ImageRoute):
         if prompt.tools is not None:
             body |= {"tools": list(prompt.tools), "tool_choice": "none"}
         return self.path, body
-
-    def check(self, answer: Any, request: Request) -> None:
-        prompt, ids = _prompt(request), answer.get("prompt_token_ids")
-        if ids is None:
-            raise UserError("its answer has no prompt_token_ids: use vLLM 0.10.2 or later")
-        if (difference := prompt.difference(request.prompt, ids)) is not None:
-            raise UserError(f"{OTHER}{difference}. {SAME_IMAGES}{_bound(prompt)}, {SAME_CHAT}")
-
-    def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
-        return _choices(answer, requests)
 
 
 class SglangTokens(ImageRoute):
@@ -141,7 +153,7 @@ class SglangTokens(ImageRoute):
         first = answer[0] if isinstance(answer, list) else answer
         count = first["meta_info"].get("prompt_tokens")
         if count not in (None, len(request.prompt)):
-            raise UserError(f"{OTHER}it has {count} tokens there and {len(request.prompt)} here. {SAME_IMAGES}")
+            raise UserError(f"{OTHER_PROMPT}it has {count} tokens there and {len(request.prompt)} here. {FIX_IMAGES}")
 
     def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
         return DIALECTS["sglang"].read(answer, requests)
@@ -182,21 +194,3 @@ def _bound(prompt: ImagePrompt) -> str:
         return ""
     fields = json.dumps({"max_pixels": prompt.max_pixels})
     return f", with data.image_max_pixels={prompt.max_pixels} (--mm-processor-kwargs '{fields}')"
-
-
-def _choices(answer: Any, requests: Sequence[Request]) -> list[Completion]:
-    """Return the completions of vLLM's choices whose log-probabilities stand token by token."""
-    choices = answer.get("choices") if isinstance(answer, dict) else None
-    if not isinstance(choices, list):
-        raise RetryableError(f"an answer without choices: {str(answer)[:200]}")
-    if len(choices) != len(requests):
-        raise UserError(f"asked for n={len(requests)} completions, it gave {len(choices)}")
-    completions = []
-    for choice in sorted(choices, key=by_index):
-        ids, entries = choice.get("token_ids"), (choice.get("logprobs") or {}).get("content")
-        if ids is None or entries is None:
-            raise UserError("its completions carry no logprobs or no token ids: use vLLM 0.10.2 or later")
-        completions.append(
-            completion_of(ids, [entry["logprob"] for entry in entries], choice.get("finish_reason"), None)
-        )
-    return completions

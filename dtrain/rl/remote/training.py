@@ -70,6 +70,9 @@ class OverHttp(RolloutEngine):
 
         if not self.ranks.first(connect):
             raise Interrupted
+        towers = policy.model.model.vision
+        if any(weight.requires_grad for tower in towers for weight in tower.parameters()):
+            self.ranks.first(lambda: check_tower(engine))
         dtype, shared = policy.precision.compute, Path(section.weights_dir or run.path / "weights")
         config = None if lora is None else adapter_of(asdict(lora))
         is_rounded = lora is not None and lora.quantize == "nf4"
@@ -223,6 +226,17 @@ class RolloutPrefetcher:
 def _ages(completions: Sequence[Completion], version: int) -> list[int]:
     """Return how much older than `version` each completion is; all have a version here."""
     return [version - c.version for c in completions if c.version is not None]
+
+
+def check_tower(engine: HttpEngine | None) -> None:
+    """Raise UserError where a server would draw with the features of a vision tower's earlier weights."""
+    assert engine is not None  # on the rank that asks
+    stale = next((server for server in engine.servers if server.dialect.keeps_features), None)
+    if stale is not None:
+        raise UserError(
+            f"{stale.client.url}: {stale.dialect.name} keeps the features of images when its weights change, and the "
+            "run trains the vision tower: set train.vision=frozen, or use vLLM or `dtrain serve`"
+        )
 
 
 def refusal(engine: HttpEngine, config: AdapterConfig, has_tower: bool = False) -> str | None:

@@ -71,7 +71,7 @@ def refuse_idle(spec: RunSpec, rows: Rows, steps: int) -> None:
         raise UserError(
             f"train.epochs={epochs} makes {steps} step{'s' if steps != 1 else ''} here ({of_pass}, "
             f"train.global_batch={recipe.train.global_batch} of them a step), which trains next to nothing. Set "
-            f"{_more_steps(spec, rows)}; train.steps={steps} asks for so few"
+            f"{_more_steps(spec, rows)}; train.steps={steps} in place of train.epochs asks for so few"
         )
     if warmup >= steps:
         raise UserError(_endless(spec, steps, warmup))
