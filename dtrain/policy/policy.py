@@ -187,7 +187,7 @@ class Policy:
         per_step = gbs // self.mesh.dp_size if gbs else max(most_rows, 1)
         totals, counts, metrics = [], [], []
         norm = lr = None
-        routing, window = self.model.routing, self.model.config.sliding_window or 1  # no layer counts those pairs then
+        routing = self.model.routing
         self.model.train(not eval_mode)
         for start in range(0, max(most_rows, 1), per_step):
             of_step = slice(start, start + per_step)
@@ -198,10 +198,7 @@ class Policy:
                 some = None if some is None else some.of(counted[of_step].nonzero().flatten().tolist())
             most = min(per_step, most_rows - start)
             batches, _ = micro_batches(rows, batching, most, self.mesh.dp, by_row, some)
-            lengths, vision = document_lengths(rows), 0 if updater is None else self._vision_flops(batches)
-            pairs = [int((lengths * keys).sum()) for keys in (lengths, lengths.clamp(max=window))]
-            own_counts = torch.tensor([trained_tokens(rows), len(lengths), int(lengths.sum()), *pairs, vision])
-            counts.append(all_reduced(own_counts, self.mesh.dp))
+            counts.append(all_reduced(self._counts(rows, () if updater is None else batches), self.mesh.dp))
             # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
             tokens, sequences, *_ = counts[-1].clamp(min=1)
             divisors = [count.to(self.device, non_blocking=True) for count in (sequences, tokens)]
@@ -232,6 +229,15 @@ class Policy:
             "rank": self.rank,
             "all_mb_metrics": {name: [values[name] for values in metrics] for name in names},
         }
+
+    def _counts(self, rows: Batch, batches: Sequence[MicroBatch]) -> Tensor:
+        """Return the counts of a step's rows on this dp rank, int64 [6]: trained tokens, documents, tokens; pairs of a
+        token and one of its document, and of those within the model's window; the tower's FLOPs for `batches`."""
+        lengths = document_lengths(rows)
+        window = self.model.config.sliding_window or 1  # without one, no layer's FLOPs are those of its pairs
+        pairs = [int((lengths * keys).sum()) for keys in (lengths, lengths.clamp(max=window))]
+        vision = self._vision_flops(batches)
+        return torch.tensor([trained_tokens(rows), len(lengths), int(lengths.sum()), *pairs, vision])
 
     def _vision_flops(self, batches: Sequence[MicroBatch]) -> int:
         """Return the FLOPs of the vision tower for this dp rank's images."""
