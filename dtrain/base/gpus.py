@@ -33,12 +33,24 @@ BOARDS = {
 def peak_flops(device_name: str, dtype: str = "bfloat16") -> float | None:
     """Return the dense FLOP/s of one device in `dtype`, bfloat16 or float16, by the name CUDA gives it; None where that
     is unknown."""
+    device = _device_of(device_name)
+    rate = BOARDS[device].tflops[1 if dtype == "float16" else 0] if isinstance(device, str) else device
+    return rate * 1e12 if rate else None
+
+
+def board_of(device_name: str) -> str | None:
+    """Return the key in BOARDS of a device by the name CUDA gives it; None where `dtrain plan` does not know it."""
+    device = _device_of(device_name)
+    return device if isinstance(device, str) else None
+
+
+def _device_of(device_name: str) -> str | float | None:
+    """Return what gpus.toml has for a device: a board, or its TFLOP/s."""
     words = device_name.replace("-", " ").split()
     for name, device in _FILE["devices"].items():
         parts = name.split()
         if any(words[start : start + len(parts)] == parts for start in range(len(words))):
-            rate = BOARDS[device].tflops[1 if dtype == "float16" else 0] if isinstance(device, str) else device
-            return rate * 1e12 if rate else None
+            return device
     return None
 
 

@@ -50,7 +50,7 @@ def preview(
 
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
-    spec = RunSpec(recipe, World(recipe.launch.nproc))
+    spec = RunSpec(recipe, World(recipe.launch.processes))
     open_splits(spec, spec.cache, say, True, ["train"])
     rows, tokenizer, label = spec.rows["train"], spec.source.tokenizer, spec.method.label()
     noun = rows.samples.noun

@@ -63,7 +63,7 @@ class ExitReport:
 
 def run_workers(job: RunJob, environ: Mapping[str, str]) -> None:
     """Run `job` in `launch.nproc` processes. Ends when all of them have; raises as `launch.launch`."""
-    recipe, nproc = job.recipe, job.recipe.launch.nproc
+    recipe, nproc = job.recipe, job.recipe.launch.processes
     # Of no rank's number: rank 0 tells itself what is only noted.
     choose_device(recipe.launch.device, RankPlace(-1, -1, nproc, nproc, environ=dict(environ)))
     with job_directory() as directory:
@@ -99,12 +99,17 @@ def _attempt(
 ) -> tuple[Exception | None, list[ExitReport], bool]:
     """Start all ranks and see to their end: what went wrong, what they said, and whether the run was asked to stop, by
     whomever."""
-    launch = job.recipe.launch
+    launch, size = job.recipe.launch, job.recipe.launch.processes
     command = [sys.executable, "-P", "-c", START, str(directory)]
     with ExitStack() as stack:
         workers = []
-        for rank in range(launch.nproc):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": launch.nproc, "LOCAL_WORLD_SIZE": launch.nproc}
+        for rank in range(size):
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": size,
+                "LOCAL_WORLD_SIZE": size,
+            }
             place["TORCHELASTIC_RESTART_COUNT"] = attempt
             environment = {**environ, **{name: str(value) for name, value in place.items()}}
             workers.append(RankProcess(rank, command, environment, launch.lost_after))

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from dtrain.base.errors import UserError
 from dtrain.launch.place import RankPlace
+from dtrain.recipe import Recipe
+from dtrain.recipe.automatic import AUTO, changed
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +50,18 @@ class DeviceFacts:
     @property
     def is_slice(self) -> bool:
         return " MIG " in f"{self.name} "
+
+
+def with_processes(recipe: Recipe) -> Recipe:
+    """Return `recipe` with a number for `launch.nproc=auto`: this machine's CUDA devices, or 1. CUDA is not started."""
+    if recipe.launch.nproc != AUTO:
+        return recipe
+    count = 0
+    if recipe.launch.device != "cpu":
+        import torch
+
+        count = torch.cuda.device_count()
+    return changed(recipe, {"launch.nproc": max(1, count)})
 
 
 def choose_device(wanted: str, place: RankPlace) -> "torch.device":

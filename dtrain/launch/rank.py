@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.addresses import loopback
 from dtrain.base.errors import UserError
+from dtrain.base.host_memory import total_memory
 from dtrain.base.orphans import descendants, kill
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.last_checkpoint import newest_checkpoint
 from dtrain.launch.place import GLOO, NCCL, RankPlace
 from dtrain.launch.signals import on_signals
+from dtrain.launch.sizing import PLAN_SECONDS, decide, machine_of, sized
 from dtrain.launch.watch import StallTimer, heartbeat
 from dtrain.methods import method_of
 from dtrain.recipe import Recipe
+from dtrain.recipe.automatic import open_keys
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +57,6 @@ class RunJob:
     plan: PlanBeside | None = None
 
 
-PLAN_SECONDS = 120.0  # that a run on GPUs waits for its plan, before it reads weights
-
 STOPPING = b"\nsaving and stopping; press Ctrl-C again to end at once, losing what is not saved\n"
 
 
@@ -81,14 +82,14 @@ def run_rank(
         planned = None
         wants_plan = device.type == "cuda" if recipe.metrics.plan == "auto" else recipe.metrics.plan
         has_cuda = torch.cuda.is_initialized()  # of an earlier run in this process: it survives no fork
-        if job.plan is not None and place.rank == 0 and wants_plan and not has_cuda:
+        is_open = job.plan is not None and bool(open_keys(recipe))
+        if job.plan is not None and place.rank == 0 and (wants_plan or is_open) and not has_cuda:
             planned = stack.enter_context(job.plan(recipe, place.world_size, device.type))
         met = None
         if place.watches:
             watch = importlib.import_module("dtrain.launch.hosts.rendezvous").watch
             met = stack.enter_context(watch(recipe.run.directory, recipe.launch.lost_after, place, stop, terminal))
             recipe = resumed(recipe) if met.attempt > place.attempt else recipe
-        stack.enter_context(memory_errors(recipe, place, device))
         if place.is_inside:
             # NCCL's variable counts for the process, which may need a group that reaches beyond this host.
             reaches_out = job.train is not None or method_of(recipe).sends_weights()
@@ -96,23 +97,44 @@ def run_rank(
         size, store = place.world_size, None
         if size > 1:
             store = met.store if met else dist.FileStore(str(place.file), size)  # in its launcher's private directory
+        devices: list[DeviceFacts] = []
         if device.type == "cuda":
             start = partial(start_device, device, place)
-            agree(start, place, store, partial(_unfit_devices, recipe, planned))
+            agree(start, place, store, partial(_unfit_devices, recipe, None if is_open else planned, devices))
+        chosen: tuple[str, ...] = ()
+        machine = machine_of(place.world_size, *_least_device(devices))
+        if is_open:
+            uses_cuda = device.type == "cuda"
+            recipe, chosen = sized(recipe, place, store, partial(decide, recipe, place, machine, planned, uses_cuda))
+        stack.enter_context(memory_errors(recipe, place, device))
         wait = recipe.launch.collective_timeout
         if store is not None:
             init_process_group(device.type, store, place.rank, size, wait)
         if met is not None:
             importlib.import_module("dtrain.launch.hosts.consistency").same_on_all(recipe)
         peak = planned.peak if planned else None
-        runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, peak, wait)
+        runtime = Runtime(
+            place.rank, place.local_rank, place.world_size, device, stop, peak, wait, chosen, machine if is_open else {}
+        )
         (job.train or importlib.import_module("dtrain.run.trainer").train_checked)(recipe, runtime)
     if place.world_size > 1:
         dist.destroy_process_group()
 
 
-def _unfit_devices(recipe: Recipe, planned: Any, devices: Sequence[DeviceFacts]) -> Sequence[str]:
-    """Why the run cannot go on with the GPUs of its ranks, their memory included; what is only told, on stderr."""
+def _least_device(devices: Sequence[DeviceFacts]) -> tuple[str, int]:
+    """Return name and memory in bytes of the device that has the least; of this host without GPUs."""
+    if not devices:
+        return "cpu", total_memory()
+    least = min(devices, key=lambda device: device.memory)
+    return least.name, least.memory
+
+
+def _unfit_devices(
+    recipe: Recipe, planned: Any, seen: list[DeviceFacts], devices: Sequence[DeviceFacts]
+) -> Sequence[str]:
+    """Why the run cannot go on with the GPUs of its ranks, their memory included; what is only told, on stderr. seen:
+    gets the devices."""
+    seen += devices
     reasons = problems(devices, recipe.train.dtype)
     remarks = notes(devices)
     if planned is not None:
@@ -222,7 +244,7 @@ def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", fir
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    micro, kept = recipe.train.micro_batch, recipe.train.activation_checkpointing
+    micro, kept = recipe.train.micro, recipe.train.activation_checkpointing
     keys = [f"lower train.micro_batch (now {micro})"] if micro > 1 else []
     keys += [f"set train.activation_checkpointing=full (now {kept})"] if kept != "full" else []
     keys += [

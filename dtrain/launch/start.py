@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.import_paths import search_path
-from dtrain.launch.devices import device_of_all
+from dtrain.launch.devices import device_of_all, with_processes
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import PlanBeside, RunJob, Train, run_in_place, tell_all_ranks
 from dtrain.methods import recipe_and_problems
@@ -38,9 +38,9 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, pl
     """
     place = None
     try:
-        recipe = recipe() if callable(recipe) else recipe
-        place = find_place(os.environ, recipe.launch.nproc)
-        recipe = _checked(recipe, place.world_size if place else recipe.launch.nproc)
+        recipe = with_processes(recipe() if callable(recipe) else recipe)
+        place = find_place(os.environ, recipe.launch.processes)
+        recipe = _checked(recipe, place.world_size if place else recipe.launch.processes)
     except UserError:
         with tell_all_ranks(place or find_place(os.environ, 1)):
             raise
@@ -57,8 +57,8 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     """
     parsed, problems = recipe_and_problems(recipe, overrides)
     here = world_size is None
-    loaded, awaited, refused = with_small_files(with_local_model(parsed))
-    size = loaded.launch.nproc if world_size is None else world_size
+    loaded, awaited, refused = with_small_files(with_local_model(with_processes(parsed)))
+    size = loaded.launch.processes if world_size is None else world_size
     spec, host = dry_run(loaded, size, os.environ, here=here, awaited=awaited, refused=[*problems, *refused])
     if host.problems:
         raise RecipeError(dict.fromkeys(redact(problem, loaded) for problem in host.problems))
@@ -95,12 +95,12 @@ def dry_run(
 
 def _start(recipe: Recipe, place: RankPlace | None, train: Train | None, plan: PlanBeside | None) -> None:
     _admit_code(recipe, place is None or place.rank == 0)
-    if place is None and recipe.launch.nproc == 1:
+    if place is None and recipe.launch.processes == 1:
         _note_tasks(os.environ)
-    if place is None and recipe.launch.nproc > 1:
+    if place is None and recipe.launch.processes > 1:
         from dtrain.launch import agent  # of several processes alone
 
-        agent.run_workers(RunJob(recipe, _threads(recipe.launch.nproc), train, plan), os.environ)
+        agent.run_workers(RunJob(recipe, _threads(recipe.launch.processes), train, plan), os.environ)
     else:
         place, run = place or RankPlace(environ=os.environ), run_in_place
         if place.started_by == "torchrun":  # it tells of the first error, whichever rank had it, where it finds that

@@ -15,6 +15,7 @@ from dtrain.base.run_context import RunContext
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows
 from dtrain.policy import Batching, DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
+from dtrain.recipe.automatic import settled
 from dtrain.recipe.schema import Recipe
 from dtrain.recipe.world import automatic_batch
 
@@ -115,7 +116,7 @@ class Method:
     references = "start, base"
 
     def __init__(self, recipe: Recipe):
-        self.recipe = recipe
+        self.recipe = settled(recipe)
         self.section = recipe.section
 
     def form(self) -> "Method":
@@ -196,7 +197,7 @@ class Method:
     def longest_row(self) -> int:
         """Tokens of the longest row that a forward may be given. Packed completions of a micro-batch are one row."""
         is_packed = self.kind == "prompts" and self.recipe.data.packing
-        return self.row_length() * (self.recipe.train.micro_batch if is_packed else 1)
+        return self.row_length() * (self.recipe.train.micro if is_packed else 1)
 
     def needs_reference(self) -> bool:
         """Return whether the loss compares with a reference."""
@@ -236,7 +237,7 @@ class Method:
         if self.kind == "prompts" and self.recipe.data.packing:
             return Packed(self.longest_row())
         of_a_sample = self.rows_of_a_sample()
-        rows = self.recipe.train.micro_batch * of_a_sample
+        rows = self.recipe.train.micro * of_a_sample
         return DynamicShapes(rows * self.recipe.data.max_length, of_a_sample) if self.is_dynamic() else rows
 
     @property

@@ -1,6 +1,6 @@
 """Facts of a rank about itself: its place in the world, its device, and whether it was asked to stop."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,7 @@ class Runtime:
     planned: where a plan is worked out beside the run, what it says of the peak (`words`, `size` in bytes), waited for
     so many seconds.
     collective_timeout: seconds, as of `launch.collective_timeout`; mesh.py knows what None means.
+    chosen: lines on the sizes that the recipe left to `auto`; machine: what these were chosen for, on rank 0.
     """
 
     rank: int = 0
@@ -47,6 +48,8 @@ class Runtime:
     stop: StopFlag = field(default_factory=StopFlag)
     planned: Callable[[float], Any] | None = None
     collective_timeout: float | None = None
+    chosen: tuple[str, ...] = ()
+    machine: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_main(self) -> bool:

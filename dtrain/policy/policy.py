@@ -37,6 +37,7 @@ from dtrain.policy.precision import choose_precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Loss, Scorer
 from dtrain.policy.weights import WeightSender
+from dtrain.recipe.automatic import settled
 
 if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams
@@ -75,6 +76,7 @@ class Policy:
         build: Callable[..., CausalLM] = build_model,
     ):
         rank, device = self.rank, self.device = runtime.rank, runtime.device
+        recipe = settled(recipe, mesh.dp_size)
         self.recipe, self.mesh = recipe, mesh
         self.precision = choose_precision(recipe.train.dtype, device.type, recipe.train.masters)
         model = self.model = build(recipe, config, mesh, self.precision, device)
@@ -82,7 +84,7 @@ class Policy:
         self.updater: Updater | None = None
         self.sums: GradientSums | None = None  # of gradients in bfloat16
         self.reference: Reference | None = None
-        is_on_host = recipe.parallel.optimizer_offload and device.type == "cuda"  # the optimizer's state
+        is_on_host = bool(recipe.parallel.optimizer_offload) and device.type == "cuda"  # the optimizer's state
         self.gradient_device = device if is_on_host else None
         self.checkpoint = PolicyCheckpoint(
             model,
@@ -349,7 +351,7 @@ class Policy:
         return [scatter(parts, batch, plan, batching.packs) for parts in zip(*scores, strict=True)]
 
     def _batching(self, mbs: int | Batching | None) -> Batching:
-        return Fixed(mbs or self.recipe.train.micro_batch) if mbs is None or isinstance(mbs, int) else mbs
+        return Fixed(mbs or self.recipe.train.micro) if mbs is None or isinstance(mbs, int) else mbs
 
     def _backward(
         self, updater: Updater, batches: Sequence[Batch], loss_fn: Loss, divisors: Sequence[Tensor]
@@ -367,7 +369,7 @@ class Policy:
             routing.begin(balance / (routing.layers * divisors[0]) if balance else None, scale)
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
-            sync_gradients(self.model, is_last, self.recipe.parallel.reduce_each)
+            sync_gradients(self.model, is_last, bool(self.recipe.parallel.reduce_each))
             if self.sums is not None:
                 self.sums.begin(updater.scheduler.steps, index, is_last)
             loss, measured = self.scorer.at_head(batch, loss_fn, *divisors)

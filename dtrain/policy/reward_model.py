@@ -38,7 +38,7 @@ class RewardModel:
         tokenizer = Tokenizer.from_directory(path)
         template = choose_template(Path(path), tokenizer, None)
         self._encoder = PairEncoder(tokenizer, template, max_length=config.max_position_embeddings)
-        self._batching = DynamicShapes(recipe.train.micro_batch * recipe.data.max_length)
+        self._batching = DynamicShapes(recipe.train.micro * recipe.data.max_length)
 
     def rate(self, prompts: Sequence[Any], completions: Sequence[str]) -> Tensor:
         """Return the scores [N], float64 on the CPU, the same on every rank, of N prompts (texts or lists of messages)

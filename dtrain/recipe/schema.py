@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from dtrain.base.ranges import Range, at_least, is_finite
-from dtrain.recipe.ranges import AUTO, SHARE, SIZE, STOP, TIME, TOP_K, UP_TO_1, WEIGHT
+from dtrain.recipe.ranges import AUTO, COUNT, SHARE, SIZE, STOP, TIME, TOP_K, UP_TO_1, WEIGHT
 from dtrain.recipe.rollouts import Reward
 
 Format = Literal[
@@ -54,8 +54,9 @@ class Run:
 class Launch:
     """`launch`: processes on this machine. torchrun and SLURM start processes themselves; `nproc` is then not read."""
 
-    nproc: Annotated[int, at_least(1)] = 1
-    """Processes to start here, one per device. 1 runs in place."""
+    nproc: Annotated[int | str, COUNT] = 1
+    """Processes to start here, one per device. 1 runs in place. auto: one for each CUDA device of this machine, and one
+    where it has none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one, else cpu. Processes talk over nccl on cuda and over gloo on cpu."""
     max_restarts: Annotated[int, at_least(0)] = 0
@@ -72,6 +73,11 @@ class Launch:
     gloo, where a rank may wait while another reads data, draws or judges a rollout, or writes a file; half an hour over
     nccl, where ranks wait for one another within a step. This ends a run whose ranks all live and wait for one another.
     `lost_after` notices a rank that died or fell silent, and sooner."""
+
+    @property
+    def processes(self) -> int:
+        """`nproc` as a number: 1 for `auto`, as long as nothing has looked at this machine's devices."""
+        return 1 if self.nproc == "auto" else int(self.nproc)
 
 
 @dataclass
@@ -210,14 +216,16 @@ class Parallel:
     (dtrain/parallel/README.md), or the import path of a table or of a function that gives one."""
     cpu_offload: bool = False
     """Parameters and optimizer state live in host memory and visit the device. On a CPU this changes nothing."""
-    optimizer_offload: bool = False
-    """The moments of adamw and adam and the float32 weights live in pinned host memory. The device holds copies of the
-    weights in `train.dtype`. Parts of both visit the device at the step, copied while others are computed. Gradients
-    stay on the device; the numbers are the same. On a CPU this changes nothing."""
-    reduce_each: bool = False
-    """For accumulation above 1. true: gradients are reduced after every micro-batch. Between two micro-batches a rank
-    then keeps the gradients of its own shards only, which saves up to 4 bytes for each parameter that tp leaves it, for
-    one more reduce-scatter per micro-batch. false: once, after the last. HSDP's all-reduce comes once in both cases."""
+    optimizer_offload: Annotated[bool | str, AUTO] = "auto"
+    """auto | true | false. true: the moments of adamw and adam and the float32 weights live in pinned host memory. The
+    device holds copies of the weights in `train.dtype`. Parts of both visit the device at the step, copied while others
+    are computed. Gradients stay on the device; the numbers are the same. On a CPU this changes nothing. auto: as
+    `train.micro_batch`."""
+    reduce_each: Annotated[bool | str, AUTO] = "auto"
+    """auto | true | false, for accumulation above 1. true: gradients are reduced after every micro-batch. Between two
+    micro-batches a rank then keeps the gradients of its own shards only, which saves up to 4 bytes for each parameter
+    that tp leaves it, for one more reduce-scatter per micro-batch. false: once, after the last. HSDP's all-reduce comes
+    once in both cases. auto: as `train.micro_batch`."""
     reshard_after_forward: Annotated[
         bool | str, (lambda v: v in ("default", True, False), "default, true or false")
     ] = "default"
@@ -244,8 +252,12 @@ class Train:
     """Rows per optimizer step over all ranks: micro_batch × accumulation × dp. Accumulation is derived. auto: the
     largest power of two up to 16 that makes 32 steps or more of a pass over the data (1 where none does), and under
     grpo all completions of a rollout; the terminal says which."""
-    micro_batch: Annotated[int, at_least(1)] = 4
-    """Rows that a rank holds in memory at once. Under dpo without packing: pairs, which are two rows each."""
+    micro_batch: Annotated[int | str, COUNT] = "auto"
+    """Rows that a rank holds in memory at once. Under dpo without packing: pairs, which are two rows each. auto: as
+    many as the devices hold and as make a step fast. A plan of the run decides it at the start, by the memory of the
+    devices and rows of `data.max_length` tokens; a tenth of the memory stays free. With it the plan decides what else
+    is auto: `activation_checkpointing`, `parallel.reduce_each`, `parallel.optimizer_offload`. The terminal says what
+    and why. `dtrain plan` shows the same for other devices."""
     dynamic_batch: bool = False
     """For `data.packing: false`. A micro-batch holds rows of similar length: as many as fit, with their padding, where
     micro_batch rows of max_length tokens would; the ranks' shares of a batch are alike in tokens. No number changes."""
@@ -259,8 +271,9 @@ class Train:
     Works with adamw, adam and muon, and with `dtype` bfloat16, which auto then means."""
     max_grad_norm: Annotated[float | None, (lambda v: v > 0, "more than 0, or null for no clipping")] = 1.0
     """Where the norm of the whole model's gradient is larger, the gradient is scaled down to it. null: never."""
-    activation_checkpointing: Literal["none", "full", "mlp", "selective"] = "none"
-    """Which activations are not kept but computed again in the backward pass: less memory, more time."""
+    activation_checkpointing: Literal["auto", "none", "full", "mlp", "selective"] = "auto"
+    """Activations that are not kept but computed again in the backward pass: less memory, more time. auto: as
+    `micro_batch`."""
     compile: bool = False
     """torch.compile for each layer, without its attention."""
     vision: Literal["frozen", "projector", "all"] = "frozen"
@@ -284,6 +297,11 @@ class Train:
     def batch(self) -> int:
         """`global_batch` as a number, of a recipe whose `auto` has been resolved."""
         return int(self.global_batch)
+
+    @property
+    def micro(self) -> int:
+        """`micro_batch` as a number, of a recipe whose `auto` has been resolved."""
+        return int(self.micro_batch)
 
     @property
     def parameter_patterns(self) -> dict[str, list[str]]:

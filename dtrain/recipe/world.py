@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtrain.base.ranges import plural
+from dtrain.recipe.automatic import settled
 from dtrain.recipe.schema import Recipe
 
 LARGEST_AUTO = 16
@@ -61,12 +62,13 @@ def sizes(recipe: Recipe, world_size: int) -> Sizes:
     if problems or not shape:
         raise ValueError("; ".join(problems))
     replicate, shard, cp, tp = shape
-    unit, is_open = recipe.train.micro_batch * replicate * shard, recipe.train.global_batch == "auto"
+    recipe = settled(recipe, replicate * shard)
+    unit, is_open = recipe.train.micro * replicate * shard, recipe.train.global_batch == "auto"
     total = -(-LARGEST_AUTO // unit) * unit if is_open else recipe.train.batch
     accumulation, rest = divmod(total, unit)
     if rest:
         raise ValueError("; ".join(batch_problems(recipe, replicate * shard)))
-    micro, ep = recipe.train.micro_batch, recipe.parallel.ep
+    micro, ep = recipe.train.micro, recipe.parallel.ep
     return Sizes(world_size, replicate, shard, cp, tp, total, micro, accumulation, ep, is_open)
 
 
@@ -97,6 +99,15 @@ def mesh_problems(recipe: Recipe, world_size: int) -> tuple[list[str], tuple[int
     return _experts(p.ep, p.dp_shard, p.cp), (p.dp_replicate, p.dp_shard, p.cp, p.tp)
 
 
+def dp_of(recipe: Recipe, world_size: int) -> int:
+    """Return the number of data-parallel ranks in this world, or 1 where the mesh does not fit it."""
+    mesh = recipe.parallel
+    if world_size < 1 or min(mesh.dp_replicate, mesh.cp, mesh.tp, mesh.ep) < 1 or mesh.dp_shard == 0:
+        return 1
+    _, shape = mesh_problems(recipe, world_size)
+    return 1 if shape is None else shape[0] * shape[1]
+
+
 def _experts(ep: int, dp_shard: int, cp: int) -> list[str]:
     shared = dp_shard * cp
     if shared % ep == 0:
@@ -108,7 +119,8 @@ def _experts(ep: int, dp_shard: int, cp: int) -> list[str]:
 def batch_problems(recipe: Recipe, dp: int) -> list[str]:
     """Return the problem, with its fixes, where micro-batches of `dp` data-parallel ranks do not make up the global
     batch."""
-    total, micro = recipe.train.batch, recipe.train.micro_batch
+    recipe = settled(recipe, dp)
+    total, micro = recipe.train.batch, recipe.train.micro
     unit = micro * dp
     if total % unit == 0:
         return []

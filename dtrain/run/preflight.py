@@ -28,7 +28,7 @@ def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
     loaded, problems = recipe_and_problems(recipe, overrides)
     local = with_local_model(loaded)
     if problems:
-        raise RecipeError(_problems(local, local.launch.nproc, "files", problems))
+        raise RecipeError(_problems(local, local.launch.processes, "files", problems))
     return local
 
 

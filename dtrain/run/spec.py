@@ -31,6 +31,8 @@ from dtrain.methods import REWARD_MODEL, method_of
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.read_config import read_config
 from dtrain.recipe import Recipe, Sizes
+from dtrain.recipe.automatic import settled
+from dtrain.recipe.world import dp_of
 from dtrain.run.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -147,7 +149,8 @@ class RunSpec:
     total_steps: int = field(init=False)
 
     def __post_init__(self) -> None:
-        recipe = self.written = self.recipe
+        self.written = self.recipe
+        recipe = self.recipe = settled(self.recipe, dp_of(self.recipe, self.world.size))
         self.run, self.cache = RunDirectory(recipe.run.directory), recipe.cache
         self.method, data = method_of(recipe), recipe.data
         options = (data.chat_template, data.template_kwargs)

@@ -14,6 +14,7 @@ from dtrain.recipe.schema import DataSource
 from dtrain.run import eval_sets
 from dtrain.run.metrics import records
 from dtrain.run.metrics.terminal import one_line, plot
+from dtrain.run.sizing import MACHINE
 from dtrain.run.spec import RunSpec
 from dtrain.run.stages import schedule as scheduling
 
@@ -53,6 +54,7 @@ def opening(trainer: "Trainer") -> Iterator[str]:
         f"global batch {sizes.global_batch}{auto} = micro batch {sizes.micro_batch} × accumulation "
         f"{sizes.accumulation} × dp {sizes.dp}",
     )
+    yield from trainer.runtime.chosen
     yield labelled("steps", _steps(trainer))
     yield from trainer.method.choices
     yield f"compute in {str(policy.precision.compute).removeprefix('torch.')} ({policy.precision.reason})"
@@ -85,6 +87,7 @@ def about(trainer: "Trainer", planned: int = 0) -> dict[str, Any]:
         "trained": trained,
         "steps": trainer.total_steps,
         "planned": planned or None,
+        MACHINE: dict(trainer.runtime.machine),
         "memory_before_gib": 0.0 if is_cuda else trainer.before_gib,
     }
 

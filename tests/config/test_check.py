@@ -204,9 +204,9 @@ def test_every_violation_of_a_mesh_is_listed():
 @pytest.mark.parametrize(
     ("overrides", "answer"),
     [
-        (["parallel.dp_shard=3", "parallel.tp=2"], "micro_batch 4 × dp 3 = 12 does not divide it"),
-        (["parallel.dp_replicate=5"], "micro_batch 4 × dp 5 = 20 does not divide it"),
-        (["parallel.cp=3", "train.global_batch=6"], "micro_batch 4 × dp 1 = 4 does not divide it"),
+        (["parallel.dp_shard=3", "parallel.tp=2", "train.micro_batch=4"], "micro_batch 4 × dp 3 = 12 does not divide it"),
+        (["parallel.dp_replicate=5", "train.micro_batch=4"], "micro_batch 4 × dp 5 = 20 does not divide it"),
+        (["parallel.cp=3", "train.global_batch=6", "train.micro_batch=4"], "micro_batch 4 × dp 1 = 4 does not divide it"),
     ],
 )
 def test_a_batch_that_fits_no_world_is_listed_beside_the_mesh(overrides, answer):
@@ -226,4 +226,4 @@ def test_every_default_is_in_its_range():
         eval=schema.Eval(), lora=schema.Lora(), scheduler=[schema.Stage()]
     )
     assert out_of_range(sections) == []
-    assert out_of_range(schema.Launch(nproc=0), "launch.") == [("launch.nproc", 0, "at least 1")]
+    assert out_of_range(schema.Launch(nproc=0), "launch.") == [("launch.nproc", 0, "at least 1, or auto")]

@@ -27,8 +27,8 @@ data: {train: {path: null, format: auto}, val: null, max_length: 4096, packing: 
   too_long: truncate}
 parallel: {dp_replicate: 1, dp_shard: -1, cp: 1, tp: 1, sequence_parallel: true, cp_rotate: allgather,
   custom_plan: null, cpu_offload: false, reshard_after_forward: default}
-train: {steps: null, epochs: null, global_batch: 64, micro_batch: 4, dtype: auto, max_grad_norm: 1.0,
-  activation_checkpointing: none, compile: false, validate_every: null, skip_nonfinite: 0}
+train: {steps: null, epochs: null, global_batch: 64, micro_batch: auto, dtype: auto, max_grad_norm: 1.0,
+  activation_checkpointing: auto, compile: false, validate_every: null, skip_nonfinite: 0}
 optimizer: {name: adamw, lr: 0.00001, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1}
 scheduler: {name: cosine, warmup: 0.03, warmup_steps: null, min_lr_ratio: 0.1}
 checkpoint: {every: 100, keep_last: 3, resume: auto, async_save: true, export: final, init_from: null}
@@ -126,7 +126,7 @@ def test_a_file_then_overrides(tmp_path):
         ("data.train.path=[a.jsonl,b/*.csv]", "data.train.path", ["a.jsonl", "b/*.csv"]),
         ("optimizer.betas=[0.8,0.9]", "optimizer.betas", [0.8, 0.9]),
         ("optimizer.betas[1]=0.99", "optimizer.betas", [0.9, 0.99]),
-        ("scheduler.warmup_steps=${train.micro_batch}", "scheduler.warmup_steps", 4),
+        ("scheduler.warmup_steps=${grpo.group_size}", "scheduler.warmup_steps", 8),
         ("data.template_kwargs={enable_thinking: false}", "data.template_kwargs", {"enable_thinking": False}),
         ("metrics.tensorboard=false", "metrics.tensorboard", False),
         ("train.compile=yes", "train.compile", True),

@@ -43,11 +43,11 @@ REFERENCES = {
 
 @pytest.mark.parametrize("text", REFERENCES)
 def test_what_the_environment_gives_is_saved_as_its_text(text, monkeypatch):
-    kwargs = {"first": "${oc.env:HF_TOKEN}", "x": text, "plain": "${train.micro_batch}"}
+    kwargs = {"first": "${oc.env:HF_TOKEN}", "x": text, "plain": "${train.global_batch}"}
     recipe = load_recipe({"data": {"template_kwargs": kwargs}})
-    assert recipe.data.template_kwargs == {"first": TOKEN, "x": REFERENCES[text], "plain": 4}
+    assert recipe.data.template_kwargs == {"first": TOKEN, "x": REFERENCES[text], "plain": 64}
     saved = config.to_yaml(recipe)
-    assert TOKEN not in saved and yaml.safe_load(saved)["data"]["template_kwargs"] == {**kwargs, "plain": 4}
+    assert TOKEN not in saved and yaml.safe_load(saved)["data"]["template_kwargs"] == {**kwargs, "plain": 64}
     assert load_recipe(yaml.safe_load(saved)) == recipe and config.diff(saved, recipe) == []
     handed = load_recipe(yaml.safe_load(config.to_yaml(recipe, plain=True)))  # as a worker gets it
     taken = config.with_origins_of(handed, json.loads(json.dumps(config.origins(recipe))))

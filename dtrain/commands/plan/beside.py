@@ -6,10 +6,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from dtrain.base.errors import UserError
+from dtrain.base.gpus import board_of
 from dtrain.commands.plan.children import Child
+from dtrain.commands.plan.choose import Choice, TooLarge, choose
 from dtrain.commands.plan.hardware import GPUS, USABLE
 from dtrain.commands.plan.plan import make_plan
-from dtrain.commands.plan.report import gib, too_much
+from dtrain.commands.plan.report import too_much
+from dtrain.commands.plan.units import gib
+from dtrain.recipe.automatic import open_keys
 from dtrain.recipe.schema import Recipe
 
 _BEHIND_THE_RUN = 5
@@ -17,11 +21,12 @@ _BEHIND_THE_RUN = 5
 
 class Peak(NamedTuple):
     """Peak of a plan. words: the peak as text, or why there is none. size: its bytes. too_much: the error for a device
-    that does not hold it, with the smallest change that would help."""
+    that does not hold it, with the smallest change that would help. choice: of what the recipe leaves to `auto`."""
 
     words: str
     size: int = 0
     too_much: str | None = None
+    choice: Choice | None = None
 
 
 class TooMuch(NamedTuple):
@@ -37,13 +42,14 @@ class PlannedPeak(Child[Peak]):
 
     It is computed in a process of lower priority, forked from this one, which ends with the context or with this
     process. Must be created before this process has a process group or has touched CUDA: neither survives a fork. How
-    much memory the devices have is therefore given later, to `too_much`.
+    much memory the devices have is therefore given later: to `choose` where the recipe leaves keys to `auto`, else to
+    `too_much`.
     """
 
     def __init__(self, recipe: Recipe, world_size: int, device_type: str):
         recipe = replace(recipe, launch=replace(recipe.launch, device="cuda" if device_type == "cuda" else "cpu"))
         self._memory: Any = multiprocessing.get_context("fork").SimpleQueue()
-        if device_type != "cuda":
+        if device_type != "cuda" and not open_keys(recipe):
             self._memory.put(None)
         super().__init__(partial(_planned, recipe, world_size, self._memory), niceness=_BEHIND_THE_RUN)
         self._peak: Peak | None = None
@@ -54,6 +60,16 @@ class PlannedPeak(Child[Peak]):
             outcome = self.outcome()
             self._peak = Peak(_no_plan(outcome)) if isinstance(outcome, Exception) else outcome
         return self._peak
+
+    def choose(self, memory: int, device_name: str, wait: float) -> Peak | None:
+        """Return the peak on devices of `memory` bytes with what was chosen for `auto`; its choice is None where there
+        is no plan of the recipe. None if that is not known within `wait` seconds. Can be called once. Raises UserError
+        where nothing fits."""
+        self._memory.put((memory, device_name))
+        peak = self.peak(wait)
+        if peak is not None and peak.too_much is not None:
+            raise UserError(peak.too_much)
+        return peak
 
     def too_much(self, memory: int, wait: float) -> TooMuch | None:
         """Return the error for devices of `memory` bytes that do not hold the peak; None if they do, or if there is no
@@ -67,12 +83,18 @@ class PlannedPeak(Child[Peak]):
 
 def _planned(recipe: Recipe, world_size: int, memory_queue: Any) -> Peak:
     try:
+        if open_keys(recipe):
+            memory, name = memory_queue.get()
+            choice = choose(recipe, world_size, recipe.launch.device, memory, GPUS.get(board_of(name) or ""))
+            return Peak(f"planned peak {gib(choice.peak)}", choice.peak, choice=choice)
         plan = make_plan(recipe, world_size, next(iter(GPUS.values())))
         memory = memory_queue.get()
         peak = Peak("; ".join([f"planned peak {gib(plan.step.peak)}", *plan.assumed]), plan.step.peak)
         if memory is None or plan.step.peak <= memory * USABLE:
             return peak
         return peak._replace(too_much=too_much(replace(plan, budget=int(memory * USABLE))))
+    except TooLarge as error:
+        return Peak(str(error), too_much=str(error))
     except UserError as error:  # for what a plan does not cover, offloading for example
         return Peak(_no_plan(error))
 

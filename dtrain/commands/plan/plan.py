@@ -29,6 +29,7 @@ from dtrain.optim.update import is_torchs
 from dtrain.parallel.apply import find_plan, in_words
 from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.policy.precision import choose_precision
+from dtrain.recipe.automatic import changed
 from dtrain.recipe.schema import OPTIMIZERS, Recipe, Scheduler
 from dtrain.recipe.world import LARGEST_AUTO, Sizes
 from dtrain.run.eval_sets import longest_answer
@@ -45,7 +46,7 @@ class Plan:
     total_parameters, trained_parameters: of the whole model, with its adapter. tokens: of an optimizer step over all
     ranks, every row full. flops_per_token: of `models.common.flops`, for full rows of one document. budget: bytes for
     tensors on a device. evaluation: bytes that the longest answer of `eval` takes at least, with what a rank holds
-    between two steps; 0 without. assumed: in place of the code that the recipe names.
+    between two steps; 0 without. assumed: in place of the code that the recipe names. chosen: lines on what `auto` is.
     """
 
     spec: RunSpec
@@ -60,6 +61,7 @@ class Plan:
     flops_per_token: float
     evaluation: int = 0
     assumed: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -202,14 +204,6 @@ def problems(recipe: Recipe, world_size: int) -> list[str]:
             "with parallel.cpu_offload=false, which needs more of the device"
         )
     return errors
-
-
-def changed(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
-    """Return `recipe` with `overrides`, "section.key" → value."""
-    for key, value in overrides.items():
-        section, name = key.split(".")
-        recipe = replace(recipe, **{section: replace(getattr(recipe, section), **{name: value})})
-    return recipe
 
 
 def with_mesh(recipe: Recipe, world: Sizes) -> Recipe:

@@ -8,9 +8,12 @@ from typing import Any
 
 from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
+from dtrain.commands.plan.choose import chosen_plan
 from dtrain.commands.plan.hardware import BANDWIDTH, GPUS
-from dtrain.commands.plan.plan import Plan, make_plan, on_a_mesh_that_fits, problems, ready
+from dtrain.commands.plan.plan import Plan, on_a_mesh_that_fits, problems, ready
 from dtrain.commands.plan.search import Candidate, SearchResult, search, smallest_change
+from dtrain.commands.plan.units import gib, seconds
+from dtrain.launch.devices import with_processes
 from dtrain.methods import recipe_and_problems
 from dtrain.run.preflight import with_local_model
 
@@ -23,8 +26,8 @@ def answer(arguments: Namespace) -> None:
     would.
     """
     loaded, errors = recipe_and_problems(arguments.recipe, arguments.overrides)
-    recipe, known = with_local_model(loaded), GPUS[arguments.gpu]
-    world_size = arguments.world_size or recipe.launch.nproc
+    recipe, known = with_local_model(with_processes(loaded)), GPUS[arguments.gpu]
+    world_size = arguments.world_size or recipe.launch.processes
     hardware = replace(
         known,
         per_node=arguments.gpus_per_node or known.per_node,
@@ -39,7 +42,7 @@ def answer(arguments: Namespace) -> None:
             if recipe.launch.device == "cpu":
                 raise UserError("launch.device=cpu: --search ranks meshes by the estimate, which knows GPUs only")
             begin = on_a_mesh_that_fits(ready(recipe), world_size, hardware.per_node)
-        plan = make_plan(begin, world_size, hardware, budget)
+        plan = chosen_plan(begin, world_size, hardware, budget)
         result = search(plan) if arguments.search else None
         if arguments.json:
             more = {"search": search_as_json(result, plan)} if result else {}
@@ -99,16 +102,6 @@ _PHASES = {
 }
 
 
-def gib(size: float) -> str:
-    if size < 2**13:
-        return f"{size:,.0f} B"
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
-
-
-def seconds(time: float) -> str:
-    return f"{time:,.2f} s" if time >= 0.1 or time == 0 else f"{time * 1e3:,.2f} ms"
-
-
 def _moment(plan: Plan) -> str:
     phase, _, layer = plan.step.moment
     where = "" if layer is None else f" of layer {layer + 1} of {plan.spec.model_config.num_hidden_layers}"
@@ -120,8 +113,8 @@ def text(plan: Plan, step_time: float | None = None) -> str:
     sections = [_head(plan), _memory(plan), _traffic(plan), _time(plan, step_time)]
     if plan.spec.sizes.tp > 1:
         sections.insert(1, _tensor_parallel(plan))
-    if plan.assumed:
-        sections.insert(1, "\n".join(plan.assumed))
+    if lines := (*plan.assumed, *plan.chosen):
+        sections.insert(1, "\n".join(lines))
     return "\n\n".join(sections)
 
 
@@ -251,6 +244,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
         "dtype": str(plan.spec.precision.compute).removeprefix("torch."),
         "sizes": asdict(plan.spec.sizes),
         "assumed": list(plan.assumed),
+        "chosen": list(plan.chosen),
         "tensor_parallel_plan": dict(plan.table),
         "rank": 0,
         "memory": {

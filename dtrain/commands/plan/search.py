@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from dtrain.commands.plan.hardware import Time, estimate, wire_time
-from dtrain.commands.plan.plan import Plan, candidates, changed, divisors, problems, step_of, with_mesh
+from dtrain.commands.plan.plan import Plan, candidates, divisors, problems, step_of, with_mesh
 from dtrain.commands.plan.policy import bytes_of, state_bytes
 from dtrain.commands.plan.step import Step
 from dtrain.models.common.config import LINEAR
 from dtrain.optim.update import build_optimizer
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import Sizes, sizes
+from dtrain.recipe.automatic import changed
 
 
 @dataclass(frozen=True)
@@ -151,15 +152,15 @@ def _changes(recipe: PolicyConfig, world_size: int, per_node: int) -> Iterator[t
     train, parallel = recipe.train, recipe.parallel
     base: dict[str, Any] = {}
     is_sharded = parallel.dp_shard * parallel.cp > 1 or (parallel.dp_shard == -1 and world_size > parallel.tp)
-    if not parallel.reduce_each and is_sharded and train.batch > train.micro_batch:
+    if not parallel.reduce_each and is_sharded and train.batch > train.micro:
         base = {"parallel.reduce_each": True}
         yield base, world_size
-    for micro in reversed(divisors(train.micro_batch)[:-1]):
+    for micro in reversed(divisors(train.micro)[:-1]):
         yield base | {"train.micro_batch": micro}, world_size
     kinds = [{"train.activation_checkpointing": kind} for kind in _LESS_KEPT[train.activation_checkpointing]]
     for kind in kinds:
         yield base | kind, world_size
-    if train.micro_batch > 1:
+    if train.micro > 1:
         base |= {"train.micro_batch": 1}
         if kinds:
             yield base | kinds[-1], world_size

@@ -134,7 +134,7 @@ def full_rows(method: Method, micro_batches: int, spec: RunSpec | None = None) -
     masks are those of packing. spec: with the images of a row, for which every row has the streams."""
     recipe = method.recipe
     length = method.row_length()
-    count = micro_batches * recipe.train.micro_batch * method.rows_of_a_sample()
+    count = micro_batches * recipe.train.micro * method.rows_of_a_sample()
     documents = split(spec.row_images if spec else (), length, 2 if is_packed(method) else 1)
     places = torch.arange(length)
     seq_ids = torch.arange(len(documents)).repeat_interleave(torch.tensor([tokens for tokens, _ in documents]))
@@ -190,7 +190,8 @@ class Step:
     trained: of the parameters those that are; table: those that are embeddings for each layer; tower: those of the
     vision tower. lightest: the smallest parameters that a rank has. peak: with the optimizer's state. parts: what it is
     made of. moment: where it is. activations: kept for the backward of a micro-batch, at most. traffic: (messages,
-    bytes). flops: by the dtype of their operands. moved: read and written by all other operations.
+    bytes). flops: by the dtype of their operands. moved: read and written by all other operations. kernels: number of
+    operations that compute.
     """
 
     parameters: int
@@ -205,6 +206,7 @@ class Step:
     traffic: dict[Collective, tuple[int, int]]
     flops: dict[torch.dtype, int]
     moved: int
+    kernels: int
     table: int = 0
     tower: int = 0
 
@@ -215,18 +217,33 @@ def plan_step(spec: RunSpec, *, rank: int = 0, whole: bool = False) -> Step:
     whole: trace every layer. Nothing is sent, no weight is read; the traces run in processes forked from this one, in
     which torch.distributed must not be up.
     """
+    return plan_steps([spec], rank=rank, whole=whole)[0]
+
+
+def plan_steps(specs: Sequence[RunSpec], *, rank: int = 0, whole: bool = False) -> list[Step]:
+    """Return the steps of `specs`, each as of `plan_step`, traced side by side."""
+    cuts = [_cuts(spec, whole) for spec in specs]
+    calls = [partial(trace_step, spec, cut, rank) for spec, own in zip(specs, cuts, strict=True) for cut in own]
+    traces, steps = iter(side_by_side(calls)), []
+    for spec, own in zip(specs, cuts, strict=True):
+        trace, *longer = [next(traces) for _ in own]
+        layers = spec.model_config.num_hidden_layers
+        steps.append(_of_micro_batches(_of_layers(trace, longer[0], layers) if longer else trace, spec.sizes))
+    return steps
+
+
+def _cuts(spec: RunSpec, whole: bool) -> list[ModelConfig]:
+    """Return the model of `spec` with the numbers of layers that are traced: all of them, or two numbers."""
     config = spec.model_config
     layers, period = config.num_hidden_layers, _period(config.layer_types)
     deepstack = len(getattr(config.vision, "deepstack", ()))  # of as many first layers, which add the tower's features
     few = 2 * max(_MARGIN, period + 1 if period > 1 else 0, deepstack + 1 if deepstack else 0)
     few += (layers - few) % period
     is_whole = whole or not _alike(spec.recipe, config) or few + 2 * period > layers
-    cuts = [
+    return [
         replace(config, num_hidden_layers=count, layer_types=config.layer_types[:count])
         for count in ([layers] if is_whole else [few, few + period])
     ]
-    trace, *longer = side_by_side([partial(trace_step, spec, cut, rank) for cut in cuts])
-    return _of_micro_batches(_of_layers(trace, longer[0], layers) if longer else trace, spec.sizes)
 
 
 def _alike(recipe: PolicyConfig, config: ModelConfig) -> bool:
@@ -299,6 +316,7 @@ def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
         {key[1]: (count, total["bytes", key[1]]) for key, count in total.items() if key[0] == "messages"},
         {key[1]: count for key, count in total.items() if key[0] == "flops"},
         total["moved",],
+        total["kernels",],
         total["table",],
         total["tower",],
     )

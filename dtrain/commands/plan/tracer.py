@@ -120,8 +120,9 @@ class Tracer(MetaKernels):
     on_host: the planned device is a CPU, whose gloo works on a copy of what it reduces and scatters.
 
     counts: (pass, "flops", dtype of the operands) of matrix products and of attention, hidden pairs too; (pass,
-    "moved"): bytes that other operations read and write; (pass, "messages" or "bytes", collective). A pass is one
-    micro-batch through the model, None what is around them. memory: of the device. host: of real tensors.
+    "moved"): bytes that other operations read and write; (pass, "kernels"): operations that are no views; (pass,
+    "messages" or "bytes", collective). A pass is one micro-batch through the model, None what is around them.
+    memory: of the device. host: of real tensors.
     """
 
     def __init__(self, mesh: Mesh, on_host: bool):
@@ -159,6 +160,7 @@ class Tracer(MetaKernels):
 
     def _count_cost(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, out: Any, tensors: list) -> None:
         formula = _FLOPS.get(func._overloadpacket)
+        self.counts[self.current, "kernels"] += 0 if func.is_view else 1
         if func._overloadpacket in (_aten.addmm, _aten.addmm_):  # what is added to comes first, in a dtype of its own
             formula, args, kwargs = mm_flop, args[1:3], {}
         if formula is not None:

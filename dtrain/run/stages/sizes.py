@@ -7,6 +7,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.ranges import shown
 from dtrain.data import Cursor, Rows
 from dtrain.methods import method_of
+from dtrain.recipe.automatic import largest_divisor
 from dtrain.run.host import Host
 from dtrain.run.spec import RunSpec
 
@@ -73,6 +74,6 @@ def _resolve_batch(spec: RunSpec, rows: Rows) -> bool:
             f"data-parallel ranks cannot share: set train.global_batch={-(-total // dp) * dp}, or train on "
             f"{fewer} of them (launch.nproc)"
         )
-    micro = max(n for n in range(1, min(recipe.train.micro_batch, total // dp) + 1) if total // dp % n == 0)
+    micro = largest_divisor(total // dp, recipe.train.micro)
     spec.recipe = replace(recipe, train=replace(recipe.train, global_batch=total, micro_batch=micro))
     return True

@@ -1,0 +1,261 @@
+"""Choice of what a recipe leaves to `auto`: micro-batch, checkpointing, reduction and offload, for a device's memory.
+
+The method. Whatever needs less memory costs time. `_ladder` has the combinations in the order of their times; each
+needs less memory than the one before. A bisection finds the first whose planned step fits with one row a micro-batch.
+Then the micro-batch grows as far as it makes the step faster and fits. Where it stays too small to hide what its passes
+send, the last combination is compared by the estimate too. A choice is a function of recipe, world and device alone.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from dtrain.base.errors import RecipeError, UserError
+from dtrain.base.host_memory import host_memory
+from dtrain.commands.plan.hardware import GPUS, USABLE, Hardware, estimate
+from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, ready, resolve_plan
+from dtrain.commands.plan.step import Step, plan_steps
+from dtrain.commands.plan.units import gib
+from dtrain.recipe import Recipe, sizes
+from dtrain.recipe.automatic import USUAL, USUAL_ROWS, changed, open_keys
+from dtrain.recipe.schema import Lora
+from dtrain.run.spec import RunSpec
+
+FREE = 0.1
+"""Share of a device's memory that a choice leaves free."""
+LAUNCH = 6e-6  # seconds in which the host starts a kernel
+HIDING = 2  # times what a pass sends and starts that its computing should take
+_PROCESSES = 2  # of a planned step
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Values of the keys that a recipe leaves open. lines: each value with its reason, for the terminal. peak: bytes of
+    a rank's tensors; 0 where it was not planned."""
+
+    values: dict[str, Any]
+    lines: tuple[str, ...]
+    peak: int = 0
+
+
+class TooLarge(UserError):
+    """No choice fits into the memory."""
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A combination with a micro-batch whose step was planned."""
+
+    values: Values
+    micro: int
+    step: Step
+    time: float
+
+
+def choose(recipe: Recipe, world_size: int, device_type: str, memory: int, hardware: Hardware | None = None) -> Choice:
+    """Return values for `open_keys(recipe)` on `world_size` devices of a type with `memory` bytes each.
+
+    hardware: whose numbers decide what is fast; None: the first of the table. Plans in processes forked from this one.
+    Raises TooLarge, which names what would fit; UserError where there is no plan of the recipe.
+    """
+    return _Search(recipe, world_size, device_type, memory, hardware).choice()
+
+
+def chosen_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int | None = None) -> Plan:
+    """Return the plan of `recipe` as of `make_plan`, with values chosen for what it leaves to `auto`."""
+    keys = open_keys(recipe)
+    if not keys:
+        return make_plan(recipe, world_size, hardware, budget)
+    is_cpu = recipe.launch.device == "cpu"
+    memory = host_memory(world_size) if is_cpu else int((hardware.budget if budget is None else budget) / USABLE)
+    choice = choose(recipe, world_size, "cpu" if is_cpu else "cuda", memory, hardware)
+    plan = make_plan(changed(recipe, choice.values), world_size, hardware, budget)
+    return replace(plan, chosen=choice.lines)
+
+
+class _Search:
+    def __init__(self, recipe: Recipe, world_size: int, device_type: str, memory: int, hardware: Hardware | None):
+        self.keys, self.memory = open_keys(recipe), memory
+        self.budget = int(memory * (1 - FREE))
+        self.hardware = hardware or next(iter(GPUS.values()))
+        self.is_gpu = device_type == "cuda"
+        self.recipe, self.world_size = recipe, world_size
+        self.spec = resolve_plan(recipe, world_size, device_type, self.hardware if self.is_gpu else None)
+        self.rows = self.spec.sizes.global_batch // self.spec.sizes.dp  # of a rank
+        self.micros = divisors(self.rows) if "train.micro_batch" in self.keys else []
+        self.least = self.micros[0] if self.micros else self.spec.recipe.train.micro
+
+    def choice(self) -> Choice:
+        ladder = self._ladder()
+        tried = self._first_that_fits(ladder)
+        if tried is None and (offloaded := self._ladder({"parallel.optimizer_offload": True})):
+            ladder = offloaded
+            tried = self._first_that_fits(ladder)
+        if tried is None:
+            tried = self._least(ladder[-1])
+        else:
+            tried = self._with_more_rows(tried, ladder[-1])
+        values = {key: tried.micro if key == "train.micro_batch" else tried.values[key] for key in self.keys}
+        return Choice(values, tuple(self._lines(tried, values, self._wanted(tried))), tried.step.peak)
+
+    def _ladder(self, always: Values | None = None) -> list[Values]:
+        """Return combinations of the open keys, each of more time and less memory than the one before; [] where
+        `always` is not open or refused."""
+        for key in always or {}:
+            if key not in self.keys or not self.is_gpu or self._refused(always or {}):
+                return []
+        recipe, base = self.spec.recipe, dict(USUAL) | dict(always or {})
+        base = {key: value for key, value in base.items() if key in self.keys and key != "train.micro_batch"}
+        ladder: list[Values] = [base]
+        for more in self._means(recipe):
+            if all(key in self.keys for key in more) and not self._refused(base | more):
+                base = base | more
+                ladder.append(base)
+        return ladder
+
+    def _means(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
+        """Yield changes in the order in which they are made, each beside those before."""
+        shards = self.spec.sizes.dp_shard * self.spec.sizes.cp
+        if shards > 1 and self.rows > self.least:
+            yield {"parallel.reduce_each": True}
+        if not recipe.train.compile:  # compiled layers compute under selective what they do under full
+            yield {"train.activation_checkpointing": "selective"}
+        yield {"train.activation_checkpointing": "full"}
+
+    def _refused(self, values: Values) -> bool:
+        return bool(problems(changed(ready(self.spec.recipe), values), self.world_size))
+
+    def _at(self, spec: RunSpec, values: Values, micro: int) -> RunSpec:
+        """Return `spec` with `values` and a micro-batch, where that is open."""
+        at = copy(spec)
+        at.recipe = changed(spec.recipe, {**values, **({"train.micro_batch": micro} if self.micros else {})})
+        at.sizes = sizes(at.recipe, spec.world.size)
+        return at
+
+    def _tried(self, combinations: Sequence[tuple[Values, int]]) -> list[_Tried]:
+        specs = [self._at(self.spec, values, micro) for values, micro in combinations]
+        return [
+            _Tried(values, micro, step, self._time(step, spec) if self.is_gpu else 0.0)
+            for (values, micro), spec, step in zip(combinations, specs, plan_steps(specs), strict=True)
+        ]
+
+    def _time(self, step: Step, spec: RunSpec) -> float:
+        time = estimate(step, spec.sizes, self.hardware)
+        return max(time.arithmetic + time.memory, time.hidden, step.kernels * LAUNCH) + time.exposed + time.optimizer
+
+    def _fits(self, tried: _Tried) -> bool:
+        return tried.step.peak <= self.budget
+
+    def _first_that_fits(self, ladder: Sequence[Values]) -> _Tried | None:
+        """Return the first combination that fits with the least micro-batch; as many are planned at once as there are
+        processors for."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        width, low, high, first = max(1, cores // _PROCESSES), 0, len(ladder), None
+        while low < high:
+            count = min(width, high - low)
+            places = sorted({low + (high - low) * (number + 1) // (count + 1) for number in range(count)})
+            for place, tried in zip(places, self._tried([(ladder[at], self.least) for at in places]), strict=True):
+                if self._fits(tried):
+                    first, high = tried, place
+                    break
+                low = place + 1
+        return first
+
+    def _with_more_rows(self, tried: _Tried, last: Values) -> _Tried:
+        """Return the fastest of `tried` with more rows a micro-batch, and of the `last` combination where these are
+        fewer than make the step fast."""
+        best, wanted = self._largest(tried)
+        if best.micro < wanted and last != tried.values:
+            (other,) = self._tried([(last, self.least)])
+            best = min(best, self._largest(other)[0], key=lambda each: each.time)
+        return best
+
+    def _largest(self, tried: _Tried) -> tuple[_Tried, int]:
+        """Return `tried` with the largest micro-batch that fits, up to the one that makes the step fast; and that."""
+        wanted = self._wanted(tried)
+        larger = [micro for micro in self.micros if tried.micro < micro <= wanted]
+        while larger:
+            parts = tried.step.parts
+            per_row = (parts["activations"] + parts["loss"] + parts["temporaries"] + 1) / tried.micro
+            most = tried.micro + (self.budget - tried.step.peak) / per_row
+            micro = max([micro for micro in larger if micro <= most], default=larger[0])
+            (more,) = self._tried([(tried.values, micro)])
+            if self._fits(more):
+                tried, larger = more, [each for each in larger if each > micro] if micro == larger[0] else []
+            else:
+                larger = [each for each in larger if each < micro]
+        return tried, wanted
+
+    def _wanted(self, tried: _Tried) -> int:
+        """Return the micro-batch from which on a pass computes longer than it sends and starts kernels."""
+        if not self.is_gpu:
+            return max([micro for micro in self.micros if micro <= USUAL_ROWS], default=tried.micro)
+        spec = self._at(self.spec, tried.values, tried.micro)
+        time, passes = estimate(tried.step, spec.sizes, self.hardware), spec.sizes.accumulation
+        of_row = (time.arithmetic + time.memory) / (passes * tried.micro)
+        of_pass = max(time.hidden, tried.step.kernels * LAUNCH) / passes
+        return next((micro for micro in self.micros if micro * of_row >= HIDING * of_pass), self.rows)
+
+    def _least(self, values: Values) -> _Tried:
+        """Return the combination of the least memory. Raises TooLarge where it is more than the devices have."""
+        (tried,) = self._tried([(values, self.least)])
+        if tried.step.peak <= self.memory * USABLE:
+            return tried
+        chosen = {"train.micro_batch": tried.micro} | dict(values)
+        least = " ".join(f"{key}={_text(value)}" for key, value in chosen.items())
+        ways = [f"{overrides} (peak {gib(peak)})" for overrides, peak in islice(self._ways(values), 2)]
+        fix = f"what fits: {', or '.join(ways)}" if ways else "take a smaller model, or more devices"
+        raise TooLarge(
+            f"this does not fit: the least that was planned takes {gib(tried.step.peak)} ({least}), and a device has "
+            f"{gib(self.memory)}; {fix}"
+        )
+
+    def _ways(self, values: Values) -> Iterator[tuple[str, int]]:
+        """Yield overrides with which `values` fit, each with its peak: the nearest first."""
+        recipe, world = self.recipe, self.world_size
+        lora, length, nproc = recipe.lora or Lora(), recipe.data.max_length, "launch.nproc"
+        groups = [
+            [("lora={}", replace(recipe, lora=lora), world)] if recipe.lora is None else [],
+            [("lora.quantize=nf4", replace(recipe, lora=replace(lora, quantize="nf4")), world)],
+            [
+                (f"data.max_length={length // part}", changed(recipe, {"data.max_length": length // part}), world)
+                for part in (2, 4, 8)
+            ],
+            [(f"{nproc}={world * times}", recipe, world * times) for times in (2, 4, 8)],
+        ]
+        for group in groups:
+            for overrides, other, ranks in group:
+                with suppress(RecipeError):
+                    spec = resolve_plan(
+                        changed(other, values),
+                        ranks,
+                        self.spec.world.device_type,
+                        self.hardware if self.is_gpu else None,
+                    )
+                    (step,) = plan_steps([self._at(spec, {}, self.least)])
+                    if step.peak <= self.budget:
+                        yield overrides, step.peak
+                        break
+
+    def _lines(self, tried: _Tried, values: Values, wanted: int) -> Iterator[str]:
+        if "train.micro_batch" in values:
+            why = "more would not be faster" if tried.micro >= wanted else "more do not fit"
+            why = "all rows of a rank" if tried.micro == self.rows else why
+            yield f"train.micro_batch={tried.micro} (auto): {why}"
+        others = {key: value for key, value in values.items() if key != "train.micro_batch"}
+        for key, value in others.items():
+            if value != USUAL[key]:
+                yield f"{key}={_text(value)} (auto): the step does not fit without"
+        if usual := [f"{key}={_text(value)}" for key, value in others.items() if value == USUAL[key]]:
+            yield f"{', '.join(usual)} (auto): not needed"
+        yield f"planned peak {gib(tried.step.peak)} of {gib(self.memory)}"
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,68 @@
+"""Sizes that a recipe leaves to `auto`, decided on rank 0 and shared with all ranks before anything is built."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.host_memory import host_memory
+from dtrain.launch.place import RankPlace
+from dtrain.recipe import Recipe
+from dtrain.recipe.automatic import USUAL, changed, open_keys
+from dtrain.run.sizing import Sizing, sizing_before, usual_sizing
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+PLAN_SECONDS = 120.0  # that a run on GPUs waits for its plan, before it reads weights
+_LEAST = {"train.micro_batch": 1, "train.activation_checkpointing": "full", "parallel.reduce_each": True}
+
+
+def sized(
+    recipe: Recipe,
+    place: RankPlace,
+    store: "dist.Store | None",
+    decide: Callable[[], Sizing],
+) -> tuple[Recipe, tuple[str, ...]]:
+    """Return `recipe` with the values that `decide` gives on rank 0, and lines for the terminal. store: where the ranks
+    of several meet. Raises UserError on every rank where `decide` does."""
+    key, answer = f"sizes of attempt {place.attempt}", "null"
+    if place.rank == 0:
+        try:
+            sizing = decide()
+            answer = json.dumps({"values": dict(sizing.values), "lines": sizing.lines})
+        except UserError as error:
+            answer = json.dumps({"refusal": str(error)})
+        if store is not None:
+            store.set(key, answer)
+    else:
+        assert store is not None, "several ranks meet in a store"
+        answer = store.get(key).decode()
+    decided = json.loads(answer)
+    if "refusal" in decided:
+        raise UserError(decided["refusal"])
+    return changed(recipe, decided["values"]), tuple(decided["lines"])
+
+
+def machine_of(world_size: int, device_name: str, memory: int) -> dict[str, Any]:
+    """Return what a choice of sizes depends on beside the recipe, as about.json keeps it."""
+    return {"device": device_name, "memory": memory, "world_size": world_size}
+
+
+def decide(recipe: Recipe, place: RankPlace, machine: Mapping[str, Any], planned: Any, uses_cuda: bool) -> Sizing:
+    """Return the sizes of a run: those that it chose before on such a machine, else by its plan.
+
+    planned: the plan beside the run, None where there can be none. Raises UserError where nothing fits.
+    """
+    if (before := sizing_before(recipe, machine)) is not None:
+        return before
+    memory = machine["memory"] if uses_cuda else host_memory(place.local_world_size)
+    if not uses_cuda and (usual := usual_sizing(recipe, place.world_size, memory)) is not None:
+        return usual
+    peak = None if planned is None else planned.choose(memory, machine["device"], PLAN_SECONDS)
+    if peak is not None and peak.choice is not None:
+        return Sizing(peak.choice.values, peak.choice.lines)
+    why = "there is no plan beside this run" if peak is None else peak.words
+    values = {key: _LEAST.get(key, USUAL[key]) for key in open_keys(recipe)}
+    named = ", ".join(f"{key}={str(value).lower()}" for key, value in values.items())
+    return Sizing(values, (f"{named} (auto): for little memory, since {why}",))

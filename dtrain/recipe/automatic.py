@@ -1,0 +1,59 @@
+"""Keys of a recipe whose `auto` a plan decides: which are open, and recipes with values in place of `auto`.
+
+`commands.plan.choose` decides them for a run, by the memory of its devices. No number that a run computes depends on
+one of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+Config = TypeVar("Config")
+
+AUTO = "auto"
+USUAL_ROWS = 4
+USUAL: dict[str, Any] = {
+    "train.micro_batch": USUAL_ROWS,
+    "train.activation_checkpointing": "none",
+    "parallel.reduce_each": False,
+    "parallel.optimizer_offload": False,
+}
+"""The keys, and the value of each that costs the least time."""
+
+
+def value_of(config: Any, key: str) -> Any:
+    """Return the value of `key`, "section.name"."""
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def changed(config: Config, overrides: Mapping[str, Any]) -> Config:
+    """Return `config` with `overrides`, "section.name" → value."""
+    for key, value in overrides.items():
+        section, name = key.split(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})  # type: ignore
+    return config
+
+
+def open_keys(config: Any) -> list[str]:
+    """Return the keys of USUAL that say `auto`."""
+    return [key for key in USUAL if value_of(config, key) == AUTO]
+
+
+def settled(config: Config, dp: int = 1) -> Config:
+    """Return `config` with the usual values in place of `auto`, where no plan has decided.
+
+    dp: data-parallel ranks. A micro-batch is then the largest one up to the usual size that divides a rank's rows.
+    """
+    values = {key: USUAL[key] for key in open_keys(config)}
+    if not values:
+        return config
+    total = config.train.global_batch  # type: ignore[attr-defined]
+    if "train.micro_batch" in values and isinstance(total, int) and dp > 0 and total > 0:
+        values["train.micro_batch"] = largest_divisor(total // dp, USUAL_ROWS)
+    return changed(config, values)
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of `number` up to `limit`, at least 1."""
+    return max([n for n in range(1, min(number, limit) + 1) if number % n == 0], default=1)
