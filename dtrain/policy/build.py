@@ -110,10 +110,18 @@ def lay_out(
         model.model.flash_delta, model.model.delta_note = choose_delta(recipe, config, precision, device, ranks)
     if mesh.cp.size() > 1:
         kernel = _over_ranks(kernel, mesh, parallel.cp_rotate)
+    if recipe.train.tile == "all":
+        from dtrain.attention.groups import GroupedKernel
+
+        kernel = GroupedKernel(kernel)
     model.use_kernel(kernel)
     checkpoint_activations(model, recipe.train.activation_checkpointing)
     if recipe.train.compile:
         _compile(model, recipe, device)
+    if recipe.train.tile != "none":
+        from dtrain.models.common.tiles import tile_layers
+
+        tile_layers(model, recipe.train.tile)
     if mesh.size > 1 or precision.is_mixed or offloads(recipe, device):
         shard_model(
             model,
