@@ -7,8 +7,8 @@ and what comes after it are functions of each token alone, but for a mixture of 
 it is not tiled, nor is linear attention before its convolution.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
+from dtrain.parallel.checkpointing import TileComputing
 from dtrain.parallel.placement import local_tensor
 
 TOKENS = 4096  # of a tile, over all rows
@@ -28,13 +29,12 @@ class Tiles:
     """`function` of a layer, of tensors [B, n, ..] and, under sequence parallel, [B, tp · n, ..], over tiles of the n.
 
     layer: whose parameters it reads. A tile under sequence parallel is the same run of tokens of every rank, so that a
-    rank enters and leaves blocks as it does with whole rows. computing: whether a tile is being computed. Of rows
-    within one tile it is `function`.
+    rank enters and leaves blocks as it does with whole rows. computing: told while a tile is computed. Of rows within
+    one tile it is `function`.
     """
 
-    def __init__(self, function: Callable[..., Any], layer: nn.Module, model: CausalLM):
-        self.function, self.layer, self.model = function, layer, model
-        self.computing = False
+    def __init__(self, function: Callable[..., Any], layer: nn.Module, model: CausalLM, computing: TileComputing):
+        self.function, self.layer, self.model, self.computing = function, layer, model, computing
 
     def __call__(self, *tensors: Tensor) -> Any:
         """`function(*tensors)`. Its collectives are sent once for each tile; every rank has as many."""
@@ -60,13 +60,13 @@ class Tiles:
         what they drop of it."""
         adapters = self.model.adapters
         numbers = None if adapters is None else adapters.tokens
-        self.computing = True
+        self.computing.now = True
         if adapters is not None and numbers is not None:  # sequence parallel has padded the rows
             adapters.tokens = _part(F.pad(numbers, (0, tokens - numbers.shape[1])), length, tile)
         try:
             yield
         finally:
-            self.computing = False
+            self.computing.now = False
             if adapters is not None:
                 adapters.tokens = numbers
 
@@ -81,9 +81,11 @@ class _Run:
     def part(self, tensor: Tensor, tile: slice) -> Tensor:
         return _part(tensor, self.length, tile)
 
-    def compute(self, tensors: list[Tensor], tile: slice) -> tuple[Tensor, ...]:
-        with self.of.tile(self.tokens, self.length, tile):
-            output = self.of.function(*tensors)
+    def tile(self, tile: slice) -> AbstractContextManager[None]:
+        return self.of.tile(self.tokens, self.length, tile)
+
+    def compute(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        output = self.of.function(*tensors)
         self.returns_tuple = isinstance(output, tuple)
         return output if isinstance(output, tuple) else (output,)
 
@@ -94,7 +96,8 @@ class _Run:
         """The outputs over all tiles, without a graph."""
         wholes: list[Tensor] = []
         for tile in self.tiles:
-            parts = self.compute([self.part(tensor, tile) for tensor in tensors], tile)
+            with self.tile(tile):
+                parts = self.compute([self.part(tensor, tile) for tensor in tensors])
             if not wholes:
                 ranks = [part.shape[1] // (tile.stop - tile.start) for part in parts]
                 sizes = [(len(one), count * self.length, *one.shape[2:]) for one, count in zip(parts, ranks, strict=True)]
@@ -136,27 +139,34 @@ class _Tiled(torch.autograd.Function):
         of_inputs = [torch.empty_like(one) if need else None for one, need in zip(inputs, needed, strict=True)]
         of_parameters = [_Sum() for _ in parameters]
         for tile in run.tiles:
-            parts = [run.part(tensor, tile).detach() for tensor in inputs]
-            parts = [part.requires_grad_(need) for part, need in zip(parts, needed, strict=True)]
-            with torch.enable_grad():
-                outputs = run.compute(parts, tile)
-            pairs = [
-                (output, run.part(grad, tile))
-                for output, grad in zip(outputs, grads, strict=True)
-                if output.requires_grad
-            ]
-            wanted = [part for part, need in zip(parts, needed, strict=True) if need]
-            found = torch.autograd.grad(
-                [output for output, _ in pairs], [*wanted, *parameters], [grad for _, grad in pairs], allow_unused=True
-            )
-            del outputs, pairs, parts
-            wholes = [whole for whole in of_inputs if whole is not None]
-            for whole, part in zip(wholes, found[: len(wanted)], strict=True):
+            with run.tile(tile):  # its backward too, which may compute parts of it again
+                found = _gradients(run, tile, inputs, needed, parameters, grads)
+            for whole, part in zip((one for one in of_inputs if one is not None), found, strict=False):
                 _put(whole, torch.zeros_like(run.part(whole, tile)) if part is None else part, run.length, tile)
-            for total, part in zip(of_parameters, found[len(wanted) :], strict=True):
+            for total, part in zip(of_parameters, found[sum(needed) :], strict=True):
                 total.add(part)
             del found
         return None, None, None, None, *of_inputs, *(total.rounded() for total in of_parameters)
+
+
+def _gradients(
+    run: _Run,
+    tile: slice,
+    inputs: Sequence[Tensor],
+    needed: list[bool],
+    parameters: list[nn.Parameter],
+    grads: Sequence[Tensor],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a tile's inputs, of those that are needed, and its part of the parameters'."""
+    parts = [run.part(tensor, tile).detach() for tensor in inputs]
+    parts = [part.requires_grad_(need) for part, need in zip(parts, needed, strict=True)]
+    with torch.enable_grad():
+        outputs = run.compute(parts)
+    pairs = [(out, run.part(grad, tile)) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
+    wanted = [*(part for part, need in zip(parts, needed, strict=True) if need), *parameters]
+    return torch.autograd.grad(
+        [out for out, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True
+    )
 
 
 class _Sum:
@@ -184,20 +194,24 @@ class _Sum:
             )
 
     def rounded(self) -> Tensor | None:
-        """The sum in the parameter's dtype, placed as its parts were; None where it was not read."""
-        return None if self.total is None else self.placed(self.total.to(self.dtype))
+        """The sum in the parameter's dtype, placed as its parts were, in place of what was added up; None where it was
+        not read."""
+        total, self.total = self.total, None
+        return None if total is None else self.placed(total.to(self.dtype))
 
 
-def tile_layers(model: CausalLM, kind: str) -> None:
+def tile_layers(model: CausalLM, kind: str) -> TileComputing:
     """Compute what lies in the layers of `model` after attention over tiles, and with kind "all" what lies before it
-    too, compiled where it is. No collective."""
+    too, compiled where it is. No collective. Returns what says whether a tile is being computed."""
+    computing = TileComputing()
     for layer in cast(list[Layer], model.model.layers):
         before, after = layer.regions or (layer.before, layer.after)
         if kind == "all" and isinstance(layer.mixer, Attention):
-            before = Tiles(before, layer, model)
+            before = Tiles(before, layer, model, computing)
         if not layer.is_sparse:
-            after = Tiles(after, layer, model)
+            after = Tiles(after, layer, model, computing)
         layer.regions = before, after
+    return computing
 
 
 def _part(tensor: Tensor, length: int, tile: slice) -> Tensor:
