@@ -9,6 +9,8 @@ from functools import partial
 
 import pytest
 
+from dtrain.models.common import tiles
+from dtrain.parallel import activation_offload
 from tests.covering import covering, worlds
 from tests.running import assert_each, assert_same_rows, assert_same_weights, run_all, trajectory, weights
 from tests.tiny import FAMILIES, tiny_recipe
@@ -54,6 +56,8 @@ MESH = {
     "checkpointing": {
         name: [f"train.activation_checkpointing={name}"] for name in ("none", "full", "selective", "mlp")
     },
+    "host": {"keeps nothing": [], "keeps activations": ["train.activation_offload=true"]},
+    "tile": {name: [f"train.tile={name}"] for name in ("none", "mlp", "all")},
     "reshard": {name: [f"parallel.reshard_after_forward={name}"] for name in ("default", "true", "false")},
 }
 AXES = MODEL | MESH
@@ -82,6 +86,13 @@ def recipe_of(root, name, case, axes, *more):
 CASES = covering(
     {name: [*values] for name, values in AXES.items()}, allows=can_run, cost=lambda case: 2 + ranks_of(case)
 )
+
+
+@pytest.fixture(autouse=True)
+def tiles_of_few_tokens(monkeypatch):
+    """Several for a tiny row, and storages of it that move."""
+    monkeypatch.setattr(tiles, "TOKENS", 48)
+    monkeypatch.setattr(activation_offload, "SMALL", 1024)
 
 
 @pytest.mark.trap(

@@ -40,6 +40,8 @@ class GatherKernel(ContextKernel):
     """`inner` over gathered keys: one all-gather of keys and values per layer forward and one reduce-scatter of their
     gradients backward."""
 
+    gathers = True
+
     def __init__(self, inner: Kernel, mesh: DeviceMesh):
         super().__init__(inner, mesh)
         self.name = f"{inner.name} over gathered keys"
@@ -71,6 +73,7 @@ class VarlenGatherKernel(PackedContextKernel):
     documents: each rank holds two chunks of a row, and each is over the keys before its end."""
 
     name = "varlen over gathered keys"
+    gathers = True
 
     def __init__(self, inner: VarlenKernel, mesh: DeviceMesh):
         super().__init__(inner, mesh, GatherKernel(inner.masked, mesh))

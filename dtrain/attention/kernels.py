@@ -131,6 +131,7 @@ class Kernel:
     note = ""
     group: Any = None  # of context parallel, whose ranks hold the rows head-tail; None without
     takes_packing = False  # whether it computes from a `Packing`, where there is one
+    gathers = False  # whether `gathered` brings the keys of other ranks
 
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: "Packing | None" = None

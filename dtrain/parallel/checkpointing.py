@@ -1,5 +1,6 @@
 """Activation checkpointing: what a layer computes again in the backward instead of keeping."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,19 +12,30 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from dtrain.parallel.tensor import ParallelModel
 
 
-def checkpoint_activations(model: ParallelModel, kind: str, **options: Any) -> None:
+@dataclass
+class TileComputing:
+    """Whether a tile of a layer is being computed, of which nothing is kept (`models.common.tiles`)."""
+
+    now: bool = False
+
+
+def checkpoint_activations(model: ParallelModel, kind: str, tiles: TileComputing | None = None, **options: Any) -> None:
     """Recompute activations in the backward: of whole layers (full), of their MLPs (mlp), or of all but the results of
     matrix products and attention (selective); "none" changes nothing. Module names stay as they are. No collective
-    here; those inside what is computed again run again. options: of torch's `checkpoint`."""
+    here; those inside what is computed again run again. tiles: of layers that compute their MLPs in tiles, and so again
+    anyhow. options: of torch's `checkpoint`."""
     if kind == "none":
         return
+    policy = partial(_keep_expensive, tiles or TileComputing())
     for layer in (*model.model.layers, *model.model.vision_layers):
         if kind == "full":
             checkpoint(layer, **options)
         elif kind == "mlp":
+            if tiles is not None and not getattr(layer, "is_sparse", True):  # a tower's layers are in no tiles
+                continue
             checkpoint(next(child for name, child in layer.named_children() if name.endswith("mlp")), **options)
         else:
-            checkpoint(layer, context_fn=partial(create_selective_checkpoint_contexts, _keep_expensive), **options)
+            checkpoint(layer, context_fn=partial(create_selective_checkpoint_contexts, policy), **options)
 
 
 _EXPENSIVE = frozenset(
@@ -40,5 +52,6 @@ _EXPENSIVE = frozenset(
 )
 
 
-def _keep_expensive(context, operation, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep_expensive(tiles: TileComputing, context, operation, *args, **kwargs) -> CheckpointPolicy:
+    is_kept = operation in _EXPENSIVE and not tiles.now
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

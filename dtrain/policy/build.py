@@ -3,13 +3,15 @@
 1. the modules on meta, so that no rank ever holds the whole model, their adapters, and which parameters are trained;
 2. tensor parallel, which replaces parameters by their shards, and expert parallel, which does so with experts;
 3. context parallel, which only sets the attention kernel;
-4. activation checkpointing, around what the layer computes, its collectives included;
-5. compile, per layer, what lies before and after attention: no kernel, no hook of checkpointing or FSDP is in it;
+4. compile, per layer, what lies before and after attention: no kernel, no hook of checkpointing or FSDP is in it;
+5. tiles, around these; activation checkpointing, around all that the layer computes, its collectives included; the
+   move of what is kept to the host, around that;
 6. FSDP, which cuts whatever parameters it finds;
 7. memory for this rank's shards, and their values: read slice by slice, or drawn by logical position.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +33,7 @@ from dtrain.policy.trained import choose_trained
 
 if TYPE_CHECKING:
     from dtrain.attention.linear.flash import FlashDelta
+    from dtrain.parallel.activation_offload import HostMemory
 
 ALONE = Ranks(alone=True)
 LONGEST_UNDER_MASK = 16384  # tokens of a row; beyond, a mask over queries × keys takes longer than anyone waits
@@ -85,11 +88,12 @@ def lay_out(
     device: torch.device,
     kernel: Kernel | None = None,
     longest_row: int | None = None,
+    keep: Callable[[CausalLM, PolicyConfig, torch.device], None] | None = None,
 ) -> CausalLM:
     """Return the model as `build_model` lays it out, but for the last step: its parameters, sharded, are on meta.
 
     kernel: in place of the one that the recipe and the device ask for, for one cp rank; it is taken over the exchange
-    of the recipe. One rank that computes in its masters' dtype goes without FSDP: the same bits, and no copies.
+    of the recipe. keep: in place of `keep_for_backward`. One rank that computes in its masters' dtype goes without FSDP: the same bits, and no copies.
     Collective over cp on CUDA in half precision, unless a kernel is given: the ranks agree on one.
     """
     parallel = recipe.parallel
@@ -110,10 +114,14 @@ def lay_out(
         model.model.flash_delta, model.model.delta_note = choose_delta(recipe, config, precision, device, ranks)
     if mesh.cp.size() > 1:
         kernel = _over_ranks(kernel, mesh, parallel.cp_rotate)
+    if recipe.train.tile == "all":
+        from dtrain.attention.groups import GroupedKernel
+
+        kernel = GroupedKernel(kernel)
     model.use_kernel(kernel)
-    checkpoint_activations(model, recipe.train.activation_checkpointing)
     if recipe.train.compile:
         _compile(model, recipe, device)
+    (keep or keep_for_backward)(model, recipe, device)
     if mesh.size > 1 or precision.is_mixed or offloads(recipe, device):
         shard_model(
             model,
@@ -125,6 +133,29 @@ def lay_out(
             expert_mesh=mesh.expert_fsdp,
         )
     return model
+
+
+def keep_for_backward(
+    model: CausalLM,
+    recipe: PolicyConfig,
+    device: torch.device,
+    memory: "HostMemory | None" = None,
+    **options: Any,
+) -> None:
+    """Settle what layers keep for the backward, what they compute again, and where it lies, as `train` says. No
+    collective. memory: of the host, in place of its own; options: of torch's `checkpoint`."""
+    train, tiles = recipe.train, None
+    if train.tile != "none":
+        from dtrain.models.common.tiles import tile_layers
+
+        tiles = tile_layers(model, train.tile)
+    checkpoint_activations(model, train.activation_checkpointing, tiles, **options)
+    if train.activation_offload:
+        from dtrain.parallel import activation_offload as offload
+
+        if memory is None:
+            memory = offload.PinnedMemory(device) if device.type == "cuda" else offload.HostMemory()
+        offload.offload_activations([model.model.layers, tuple(model.model.vision_layers)], memory)
 
 
 def wants_varlen(recipe: PolicyConfig, precision: Precision, device_type: str) -> bool:

@@ -15,6 +15,8 @@ USUAL_ROWS = 4
 USUAL: dict[str, Any] = {
     "train.micro_batch": USUAL_ROWS,
     "train.activation_checkpointing": "none",
+    "train.activation_offload": False,
+    "train.tile": "none",
     "parallel.reduce_each": False,
     "parallel.optimizer_offload": False,
 }

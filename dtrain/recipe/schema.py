@@ -256,8 +256,8 @@ class Train:
     """Rows that a rank holds in memory at once. Under dpo without packing: pairs, which are two rows each. auto: as
     many as the devices hold and as make a step fast. A plan of the run decides it at the start, by the memory of the
     devices and rows of `data.max_length` tokens; a tenth of the memory stays free. With it the plan decides what else
-    is auto: `activation_checkpointing`, `parallel.reduce_each`, `parallel.optimizer_offload`. The terminal says what
-    and why. `dtrain plan` shows the same for other devices."""
+    is auto: `activation_checkpointing`, `activation_offload`, `tile`, `parallel.reduce_each` and
+    `parallel.optimizer_offload`. The terminal says what and why. `dtrain plan` shows the same for other devices."""
     dynamic_batch: bool = False
     """For `data.packing: false`. A micro-batch holds rows of similar length: as many as fit, with their padding, where
     micro_batch rows of max_length tokens would; the ranks' shares of a batch are alike in tokens. No number changes."""
@@ -274,6 +274,16 @@ class Train:
     activation_checkpointing: Literal["auto", "none", "full", "mlp", "selective"] = "auto"
     """Activations that are not kept but computed again in the backward pass: less memory, more time. auto: as
     `micro_batch`."""
+    activation_offload: Annotated[bool | str, AUTO] = "auto"
+    """auto | true | false. true: what the layers keep for the backward pass goes to pinned host memory, and comes back
+    ahead of it, both beside the computing. The numbers are the same. With `activation_checkpointing: full` that is one
+    tensor a layer; with selective what it keeps of products and attention stays on the device. On a CPU it is copied
+    all the same. auto: as `micro_batch`."""
+    tile: Literal["auto", "none", "mlp", "all"] = "auto"
+    """For long rows. mlp: what lies in a layer after attention, its MLP most of all, is computed over tiles of 4096
+    tokens, and again in the backward pass. all: so is what lies before attention, and attention goes by groups of heads:
+    one key head with its query heads at a time. Mixtures of experts are not tiled. Rows within one tile change nothing;
+    the numbers are the same. auto: as `micro_batch`."""
     compile: bool = False
     """torch.compile for each layer, without its attention."""
     vision: Literal["frozen", "projector", "all"] = "frozen"

@@ -127,6 +127,9 @@ class _Search:
         if not recipe.train.compile:  # compiled layers compute under selective what they do under full
             yield {"train.activation_checkpointing": "selective"}
         yield {"train.activation_checkpointing": "full"}
+        yield {"train.tile": "mlp"}
+        yield {"train.activation_offload": True}
+        yield {"train.tile": "all"}
 
     def _refused(self, values: Values) -> bool:
         return bool(problems(changed(ready(self.spec.recipe), values), self.world_size))

@@ -158,6 +158,10 @@ class PlannedDevice(TorchFunctionMode):
             with self:
                 gradients = (torch.empty_like(args[0]),)
                 return _engine_run_backward(args[:1], gradients, False, False, (), True, accumulate_grad=True)
+        if func is torch.autograd.grad and len(args) == 3:  # a tile's, within a backward; as above
+            outputs, inputs, gradients = args
+            with self:
+                return _engine_run_backward(outputs, gradients, False, False, inputs, True, accumulate_grad=False)
         if func is Tensor.pin_memory and args[0].is_meta:
             return args[0]
         if func is Tensor.isnan and args[0].is_meta:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dtrain.attention.kernels import Kernel
 from dtrain.attention.varlen import VarlenKernel
-from dtrain.commands.plan.memory import LEFT_OUT, Phase
+from dtrain.commands.plan.memory import LEFT_OUT, MemoryTimeline, Phase
 from dtrain.commands.plan.planned_device import MetaKernels, PlannedSdpa
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.methods import Method
@@ -22,13 +22,13 @@ from dtrain.models.common.decoder import CausalLM
 from dtrain.models.read_config import read_config
 from dtrain.optim.adam import LowBitAdam
 from dtrain.optim.update import build_optimizer
-from dtrain.parallel.checkpointing import checkpoint_activations
+from dtrain.parallel.activation_offload import HostMemory
 from dtrain.parallel.masters import Master, masters_of
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
-from dtrain.policy.build import lay_out, place_masters, wants_varlen
+from dtrain.policy.build import keep_for_backward, lay_out, place_masters, wants_varlen
 from dtrain.policy.config import PolicyConfig
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
@@ -47,7 +47,8 @@ class PlannedPolicy(Policy):
         # It is not tried out: the device is not here.
         self.kernel: Kernel = VarlenKernel() if is_varlen else PlannedSdpa(mesh.cp.get_local_rank(), mesh.cp.size())
         self.tracer = tracer
-        self.build = partial(_build, self.kernel)
+        self.memory = PlannedMemory(tracer.memory, is_pinned=spec.world.device_type == "cuda")
+        self.build = partial(_build, self.kernel, self.memory)
         super().__init__(spec.recipe, config, mesh, runtime, self.build)
         self.scorer = _TracedScorer(self)
         self.gradient_bytes = self.state_bytes = 0
@@ -145,16 +146,45 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
+class PlannedMemory(HostMemory):
+    """Host memory without bytes. on_device: the timeline of the device's, which it is no part of."""
+
+    def __init__(self, on_device: MemoryTimeline, is_pinned: bool):
+        super().__init__()
+        self._on_device, self._is_pinned = on_device, is_pinned
+
+    def moves(self, tensor: Tensor) -> bool:
+        return tensor.is_meta
+
+    def taken(self, size: int) -> int:
+        """Override `HostMemory.taken`: as of `PinnedMemory` where it is pinned."""
+        return 1 << (size - 1).bit_length() if self._is_pinned else size
+
+    def new(self, size: int) -> Tensor:
+        part, self._on_device.part = self._on_device.part, LEFT_OUT
+        buffer = torch.empty(size, dtype=torch.uint8, device="meta")
+        self._on_device.part = part
+        return buffer
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        """Copy nothing; the link has the cost of it."""
+
+
 def _build(
-    kernel: Kernel, recipe: PolicyConfig, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
+    kernel: Kernel,
+    memory: HostMemory,
+    recipe: PolicyConfig,
+    config: ModelConfig,
+    mesh: Mesh,
+    precision: Precision,
+    device: torch.device,
 ) -> CausalLM:
     """Build the model as `build_model`, without memory or values, its layers as written. Recomputed activations are not
     compared with those of the forward: inside an operation nobody answers for the planned device, so the two would say
     that they lie elsewhere."""
-    kind = recipe.train.activation_checkpointing
-    recipe = replace(recipe, train=replace(recipe.train, activation_checkpointing="none", compile=False))
-    model = lay_out(recipe, config, mesh, precision, device, kernel)
-    checkpoint_activations(model, kind, determinism_check="none")
+    recipe = replace(recipe, train=replace(recipe.train, compile=False))
+    keep = partial(keep_for_backward, memory=memory, determinism_check="none")
+    model = lay_out(recipe, config, mesh, precision, device, kernel, keep=keep)
     place_masters(model, recipe, precision, device)
     return model
 

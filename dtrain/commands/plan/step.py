@@ -38,6 +38,7 @@ from dtrain.data.images.reader import ImageReader
 from dtrain.methods import Method
 from dtrain.models.common.adapter_config import LoraLayer, adaptable, modules
 from dtrain.models.common.config import ModelConfig
+from dtrain.parallel.activation_offload import ON_THEIR_WAY
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import chunk_bounds, cut_by
 from dtrain.parallel.runtime import Runtime
@@ -237,7 +238,8 @@ def _cuts(spec: RunSpec, whole: bool) -> list[ModelConfig]:
     config = spec.model_config
     layers, period = config.num_hidden_layers, _period(config.layer_types)
     deepstack = len(getattr(config.vision, "deepstack", ()))  # of as many first layers, which add the tower's features
-    few = 2 * max(_MARGIN, period + 1 if period > 1 else 0, deepstack + 1 if deepstack else 0)
+    leaving = ON_THEIR_WAY + 1 if spec.recipe.train.activation_offload else 0
+    few = 2 * max(_MARGIN, period + 1 if period > 1 else 0, deepstack + 1 if deepstack else 0, leaving)
     few += (layers - few) % period
     is_whole = whole or not _alike(spec.recipe, config) or few + 2 * period > layers
     return [

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from dtrain.attention.linear.flash import FlashDelta
     from dtrain.attention.packing import Packing
     from dtrain.models.common.adapters import Adapter, AdapterState
-    from dtrain.models.common.compiled import Region
     from dtrain.models.common.nf4 import NF4Weight
     from dtrain.models.common.routing import Routing
     from dtrain.models.vision.common import VisionTower
@@ -187,12 +186,12 @@ class GatedMLP(Block):
 
 class Layer(nn.Module):
     """Attention and MLP: what comes `before` attention, and what a family says comes `after` it, by tensors alone.
-    regions: the two compiled, where they are (`compiled`); decoding, whose shapes change with every token, goes
-    without."""
+    regions: the two compiled or in tiles, where they are (`compiled`, `tiles`); decoding, whose shapes change with
+    every token, goes without."""
 
     self_attn: Attention
     input_layernorm: RMSNorm
-    regions: "tuple[Region, Region] | None" = None
+    regions: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     is_sparse = False  # whether its MLP is a mixture of experts, and takes which tokens are real
 
     @property

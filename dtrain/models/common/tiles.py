@@ -1,0 +1,227 @@
+"""Layers computed over tiles of their tokens, so that what a token takes inside a layer is there for one tile at a time
+(ALST, arXiv:2506.13996, section 3.1, which tiles the MLP).
+
+A tile is computed without a graph in the forward, and again in the backward, where its gradients are taken and let go.
+Gradients of parameters are added up over the tiles in float32 at least, and rounded once. What comes before attention
+and what comes after it are functions of each token alone, but for a mixture of experts, which counts and sorts tokens:
+it is not tiled, nor is linear attention before its convolution.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from dtrain.models.common.decoder import Attention, CausalLM, Layer
+from dtrain.parallel.checkpointing import TileComputing
+from dtrain.parallel.placement import local_tensor
+
+TOKENS = 4096  # of a tile, over all rows
+
+
+class Tiles:
+    """`function` of a layer, of tensors [B, n, ..] and, under sequence parallel, [B, tp · n, ..], over tiles of the n.
+
+    layer: whose parameters it reads. A tile under sequence parallel is the same run of tokens of every rank, so that a
+    rank enters and leaves blocks as it does with whole rows. computing: told while a tile is computed. Of rows within
+    one tile it is `function`.
+    """
+
+    def __init__(self, function: Callable[..., Any], layer: nn.Module, model: CausalLM, computing: TileComputing):
+        self.function, self.layer, self.model, self.computing = function, layer, model, computing
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """`function(*tensors)`. Its collectives are sent once for each tile; every rank has as many."""
+        rows, length = tensors[0].shape[:2]
+        ranks = max(tensor.shape[1] for tensor in tensors) // length
+        count = -(-rows * ranks * length // TOKENS)
+        if count <= 1:
+            return self.function(*tensors)
+        size = -(-length // count)
+        tiles = [slice(start, min(start + size, length)) for start in range(0, length, size)]
+        parameters = [parameter for parameter in self.layer.parameters() if parameter.requires_grad]
+        run = _Run(self, tiles, length, length * ranks)
+        if not torch.is_grad_enabled():
+            return run.as_returned(run.outputs(tensors))
+        kept = cast(tuple[Tensor, ...], _Keep.apply(*tensors))
+        node = next((tensor.grad_fn for tensor in kept if tensor.grad_fn is not None), None)
+        needed = [tensor.requires_grad for tensor in tensors]
+        return run.as_returned(_Tiled.apply(run, node, needed, parameters, *kept, *parameters))
+
+    @contextmanager
+    def tile(self, tokens: int, length: int, tile: slice) -> Iterator[None]:
+        """Inside, one tile is computed, of rows of `length` tokens, `tokens` with those of other ranks: adapters drop
+        what they drop of it."""
+        adapters = self.model.adapters
+        numbers = None if adapters is None else adapters.tokens
+        self.computing.now = True
+        if adapters is not None and numbers is not None:  # sequence parallel has padded the rows
+            adapters.tokens = _part(F.pad(numbers, (0, tokens - numbers.shape[1])), length, tile)
+        try:
+            yield
+        finally:
+            self.computing.now = False
+            if adapters is not None:
+                adapters.tokens = numbers
+
+
+class _Run:
+    """One call of a function over `tiles` of `length` tokens; tokens: those of all ranks of sequence parallel."""
+
+    def __init__(self, of: Tiles, tiles: list[slice], length: int, tokens: int):
+        self.of, self.tiles, self.length, self.tokens = of, tiles, length, tokens
+        self.returns_tuple = False
+
+    def part(self, tensor: Tensor, tile: slice) -> Tensor:
+        return _part(tensor, self.length, tile)
+
+    def tile(self, tile: slice) -> AbstractContextManager[None]:
+        return self.of.tile(self.tokens, self.length, tile)
+
+    def compute(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        output = self.of.function(*tensors)
+        self.returns_tuple = isinstance(output, tuple)
+        return output if isinstance(output, tuple) else (output,)
+
+    def as_returned(self, outputs: tuple[Tensor, ...]) -> Any:
+        return outputs if self.returns_tuple else outputs[0]
+
+    def outputs(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The outputs over all tiles, without a graph."""
+        wholes: list[Tensor] = []
+        for tile in self.tiles:
+            with self.tile(tile):
+                parts = self.compute([self.part(tensor, tile) for tensor in tensors])
+            if not wholes:
+                ranks = [part.shape[1] // (tile.stop - tile.start) for part in parts]
+                sizes = [
+                    (len(one), count * self.length, *one.shape[2:]) for one, count in zip(parts, ranks, strict=True)
+                ]
+                wholes = [part.new_empty(size) for part, size in zip(parts, sizes, strict=True)]
+            for whole, part in zip(wholes, parts, strict=True):
+                _put(whole, part, self.length, tile)
+        return tuple(wholes)
+
+
+class _Keep(torch.autograd.Function):
+    """Keeps tensors for the backward of what is computed after it. A checkpoint around a layer computes no further
+    again than it has to, to the last tensor that is kept: so it computes no tile."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, ...]:
+        return grads
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: _Run, node: Any, needed: list[bool], parameters: list[nn.Parameter], *tensors: Tensor):
+        inputs = tensors[: len(needed)]
+        ctx.run, ctx.node, ctx.needed, ctx.parameters = run, node, needed, parameters
+        if node is None:
+            ctx.save_for_backward(*inputs)
+        return run.outputs(inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        run, needed, parameters = ctx.run, ctx.needed, ctx.parameters
+        inputs = (ctx if ctx.node is None else ctx.node).saved_tensors
+        of_inputs = [torch.empty_like(one) if need else None for one, need in zip(inputs, needed, strict=True)]
+        of_parameters = [_Sum() for _ in parameters]
+        for tile in run.tiles:
+            with run.tile(tile):  # its backward too, which may compute parts of it again
+                found = _gradients(run, tile, inputs, needed, parameters, grads)
+            for whole, part in zip((one for one in of_inputs if one is not None), found, strict=False):
+                _put(whole, torch.zeros_like(run.part(whole, tile)) if part is None else part, run.length, tile)
+            for total, part in zip(of_parameters, found[sum(needed) :], strict=True):
+                total.add(part)
+            del found
+        return None, None, None, None, *of_inputs, *(total.rounded() for total in of_parameters)
+
+
+def _gradients(
+    run: _Run,
+    tile: slice,
+    inputs: Sequence[Tensor],
+    needed: list[bool],
+    parameters: list[nn.Parameter],
+    grads: Sequence[Tensor],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a tile's inputs, of those that are needed, and its part of the parameters'."""
+    parts = [run.part(tensor, tile).detach() for tensor in inputs]
+    parts = [part.requires_grad_(need) for part, need in zip(parts, needed, strict=True)]
+    with torch.enable_grad():
+        outputs = run.compute(parts)
+    pairs = [(out, run.part(grad, tile)) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
+    wanted = [*(part for part, need in zip(parts, needed, strict=True) if need), *parameters]
+    return torch.autograd.grad([out for out, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True)
+
+
+class _Sum:
+    """Sum of a parameter's gradients over tiles, in max(float32, its dtype)."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.dtype = torch.float32
+        self.placed: Callable[[Tensor], Tensor] = lambda local: local
+
+    def add(self, grad: Tensor | None) -> None:
+        """Add a gradient, whose placement on the tp mesh is that of all; None: the parameter was not read."""
+        if grad is None:
+            return
+        local = local_tensor(grad)
+        if self.total is not None:
+            self.total += local
+            return
+        self.dtype = local.dtype
+        self.total = local.to(torch.promote_types(local.dtype, torch.float32), copy=True)
+        if isinstance(grad, DTensor):
+            shape = {"shape": grad.shape, "stride": grad.stride()}
+            self.placed = partial(
+                DTensor.from_local, device_mesh=grad.device_mesh, placements=grad.placements, run_check=False, **shape
+            )
+
+    def rounded(self) -> Tensor | None:
+        """The sum in the parameter's dtype, placed as its parts were, in place of what was added up; None where it was
+        not read."""
+        total, self.total = self.total, None
+        return None if total is None else self.placed(total.to(self.dtype))
+
+
+def tile_layers(model: CausalLM, kind: str) -> TileComputing:
+    """Compute what lies in the layers of `model` after attention over tiles, and with kind "all" what lies before it
+    too, compiled where it is. No collective. Returns what says whether a tile is being computed."""
+    computing = TileComputing()
+    for layer in cast(list[Layer], model.model.layers):
+        before, after = layer.regions or (layer.before, layer.after)
+        if kind == "all" and isinstance(layer.mixer, Attention):
+            before = Tiles(before, layer, model, computing)
+        if not layer.is_sparse:
+            after = Tiles(after, layer, model, computing)
+        layer.regions = before, after
+    return computing
+
+
+def _part(tensor: Tensor, length: int, tile: slice) -> Tensor:
+    """The tile of `tensor` [B, length, ..], or [B, ranks · length, ..] of every rank: [B, (ranks ·) tile, ..]."""
+    if tensor.shape[1] == length:
+        return tensor[:, tile]
+    return tensor.unflatten(1, (-1, length))[:, :, tile].flatten(1, 2)
+
+
+def _put(whole: Tensor, part: Tensor, length: int, tile: slice) -> None:
+    """Write `part` as the tile of `whole`, in the shapes of `_part`."""
+    size = tile.stop - tile.start
+    whole.unflatten(1, (-1, length))[:, :, tile] = part.unflatten(1, (-1, size))
