@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from dtrain.base.errors import UserError
 from dtrain.launch.place import RankPlace
-from dtrain.recipe import Recipe
-from dtrain.recipe.automatic import AUTO, changed
+from dtrain.recipe.automatic import AUTO, Config, changed
 
 if TYPE_CHECKING:
     import torch
@@ -52,12 +51,12 @@ class DeviceFacts:
         return " MIG " in f"{self.name} "
 
 
-def with_processes(recipe: Recipe) -> Recipe:
+def with_processes(recipe: Config) -> Config:
     """Return `recipe` with a number for `launch.nproc=auto`: this machine's CUDA devices, or 1. CUDA is not started."""
-    if recipe.launch.nproc != AUTO:
+    launch, count = recipe.launch, 0  # type: ignore[attr-defined]
+    if launch.nproc != AUTO:
         return recipe
-    count = 0
-    if recipe.launch.device != "cpu":
+    if launch.device != "cpu":
         import torch
 
         count = torch.cuda.device_count()

@@ -20,7 +20,7 @@ from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, prob
 from dtrain.launch.last_checkpoint import newest_checkpoint
 from dtrain.launch.place import GLOO, NCCL, RankPlace
 from dtrain.launch.signals import on_signals
-from dtrain.launch.sizing import PLAN_SECONDS, decide, machine_of, sized
+from dtrain.launch.sizing import CPU, PLAN_SECONDS, machine_of, sized, sizing_by_plan, sizing_of_cpu
 from dtrain.launch.watch import StallTimer, heartbeat
 from dtrain.methods import method_of
 from dtrain.recipe import Recipe
@@ -82,8 +82,11 @@ def run_rank(
         planned = None
         wants_plan = device.type == "cuda" if recipe.metrics.plan == "auto" else recipe.metrics.plan
         has_cuda = torch.cuda.is_initialized()  # of an earlier run in this process: it survives no fork
-        is_open = job.plan is not None and bool(open_keys(recipe))
-        if job.plan is not None and place.rank == 0 and (wants_plan or is_open) and not has_cuda:
+        is_open, sizing = job.plan is not None and bool(open_keys(recipe)), None
+        if is_open and place.rank == 0 and device.type == "cpu":
+            sizing = sizing_of_cpu(recipe, place, machine_of(place.world_size, *_least_device(())))
+        wants_plan = wants_plan or (is_open and sizing is None)
+        if job.plan is not None and place.rank == 0 and wants_plan and not has_cuda:
             planned = stack.enter_context(job.plan(recipe, place.world_size, device.type))
         met = None
         if place.watches:
@@ -104,8 +107,8 @@ def run_rank(
         chosen: tuple[str, ...] = ()
         machine = machine_of(place.world_size, *_least_device(devices))
         if is_open:
-            uses_cuda = device.type == "cuda"
-            recipe, chosen = sized(recipe, place, store, partial(decide, recipe, place, machine, planned, uses_cuda))
+            decide = partial(sizing_by_plan, recipe, place, machine, planned)
+            recipe, chosen = sized(recipe, place, store, lambda: sizing or decide())
         stack.enter_context(memory_errors(recipe, place, device))
         wait = recipe.launch.collective_timeout
         if store is not None:
@@ -124,7 +127,7 @@ def run_rank(
 def _least_device(devices: Sequence[DeviceFacts]) -> tuple[str, int]:
     """Return name and memory in bytes of the device that has the least; of this host without GPUs."""
     if not devices:
-        return "cpu", total_memory()
+        return CPU, total_memory()
     least = min(devices, key=lambda device: device.memory)
     return least.name, least.memory
 

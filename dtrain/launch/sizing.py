@@ -7,23 +7,26 @@ from typing import TYPE_CHECKING, Any
 from dtrain.base.errors import UserError
 from dtrain.base.host_memory import host_memory
 from dtrain.launch.place import RankPlace
-from dtrain.recipe import Recipe
-from dtrain.recipe.automatic import USUAL, changed, open_keys
-from dtrain.run.sizing import Sizing, sizing_before, usual_sizing
+from dtrain.recipe.automatic import USUAL, Config, changed, open_keys
+from dtrain.run.spec import RunSpec, World
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from dtrain.run.sizing import Sizing
+
+CPU = "cpu"
 
 PLAN_SECONDS = 120.0  # that a run on GPUs waits for its plan, before it reads weights
 _LEAST = {"train.micro_batch": 1, "train.activation_checkpointing": "full", "parallel.reduce_each": True}
 
 
 def sized(
-    recipe: Recipe,
+    recipe: Config,
     place: RankPlace,
     store: "dist.Store | None",
-    decide: Callable[[], Sizing],
-) -> tuple[Recipe, tuple[str, ...]]:
+    decide: Callable[[], "Sizing"],
+) -> tuple[Config, tuple[str, ...]]:
     """Return `recipe` with the values that `decide` gives on rank 0, and lines for the terminal. store: where the ranks
     of several meet. Raises UserError on every rank where `decide` does."""
     key, answer = f"sizes of attempt {place.attempt}", "null"
@@ -49,16 +52,26 @@ def machine_of(world_size: int, device_name: str, memory: int) -> dict[str, Any]
     return {"device": device_name, "memory": memory, "world_size": world_size}
 
 
-def decide(recipe: Recipe, place: RankPlace, machine: Mapping[str, Any], planned: Any, uses_cuda: bool) -> Sizing:
-    """Return the sizes of a run: those that it chose before on such a machine, else by its plan.
+def sizing_of_cpu(recipe: Any, place: RankPlace, machine: Mapping[str, Any]) -> "Sizing | None":
+    """Return the sizes of a run on CPUs that needs no plan for them, or None."""
+    from dtrain.run.sizing import sizing_before, usual_sizing
+
+    spec = RunSpec(recipe, World(place.world_size))
+    return sizing_before(spec, machine) or usual_sizing(spec, host_memory(place.local_world_size))
+
+
+def sizing_by_plan(recipe: Any, place: RankPlace, machine: Mapping[str, Any], planned: Any) -> "Sizing":
+    """Return the sizes of a run: on GPUs those that it chose before on such a machine, else by its plan.
 
     planned: the plan beside the run, None where there can be none. Raises UserError where nothing fits.
     """
-    if (before := sizing_before(recipe, machine)) is not None:
+    from dtrain.run.sizing import Sizing, sizing_before
+
+    is_cpu = machine["device"] == CPU
+    before = None if is_cpu else sizing_before(RunSpec(recipe, World(place.world_size)), machine)
+    if before is not None:
         return before
-    memory = machine["memory"] if uses_cuda else host_memory(place.local_world_size)
-    if not uses_cuda and (usual := usual_sizing(recipe, place.world_size, memory)) is not None:
-        return usual
+    memory = host_memory(place.local_world_size) if is_cpu else machine["memory"]
     peak = None if planned is None else planned.choose(memory, machine["device"], PLAN_SECONDS)
     if peak is not None and peak.choice is not None:
         return Sizing(peak.choice.values, peak.choice.lines)

@@ -77,7 +77,7 @@ class Launch:
     @property
     def processes(self) -> int:
         """`nproc` as a number: 1 for `auto`, as long as nothing has looked at this machine's devices."""
-        return 1 if self.nproc == "auto" else int(self.nproc)
+        return self.nproc if isinstance(self.nproc, int) else 1
 
 
 @dataclass

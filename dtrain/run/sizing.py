@@ -13,12 +13,9 @@ from dtrain import models
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
-from dtrain.methods import method_of
-from dtrain.models.read_config import read_config
-from dtrain.recipe import Recipe
-from dtrain.recipe.automatic import AUTO, USUAL, changed, open_keys, settled, value_of
-from dtrain.recipe.world import dp_of
-from dtrain.run.directory import ABOUT, RunDirectory
+from dtrain.recipe.automatic import AUTO, USUAL, changed, open_keys, value_of
+from dtrain.run.directory import ABOUT
+from dtrain.run.spec import RunSpec
 
 MACHINE = "machine"
 """Key of about.json: kind, memory and number of the devices that sizes were chosen for."""
@@ -36,11 +33,11 @@ class Sizing:
     lines: tuple[str, ...]
 
 
-def sizing_before(recipe: Recipe, machine: Mapping[str, Any]) -> Sizing | None:
+def sizing_before(spec: RunSpec, machine: Mapping[str, Any]) -> Sizing | None:
     """Return what this run chose before on such a machine, for a recipe whose memory is the same; None where it did
     not."""
-    run = RunDirectory(recipe.run.directory)
-    with suppress(OSError, ValueError, UserError):
+    recipe, run = spec.written, spec.run
+    with suppress(OSError, ValueError, KeyError, UserError):
         if recipe.checkpoint.resume is None or json.loads((run.path / ABOUT).read_text())[MACHINE] != machine:
             return None
         saved = run.config.read_text(encoding="utf-8")
@@ -51,26 +48,24 @@ def sizing_before(recipe: Recipe, machine: Mapping[str, Any]) -> Sizing | None:
     return None
 
 
-def usual_sizing(recipe: Recipe, world_size: int, memory: int) -> Sizing | None:
+def usual_sizing(spec: RunSpec, memory: int) -> Sizing | None:
     """Return the usual values for processes of a CPU with `memory` bytes each, where a closed form that is far too
     large shows that they fit; None where it takes a plan."""
-    keys, usual = open_keys(recipe), settled(recipe, dp_of(recipe, world_size))
-    method = method_of(usual)
+    method, shape = spec.method, spec.source.config
     if method.teacher_path() is not None or method.reward_model() is not None:
         return None
-    shape = read_config(recipe.model.directory, method.labels())
     model = models.build(shape, device="meta")
     weights = sum(parameter.numel() for parameter in model.parameters())
-    if recipe.model.init == "pretrained":  # with a tower, whose weights may be in 4 bits
-        weights = max(weights, 2 * sum(file.stat().st_size for file in weight_files(recipe.model.directory)))
-    length, micro = method.row_length(), int(usual.train.micro_batch)
-    tokens = micro * length * method.rows_of_a_sample()
+    if spec.recipe.model.init == "pretrained":  # with a tower, whose weights may be in 4 bits
+        weights = max(weights, 2 * sum(file.stat().st_size for file in weight_files(spec.source.path)))
+    length = method.longest_row()
+    tokens = spec.recipe.train.micro * length * method.rows_of_a_sample()
     width = max(sum(weight.shape[0] for weight in layer.parameters()) for layer in model.model.layers)
-    heads = max(shape.heads_of(kind).count for kind in shape.layer_types)
+    heads = shape.num_attention_heads
     kept = tokens * (shape.num_hidden_layers * (width + heads * length) + 4 * shape.vocab_size)
     if 8 * (_COPIES * weights + _TENSORS * kept) > memory * _SURE:
         return None
-    values = {key: value_of(usual, key) for key in keys}
+    values = {key: value_of(spec.recipe, key) for key in open_keys(spec.written)}
     return Sizing(values, (f"{_named(values)} (auto): a small model",))
 
 

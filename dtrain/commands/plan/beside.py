@@ -10,7 +10,7 @@ from dtrain.base.gpus import board_of
 from dtrain.commands.plan.children import Child
 from dtrain.commands.plan.choose import Choice, TooLarge, choose
 from dtrain.commands.plan.hardware import GPUS, USABLE
-from dtrain.commands.plan.plan import make_plan
+from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.report import too_much
 from dtrain.commands.plan.units import gib
 from dtrain.recipe.automatic import open_keys
@@ -85,7 +85,8 @@ def _planned(recipe: Recipe, world_size: int, memory_queue: Any) -> Peak:
     try:
         if open_keys(recipe):
             memory, name = memory_queue.get()
-            choice = choose(recipe, world_size, recipe.launch.device, memory, GPUS.get(board_of(name) or ""))
+            hardware = GPUS.get(board_of(name) or "")
+            choice = choose(resolve_plan(recipe, world_size, recipe.launch.device, hardware), memory, hardware)
             return Peak(f"planned peak {gib(choice.peak)}", choice.peak, choice=choice)
         plan = make_plan(recipe, world_size, next(iter(GPUS.values())))
         memory = memory_queue.get()

@@ -20,7 +20,8 @@ from dtrain.commands.plan.hardware import GPUS, USABLE, Hardware, estimate
 from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, ready, resolve_plan
 from dtrain.commands.plan.step import Step, plan_steps
 from dtrain.commands.plan.units import gib
-from dtrain.recipe import Recipe, sizes
+from dtrain.policy.config import PolicyConfig
+from dtrain.recipe import sizes
 from dtrain.recipe.automatic import USUAL, USUAL_ROWS, changed, open_keys
 from dtrain.recipe.schema import Lora
 from dtrain.run.spec import RunSpec
@@ -58,35 +59,32 @@ class _Tried:
     time: float
 
 
-def choose(recipe: Recipe, world_size: int, device_type: str, memory: int, hardware: Hardware | None = None) -> Choice:
-    """Return values for `open_keys(recipe)` on `world_size` devices of a type with `memory` bytes each.
+def choose(spec: RunSpec, memory: int, hardware: Hardware | None = None) -> Choice:
+    """Return values for the open keys of a spec of `resolve_plan`, on devices with `memory` bytes each.
 
     hardware: whose numbers decide what is fast; None: the first of the table. Plans in processes forked from this one.
     Raises TooLarge, which names what would fit; UserError where there is no plan of the recipe.
     """
-    return _Search(recipe, world_size, device_type, memory, hardware).choice()
+    return _Search(spec, memory, hardware).choice()
 
 
-def chosen_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int | None = None) -> Plan:
+def chosen_plan(recipe: Any, world_size: int, hardware: Hardware, budget: int | None = None) -> Plan:
     """Return the plan of `recipe` as of `make_plan`, with values chosen for what it leaves to `auto`."""
-    keys = open_keys(recipe)
-    if not keys:
+    if not open_keys(recipe):
         return make_plan(recipe, world_size, hardware, budget)
     is_cpu = recipe.launch.device == "cpu"
     memory = host_memory(world_size) if is_cpu else int((hardware.budget if budget is None else budget) / USABLE)
-    choice = choose(recipe, world_size, "cpu" if is_cpu else "cuda", memory, hardware)
+    choice = choose(resolve_plan(recipe, world_size, "cpu" if is_cpu else "cuda", hardware), memory, hardware)
     plan = make_plan(changed(recipe, choice.values), world_size, hardware, budget)
     return replace(plan, chosen=choice.lines)
 
 
 class _Search:
-    def __init__(self, recipe: Recipe, world_size: int, device_type: str, memory: int, hardware: Hardware | None):
-        self.keys, self.memory = open_keys(recipe), memory
-        self.budget = int(memory * (1 - FREE))
+    def __init__(self, spec: RunSpec, memory: int, hardware: Hardware | None):
+        self.spec, self.recipe, self.world_size = spec, spec.written, spec.world.size
+        self.keys, self.memory, self.budget = open_keys(self.recipe), memory, int(memory * (1 - FREE))
         self.hardware = hardware or next(iter(GPUS.values()))
-        self.is_gpu = device_type == "cuda"
-        self.recipe, self.world_size = recipe, world_size
-        self.spec = resolve_plan(recipe, world_size, device_type, self.hardware if self.is_gpu else None)
+        self.is_gpu = spec.world.device_type == "cuda"
         self.rows = self.spec.sizes.global_batch // self.spec.sizes.dp  # of a rank
         self.micros = divisors(self.rows) if "train.micro_batch" in self.keys else []
         self.least = self.micros[0] if self.micros else self.spec.recipe.train.micro
@@ -119,7 +117,7 @@ class _Search:
                 ladder.append(base)
         return ladder
 
-    def _means(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
+    def _means(self, recipe: PolicyConfig) -> Iterator[dict[str, Any]]:
         """Yield changes in the order in which they are made, each beside those before."""
         shards = self.spec.sizes.dp_shard * self.spec.sizes.cp
         if shards > 1 and self.rows > self.least:
