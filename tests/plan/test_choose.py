@@ -1,0 +1,162 @@
+"""Sizes that a recipe leaves to `auto`: what the plan chooses, what needs none, and what a run does with them."""
+
+import json
+
+import pytest
+
+import dtrain
+from dtrain.base.errors import UserError
+from dtrain.commands.plan.choose import FREE, TooLarge, choose
+from dtrain.commands.plan.hardware import GPUS
+from dtrain.commands.plan.plan import make_plan, resolve_plan
+from dtrain.launch.devices import with_processes
+from dtrain.launch.place import RankPlace
+from dtrain.launch.sizing import machine_of, sized, sizing_by_plan
+from dtrain.methods import load_recipe
+from dtrain.recipe.automatic import USUAL, changed, open_keys, settled
+from dtrain.run.directory import ABOUT
+from dtrain.run.sizing import MACHINE, Sizing, sizing_before, usual_sizing
+from dtrain.run.spec import RunSpec, World
+from tests.tiny import tiny_recipe
+
+H100 = GPUS["h100"]
+AUTO = [f"{key}=auto" for key in USUAL]
+ROWS = ["data.max_length=512", "train.global_batch=2", "train.dtype=bfloat16"]
+LADDER = [
+    {},
+    {"train.activation_checkpointing": "selective"},
+    {"train.activation_checkpointing": "full"},
+]
+
+
+def peak_of(recipe, values, micro=1):
+    return make_plan(changed(settled(recipe), {**values, "train.micro_batch": micro}), 1, H100).step.peak
+
+
+def memory_for(peak):
+    """Memory of a device of which `peak` leaves the share that a choice leaves free."""
+    return int(peak / (1 - FREE)) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_first_combination_that_fits_is_chosen(tmp_path):
+    recipe = tiny_recipe(tmp_path, *AUTO, *ROWS, "parallel.optimizer_offload=false", "train.micro_batch=1")
+    peaks = [peak_of(recipe, values) for values in LADDER]
+    assert peaks == sorted(peaks, reverse=True)
+    for values, peak in zip(LADDER[1:], peaks[1:], strict=True):
+        choice = choose(resolve_plan(recipe, 1, "cuda", H100), memory_for(peak), H100)
+        assert choice.values == {key: USUAL[key] for key in open_keys(recipe)} | values and choice.peak == peak
+        kind = values["train.activation_checkpointing"]
+        assert f"train.activation_checkpointing={kind} (auto): the step does not fit without" in choice.lines
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_rows_are_added_to_a_micro_batch_while_they_make_the_step_faster_and_fit(tmp_path):
+    recipe = tiny_recipe(tmp_path, *AUTO, *ROWS, "parallel.optimizer_offload=false")
+    peaks = {micro: peak_of(recipe, {}, micro) for micro in (1, 2)}
+    plenty = choose(resolve_plan(recipe, 1, "cuda", H100), H100.budget, H100)
+    assert plenty.values["train.micro_batch"] == 2 and plenty.peak == peaks[2]  # its kernels are short
+    assert "train.micro_batch=2 (auto): all rows of a rank" in plenty.lines
+    recipe = load_recipe(recipe, ["train.activation_checkpointing=none"])
+    fewer = choose(resolve_plan(recipe, 1, "cuda", H100), memory_for(peaks[1]), H100)
+    assert fewer.peak == peaks[1] and "train.micro_batch=1 (auto): more do not fit" in fewer.lines
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_where_nothing_fits_the_nearest_ways_are_named(tmp_path):
+    recipe = tiny_recipe(tmp_path, *AUTO, *ROWS, "parallel.optimizer_offload=false")
+    least = peak_of(recipe, {"train.activation_checkpointing": "full"})
+    with pytest.raises(TooLarge, match="this does not fit: .* what fits: ") as caught:
+        choose(resolve_plan(recipe, 1, "cuda", H100), int(least * 0.9), H100)
+    ways = str(caught.value).split("what fits: ")[1].split(", or ")
+    assert 1 <= len(ways) <= 2
+    other = load_recipe(recipe, [*ways[0].split(" (peak")[0].split(), "train.activation_checkpointing=full"])
+    assert make_plan(settled(changed(other, {"train.micro_batch": 1})), other.launch.processes, H100).step.peak < least
+
+
+def test_small_models_on_a_cpu_need_no_plan(tmp_path):
+    recipe = tiny_recipe(tmp_path, *AUTO)
+    assert usual_sizing(RunSpec(recipe, World(2)), 2**34).values == USUAL
+    assert usual_sizing(RunSpec(recipe, World(2)), 2**24) is None
+    assert usual_sizing(RunSpec(load_recipe(recipe, ["data.max_length=100000"]), World(2)), 2**34) is None
+
+
+def test_a_batch_decides_how_many_rows_are_usual(tmp_path):
+    for total, ranks, micro in [(8, 1, 4), (6, 1, 3), (8, 4, 2), (7, 1, 1), (2, 1, 2)]:
+        recipe = tiny_recipe(tmp_path, "train.micro_batch=auto", f"train.global_batch={total}")
+        assert RunSpec(recipe, World(ranks)).recipe.train.micro == micro
+
+
+def test_a_run_keeps_what_it_chose_on_the_same_machine_alone(tmp_path):
+    recipe = tiny_recipe(tmp_path, *AUTO)
+    values = USUAL | {"train.micro_batch": 2, "train.activation_checkpointing": "full"}
+    machine = machine_of(1, "cpu", 2**34)
+    spec = RunSpec(recipe, World(1))
+    assert sizing_before(spec, machine) is None
+    spec.run.path.mkdir(parents=True)
+    spec.run.config.write_text(dtrain.recipe.to_yaml(changed(recipe, values)))
+    (spec.run.path / ABOUT).write_text(json.dumps({MACHINE: machine}))
+    assert sizing_before(spec, machine).values == values
+    assert sizing_before(RunSpec(load_recipe(recipe, ["train.steps=20"]), World(1)), machine).values == values
+    assert sizing_before(spec, machine_of(1, "cpu", 2**33)) is None
+    assert sizing_before(spec, machine_of(2, "cpu", 2**34)) is None
+    assert sizing_before(RunSpec(load_recipe(recipe, ["data.max_length=16"]), World(1)), machine) is None
+    assert sizing_before(RunSpec(load_recipe(recipe, ["checkpoint.resume=null"]), World(1)), machine) is None
+
+
+class Store(dict):
+    """A store of one process."""
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    get = dict.__getitem__
+
+
+def test_all_ranks_get_what_the_first_one_decides(tmp_path):
+    recipe, store = tiny_recipe(tmp_path, *AUTO), Store()
+    sizing = Sizing(USUAL | {"train.micro_batch": 1}, ("why",))
+    first = sized(recipe, RankPlace(0, 0, 2, 2), store, lambda: sizing)
+    second = sized(recipe, RankPlace(1, 1, 2, 2), store, lambda: pytest.fail("only the first rank decides"))
+    assert first == second and first[0].train.micro_batch == 1 and first[1] == ("why",)
+
+    def refuse():
+        raise UserError("too large")
+
+    for rank in range(2):
+        with pytest.raises(UserError, match="too large"):
+            sized(recipe, RankPlace(rank, rank, 2, 2, attempt=1), store, refuse)
+
+
+def test_without_a_plan_little_memory_is_taken(tmp_path):
+    recipe = tiny_recipe(tmp_path, *AUTO)
+    sizing = sizing_by_plan(recipe, RankPlace(), machine_of(1, "NVIDIA H100", 2**36), None)
+    assert sizing.values["train.micro_batch"] == 1 and sizing.values["train.activation_checkpointing"] == "full"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_run_on_little_memory_has_its_sizes_from_the_plan(tmp_path, monkeypatch, capfd):
+    recipe = tiny_recipe(tmp_path, *AUTO, "train.steps=2")
+    peak = make_plan(
+        replace(changed(settled(recipe), {"train.micro_batch": 1}), launch=replace(recipe.launch, device="cpu")),
+        1,
+        H100,
+    ).step.peak
+    monkeypatch.setattr("dtrain.launch.sizing.host_memory", lambda *_: memory_for(peak))
+    result = dtrain.run(recipe)
+    assert "planned peak" in capfd.readouterr().err
+    saved = load_recipe(result.directory / "config.yaml")
+    assert open_keys(saved) == [] and saved.train.micro < 4
+
+
+def test_processes_are_those_of_the_devices(monkeypatch):
+    recipe = load_recipe({"launch": {"nproc": "auto"}})
+    assert recipe.launch.processes == 1
+    for count in (0, 3):
+        monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
+        assert with_processes(recipe).launch.nproc == max(1, count)
+    assert with_processes(load_recipe(recipe, ["launch.device=cpu"])).launch.nproc == 1
