@@ -144,7 +144,9 @@ class _Kept:
 class _LayerPass:
     """A layer in one forward. before: the layer before it in the same. stay: the storages that do not move."""
 
-    def __init__(self, layer: nn.Module, memory: HostMemory, before: "_LayerPass | None", stay: set[int], is_last: bool):
+    def __init__(
+        self, layer: nn.Module, memory: HostMemory, before: "_LayerPass | None", stay: set[int], is_last: bool
+    ):
         self.memory, self.before, self.is_last = memory, before, is_last
         self.leaving: list[Tensor] = []  # storages on their way out
         self._layer: nn.Module | None = layer

@@ -19,9 +19,7 @@ class TileComputing:
     now: bool = False
 
 
-def checkpoint_activations(
-    model: ParallelModel, kind: str, tiles: TileComputing | None = None, **options: Any
-) -> None:
+def checkpoint_activations(model: ParallelModel, kind: str, tiles: TileComputing | None = None, **options: Any) -> None:
     """Recompute activations in the backward: of whole layers (full), of their MLPs (mlp), or of all but the results of
     matrix products and attention (selective); "none" changes nothing. Module names stay as they are. No collective
     here; those inside what is computed again run again. tiles: of layers that compute their MLPs in tiles, and so again
