@@ -71,7 +71,7 @@ class Tiles:
 
 
 class _Run:
-    """One call of a function over `tiles` of `length` tokens; tokens: those of all ranks of sequence parallel."""
+    """Call of a function over `tiles` of `length` tokens; tokens: with those of other ranks of sequence parallel."""
 
     def __init__(self, of: Tiles, tiles: list[slice], length: int, tokens: int):
         self.of, self.tiles, self.length, self.tokens = of, tiles, length, tokens
