@@ -6,6 +6,7 @@ varlen         variable-length flash attention, on CUDA
 blocks         queries over one block of keys, and merging blocks
 context        context parallel: keys gathered
 ring           context parallel: keys passed from rank to rank
+groups         one key head with its query heads at a time
 check_varlen   the check of a device before variable-length attention is used
 linear         the gated delta rule of Qwen3.5
 """

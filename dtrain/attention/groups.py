@@ -1,5 +1,5 @@
-"""Attention by groups of heads, one key head with its query heads after another, so that what a kernel gathers, copies or
-works on is there for one group at a time (UPipe, arXiv:2602.21196).
+"""Attention by groups of heads, one key head with its query heads after another, so that what a kernel gathers, copies
+or works on is there for one group at a time (UPipe, arXiv:2602.21196).
 
 What a cp rank gathers of a group's keys is not kept for the backward: a group's attention is computed again there, its
 all-gather included. A ring, and a kernel of whole rows, gather nothing and compute nothing again.

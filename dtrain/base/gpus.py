@@ -19,6 +19,7 @@ class Board(NamedTuple):
     terabytes: float
     inside: float
     between: float
+    host: float
     reach: float
 
 

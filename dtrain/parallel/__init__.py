@@ -11,6 +11,7 @@ Names are imported when they are used: `dtrain.parallel.fits` is read where no t
     collectives              collectives with derivatives
     context                  context parallel: layout, batches, contexts
     checkpointing            activations computed again
+    activation_offload       activations in host memory
     parallelize              models onto meshes, for users
 """
 

@@ -1,5 +1,5 @@
-"""What layers keep for the backward, in host memory: it goes there beside the forward, and comes back ahead of the
-backward.
+"""Activations in host memory: what layers keep for the backward goes there beside the forward, and comes back ahead of
+it.
 
 Autograd's hooks of saved tensors around each layer see what it keeps: under activation checkpointing its inputs.
 Storages move whole, each once however many tensors are views of it. Parameters stay, small storages, and what a layer

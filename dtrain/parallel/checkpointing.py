@@ -14,7 +14,7 @@ from dtrain.parallel.tensor import ParallelModel
 
 @dataclass
 class TileComputing:
-    """Whether a tile of a layer is being computed, of which nothing is kept (`models.common.tiles`)."""
+    """State of a model's tiles (`models.common.tiles`). now: whether one is being computed; nothing of it is kept."""
 
     now: bool = False
 

@@ -93,7 +93,8 @@ def lay_out(
     """Return the model as `build_model` lays it out, but for the last step: its parameters, sharded, are on meta.
 
     kernel: in place of the one that the recipe and the device ask for, for one cp rank; it is taken over the exchange
-    of the recipe. keep: in place of `keep_for_backward`. One rank that computes in its masters' dtype goes without FSDP: the same bits, and no copies.
+    of the recipe. keep: in place of `keep_for_backward`. One rank that computes in its masters' dtype goes without
+    FSDP: the same bits, and no copies.
     Collective over cp on CUDA in half precision, unless a kernel is given: the ranks agree on one.
     """
     parallel = recipe.parallel
@@ -155,7 +156,7 @@ def keep_for_backward(
 
         if memory is None:
             memory = offload.PinnedMemory(device) if device.type == "cuda" else offload.HostMemory()
-        offload.offload_activations([model.model.layers, tuple(model.model.vision_layers)], memory)
+        offload.offload_activations([tuple(model.model.layers), tuple(model.model.vision_layers)], memory)
 
 
 def wants_varlen(recipe: PolicyConfig, precision: Precision, device_type: str) -> bool:

@@ -275,15 +275,15 @@ class Train:
     """Activations that are not kept but computed again in the backward pass: less memory, more time. auto: as
     `micro_batch`."""
     activation_offload: Annotated[bool | str, AUTO] = "auto"
-    """auto | true | false. true: what the layers keep for the backward pass goes to pinned host memory, and comes back
-    ahead of it, both beside the computing. The numbers are the same. With `activation_checkpointing: full` that is one
-    tensor a layer; with selective what it keeps of products and attention stays on the device. On a CPU it is copied
-    all the same. auto: as `micro_batch`."""
+    """auto | true | false. true: what layers keep for the backward pass goes to pinned host memory and comes back ahead
+    of it, beside the computing. The numbers are the same. With `activation_checkpointing: full` that is one tensor a
+    layer; under selective, the results of products and attention stay on the device. On a CPU it is copied all the
+    same. auto: as `micro_batch`."""
     tile: Literal["auto", "none", "mlp", "all"] = "auto"
     """For long rows. mlp: what lies in a layer after attention, its MLP most of all, is computed over tiles of 4096
-    tokens, and again in the backward pass. all: so is what lies before attention, and attention goes by groups of heads:
-    one key head with its query heads at a time. Mixtures of experts are not tiled. Rows within one tile change nothing;
-    the numbers are the same. auto: as `micro_batch`."""
+    tokens, and again in the backward pass. all: so is what lies before attention, and attention goes by groups of
+    heads, one key head with its query heads at a time. Mixtures of experts are not tiled. The numbers are the same.
+    auto: as `micro_batch`."""
     compile: bool = False
     """torch.compile for each layer, without its attention."""
     vision: Literal["frozen", "projector", "all"] = "frozen"

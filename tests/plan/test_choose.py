@@ -141,11 +141,8 @@ def test_without_a_plan_little_memory_is_taken(tmp_path):
 @pytest.mark.processes
 def test_a_run_on_little_memory_has_its_sizes_from_the_plan(tmp_path, monkeypatch, capfd):
     recipe = tiny_recipe(tmp_path, *AUTO, "train.steps=2")
-    peak = make_plan(
-        replace(changed(settled(recipe), {"train.micro_batch": 1}), launch=replace(recipe.launch, device="cpu")),
-        1,
-        H100,
-    ).step.peak
+    small = changed(settled(recipe), {"train.micro_batch": 1, "launch.device": "cpu"})
+    peak = make_plan(small, 1, H100).step.peak
     monkeypatch.setattr("dtrain.launch.sizing.host_memory", lambda *_: memory_for(peak))
     result = dtrain.run(recipe)
     assert "planned peak" in capfd.readouterr().err

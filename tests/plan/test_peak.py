@@ -14,6 +14,7 @@ from dtrain import recipe as config
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.step import batch_of, full_rows, images_of, plan_step
 from dtrain.methods import method_of
+from dtrain.models.common import tiles
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
@@ -146,6 +147,22 @@ CASES = {
 }
 
 OF_PICTURES = ["train.dtype=float32", "launch.device=cpu", "data.packing=true"]
+LONG = {  # rows of several tiles
+    "activations put aside, in tiles, by groups of heads": (
+        1,
+        ["train.activation_offload=true", "train.tile=all", FULL],
+    ),
+    "all activations put aside": (1, ["train.activation_offload=true"]),
+    "in tiles, selective, tp2": (
+        2,
+        [
+            "train.tile=mlp",
+            "parallel.tp=2",
+            "train.activation_checkpointing=selective",
+            "train.activation_offload=true",
+        ],
+    ),
+}
 PICTURES = {
     "a frozen tower": (1, "qwen3-vl", []),
     "a trained tower, mixed, padded": (
@@ -159,11 +176,14 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_planned_peak_is_that_of_a_real_step(tmp_path, ranks):
+def test_the_planned_peak_is_that_of_a_real_step(tmp_path, ranks, monkeypatch):
+    monkeypatch.setattr(tiles, "TOKENS", 64)
     path = write_model(tmp_path / "model", "qwen3", tied=False, **SHAPE)
     settings = [f"model.path={path}", "train.dtype=float32", "data.max_length=256", "launch.device=cpu"]
     settings += ["train.global_batch=2", "train.micro_batch=1"]
-    recipes = {name: tiny_recipe(tmp_path, *settings, *more) for name, (size, more) in CASES.items() if size == ranks}
+    recipes = {
+        name: tiny_recipe(tmp_path, *settings, *more) for name, (size, more) in (CASES | LONG).items() if size == ranks
+    }
     for name, (size, family, more) in PICTURES.items():
         if size == ranks:
             recipes[name] = picture_recipe(tmp_path, *OF_PICTURES, *more, family=family)
@@ -177,6 +197,7 @@ def assert_planned(recipes, ranks):
         planned = plan_step(resolve_plan(recipes[name], ranks, "cpu")).peak
         living, allocated = max(found)
         is_near = planned == pytest.approx(living, rel=0.005)
-        if not is_near or (ranks == 1 and planned != pytest.approx(allocated, rel=0.005)):
+        is_new = ranks == 1 and "put aside" not in name  # the first step has made the buffers
+        if not is_near or (is_new and planned != pytest.approx(allocated, rel=0.005)):
             wrong.append(f"{name}: planned {planned:,}, living {living:,}, allocated {allocated:,} bytes")
     assert not wrong

@@ -56,11 +56,11 @@ def test_a_hollow_card_counts_what_one_that_computes_does(tmp_path):
     assert counted(recipe, size) == run_pretend(peak_of_a_step, size, recipe, size)[0]
 
 
-def of_8b(root, exchange, length, **changes):
+def of_8b(root, exchange, length, *more, **changes):
     path = write_model(root / "model", "llama", tied=False, **LLAMA_8B | changes)
     shape = f"model.path={path}", "train.dtype=bfloat16", "train.global_batch=1", "train.micro_batch=1"
     keys = "train.activation_checkpointing=full", "parallel.cp=8", f"parallel.cp_rotate={exchange}"
-    return tiny_recipe(root, *shape, *keys, f"data.max_length={length}")
+    return tiny_recipe(root, *shape, *keys, f"data.max_length={length}", *more)
 
 
 def test_nothing_grows_with_queries_times_keys(tmp_path):
@@ -70,6 +70,18 @@ def test_nothing_grows_with_queries_times_keys(tmp_path):
     (found,) = run_pretend(hollow_peaks, 1, recipes, 8, card=Card(hollow=True))
     print(exchange, *(f"{one / GIB:.2f} GiB" for one in found))
     assert found[2] - found[1] <= 2.02 * (found[1] - found[0])
+
+
+def test_tiles_and_activations_on_the_host_hold_what_is_planned(tmp_path):
+    """Two tiles a row, of each rank."""
+    shape = {"num_hidden_layers": 3, "vocab_size": 1024, "intermediate_size": 28672}
+    keys = "train.tile=all", "train.activation_offload=true"
+    recipes = [of_8b(tmp_path, "allgather", 65536, *more, **shape) for more in ((), keys)]
+    (found,) = run_pretend(hollow_peaks, 1, recipes, 8, card=Card(hollow=True))
+    plan = planned(recipes[1], 8)
+    print(f"{found[0] / GIB:.2f} GiB, in tiles {found[1] / GIB:.2f} GiB, {plan / found[1] - 1:+.2%}")
+    assert found[1] < found[0]
+    assert abs(plan / found[1] - 1) <= CLOSE
 
 
 def test_llama_8b_holds_what_is_planned_and_fits_in_40_gib(tmp_path):

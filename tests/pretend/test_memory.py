@@ -55,6 +55,7 @@ def peak_of_a_step(rank, recipe, size):
     return min(peaks[1:])
 
 
+FULL = ["train.activation_checkpointing=full"]
 CASES = {
     "packed": (1, ["data.max_length=1024"]),
     "padded, computed again": (1, ["data.packing=false", "train.activation_checkpointing=full"]),
@@ -67,6 +68,11 @@ CASES = {
     "dpo": (1, ["method=dpo"]),
     "masters on the host": (1, ["parallel.optimizer_offload=true", "data.max_length=32"]),
     "masters on the host, fsdp": (2, ["parallel.optimizer_offload=true"]),
+    "activations on the host": (1, [*FULL, "train.activation_offload=true", "data.max_length=1024"]),
+    "all activations on the host, groups of heads, cp": (
+        2,
+        ["train.activation_offload=true", "train.tile=all", "parallel.cp=2", "data.max_length=1024"],
+    ),
     "float32": (1, ["train.dtype=float32", "model.attention=sdpa"]),
 }
 SMALL_HEAD = ("padded, computed again", "selective")  # so that a layer's backward holds most

@@ -1,12 +1,13 @@
 """Devices of base/gpus.toml in torch's units, and the estimate of a step's time by these numbers alone.
 
 Dense arithmetic without sparsity, in FLOP/s; memory in GiB as the driver reports it; links in bytes per second and
-direction: `inside` of one device to the others of its node (NVLink), `between` of one device's network card.
+direction: `inside` of one device to the others of its node (NVLink), `between` of one device's network card, `host` to
+the host's memory (PCIe).
 
 The estimate: matrix products at what they `reach` of the peak, everything else at `BANDWIDTH` of the memory's, what
-FSDP and replicas send beside the computing, what tp and cp send after it; each message takes its bytes' time and a
-hop's for each rank of its ring. It leaves out the start of kernels, stragglers, other traffic, the input pipeline,
-saving, and any overlap of tp or cp with computing.
+FSDP and replicas send and what activations move to the host and back beside the computing, what tp and cp send after
+it; each message takes its bytes' time and a hop's for each rank of its ring. It leaves out the start of kernels,
+stragglers, other traffic, the input pipeline, saving, and any overlap of tp or cp with computing.
 
 Against what torchtitan has published of its own runs of these shapes (docs/performance.md, benchmarks/), in tokens/s of
 a GPU: Llama 3 8B on 64 A100 3,055 for its 2,904 to 2,973; 70B on 64 A100 324 for 323 to 331; 8B on 8 H100 with a memory
@@ -38,6 +39,7 @@ class Hardware:
     bandwidth: float
     inside: float
     between: float
+    host: float
     reach: float
     per_node: int = 8
 
@@ -56,6 +58,7 @@ GPUS = {
         board.terabytes * 1e12,
         board.inside * 1e9,
         board.between * 1e9,
+        board.host * 1e9,
         board.reach,
     )
     for key, board in BOARDS.items()
@@ -65,18 +68,20 @@ GPUS = {
 @dataclass(frozen=True)
 class Time:
     """Seconds of an optimizer step. arithmetic: matrix products; memory: all other operations; optimizer: its step;
-    hidden: sent beside the computing; exposed: sent after it."""
+    hidden: sent beside the computing; exposed: sent after it; host: activations to host memory and back, beside the
+    computing."""
 
     arithmetic: float
     memory: float
     optimizer: float
     hidden: float
     exposed: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
         computing = self.arithmetic + self.memory
-        return max(computing, self.hidden) + self.exposed + self.optimizer
+        return max(computing, self.hidden, self.host) + self.exposed + self.optimizer
 
 
 def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
@@ -94,7 +99,8 @@ def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
             hidden += seconds
         else:
             exposed += seconds
-    return Time(arithmetic, memory, touched / (hardware.bandwidth * BANDWIDTH), hidden, exposed)
+    copies = step.offloaded / (hardware.host * BANDWIDTH)
+    return Time(arithmetic, memory, touched / (hardware.bandwidth * BANDWIDTH), hidden, exposed, copies)
 
 
 def wire_time(

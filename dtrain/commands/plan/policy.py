@@ -147,11 +147,11 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
 
 
 class PlannedMemory(HostMemory):
-    """Host memory without bytes. on_device: the timeline of the device's, which it is no part of."""
+    """Host memory without bytes. timeline: of the device's, of which it is a part where the device is a CPU."""
 
-    def __init__(self, on_device: MemoryTimeline, is_pinned: bool):
+    def __init__(self, timeline: MemoryTimeline, is_pinned: bool):
         super().__init__()
-        self._on_device, self._is_pinned = on_device, is_pinned
+        self._timeline, self._is_pinned = timeline, is_pinned
 
     def moves(self, tensor: Tensor) -> bool:
         return tensor.is_meta
@@ -161,9 +161,9 @@ class PlannedMemory(HostMemory):
         return 1 << (size - 1).bit_length() if self._is_pinned else size
 
     def new(self, size: int) -> Tensor:
-        part, self._on_device.part = self._on_device.part, LEFT_OUT
+        part, self._timeline.part = self._timeline.part, LEFT_OUT if self._is_pinned else "host activations"
         buffer = torch.empty(size, dtype=torch.uint8, device="meta")
-        self._on_device.part = part
+        self._timeline.part = part
         return buffer
 
     def copy(self, to: Tensor, source: Tensor) -> None:

@@ -86,6 +86,7 @@ _PARTS = (
     ("teacher", "teacher", "this rank's share of the frozen teacher"),
     ("reward model", "reward model", "this rank's share of the frozen reward model"),
     ("gathered parameters", "gathered weights", "whole layers, while they compute"),
+    ("host activations", "activations put aside", "kept for the backward too (train.activation_offload)"),
     ("activations", "activations", "kept for the backward of a micro-batch"),
     ("loss", "loss", "gradients that the loss forms in the forward"),
     ("temporaries", "temporaries", "of the operations then running"),
@@ -189,6 +190,9 @@ def _memory(plan: Plan) -> str:
         rows.append(
             (f"  {'free' if free >= 0 else 'TOO MUCH'} of the budget", gib(abs(free)), f"of {gib(plan.budget)}")
         )
+    if step.host:
+        pinned = "pinned, " if plan.device == "cuda" else ""
+        rows.append(("Activations on the host", gib(step.host), f"{pinned}of each rank (train.activation_offload)"))
     rows.append(("Shards held all the time", gib(step.parameters + step.gradients + step.state), ""))
     if plan.evaluation:
         rows.append(("An evaluation, at least", gib(plan.evaluation), "with the longest answer's keys (eval.sampling)"))
@@ -209,6 +213,7 @@ def _time(plan: Plan, step_time: float | None) -> str:
     lines = [f"FLOPs per token: {plan.flops_per_token:.4g} (rows of one document; a run's mfu goes by each document's)"]
     if plan.device == "cuda":
         time = plan.time
+        moving = [("  activations move", seconds(time.host), "to the host and back, beside these")]
         lines += [
             f"Estimate of a step: {seconds(time.total)}, {plan.tokens / time.total:,.0f} tokens/s, "
             f"MFU {plan.mfu(time.total):.1%}",
@@ -217,6 +222,7 @@ def _time(plan: Plan, step_time: float | None) -> str:
                     ("  matrix products", seconds(time.arithmetic), f"at {plan.hardware.reach:.0%} of the peak"),
                     ("  everything else", seconds(time.memory), f"at {BANDWIDTH:.0%} of the memory's bandwidth"),
                     ("  fsdp and replicas send", seconds(time.hidden), "beside these, as far as they last"),
+                    *(moving if time.host else []),
                     ("  the others send", seconds(time.exposed), "while nothing computes"),
                     ("  optimizer", seconds(time.optimizer), ""),
                 ],
@@ -259,6 +265,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
             "per_layer_table": step.table,
             "vision_tower": step.tower,
             "lightest_rank_parameters": step.lightest,
+            "host_activations": step.host,
             "evaluation": plan.evaluation,
             "budget": plan.budget if plan.device == "cuda" else None,
             "fits": plan.fits if plan.device == "cuda" else None,
@@ -278,6 +285,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
             "optimizer": time.optimizer,
             "hidden_communication": time.hidden,
             "exposed_communication": time.exposed,
+            "activation_offload": time.host,
             "is_estimate": True,
         }
         if plan.device == "cuda"

@@ -56,7 +56,8 @@ class Trace:
     peaks: by phase, bytes by part. counts: as of `Tracer`; and (None, ..) "parameters", "trained", "gradients",
     "state": bytes of this rank's shards, of those that are trained, and of the optimizer's state for them; "table": of
     the embeddings for each layer; "tower": of the vision tower; "lightest": the smallest parameters that a rank has;
-    "rows", "micro rows": of the host's tensors on a planned CPU, and of those that one micro-batch brings.
+    "host": of the host's memory for activations; "offloaded": of a micro-batch's, to it and back; "rows",
+    "micro rows": of the host's tensors on a planned CPU, and of those that one micro-batch brings.
     """
 
     layers: int
@@ -107,6 +108,8 @@ def trace_step(spec: RunSpec, config: ModelConfig, rank: int = 0) -> Trace:
         "gradients": policy.gradient_bytes,
         "state": policy.state_bytes,
         "lightest": _min_shard_bytes(parameters),
+        "host": policy.memory.bytes,
+        "offloaded": policy.memory.copied // micro_batches,
         "rows": policy.scorer.host + bytes_of(pixels) if tracer.on_host else 0,
         "micro rows": policy.scorer.micro_rows if tracer.on_host else 0,
     }
@@ -192,7 +195,7 @@ class Step:
     vision tower. lightest: the smallest parameters that a rank has. peak: with the optimizer's state. parts: what it is
     made of. moment: where it is. activations: kept for the backward of a micro-batch, at most. traffic: (messages,
     bytes). flops: by the dtype of their operands. moved: read and written by all other operations. kernels: number of
-    operations that compute.
+    operations that compute. host: of the host's memory for activations; offloaded: to it and back.
     """
 
     parameters: int
@@ -210,6 +213,8 @@ class Step:
     kernels: int
     table: int = 0
     tower: int = 0
+    host: int = 0
+    offloaded: int = 0
 
 
 def plan_step(spec: RunSpec, *, rank: int = 0, whole: bool = False) -> Step:
@@ -321,4 +326,6 @@ def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
         total["kernels",],
         total["table",],
         total["tower",],
+        total["host",],
+        total["offloaded",] * max(1, sizes.accumulation),
     )

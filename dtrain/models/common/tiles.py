@@ -9,7 +9,6 @@ it is not tiled, nor is linear attention before its convolution.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -72,7 +71,7 @@ class Tiles:
 
 
 class _Run:
-    """One call of a function over `tiles` of `length` tokens; tokens: those of all ranks of sequence parallel."""
+    """Call of a function over `tiles` of `length` tokens; tokens: with those of other ranks of sequence parallel."""
 
     def __init__(self, of: Tiles, tiles: list[slice], length: int, tokens: int):
         self.of, self.tiles, self.length, self.tokens = of, tiles, length, tokens
@@ -99,11 +98,9 @@ class _Run:
             with self.tile(tile):
                 parts = self.compute([self.part(tensor, tile) for tensor in tensors])
             if not wholes:
-                ranks = [part.shape[1] // (tile.stop - tile.start) for part in parts]
-                sizes = [
-                    (len(one), count * self.length, *one.shape[2:]) for one, count in zip(parts, ranks, strict=True)
-                ]
-                wholes = [part.new_empty(size) for part, size in zip(parts, sizes, strict=True)]
+                for part in parts:
+                    ranks = part.shape[1] // (tile.stop - tile.start)
+                    wholes.append(part.new_empty(len(part), ranks * self.length, *part.shape[2:]))
             for whole, part in zip(wholes, parts, strict=True):
                 _put(whole, part, self.length, tile)
         return tuple(wholes)
@@ -188,9 +185,9 @@ class _Sum:
         self.dtype = local.dtype
         self.total = local.to(torch.promote_types(local.dtype, torch.float32), copy=True)
         if isinstance(grad, DTensor):
-            shape = {"shape": grad.shape, "stride": grad.stride()}
-            self.placed = partial(
-                DTensor.from_local, device_mesh=grad.device_mesh, placements=grad.placements, run_check=False, **shape
+            mesh, placements, shape, stride = grad.device_mesh, grad.placements, grad.shape, grad.stride()
+            self.placed = lambda local: DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=shape, stride=stride
             )
 
     def rounded(self) -> Tensor | None:

@@ -58,6 +58,11 @@ def check_models(spec: RunSpec) -> list[str]:
         problems += quantization_config.block_problems(model, linears(model), max(recipe.parallel.tp, 1))
     if model.experts is None and recipe.moe.balance > 0:
         problems.append(f"moe.balance={recipe.moe.balance}: this model has no experts; leave it out")
+    if recipe.train.tile == "mlp" and all(map(model.is_sparse, range(model.num_hidden_layers))):
+        problems.append(
+            "train.tile=mlp: every layer of this model has a mixture of experts, which is not tiled: set "
+            "train.tile=none, or all for attention by groups of heads"
+        )
     problems += spec.method.model_problems(model)
     model = config_with_tower(spec)
     parts = [f"{module}.{kind}" for name in modules(model) for module in model.parts(name) for kind in WEIGHTS]
