@@ -108,7 +108,9 @@ def _shards(model: nn.Module, mesh: DeviceMesh) -> Shards:
             return None
         count, *_, columns = local_tensor(parameter).shape
         last = parameter.dim() - 1
-        return ShardPlacementResult(Shard(last if count < ranks and columns % ranks == 0 else 0), info)
+        # Codes (models.common.nf4) are cut where their scales are: 32 bytes of codes have one.
+        pieces = columns // 32 if parameter.dtype == torch.uint8 else columns
+        return ShardPlacementResult(Shard(last if count < ranks and pieces % ranks == 0 else 0), info)
 
     return shards
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dtrain.base.name_patterns import fullmatch, pattern_error
-from dtrain.models.common.adapter_config import linears
+from dtrain.models.common.adapter_config import is_stack, linears, parameters
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.config_fields import shown
 
@@ -68,13 +68,22 @@ def _is_pattern(value: Any) -> bool:
     return isinstance(value, str) and pattern_error(_from_start(value)) is None
 
 
+def held_by_nf4(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """[out, in] of the linear layers of `config`, and [E, out, in] of its stacks of experts, that `lora.quantize=nf4`
+    holds in 4 bits, by name in files: all but what says which experts a token goes to, and how much of them it takes."""
+    gates = (".router.proj", ".shared_expert_gate")
+    stacks = parameters(config, all_of_them=True).items()
+    layers: dict[str, tuple[int, ...]] = {name: size for name, size in linears(config).items() if not name.endswith(gates)}
+    return layers | {name: size for name, size in stacks if is_stack(name)}
+
+
 def block_problems(config: ModelConfig, names: Iterable[str], tp: int) -> list[str]:
-    """Return what keeps the linear layers `names` (in files) from 4 bits on `tp` tensor-parallel ranks, one line each
-    for layers of one name."""
-    problems, table = [], linears(config)
+    """Return what keeps the layers `names` (in files) from 4 bits on `tp` tensor-parallel ranks, one line each for layers
+    of one name and size."""
+    problems, table = [], linears(config) | held_by_nf4(config)
     made = "lora.quantize=nf4 makes" if config.unquantized is None else "bitsandbytes made"
     instead = "set lora.quantize=none" if config.unquantized is None else "use the original checkpoint"
-    for name, inputs in {name.rpartition(".")[2]: table[name][1] for name in names}.items():
+    for name, inputs in dict.fromkeys((name.rpartition(".")[2], table[name][-1]) for name in names):
         if inputs % BLOCK:
             problems.append(f"{made} blocks of {BLOCK} inputs, which do not divide the {inputs} of {name}: {instead}")
         elif name in _CUT_BY_INPUTS and inputs // BLOCK % tp:
