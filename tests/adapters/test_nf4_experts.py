@@ -5,16 +5,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dtrain import models
-from dtrain.base.errors import Stopped
 from dtrain.checkpoint.huggingface import quantized
 from dtrain.checkpoint.huggingface.export import export
-from dtrain.checkpoint.huggingface.merged import whole_weights
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.models.common.moe import ExpertLinear, grouped
 from dtrain.models.common.nf4 import CODES, SCALES, NF4Stack, dequantize, quantize
 from dtrain.models.common.quantization_config import held_by_nf4
 from tests.adapters.test_nf4 import dense as dense_of
-from tests.running import assert_same, assert_same_rows, interrupt, run, run_all, run_directory, trajectory
+from tests.running import assert_same, assert_same_rows, run, run_all, run_directory, trajectory
 from tests.tiny import save_weights, tiny_recipe, write_model
 
 # Sizes of whole blocks; 128 where tp cuts inputs.
@@ -70,19 +68,68 @@ def recipe_of(root, name, model, family, *more, rows=12):
 NF4 = "lora.quantize=nf4"
 
 
+def product_of(stack, x, counts):
+    """The product, and its gradient by x, of a loss that weighs what comes out."""
+    x = x.clone().requires_grad_()
+    out = stack(x, counts)
+    out.backward(torch.arange(out.numel(), dtype=out.dtype).view_as(out).cos())
+    return out.detach(), x.grad
+
+
+def test_a_product_and_its_gradient_are_those_of_the_dense_matrices():
+    """One expert has no row. Nothing that is as large as the matrices is kept between forward and backward."""
+    draw = torch.Generator().manual_seed(0)
+    codes, scales = quantize(torch.randn(3, 64, 128, generator=draw))
+    x = torch.randn(7, 128, generator=draw, dtype=torch.float64)
+    counts, dense = torch.tensor([4, 0, 3]), torch.stack([*map(dense_of, codes, scales)])
+    held, kept = NF4Stack(torch.float64, dense.shape), []
+    parts = {CODES: codes, SCALES: scales}
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        found = product_of(lambda x, counts: held.grouped(x, counts, parts.__getitem__), x, counts)
+    for mine, right in zip(found, product_of(lambda x, counts: grouped(x, dense, counts), x, counts), strict=True):
+        assert (mine - right).abs().max() <= 1e-6 * right.abs().max()  # scales times levels are rounded in float32
+    assert {one.dtype for one in kept} == {torch.uint8, torch.int32, torch.int64}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stacks_are_rounded_tile_by_tile_and_held_in_9_16_of_a_byte(tmp_path, family, monkeypatch):
+    base, dense = models_of(tmp_path, family)
+    model = models.build(models.read_config(base), device="meta")
+    quantized.hold_in_4_bits(model, base, torch.float32, nf4=True)
+    model.to_empty(device="cpu")
+    monkeypatch.setattr(quantized, "_TILE", {"mixtral": 3 * 64 * 128, "qwen3.5-moe": 2 * 64 * 128}.get(family, 700))
+    read_weights(model, base)
+    right = models.from_pretrained(dense)
+    stacks = [layer for layer in model.modules() if isinstance(layer, ExpertLinear)]
+    assert stacks and all(isinstance(layer.held, NF4Stack) for layer in stacks)
+    for layer in stacks:
+        bytes_held = sum(one.numel() * one.itemsize for one in (layer.weight_codes, layer.weight_scales))
+        assert bytes_held == layer.held.shape.numel() * 9 // 16 and "weight" not in dict(layer.named_parameters())
+    for (name, mine), (_, theirs) in zip(model.named_modules(), right.named_modules(), strict=True):
+        if hasattr(mine, "weight_codes"):
+            assert torch.equal(mine.matrix(), theirs.weight), name
+    coded = {model.config.whole(name) for name, layer in model.named_modules() if hasattr(layer, "weight_codes")}
+    assert coded == set(held_by_nf4(model.config))
+    assert not [name for name in coded if name.endswith(("router.proj", "mlp.gate", "shared_expert_gate"))]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_runs_give_the_numbers_of_the_dense_weights(tmp_path, family):
-    """Losses, gradients and what is exported, merged; a base in 4 bits takes 9/16 of a byte a weight."""
+    """Losses, gradients, and what is exported, merged and alone."""
     base, dense = models_of(tmp_path, family)
     right = run(recipe_of(tmp_path, "dense", dense, family))
     ours = run(recipe_of(tmp_path, "nf4", base, family, NF4))
     assert_same(ours, right, 1e-12)
-    for recipe in (ours, right):
-        export(run_directory(recipe), tmp_path / f"{recipe.run.name}-out", "float64")
-    merged = load_file(tmp_path / "nf4-out" / "model.safetensors")
-    for name, tensor in load_file(tmp_path / "dense-out" / "model.safetensors").items():
-        assert (merged[name] - tensor).abs().max() <= 1e-9 * tensor.abs().max(), name
+    for form, file in (("merged", "model.safetensors"), ("adapter", "adapter_model.safetensors")):
+        for recipe in (ours, right):
+            out = tmp_path / f"{recipe.run.name}-{form}"
+            export(run_directory(recipe), out, "float64" if form == "merged" else None, form=form)
+        found = load_file(tmp_path / f"nf4-{form}" / file)
+        expected = load_file(tmp_path / f"dense-{form}" / file)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert (found[name] - tensor).abs().max() <= 1e-9 * tensor.abs().max(), name
 
 
 # (family, ranks, rows of a micro-batch, overrides, changes of the model)
@@ -115,3 +162,13 @@ def test_meshes_train_as_one_process(tmp_path, ranks):
     run_all(alone)
     for many, one in zip(run_all(together, ranks), alone, strict=True):
         assert_same(many, one, 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_run_goes_on_with_other_ranks(tmp_path):
+    base, _ = models_of(tmp_path, "qwen3-moe")
+    one = run(recipe_of(tmp_path, "one", base, "qwen3-moe", NF4, "checkpoint.every=1"))
+    step = f"checkpoint.resume={run_directory(one) / 'checkpoints/step-1'}"
+    two = run(recipe_of(tmp_path, "two", base, "qwen3-moe", NF4, "parallel.ep=2", step, rows=6), 2)
+    assert_same_rows(trajectory(two), trajectory(one)[1:], 1e-9, 1e-9, "two")

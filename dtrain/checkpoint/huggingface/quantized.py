@@ -47,8 +47,8 @@ def hold_in_4_bits(
 
     Of a checkpoint that bitsandbytes has quantized, whole or in part, they are those of which the files in `directory`
     hold codes; where no files are, as for a plan, those that config.json does not skip. Of any other checkpoint they
-    are all `held_by_nf4` with `nf4`, and none without. dtype: what they compute in. except_for: names of layers that are trained
-    whole. The headers are read; no collective.
+    are all `held_by_nf4` with `nf4`, and none without. dtype: what they compute in. except_for: names of layers that
+    are trained whole. The headers are read; no collective.
     """
     of_config = held_by_nf4(model.config) if model.config.unquantized is None else linears(model.config)
     names, skipped = [name for name in of_config if name not in except_for], model.config.unquantized
