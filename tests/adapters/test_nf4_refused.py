@@ -110,8 +110,8 @@ def test_codes_that_do_not_fit_are_refused_before_any_step(tmp_path, sizes, over
     ("section", "message"),
     [
         ({"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type 'fp4': of quantized weights only bitsandbytes' nf4"),
-        ({"load_in_4bit": False, "load_in_8bit": True}, "of quantized weights only bitsandbytes' nf4 is read"),
-        ({"quant_method": "gptq"}, "of quantized weights only bitsandbytes' nf4 is read; use the original checkpoint"),
+        ({"load_in_4bit": False, "load_in_8bit": True}, "of quantized weights only bitsandbytes' nf4, mxfp4"),
+        ({"quant_method": "gptq"}, "fp8 in blocks of 128 × 128 are read; use the original"),
         ({"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage 'bfloat16': only uint8 is read"),
         ({"llm_int8_skip_modules": ["("]}, "llm_int8_skip_modules"),
     ],
