@@ -144,7 +144,7 @@ MESHES = {
         4,
         3,
         ["parallel.ep=2"],
-        {"num_experts": 2, "num_experts_per_tok": 2, "hidden_size": 128},
+        {"num_experts": 2, "num_experts_per_tok": 2, "hidden_size": 192},
     ),
 }
 
