@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -62,32 +63,54 @@ def shard_with_policies(
     between the two: the last of the forward are the first of the backward. reshard_after_forward True gives up those
     too, False keeps all: one all-gather, and the whole model in memory.
 
-    Gradients are summed: the loss already divides by the count of the global batch.
+    Gradients are summed: the loss already divides by the count of the global batch. A frozen parameter that one rank
+    holds whole, in the dtype of computation, is left as it is: FSDP would copy it for every forward.
     """
     shards = None if expert_mesh is None else _shards(model, expert_mesh)
+    own_unit = partial(_own_unit, shards=shards, whole=_left_whole(model, mesh, precision, offload, expert_mesh))
     # Modules that the decoder calls before the layers compute in float32 where the others compute in half: each is a
     # unit of its own, which stays gathered from the forward to the backward.
     wide = precision.param_dtype and torch.promote_types(precision.param_dtype, torch.float32)
     exact = MixedPrecisionPolicy(param_dtype=wide, reduce_dtype=wide, cast_forward_inputs=False)
     for wide_module in exact_modules(model).values():
-        _own_unit(wide_module, mesh, exact, offload, False)
+        own_unit(wide_module, mesh, exact, offload, False)
     for module in model.modules():
         if isinstance(module, LocalParameters) and module.gathered_alone:
-            _own_unit(module, mesh, precision, offload, reshard_after_forward is not False)
+            own_unit(module, mesh, precision, offload, reshard_after_forward is not False)
     # The layers of a vision tower, whose order of gathers FSDP finds out by itself.
     for module in model.model.vision_layers:
-        _own_unit(module, mesh, precision, offload, reshard_after_forward is not False)
+        own_unit(module, mesh, precision, offload, reshard_after_forward is not False)
     layers = list(model.model.layers)
     default = reshard_after_forward == "default"
     reshards = [layer is not layers[-1] if default else bool(reshard_after_forward) for layer in layers]
     units = []
     for module, reshard in [*zip(layers, reshards, strict=True), (model, reshard_after_forward is True)]:
-        units.append(_own_unit(module, mesh, precision, offload, reshard, shards))
+        units.append(own_unit(module, mesh, precision, offload, reshard))
     for unit, following in pairwise([units[-1], *units[:-1]]):
         unit.set_modules_to_forward_prefetch([following])
     # The head's weight is read inside these; unregistered, they would see this rank's shard and give wrong numbers.
     for name in ("with_head", "hidden_states", "next_logits"):
         register_fsdp_forward_method(model, name)
+
+
+def _left_whole(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    precision: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    expert_mesh: DeviceMesh | None,
+) -> set[nn.Parameter]:
+    """Return the parameters that FSDP need not see."""
+    if isinstance(offload, CPUOffloadPolicy):
+        return set()
+    experts = set[nn.Parameter]() if expert_mesh is None else expert_parameters(model)
+    whole = set()
+    for parameter in model.parameters():
+        shared = mesh if expert_mesh is None or parameter not in experts else expert_mesh
+        is_ready = not parameter.is_floating_point() or precision.param_dtype in (None, parameter.dtype)
+        if shared.size() == 1 and is_ready and not parameter.requires_grad:
+            whole.add(parameter)
+    return whole
 
 
 Shards = Callable[[nn.Parameter], Any]
@@ -108,7 +131,9 @@ def _shards(model: nn.Module, mesh: DeviceMesh) -> Shards:
             return None
         count, *_, columns = local_tensor(parameter).shape
         last = parameter.dim() - 1
-        return ShardPlacementResult(Shard(last if count < ranks and columns % ranks == 0 else 0), info)
+        # Codes (models.common.nf4) are cut where their scales are: 32 bytes of codes have one.
+        pieces = columns // 32 if parameter.dtype == torch.uint8 else columns
+        return ShardPlacementResult(Shard(last if count < ranks and pieces % ranks == 0 else 0), info)
 
     return shards
 
@@ -119,7 +144,8 @@ def _own_unit(
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     reshard: bool,
-    shards: Shards | None = None,
+    shards: Shards | None,
+    whole: set[nn.Parameter],
 ) -> _Unit:
     fully_shard(
         module,
@@ -128,6 +154,7 @@ def _own_unit(
         offload_policy=offload,
         reshard_after_forward=reshard,
         shard_placement_fn=shards,
+        ignored_params=whole,
     )
     unit = cast(_Unit, module)
     unit.reshards_after_forward = reshard

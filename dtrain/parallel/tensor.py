@@ -254,8 +254,9 @@ Style = Callable[[Any, TensorParallel], None]
 
 
 # Parameters of a linear layer with a row for each of its outputs, and with a column for each of its inputs.
-_OF_OUTPUTS = ("weight", "weight_codes", "weight_scales", "bias", "lora_B", "lora_magnitude")
-_OF_INPUTS = ("weight", "weight_codes", "weight_scales", "lora_A")
+_OF_WEIGHT = ("weight", "weight_codes", "weight_scales")
+_OF_OUTPUTS = (*_OF_WEIGHT, "bias", "lora_B", "lora_magnitude")
+_OF_INPUTS = (*_OF_WEIGHT, "lora_A")
 
 
 def colwise(module: LocalParameters, tp: TensorParallel) -> None:
@@ -332,14 +333,14 @@ def summed(module: LocalParameters, tp: TensorParallel) -> None:
 def expert_colwise(module: LocalParameters, tp: TensorParallel) -> None:
     """Matrices [E, out, in], and biases [E, out], of each of which a rank computes its share of the outputs; adapters
     as of `colwise`."""
-    _place(module, tp, ("weight", "bias", "lora_B"), Shard(1))
+    _place(module, tp, (*_OF_WEIGHT, "bias", "lora_B"), Shard(1))
     _place(module, tp, ["lora_A"], Replicate(), grad=Partial())
 
 
 def expert_rowwise(module: LocalParameters, tp: TensorParallel) -> None:
     """Matrices [E, out, in], of each of which a rank computes its share of the inputs' sum; their block adds up, as of
     `rowwise_within`. The biases [E, out] are added once."""
-    _place(module, tp, ("weight", "lora_A"), Shard(2))
+    _place(module, tp, (*_OF_WEIGHT, "lora_A"), Shard(2))
     _place(module, tp, ["lora_B"], Replicate(), grad=Partial())
     _add_once(module, tp)
 

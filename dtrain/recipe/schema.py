@@ -360,8 +360,8 @@ class Lora:
     """The directory of an adapter in PEFT's layout to go on from. Its own settings then count for the keys above. Only
     a dropout above 0 replaces the adapter's."""
     quantize: Literal["none", "nf4"] = "none"
-    """nf4: the linear layers' own weights are held in 4 bits (QLoRA, arXiv:2305.14314), those of a vision tower not. A
-    checkpoint that bitsandbytes quantized stays as it is."""
+    """nf4: the linear layers' and experts' own weights are held in 4 bits (QLoRA, arXiv:2305.14314), those of routers
+    and of a vision tower not. A checkpoint that bitsandbytes quantized stays as it is."""
 
 
 @dataclass

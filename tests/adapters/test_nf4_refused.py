@@ -9,7 +9,7 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.models.common import adapter_config
 from dtrain.models.common.flops import flops_per_token
-from dtrain.models.common.nf4 import quantize_linears
+from dtrain.models.common.nf4 import quantize_weights
 from dtrain.models.common.quantization_config import block_problems
 from dtrain.run.preflight import preflight
 from tests.adapters.test_nf4 import (
@@ -110,8 +110,8 @@ def test_codes_that_do_not_fit_are_refused_before_any_step(tmp_path, sizes, over
     ("section", "message"),
     [
         ({"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type 'fp4': of quantized weights only bitsandbytes' nf4"),
-        ({"load_in_4bit": False, "load_in_8bit": True}, "of quantized weights only bitsandbytes' nf4 is read"),
-        ({"quant_method": "gptq"}, "of quantized weights only bitsandbytes' nf4 is read; use the original checkpoint"),
+        ({"load_in_4bit": False, "load_in_8bit": True}, "of quantized weights only bitsandbytes' nf4, mxfp4"),
+        ({"quant_method": "gptq"}, "fp8 in blocks of 128 × 128 are read; use the original"),
         ({"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage 'bfloat16': only uint8 is read"),
         ({"llm_int8_skip_modules": ["("]}, "llm_int8_skip_modules"),
     ],
@@ -142,7 +142,7 @@ def test_a_quantized_weight_counts_whole_and_takes_its_own_bytes(tmp_path):
     directory = base(tmp_path)
     plain = models.build(models.read_config(directory), device="meta")
     model = models.build(models.read_config(directory), device="meta")
-    quantize_linears(model, torch.float32, adapter_config.linears(model.config))
+    quantize_weights(model, torch.float32, adapter_config.linears(model.config))
     for one in plain.parameters():
         one.requires_grad_(False)
     for one in model.parameters():

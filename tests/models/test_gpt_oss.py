@@ -127,7 +127,6 @@ def test_biases_of_experts_do_not_decay_and_are_no_matrices():
         ({"attention_dropout": 0.1}, "attention_dropout 0.1: dropout is not implemented"),
         ({"sliding_window": None}, "layer_types has sliding_attention, but no sliding_window is set"),
         ({"swiglu_limit": 0.0}, "swiglu_limit"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "such as unsloth/gpt-oss-20b-BF16"),
         ({"swiglu_beta": 2.0}, "swiglu_beta"),
     ],
 )

@@ -108,11 +108,7 @@ def test_a_flat_config_of_qwen2_5_vl_and_whole_numbers_among_the_other_parts(tmp
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8 weights are not trained: take the model in bf"),
-        (
-            {"quant_method": "mxfp4"},
-            "mxfp4 weights are not trained: take a copy of them in bfloat16, such as unsloth/gpt-oss-20b-BF16",
-        ),
+        ({"quant_method": "fp8", "weight_block_size": None}, "fp8 weights are not trained: take the model in bf"),
         ({"quant_method": "awq", "bits": 4}, "awq weights are not trained: take the model in bfloat16, by the same"),
         ({"quant_method": "gptq", "bits": 4}, "-GPTQ-Int4"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "compressed-tensors weights are not"),

@@ -16,7 +16,7 @@ from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.policy import Policy
 from tests.pretend.runs import runtime_of
 from tests.pretend.worlds import run_pretend
-from tests.tiny import tiny_recipe, write_model
+from tests.tiny import save_weights, tiny_recipe, write_model
 
 CLOSE = 0.01
 SHAPE = {
@@ -75,6 +75,7 @@ CASES = {
     ),
     "float32": (1, ["train.dtype=float32", "model.attention=sdpa"]),
 }
+SPARSE = SHAPE | {"intermediate_size": 768, "vocab_size": 301, "num_local_experts": 4, "num_experts_per_tok": 1}
 SMALL_HEAD = ("padded, computed again", "selective")  # so that a layer's backward holds most
 
 
@@ -92,6 +93,12 @@ def test_the_planned_peak_is_what_the_card_hands_out(tmp_path, size):
         path = write_model(tmp_path / name, "qwen3", tied=False, **sizes)
         shape = f"model.path={path}", "train.dtype=bfloat16", "data.max_length=512", "train.global_batch=2"
         recipes.append(tiny_recipe(tmp_path, *shape, "train.micro_batch=1", *CASES[name][1]))
+    if size == 1:  # dequantised, a stack of experts is as large as what else lives
+        names.append("experts in 4 bits")
+        path = save_weights(write_model(tmp_path / "experts", "gpt-oss", tied=False, **SPARSE))
+        more = ["model.init=pretrained", "lora={rank: 4}", "lora.quantize=nf4", "train.activation_checkpointing=full"]
+        shape = f"model.path={path}", "train.dtype=bfloat16", "data.max_length=512", "train.global_batch=2"
+        recipes.append(tiny_recipe(tmp_path, *shape, "train.micro_batch=1", *more))
     found = [max(ranks) for ranks in zip(*run_pretend(peaks_of_steps, size, recipes, size, timeout=300.0), strict=True)]
     off = {}
     for name, recipe, allocated in zip(names, recipes, found, strict=True):

@@ -185,7 +185,7 @@ def _joints(config: ModelConfig, name: str, stacked: bool) -> list[FusedWeight]:
         return [FusedWeight(f"{parent}.{parameter}", (name,))]
     of_experts = config.experts is not None and parent.endswith(".experts") and not is_adapter(name)
     if stacked and of_experts:
-        turned, end = config.experts is not None and config.experts.turned, "" if parameter == "weight" else "_bias"
+        turned, end = config.experts is not None and config.experts.turned, "_bias" if parameter == "bias" else ""
         flags = {"in_turn": turned, "transposed": turned and not end}
         if last == "down_proj":
             return [FusedWeight(f"{module}{end}", (name,), **flags)]

@@ -15,12 +15,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
 from dtrain.checkpoint.huggingface.file_rows import FusedWeight, joints
-from dtrain.checkpoint.huggingface.safetensor_files import CARRIED, WeightFiles
+from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
+from dtrain.checkpoint.huggingface.stored import CARRIED
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.adapters import Adapted, Adapter, adapted_layers, remove_adapters
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import CausalLM, Linear, PlainWeight
-from dtrain.models.common.nf4 import CODES, PARTS, SCALES, NF4Weight
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.moe import Router
+from dtrain.models.common.nf4 import CODES, PARTS, SCALES, NF4Weight, holds_codes
 from dtrain.parallel.placement import on_its_device
 from dtrain.parallel.tensor import exact_modules
 
@@ -131,8 +133,8 @@ def merge_in_place(model: CausalLM) -> bool:
     for name, layer in layers.items():
         weight = _of_layer(layer, name)
         whole = weight.read(weight.dtype)
-        if isinstance(layer, Linear) and isinstance(layer.held, NF4Weight):
-            layer.held = PlainWeight()
+        if holds_codes(layer):
+            del layer.held  # that of its class is left
             for parameter in PARTS:
                 del layer._parameters[parameter]
             layer.weight = nn.Parameter(whole, requires_grad=False)
@@ -192,14 +194,14 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _of_layer(layer: Adapted, name: str) -> WholeWeight:
     def read(dtype: torch.dtype) -> Tensor:
-        weight = layer.matrix(gathered) if isinstance(layer, Linear) else gathered(layer.weight)
+        weight = gathered(layer.weight) if isinstance(layer, Router) else layer.matrix(gathered)
         if layer.adapter is None:
             return weight.to(dtype)
         has_magnitude = isinstance(layer.adapter, Adapter) and layer.adapter.dora
         magnitude = gathered(layer.get_parameter("lora_magnitude")) if has_magnitude else None
         return merge(weight, gathered(layer.lora_A), gathered(layer.lora_B), layer.adapter.scale, magnitude, dtype)
 
-    if isinstance(layer, Linear) and isinstance(layer.held, NF4Weight):
-        is_sharded, dtype = isinstance(layer.get_parameter(CODES), DTensor), layer.held.dtype
-        return WholeWeight([name], torch.Size((layer.out_features, layer.in_features)), dtype, read, is_sharded)
+    if not isinstance(layer, Router) and isinstance(layer.held, NF4Weight):
+        is_sharded = isinstance(layer.get_parameter(CODES), DTensor)
+        return WholeWeight([name], layer.held.shape, layer.held.dtype, read, is_sharded)
     return WholeWeight([name], layer.weight.shape, layer.weight.dtype, read, isinstance(layer.weight, DTensor))

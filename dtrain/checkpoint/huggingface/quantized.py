@@ -7,7 +7,7 @@ is JSON in the bytes of `weight.quant_state.bitsandbytes__nf4`.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from dtrain.checkpoint.huggingface.file_rows import FileRows
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.models.common.adapter_config import linears
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.nf4 import LEVELS, quantize, quantize_linears
-from dtrain.models.common.quantization_config import BLOCK, skips
+from dtrain.models.common.nf4 import LEVELS, quantize, quantize_weights
+from dtrain.models.common.quantization_config import BLOCK, held_by_nf4, skips
 from dtrain.parallel.placement import local_slices, local_tensor
 
 CODES, SCALES = ".weight_codes", ".weight_scales"
@@ -35,17 +35,23 @@ def file_name(name: str) -> str:
     return f"{name.removesuffix(CODES)}.weight" if name.endswith(CODES) else name
 
 
+def weight_shape(name: str, tensor: Tensor) -> tuple[int, ...]:
+    """The shape of the model's tensor `name`, or of the weight that it has the codes of."""
+    return (*tensor.shape[:-1], 2 * tensor.shape[-1]) if name.endswith(CODES) else tuple(tensor.shape)
+
+
 def hold_in_4_bits(
     model: CausalLM, directory: Path, dtype: torch.dtype, *, nf4: bool, except_for: Collection[str] = ()
 ) -> list[str]:
-    """Let linear layers of `model`, on meta, hold their weights in 4 bits, and return their names in files.
+    """Let layers of `model`, on meta, hold their weights in 4 bits, and return their names in files.
 
     Of a checkpoint that bitsandbytes has quantized, whole or in part, they are those of which the files in `directory`
     hold codes; where no files are, as for a plan, those that config.json does not skip. Of any other checkpoint they
-    are all with `nf4`, and none without. dtype: what they compute in. except_for: names of layers that are trained
-    whole. The headers are read; no collective.
+    are all `held_by_nf4` with `nf4`, and none without. dtype: what they compute in. except_for: names of layers that
+    are trained whole. The headers are read; no collective.
     """
-    names, skipped = [name for name in linears(model.config) if name not in except_for], model.config.unquantized
+    of_config = held_by_nf4(model.config) if model.config.unquantized is None else linears(model.config)
+    names, skipped = [name for name in of_config if name not in except_for], model.config.unquantized
     if skipped is None:
         names = names if nf4 else []
     elif not has_weights(directory):
@@ -54,7 +60,7 @@ def hold_in_4_bits(
         stored = WeightFiles(directory).stored
         in_files = {name: model.checkpoint_names(f"{name}.weight") for name in names}
         names = [name for name in names if any(f"{weight}.{_STATE}" in stored for weight in in_files[name])]
-    quantize_linears(model, dtype, names)
+    quantize_weights(model, dtype, names)
     return names
 
 
@@ -97,30 +103,43 @@ def stored_mismatches(files: WeightFiles, weight: str, shape: tuple[int, ...]) -
 
 @torch.no_grad()
 def fill(files: WeightFiles, source: FileRows, codes: Tensor, scales: Tensor) -> None:
-    """Fill what this rank holds of codes uint8 [out, in/2] and scales int32 [out, in/64] from the rows `source` of a
-    weight in `files`. A tile of the file is in memory at once. No collective. Raises ValueError where it does not hold
-    the same blocks of both."""
+    """Fill what this rank holds of codes uint8 [out, in/2] or [E, out, in/2] and scales int32 [.., in/64] from the rows
+    `source` of a weight in `files`. A tile of the file is in memory at once. No collective. Raises ValueError where it
+    does not hold the same blocks of both."""
     if not local_tensor(codes).numel():
         return
-    (rows, half), (same_rows, blocks), weight = local_slices(codes), local_slices(scales), source.name
+    (*lead, half), (*same_lead, blocks), weight = local_slices(codes), local_slices(scales), source.name
     across = slice(2 * half.start, 2 * half.stop)
-    if rows != same_rows or across != slice(BLOCK * blocks.start, BLOCK * blocks.stop):
-        raise ValueError(f"{weight}: this rank holds codes {rows}, {half} and scales {same_rows}, {blocks}")
-    rows = source.slices((rows,))[0]
-    columns = 2 * codes.shape[1]
+    if lead != same_lead or across != slice(BLOCK * blocks.start, BLOCK * blocks.stop):
+        raise ValueError(f"{weight}: this rank holds codes {lead}, {half} and scales {same_lead}, {blocks}")
+    columns = 2 * codes.shape[-1]
     stored = _Stored(files, weight, columns) if files.stored[weight].kind == "U8" else None
     codes, scales = local_tensor(codes), local_tensor(scales)
-    step = max(1, _TILE // columns)
-    for start in range(rows.start, rows.stop, step):
-        part = slice(start, min(start + step, rows.stop))
-        here = slice(part.start - rows.start, part.stop - rows.start)
+    for part in _tiles(lead, columns):
+        here = tuple(slice(one.start - of.start, one.stop - of.start) for one, of in zip(part, lead, strict=True))
         if stored is None:
-            tile = torch.empty(part.stop - part.start, across.stop - across.start, device=codes.device)
-            files.copy_into(tile, weight, (part, across))
+            size = (one.stop - one.start for one in (*part, across))
+            tile = torch.empty(*size, device=codes.device)
+            source.fill(files, tile, (*part, across))
             codes[here], scales[here] = quantize(tile)
         else:
-            codes[here] = stored.codes(part)[:, half].to(codes.device)
-            scales[here] = stored.absmax(part)[:, blocks].view(torch.int32).to(scales.device)
+            (rows,) = source.slices(part)
+            codes[here] = stored.codes(rows)[:, half].to(codes.device)
+            scales[here] = stored.absmax(rows)[:, blocks].view(torch.int32).to(scales.device)
+
+
+def _tiles(lead: list[slice], columns: int) -> Iterator[tuple[slice, ...]]:
+    """The rows, or the experts and rows, of a weight that are in memory at once: whole matrices where these are small,
+    else rows of one."""
+    *experts, rows = lead
+    height = max(1, min(_TILE // columns, rows.stop - rows.start))
+    for matrices in _steps(experts[0], max(1, _TILE // (columns * (rows.stop - rows.start)))) if experts else [None]:
+        for part in _steps(rows, height):
+            yield (part,) if matrices is None else (matrices, part)
+
+
+def _steps(whole: slice, step: int) -> list[slice]:
+    return [slice(start, min(start + step, whole.stop)) for start in range(whole.start, whole.stop, step)]
 
 
 class _Stored:

@@ -54,7 +54,8 @@ def check_fit(model: nn.Module, files: WeightFiles, kept: Collection[str] = ()) 
     missing, mismatches = [], []
     held = {name: tensor for name, tensor in model_tensors(model).items() if name not in kept}
     tensors = {name: tensor for name, tensor in held.items() if not is_adapter(name)}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if not name.endswith(quantized.SCALES)}
+    shapes = {name: quantized.weight_shape(name, tensor) for name, tensor in tensors.items()}
+    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(quantized.SCALES)}
     config = getattr(model, "config", None)  # any module may be read into
     new = {"score.weight"} if isinstance(config, ModelConfig) and config.has_new_head else set()
     for fused in joints(model, shapes, files.stored):
@@ -92,7 +93,6 @@ def check_fit(model: nn.Module, files: WeightFiles, kept: Collection[str] = ()) 
 def _mismatches(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes: bool, has_beside: bool) -> list[str]:
     """Return what keeps tensor `name` of `files` from being one of this shape, or from giving its codes."""
     stored = files.stored[name]
-    shape = (shape[0], 2 * shape[1]) if is_codes else shape
     if is_codes and stored.kind == "U8":
         return quantized.stored_mismatches(files, name, shape)
     if has_beside and not is_codes:

@@ -3,41 +3,23 @@
 https://huggingface.co/docs/safetensors fixes the format: eight bytes of header length, a JSON header, then the data.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import INDEX, SINGLE, files_of_weights
+from dtrain.checkpoint.huggingface.stored import Stored, opened
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# What an export carries of parts that dtrain does not train, beside these.
-CARRIED = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-CARRIED |= {"BOOL": torch.bool}
+_OF_FEW_BITS = ("_blocks", "_scale_inv")  # names of tensors beside others
 _ROWS = 4096  # of two tensors that are compared
-BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # as a recipe writes them
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file. `kind` is the file's word for its dtype, `dtype` ours, None for what dtrain does not read."""
-
-    file: Path
-    shape: tuple[int, ...]
-    kind: str
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return DTYPES.get(self.kind)
 
 
 class WeightFiles:
-    """The tensors of `directory`, a `single` file or what the index lists, by name in `stored`. Reads the headers only.
+    """The tensors of `directory`, a `single` file or what the index lists, by name in `stored`; weights in mxfp4 and in
+    fp8 by blocks are bfloat16 there (`packed`). Reads the headers only.
     UserError, naming the file, for a directory without weights, a file of the index that is missing in the directory, a
     file that is cut short or damaged, and a tensor that is missing in its file."""
 
@@ -46,6 +28,10 @@ class WeightFiles:
         self.stored: dict[str, Stored] = {}
         for file, names in _files(directory, single).items():
             self._add(directory / file, names)
+        if any(name.endswith(_OF_FEW_BITS) for name in self.stored):
+            from dtrain.checkpoint.huggingface import packed
+
+            packed.unpack(self.stored)
 
     def copy_into(self, target: Tensor, name: str, slices: tuple[slice, ...] | None = None) -> None:
         """Fill the plain tensor `target` [any shape] with (a slice of) tensor `name`, cast to its dtype. The file is
@@ -54,9 +40,8 @@ class WeightFiles:
             target.copy_(self.read(name, slices))
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        """(A slice of) tensor `name`, [any shape], as it is stored, of any dtype. No collective."""
-        with _opened(self.stored[name].file) as file:  # a tensor without dimensions has no slice
-            return file.get_slice(name)[slices] if slices else file.get_tensor(name)
+        """(A slice of) tensor `name`, [any shape], as `stored` has it. No collective."""
+        return self.stored[name].read(name, slices)
 
     def differ(self, name: str, other: str) -> bool:
         """Return whether two tensors have other shapes or values; they are in memory a part at a time."""
@@ -67,7 +52,7 @@ class WeightFiles:
         return any(not self.read(name, part).double().equal(self.read(other, part).double()) for part in parts)
 
     def _add(self, path: Path, names: Sequence[str]) -> None:
-        with _opened(path) as file:
+        with opened(path) as file:
             held = set(file.keys())
             missing = sorted(set(names or held) - held)
             if missing:
@@ -83,19 +68,6 @@ def weight_files(directory: Path) -> list[Path]:
     """The files that `WeightFiles` reads, its index among them, by name. UserError where there are no weights."""
     files = _files(directory)
     return [directory / name for name in ([SINGLE] if SINGLE in files else [INDEX, *sorted(files)])]
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: there is no such file, but {INDEX} names it; download it again") from error
-    except SafetensorError as error:
-        raise UserError(f"{path}: cut short or damaged ({error}); download it again") from error
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from error
 
 
 def _files(directory: Path, single: str = SINGLE) -> Mapping[str, Sequence[str]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dtrain.models.common.config import Experts as Sizes
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import GatedMLP, Linear, PreNormLayer
+from dtrain.models.common.decoder import GatedMLP, Linear, PlainWeight, PreNormLayer
 from dtrain.models.common.functions import ACTIVATIONS, clamped, gated
 from dtrain.models.common.routing import Routing
 from dtrain.parallel.experts import Experts, collect, on_host, spread
@@ -24,6 +24,7 @@ from dtrain.parallel.tensor import Block, LocalParameters
 
 if TYPE_CHECKING:
     from dtrain.models.common.adapters import ParameterAdapter
+    from dtrain.models.common.nf4 import CodedStack, NF4Stack
 
 Choose = Callable[[Tensor], Tensor]  # a router's choices [T, k] -> those that count, [T, k], ascending
 
@@ -77,9 +78,19 @@ class Router(LocalParameters):
         return chosen, weights, shares
 
 
-class ExpertLinear(LocalParameters):
-    """A matrix of every expert, and its bias, where it has one. adapter: what it adds (`adapters`)."""
+class PlainStack(PlainWeight):
+    """Matrices [E, out, in] of experts, held as the parameter `weight`."""
 
+    def grouped(self, x: Tensor, counts: Tensor, read: Callable[[str], Tensor]) -> Tensor:
+        """x [m, in], sorted by expert, counts [E/ep] of each -> [m, out]"""
+        return grouped(x, read("weight"), counts)
+
+
+class ExpertLinear(LocalParameters):
+    """A matrix of every expert, and its bias, where it has one. held: its weight, as its parameters hold it. adapter:
+    what it adds (`adapters`)."""
+
+    held: "PlainStack | NF4Stack" = PlainStack()
     adapter: "ParameterAdapter | None" = None
     lora_A: nn.Parameter
     lora_B: nn.Parameter
@@ -91,13 +102,17 @@ class ExpertLinear(LocalParameters):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [m, in], sorted by expert, as many rows of each as counts [E/ep] says -> [m, out]"""
-        out = grouped(x, self.local("weight"), counts)
+        out = self.held.grouped(x, counts, self.local)
         out = out if self.bias is None else torch.addmm(out, _owners(counts, x), self.local("bias"))
         return out if self.adapter is None else self.adapter(self, x, out, counts)
 
     def extra_repr(self) -> str:
-        count, rows, columns = self.weight.shape
+        count, rows, columns = getattr(self.held, "shape", None) or self.weight.shape
         return f"{count} of {columns} -> {rows}"
+
+    def matrix(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """W [E, out, in], as `Linear.matrix`"""
+        return self.held.matrix(self.local if part is None else lambda name: part(getattr(self, name)))
 
 
 class GatedExperts(Experts):
@@ -196,34 +211,35 @@ def grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return cast(Tensor, _Grouped.apply(x, weight, counts))
 
 
+def products(x: Tensor, stack: "Tensor | CodedStack", counts: Tensor, *, back: bool = False) -> Tensor:
+    """x [m, in] · W[e]ᵀ of each row's expert, [m, out], or with `back` x [m, out] · W[e], [m, in], without autograd.
+    stack: W [E/ep, out, in]; one in 4 bits is dequantised whole for a grouped product, else a matrix at a time."""
+    if _is_fused(x, stack):
+        whole = stack[:]
+        return F.grouped_mm(x, whole if back else whole.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+    out = x.new_empty(len(x), stack.shape[2 if back else 1])
+    for index, (rows, result) in _runs(counts, x, out):
+        torch.mm(rows, stack[index] if back else stack[index].t(), out=result)
+    return out
+
+
 class _Grouped(torch.autograd.Function):
     """x [m, in] · W[e]ᵀ of each row's expert. torch's grouped product takes no float64, and on a CPU it is a loop."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
-        if _is_fused(x, weight):
-            return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-        out = x.new_empty(len(x), weight.shape[1])
-        for index, (rows, result) in _runs(counts, x, out):
-            torch.mm(rows, weight[index].t(), out=result)
-        return out
+        return products(x, weight, counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, counts = ctx.saved_tensors
         grad = grads[0].contiguous()
-        of_x = of_weight = None
-        if _is_fused(x, weight):
-            ends = counts.cumsum(0, dtype=torch.int32)
-            of_x = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
-            of_weight = F.grouped_mm(grad.t(), x, offs=ends) if ctx.needs_input_grad[1] else None
-            return of_x, of_weight, None
-        if ctx.needs_input_grad[0]:
-            of_x = torch.empty_like(x)
-            for index, (rows, result) in _runs(counts, grad, of_x):
-                torch.mm(rows, weight[index], out=result)
-        if ctx.needs_input_grad[1]:
+        of_x = products(grad, weight, counts, back=True) if ctx.needs_input_grad[0] else None
+        of_weight = None
+        if ctx.needs_input_grad[1] and _is_fused(x, weight):
+            of_weight = F.grouped_mm(grad.t(), x, offs=counts.cumsum(0, dtype=torch.int32))
+        elif ctx.needs_input_grad[1]:
             of_weight = torch.zeros_like(weight)
             for index, (rows, inputs) in _runs(counts, grad, x):
                 torch.mm(rows.t(), inputs, out=of_weight[index])
@@ -237,7 +253,7 @@ def _owners(counts: Tensor, x: Tensor) -> Tensor:
     return (experts.repeat_interleave(counts, output_size=len(x))[:, None] == experts).to(x.dtype)
 
 
-def _is_fused(x: Tensor, weight: Tensor) -> bool:
+def _is_fused(x: Tensor, weight: "Tensor | CodedStack") -> bool:
     # Its rows begin at multiples of 16 bytes, which those of an adapter's rank may not.
     is_aligned = not any(size * x.element_size() % 16 for size in weight.shape[1:])
     return x.is_cuda and is_aligned and x.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.models.common.decoder import CausalLM, Linear
+from dtrain.models.common.moe import ExpertLinear, products
 from dtrain.models.common.quantization_config import BLOCK
 
 PARTS = CODES, SCALES = "weight_codes", "weight_scales"  # a layer's parameters, in place of its weight
@@ -40,28 +41,30 @@ _LEAST = 1e-38  # a block of zeros is divided by it
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [rows, columns], of any float dtype, 64 divides columns -> codes uint8 [rows, columns/2], scales int32
-    [rows, columns/64]. Computed in float32 on the weight's device, where it takes a few times the weight's memory."""
-    blocks = weight.float().unflatten(1, (-1, BLOCK))  # [rows, columns/64, 64]
+    """weight [.., rows, columns], of any float dtype, 64 divides columns -> codes uint8 [.., rows, columns/2], scales
+    int32 [.., rows, columns/64]. Computed in float32 on the weight's device, where it takes a few times the weight's
+    memory."""
+    blocks = weight.float().unflatten(-1, (-1, BLOCK))  # [.., rows, columns/64, 64]
     scales = blocks.abs().amax(-1)
     levels = _levels(weight.device)
     # A product with the inverse and not a quotient: bitsandbytes' codes are those of its rounding.
     scaled = blocks * (1 / scales.clamp(min=_LEAST))[..., None]
-    codes = torch.bucketize(scaled, (levels[:-1] + levels[1:]) / 2, out_int32=True).to(torch.uint8).flatten(1)
-    return codes[:, ::2] << 4 | codes[:, 1::2], scales.view(torch.int32)
+    codes = torch.bucketize(scaled, (levels[:-1] + levels[1:]) / 2, out_int32=True).to(torch.uint8).flatten(-2)
+    return codes[..., ::2] << 4 | codes[..., 1::2], scales.view(torch.int32)
 
 
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """`quantize`'s codes and scales -> [rows, columns] in `dtype`, each weight rounded to it once from float32. Beside
-    the result it needs the memory of a tile."""
-    rows, columns = codes.shape[0], 2 * codes.shape[1]
-    whole = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    """`quantize`'s codes and scales -> [.., rows, columns] in `dtype`, each weight rounded to it once from float32.
+    Beside the result it needs the memory of a tile."""
+    *lead, columns = *codes.shape[:-1], 2 * codes.shape[-1]
+    codes, scales = codes.flatten(0, -2), scales.flatten(0, -2)
+    whole = torch.empty(len(codes), columns, dtype=dtype, device=codes.device)
     pairs = _pairs(codes.device, codes.is_meta)
     tile = max(1, (2**18 if codes.device.type == "cpu" else 2**22) // max(columns, 1))  # a CPU's in its cache
     for part, bits, out in zip(codes.split(tile), scales.split(tile), whole.split(tile), strict=True):
         levels = F.embedding(part.int(), pairs).view(-1, BLOCK)  # [blocks, 64]
         out.copy_((levels * bits.view(torch.float32).reshape(-1, 1)).view_as(out))
-    return whole
+    return whole.view(*lead, columns)
 
 
 def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -73,9 +76,11 @@ def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Te
 @dataclass(frozen=True)
 class NF4Weight:
     """Weight [out, in] of a linear layer, held in 4 bits as its parameters weight_codes uint8 [out, in/2] and
-    weight_scales int32 [out, in/64]. dtype: of computation. read: as `PlainWeight` takes it."""
+    weight_scales int32 [out, in/64]. dtype: of computation; shape: of the whole weight. read: as `PlainWeight` takes
+    it."""
 
     dtype: torch.dtype
+    shape: torch.Size
 
     def product(self, x: Tensor, bias: Tensor | None, read: Callable[[str], Tensor]) -> Tensor:
         """x [.., in] -> x · Wᵀ + bias, [.., out]"""
@@ -86,9 +91,34 @@ class NF4Weight:
         return dequantize(read(CODES), read(SCALES), self.dtype)
 
 
-def quantize_linears(model: CausalLM, dtype: torch.dtype, names: Iterable[str]) -> None:
-    """Let linear layers of `model`'s decoder, on meta and before it lies on a mesh, hold their weights [out, in] as an
-    `NF4Weight` does, in two frozen parameters, which `read_weights` fills.
+class NF4Stack(NF4Weight):
+    """Matrices [E, out, in] of experts, held in 4 bits alike: codes [E, out, in/2] and scales [E, out, in/64]."""
+
+    def grouped(self, x: Tensor, counts: Tensor, read: Callable[[str], Tensor]) -> Tensor:
+        """x [m, in], sorted by expert, counts [E/ep] of each -> [m, out]. Dequantised here, and again in the backward,
+        which keeps the codes and scales alone."""
+        return cast(Tensor, _Grouped.apply(x, read(CODES), read(SCALES), counts))
+
+
+@dataclass(frozen=True)
+class CodedStack:
+    """Matrices [E, out, in] of `codes` and `scales`, dequantised to `dtype` when an index takes some."""
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.codes.shape[:-1], 2 * self.codes.shape[-1]
+
+    def __getitem__(self, index: int | slice) -> Tensor:
+        return dequantize(self.codes[index], self.scales[index], self.dtype)
+
+
+def quantize_weights(model: CausalLM, dtype: torch.dtype, names: Iterable[str]) -> None:
+    """Let layers of `model`'s decoder, on meta and before it lies on a mesh, hold their weights [out, in], or stacks
+    [E, out, in], as an `NF4Weight` or `NF4Stack` does, in two frozen parameters, which `read_weights` fills.
 
     dtype: what the layers compute in. names: of the layers in files (`checkpoint.huggingface.quantized` chooses them).
     Sizes must fit (`quantization_config.block_problems`).
@@ -96,16 +126,17 @@ def quantize_linears(model: CausalLM, dtype: torch.dtype, names: Iterable[str]) 
     torch.compiler.assume_constant_result(_pairs)  # here, because it loads torch._dynamo
     for name in names:
         for part in model.config.parts(name):
-            layer = cast(Linear, model.get_submodule(part))
+            layer = cast(Linear | ExpertLinear, model.get_submodule(part))
+            shape = layer.weight.shape
             layer.register_parameter("weight", None)
-            layer.held = NF4Weight(dtype)
+            layer.held = NF4Weight(dtype, shape) if isinstance(layer, Linear) else NF4Stack(dtype, shape)
             for key, width, kind in ((CODES, 2, torch.uint8), (SCALES, BLOCK, torch.int32)):
-                empty = torch.empty(layer.out_features, layer.in_features // width, dtype=kind, device="meta")
+                empty = torch.empty(*shape[:-1], shape[-1] // width, dtype=kind, device="meta")
                 layer.register_parameter(key, nn.Parameter(empty, requires_grad=False))
 
 
 def holds_codes(layer: nn.Module) -> bool:
-    """Return whether `layer` is a linear layer that holds its weight in 4 bits."""
+    """Return whether `layer` is a linear layer, or one of experts, that holds its weight in 4 bits."""
     return isinstance(getattr(layer, "held", None), NF4Weight)
 
 
@@ -121,6 +152,20 @@ class _Product(torch.autograd.Function):
         of_x = grad @ dequantize(codes, scales, grad.dtype) if ctx.needs_input_grad[0] else None
         of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
         return of_x, None, None, of_bias
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(codes, scales, counts)
+        return products(x, CodedStack(codes, scales, x.dtype), counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None]:
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        grad, (codes, scales, counts) = grads[0].contiguous(), ctx.saved_tensors
+        return products(grad, CodedStack(codes, scales, grad.dtype), counts, back=True), None, None, None
 
 
 def _levels(device: torch.device) -> Tensor:

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from dtrain.base.name_patterns import fullmatch, pattern_error
-from dtrain.models.common.adapter_config import linears
+from dtrain.models.common.adapter_config import is_stack, linears, parameters
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.config_fields import shown
 
 BLOCK = 64
 _CUT_BY_INPUTS = ("o_proj", "out_proj", "down_proj", "output_linear")  # of the style rowwise
-_READ = "of quantized weights only bitsandbytes' nf4 is read"
+_READ = "of quantized weights only bitsandbytes' nf4, mxfp4, and fp8 in blocks of 128 × 128 are read"
 _ORIGINAL = "; use the original checkpoint"
 _SIBLING = (
     "take the model in bfloat16, by the same name without -FP8, -AWQ, -GPTQ-Int4 or -bnb-8bit (Qwen, Meta), or with "
@@ -28,17 +28,24 @@ def _instead(values: dict[str, Any]) -> str:
     method = values.get("quant_method")
     if method == "bitsandbytes" and values.get("load_in_8bit", values.get("_load_in_8bit")):
         return f"{_ORIGINAL}; bitsandbytes weights in 8 bits are not trained: {_SIBLING}"
-    if method == "mxfp4":
-        copies = "unsloth/gpt-oss-20b-BF16 or unsloth/gpt-oss-120b-BF16"
-        return f"; mxfp4 weights are not trained: take a copy of them in bfloat16, such as {copies}"
     known = ("fp8", "fbgemm_fp8", "finegrained_fp8", "awq", "gptq", "compressed-tensors", "modelopt", "hqq")
     return f"{_ORIGINAL}; {method} weights are not trained: {_SIBLING}" if method in known else _ORIGINAL
 
 
-def unquantized(section: Any, problems: list[str]) -> tuple[str, ...]:
-    """The patterns of modules that a checkpoint with this section holds as they were. What dtrain does not read is
-    added to `problems`: everything but bitsandbytes' nf4."""
+def _is_unpacked(values: dict[str, Any]) -> bool:
+    """Return whether weights with this section are read as bfloat16 (`checkpoint.huggingface.packed`)."""
+    is_fp8 = values.get("quant_method") == "fp8" and values.get("weight_block_size") == [128, 128]
+    is_plain = values.get("activation_scheme", "dynamic") == "dynamic" and values.get("fmt", "e4m3") == "e4m3"
+    return values.get("quant_method") == "mxfp4" or (is_fp8 and is_plain)
+
+
+def unquantized(section: Any, problems: list[str]) -> tuple[str, ...] | None:
+    """The patterns of modules that a checkpoint with this section, in 4 bits, holds as they were; None of one that is
+    read as bfloat16. What dtrain does not read is added to `problems`: everything but bitsandbytes' nf4, mxfp4, and fp8
+    in blocks."""
     values = section if isinstance(section, dict) else {}
+    if _is_unpacked(values):
+        return None
     kind, storage = values.get("bnb_4bit_quant_type", "fp4"), values.get("bnb_4bit_quant_storage") or "uint8"
     if values.get("quant_method") != "bitsandbytes" or not values.get("load_in_4bit", values.get("_load_in_4bit")):
         problems.append(f"quantization_config {shown(section)}: {_READ}{_instead(values)}")
@@ -68,13 +75,24 @@ def _is_pattern(value: Any) -> bool:
     return isinstance(value, str) and pattern_error(_from_start(value)) is None
 
 
+def held_by_nf4(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """[out, in] of the linear layers of `config`, and [E, out, in] of its stacks of experts, that `lora.quantize=nf4`
+    holds in 4 bits, by name in files: all but what weighs a token's experts."""
+    gates = (".router.proj", ".shared_expert_gate")
+    stacks = parameters(config, all_of_them=True).items()
+    layers: dict[str, tuple[int, ...]] = {
+        name: size for name, size in linears(config).items() if not name.endswith(gates)
+    }
+    return layers | {name: size for name, size in stacks if is_stack(name)}
+
+
 def block_problems(config: ModelConfig, names: Iterable[str], tp: int) -> list[str]:
-    """Return what keeps the linear layers `names` (in files) from 4 bits on `tp` tensor-parallel ranks, one line each
-    for layers of one name."""
-    problems, table = [], linears(config)
+    """Return what keeps the layers `names` (in files) from 4 bits on `tp` tensor-parallel ranks, one line each for
+    layers of one name and size."""
+    problems, table = [], linears(config) | held_by_nf4(config)
     made = "lora.quantize=nf4 makes" if config.unquantized is None else "bitsandbytes made"
     instead = "set lora.quantize=none" if config.unquantized is None else "use the original checkpoint"
-    for name, inputs in {name.rpartition(".")[2]: table[name][1] for name in names}.items():
+    for name, inputs in dict.fromkeys((name.rpartition(".")[2], table[name][-1]) for name in names):
         if inputs % BLOCK:
             problems.append(f"{made} blocks of {BLOCK} inputs, which do not divide the {inputs} of {name}: {instead}")
         elif name in _CUT_BY_INPUTS and inputs // BLOCK % tp:

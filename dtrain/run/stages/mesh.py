@@ -50,11 +50,6 @@ def unfit(spec: RunSpec, model: ModelConfig, ep: int) -> list[str]:
             f"{named}: takes parameters by whole rows, and parallel.tp={tp} cuts the rows of the experts' matrices; "
             "leave it out, or set parallel.tp=1 and share experts by parallel.ep"
         )
-    if model.experts is not None and recipe.lora is not None and recipe.lora.quantize != "none":
-        problems.append(
-            f"lora.quantize={recipe.lora.quantize}: the experts, most of this model, would stay as they are; "
-            "set lora.quantize=none, and share them by parallel.ep"
-        )
     most, length = model.most_positions, recipe.data.max_length
     if most is not None and length > most:
         problems.append(

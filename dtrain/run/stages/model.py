@@ -15,9 +15,10 @@ from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_f
 from dtrain.checkpoint.peft.config import base_of, is_adapter_directory
 from dtrain.checkpoint.peft.tensors import read_header
 from dtrain.models.common import quantization_config
-from dtrain.models.common.adapter_config import linears, modules
+from dtrain.models.common.adapter_config import modules
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.nf4 import holds_codes
+from dtrain.models.common.quantization_config import held_by_nf4
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.trained import choose_trained
@@ -55,7 +56,7 @@ def check_models(spec: RunSpec) -> list[str]:
             "model.init=pretrained, or use the original checkpoint's config.json"
         )
     elif model.unquantized is None and recipe.lora is not None and recipe.lora.quantize == "nf4":
-        problems += quantization_config.block_problems(model, linears(model), max(recipe.parallel.tp, 1))
+        problems += quantization_config.block_problems(model, held_by_nf4(model), max(recipe.parallel.tp, 1))
     if model.experts is None and recipe.moe.balance > 0:
         problems.append(f"moe.balance={recipe.moe.balance}: this model has no experts; leave it out")
     if recipe.train.tile == "mlp" and all(map(model.is_sparse, range(model.num_hidden_layers))):
