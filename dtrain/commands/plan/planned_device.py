@@ -174,6 +174,13 @@ class PlannedDevice(TorchFunctionMode):
         return self.device if tensor.is_meta else _HOST
 
 
+class PlannedStream(torch.cpu.Stream):
+    """Stream to select around a step whose FSDP lies on a CPU: one with the numbers of a device's, which FSDP of torch
+    2.15 hands to an operation for each tensor that says it is on a GPU."""
+
+    stream_id = device_index = device_type = 0
+
+
 def _as_meta(value: Any) -> Any:
     """Return meta for an argument that names the planned device, as tensors or the policy say it; for FSDP's "cpu" too.
     The host is the device of a real tensor, or "cpu", or nothing."""

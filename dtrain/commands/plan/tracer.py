@@ -111,7 +111,8 @@ _FLASH_BACKWARD = {
         len(args[1]),
     ),
 }
-_FREE = ("aten::empty", "aten::detach", "aten::_local_scalar", "aten::lift")  # compute nothing
+# Compute nothing.
+_FREE = ("aten::empty", "aten::detach", "aten::_local_scalar", "aten::lift", "fsdp::record_grad_output_stream")
 
 
 class Tracer(MetaKernels):
