@@ -4,6 +4,7 @@ process groups of a run: their backends, and how long a rank waits in them."""
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -53,7 +54,7 @@ def build_mesh(
         experts, expert_fsdp = split["ep"], split["expert_fsdp"]
         made += [experts, expert_fsdp]
         if dp_replicate > 1:
-            expert_fsdp = DeviceMesh._concatenate([mesh["dp_replicate"], expert_fsdp])
+            expert_fsdp = joined_meshes(mesh["dp_replicate"], expert_fsdp)
     for group in (*mesh.get_all_groups(), *(submesh.get_group() for submesh in made)):
         set_timeouts(group, runtime.collective_timeout)
     return Mesh(
@@ -69,6 +70,16 @@ def build_mesh(
         ep=experts,
         expert_fsdp=expert_fsdp,
     )
+
+
+def joined_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """The mesh of all dimensions of `meshes`, in their order; these are parts of one mesh. No collective."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
+    """The devices whose tensors `group` can send, without an index."""
+    return group._device_types
 
 
 def init_process_group(
@@ -97,7 +108,7 @@ def set_timeouts(group: dist.ProcessGroup | None, seconds: float | None) -> None
     hour where `seconds` is None.
     """
     assert group is not None, "no process group is up"
-    for device in group._device_types:
+    for device in devices_of(group):
         backend = group._get_backend(device)
         if seconds is not None or isinstance(backend, dist.ProcessGroupGloo):
             backend.set_timeout(HOST_WAIT if seconds is None else timedelta(seconds=seconds))
