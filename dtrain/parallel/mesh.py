@@ -50,7 +50,8 @@ def build_mesh(
     dp_cp = mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
     made, experts, expert_fsdp = [sharded, dp, dp_cp], None, None
     if ep > 1:
-        split = sharded._unflatten(0, (sharded.size() // ep, ep), ("expert_fsdp", "ep"))
+        sizes, names = (sharded.size() // ep, ep), ("expert_fsdp", "ep")
+        split = sharded._unflatten(dim=0, mesh_sizes=sizes, mesh_dim_names=names)
         experts, expert_fsdp = split["ep"], split["expert_fsdp"]
         made += [experts, expert_fsdp]
         if dp_replicate > 1:
@@ -74,7 +75,7 @@ def build_mesh(
 
 def joined_meshes(*meshes: DeviceMesh) -> DeviceMesh:
     """The mesh of all dimensions of `meshes`, in their order; these are parts of one mesh. No collective."""
-    return DeviceMesh._concatenate(list(meshes))
+    return DeviceMesh._concatenate(device_mesh_list=list(meshes))
 
 
 def devices_of(group: dist.ProcessGroup) -> list[torch.device]:

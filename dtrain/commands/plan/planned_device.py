@@ -89,14 +89,14 @@ def attention(
     the dtype is half; else, or with a mask, the memory-efficient one, which takes no grouped heads. float64 never asks
     for it there (`SdpaKernel`).
     """
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if device_type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=attn_mask, **options)[0]
     if q.dtype in HALF and attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+        return aten._scaled_dot_product_flash_attention(q, k, v, **options)[0]
     bias = None if attn_mask is None else attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+    options["compute_log_sumexp"] = True
+    return aten._scaled_dot_product_efficient_attention(q, k, v, attn_bias=bias, **options)[0]
 
 
 def flash_workspace(q: Tensor, k: Tensor, documents: int) -> int:
