@@ -50,8 +50,8 @@ def build_mesh(
     dp_cp = mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
     made, experts, expert_fsdp = [sharded, dp, dp_cp], None, None
     if ep > 1:
-        sizes, names = (sharded.size() // ep, ep), ("expert_fsdp", "ep")
-        split = sharded._unflatten(dim=0, mesh_sizes=sizes, mesh_dim_names=names)
+        halves, names = (sharded.size() // ep, ep), ("expert_fsdp", "ep")
+        split = sharded._unflatten(dim=0, mesh_sizes=halves, mesh_dim_names=names)
         experts, expert_fsdp = split["ep"], split["expert_fsdp"]
         made += [experts, expert_fsdp]
         if dp_replicate > 1:
@@ -118,5 +118,6 @@ def set_timeouts(group: dist.ProcessGroup | None, seconds: float | None) -> None
 def new_host_group(collective_timeout: float | None = None) -> dist.ProcessGroup:
     """All ranks in a gloo group of their own, for a thread beside the main one. Collective."""
     group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)  # a number where this rank is not in it
     set_timeouts(group, collective_timeout)
     return group
