@@ -70,7 +70,8 @@ class CpuFlash:
         return out.to(wide), lse.to(wide).masked_fill(_unseen(bias), float("-inf"))
 
     def backward(self, grad, q, k, v, out, lse, bias, scale):
-        return _cpu_backward(grad, q, k, v, out, lse, 0.0, False, attn_mask=bias.to(q.dtype), scale=scale)
+        options = {"dropout_p": 0.0, "is_causal": False, "attn_mask": bias.to(q.dtype), "scale": scale}
+        return _cpu_backward(grad, q, k, v, out, lse, **options)
 
 
 Blocks = Products | CpuFlash

@@ -7,6 +7,7 @@ read from there.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -19,6 +20,9 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from dtrain.attention.blocks import BlockByBlock, Partial
 from dtrain.attention.kernels import Abilities, Kernel, SdpaKernel, Visibility
 from dtrain.attention.packing import Call, Packing
+
+# torch 2.11 has no such argument, and takes fewer key heads as they come.
+_GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 class Segments(NamedTuple):
@@ -88,7 +92,7 @@ class Flash:
 
     def _forward(self, q, k, v, segments, scale, aux):
         ends, longest = (segments.query_ends, segments.key_ends), (segments.longest_query, segments.longest_key)
-        options = {"return_aux": aux, "scale": scale, "window_size": segments.window, "enable_gqa": True}
+        options = {"return_aux": aux, "scale": scale, "window_size": segments.window, **_GROUPED_HEADS}
         # From torch 2.15 on it may be cuDNN's, and the backward of blocks is flash attention's: a step takes one.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return varlen_attn(q, k, v, *ends, *longest, **options)

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dtrain.parallel.collectives import all_to_all, exchange
-from dtrain.parallel.placement import chunk_bounds
+from dtrain.parallel.mesh import joined_meshes
+from dtrain.parallel.placement import chunk_bounds, local_tensor
 from dtrain.parallel.tensor import LocalParameters, LocalView
 
 
@@ -54,7 +55,7 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
 def spread_experts(model: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> None:
     """Leave this rank E/ep of the experts of each layer of `model`, whose plan over the one-dimensional `tp` is
     applied. Their parameters become DTensors over (ep, tp), or over `ep` where tp has one rank. No collective."""
-    both = DeviceMesh._concatenate([ep, tp]) if tp.size() > 1 else ep
+    both = joined_meshes(ep, tp) if tp.size() > 1 else ep
     cut: dict[nn.Parameter, nn.Parameter] = {}  # what is shared before is shared after
     for experts in (module for module in model.modules() if isinstance(module, Experts)):
         experts.ep = ep
@@ -69,7 +70,7 @@ def spread_experts(model: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> None:
 
 
 def _cut_by_expert(held: nn.Parameter, mesh: DeviceMesh, ep: DeviceMesh) -> nn.Parameter:
-    local = held._local_tensor if isinstance(held, DTensor) else held
+    local = local_tensor(held)
     start, end = chunk_bounds(held.shape[0], ep.size(), ep.get_local_rank())
     others = held.placements if isinstance(held, DTensor) else ()
     placed = DTensor.from_local(

@@ -122,7 +122,10 @@ def _shards(model: nn.Module, mesh: DeviceMesh) -> Shards:
     # Not above: torch 2.11 has none, and runs all but ep.
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
-    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0) if mesh.ndim > 1 else FSDPMeshInfo(mesh, 0)
+    if mesh.ndim > 1:
+        info: FSDPMeshInfo = HSDPMeshInfo(mesh=mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    else:
+        info = FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
     ranks = mesh.size(mesh.ndim - 1)
     experts = expert_parameters(model)
 
@@ -133,7 +136,8 @@ def _shards(model: nn.Module, mesh: DeviceMesh) -> Shards:
         last = parameter.dim() - 1
         # Codes (models.common.nf4) are cut where their scales are: 32 bytes of codes have one.
         pieces = columns // 32 if parameter.dtype == torch.uint8 else columns
-        return ShardPlacementResult(Shard(last if count < ranks and pieces % ranks == 0 else 0), info)
+        placement = Shard(last if count < ranks and pieces % ranks == 0 else 0)
+        return ShardPlacementResult(placement=placement, mesh_info=info)
 
     return shards
 

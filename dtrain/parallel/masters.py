@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtrain.parallel.placement import chunk_bounds, cut_by, local_bounds, local_tensor
+from dtrain.parallel.placement import chunk_bounds, cut_by, local_bounds, local_tensor, replace_local_tensor
 
 
 class Master(Tensor):
@@ -50,19 +50,19 @@ def keep_on_host(model: nn.Module, dtype: torch.dtype) -> None:
     trained = [
         parameter for parameter in model.parameters() if isinstance(parameter, DTensor) and parameter.requires_grad
     ]
-    moved = {parameter: parameter._local_tensor for parameter in trained if parameter.dtype != dtype}
+    moved = {parameter: local_tensor(parameter) for parameter in trained if parameter.dtype != dtype}
     for parameter, local in moved.items():
         size = _padded(parameter)
         memory = local.new_zeros(size) if local.is_meta else torch.zeros(size, dtype=local.dtype, pin_memory=True)
         if local.numel():
             memory[: len(local)] = local
-        parameter._local_tensor = memory
+        replace_local_tensor(parameter, memory)
     model.load_state_dict({}, strict=False)  # FSDP looks where its parameters lie, and lets go of where they lay
     for parameter, local in moved.items():
-        memory = parameter._local_tensor
+        memory = local_tensor(parameter)
         master = memory[: len(local)].as_subclass(Master)
         master.rounded = torch.zeros(memory.shape, dtype=dtype, device=local.device)
-        parameter._local_tensor = master
+        replace_local_tensor(parameter, master)
         if not local.is_meta:
             master.refresh()
 

@@ -4,6 +4,7 @@ process groups of a run: their backends, and how long a rank waits in them."""
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -49,11 +50,12 @@ def build_mesh(
     dp_cp = mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
     made, experts, expert_fsdp = [sharded, dp, dp_cp], None, None
     if ep > 1:
-        split = sharded._unflatten(0, (sharded.size() // ep, ep), ("expert_fsdp", "ep"))
+        halves, names = (sharded.size() // ep, ep), ("expert_fsdp", "ep")
+        split = sharded._unflatten(dim=0, mesh_sizes=halves, mesh_dim_names=names)
         experts, expert_fsdp = split["ep"], split["expert_fsdp"]
         made += [experts, expert_fsdp]
         if dp_replicate > 1:
-            expert_fsdp = DeviceMesh._concatenate([mesh["dp_replicate"], expert_fsdp])
+            expert_fsdp = joined_meshes(mesh["dp_replicate"], expert_fsdp)
     for group in (*mesh.get_all_groups(), *(submesh.get_group() for submesh in made)):
         set_timeouts(group, runtime.collective_timeout)
     return Mesh(
@@ -69,6 +71,16 @@ def build_mesh(
         ep=experts,
         expert_fsdp=expert_fsdp,
     )
+
+
+def joined_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """The mesh of all dimensions of `meshes`, in their order; these are parts of one mesh. No collective."""
+    return DeviceMesh._concatenate(device_mesh_list=list(meshes))
+
+
+def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
+    """The devices whose tensors `group` can send, without an index."""
+    return group._device_types
 
 
 def init_process_group(
@@ -97,7 +109,7 @@ def set_timeouts(group: dist.ProcessGroup | None, seconds: float | None) -> None
     hour where `seconds` is None.
     """
     assert group is not None, "no process group is up"
-    for device in group._device_types:
+    for device in devices_of(group):
         backend = group._get_backend(device)
         if seconds is not None or isinstance(backend, dist.ProcessGroupGloo):
             backend.set_timeout(HOST_WAIT if seconds is None else timedelta(seconds=seconds))
@@ -106,5 +118,6 @@ def set_timeouts(group: dist.ProcessGroup | None, seconds: float | None) -> None
 def new_host_group(collective_timeout: float | None = None) -> dist.ProcessGroup:
     """All ranks in a gloo group of their own, for a thread beside the main one. Collective."""
     group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)  # a number where this rank is not in it
     set_timeouts(group, collective_timeout)
     return group

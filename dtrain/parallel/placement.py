@@ -34,6 +34,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def replace_local_tensor(tensor: DTensor, local: Tensor) -> None:
+    """Make `local` [..] what this rank holds of `tensor`. No collective."""
+    tensor._local_tensor = local
+
+
 def on_its_device(tensor: Tensor) -> Tensor:
     """`tensor` [..] without its gradient: itself, or a copy of a master that lies on the host (`masters`), which is a
     parameter of the device all the same. No collective."""

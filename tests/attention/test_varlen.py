@@ -180,13 +180,7 @@ def test_torchs_own_operations_take_these_arguments():
     assert [one.shape for one in grads] == [q.shape, k.shape, v.shape]
 
 
-def test_torchs_private_backward_takes_these_names():
-    """Other arguments have defaults, and the backend's is the one that the forward is told to take."""
-    arguments = {
-        argument.name: argument for argument in torch.ops.torch_attn._varlen_attn_backward.default._schema.arguments
-    }
-    given = "grad_out query key value out lse cu_seq_q cu_seq_k max_q max_k is_causal rng_state scale window_size"
-    assert all(argument.has_default_value() for name, argument in arguments.items() if name not in given.split())
-    assert {*given.split()} <= arguments.keys()
-    if "backend" in arguments:  # from torch 2.15 on
-        assert arguments["backend"].default_value == SDPBackend.FLASH_ATTENTION.value
+def test_torchs_private_backward_is_flash_attentions_as_the_forward_is():
+    schema = torch.ops.torch_attn._varlen_attn_backward.default._schema
+    backends = [argument.default_value for argument in schema.arguments if argument.name == "backend"]
+    assert backends in ([], [SDPBackend.FLASH_ATTENTION.value])  # from torch 2.15 on it has one

@@ -204,9 +204,15 @@ def test_every_violation_of_a_mesh_is_listed():
 @pytest.mark.parametrize(
     ("overrides", "answer"),
     [
-        (["parallel.dp_shard=3", "parallel.tp=2", "train.micro_batch=4"], "micro_batch 4 × dp 3 = 12 does not divide it"),
+        (
+            ["parallel.dp_shard=3", "parallel.tp=2", "train.micro_batch=4"],
+            "micro_batch 4 × dp 3 = 12 does not divide it",
+        ),
         (["parallel.dp_replicate=5", "train.micro_batch=4"], "micro_batch 4 × dp 5 = 20 does not divide it"),
-        (["parallel.cp=3", "train.global_batch=6", "train.micro_batch=4"], "micro_batch 4 × dp 1 = 4 does not divide it"),
+        (
+            ["parallel.cp=3", "train.global_batch=6", "train.micro_batch=4"],
+            "micro_batch 4 × dp 1 = 4 does not divide it",
+        ),
     ],
 )
 def test_a_batch_that_fits_no_world_is_listed_beside_the_mesh(overrides, answer):

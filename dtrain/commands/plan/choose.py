@@ -148,7 +148,8 @@ class _Search:
 
     def _time(self, step: Step, spec: RunSpec) -> float:
         time = estimate(step, spec.sizes, self.hardware)
-        return max(time.arithmetic + time.memory, time.hidden, time.host, step.kernels * LAUNCH) + time.exposed + time.optimizer
+        passes = max(time.arithmetic + time.memory, time.hidden, time.host, step.kernels * LAUNCH)
+        return passes + time.exposed + time.optimizer
 
     def _fits(self, tried: _Tried) -> bool:
         return tried.step.peak <= self.budget

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 LEFT_OUT = ""  # the part of what is counted elsewhere
 
@@ -62,7 +63,7 @@ class MemoryTimeline:
         """Return the bytes that live now."""
         return sum(allocation.size for _, allocation in self._live.values())
 
-    def after(self, func: torch._ops.OpOverload, tensors: Iterable[Tensor]) -> None:
+    def after(self, func: OpOverload, tensors: Iterable[Tensor]) -> None:
         """Count a finished operation; `tensors`, each [...], are its inputs and outputs."""
         is_gathering = func is torch.ops.fsdp.split_with_sizes_copy.default
         # Perhaps FSDP's, for a parameter in a group of one rank.

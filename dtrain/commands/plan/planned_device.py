@@ -15,7 +15,9 @@ group's, where every rank holds what this one does.
 """
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +27,6 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dtrain.attention.kernels import HALF, SdpaKernel, Visibility
 from dtrain.base.batch import Batch, pad_stream
@@ -89,14 +90,14 @@ def attention(
     the dtype is half; else, or with a mask, the memory-efficient one, which takes no grouped heads. float64 never asks
     for it there (`SdpaKernel`).
     """
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if device_type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=attn_mask, **options)[0]
     if q.dtype in HALF and attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+        return aten._scaled_dot_product_flash_attention(q, k, v, **options)[0]
     bias = None if attn_mask is None else attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+    options["compute_log_sumexp"] = True
+    return aten._scaled_dot_product_efficient_attention(q, k, v, attn_bias=bias, **options)[0]
 
 
 def flash_workspace(q: Tensor, k: Tensor, documents: int) -> int:
@@ -133,6 +134,9 @@ _DEVICE = Tensor.device.__get__
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]  # a property; torch's stub says bool
 
 
+_backward = partial(_engine_run_backward, keep_graph=False, create_graph=False, allow_unreachable=True)
+
+
 class PlannedDevice(TorchFunctionMode):
     """Function mode in which meta tensors say that they are on `device`, of type cpu or cuda."""
 
@@ -156,12 +160,11 @@ class PlannedDevice(TorchFunctionMode):
             # torch takes a mode off while it answers, and this one has to answer all through the backward. Every way
             # in but the engine's own would ask the mode again.
             with self:
-                gradients = (torch.empty_like(args[0]),)
-                return _engine_run_backward(args[:1], gradients, False, False, (), True, accumulate_grad=True)
+                return _backward(args[:1], grad_tensors=(torch.empty_like(args[0]),), inputs=(), accumulate_grad=True)
         if func is torch.autograd.grad and len(args) == 3:  # a tile's, within a backward; as above
             outputs, inputs, gradients = args
             with self:
-                return _engine_run_backward(outputs, gradients, False, False, inputs, True, accumulate_grad=False)
+                return _backward(outputs, grad_tensors=gradients, inputs=inputs, accumulate_grad=False)
         if func is Tensor.pin_memory and args[0].is_meta:
             return args[0]
         if func is Tensor.isnan and args[0].is_meta:
@@ -176,6 +179,13 @@ class PlannedDevice(TorchFunctionMode):
 
     def _where(self, tensor: Tensor) -> torch.device:
         return self.device if tensor.is_meta else _HOST
+
+
+class PlannedStream(torch.cpu.Stream):
+    """Stream to select around a step whose FSDP lies on a CPU: one with the numbers of a device's, which FSDP of torch
+    2.15 hands to an operation for each tensor that says it is on a GPU."""
+
+    stream_id = device_index = device_type = 0
 
 
 def _as_meta(value: Any) -> Any:
@@ -193,10 +203,19 @@ class MetaKernels(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype).item()
-        if func.namespace == "c10d" and any(leaf.is_meta for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
+        if func.namespace == "c10d" and any(tensor.is_meta for tensor in tensors_in(args)):
             work = FakeWork().boxed()  # what an in-place collective returns: its outputs where it has some, and a Work
             return work if len(func._schema.returns) == 1 else (args[0], work)
         with torch._C.DisableTorchFunction():  # torch's own kernels for meta tensors ask where these are, too
             return func(*args, **(kwargs or {}))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an operation's arguments or outputs; torch's own walk takes a tenth of a trace."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)

@@ -31,7 +31,7 @@ from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.commands.plan.children import side_by_side
 from dtrain.commands.plan.images import is_packed, split, streams_of
 from dtrain.commands.plan.memory import LEFT_OUT, Phase
-from dtrain.commands.plan.planned_device import PlannedDevice
+from dtrain.commands.plan.planned_device import PlannedDevice, PlannedStream
 from dtrain.commands.plan.policy import PlannedPolicy, bytes_of, mark_layers, on_device
 from dtrain.commands.plan.tracer import Collective, Tracer
 from dtrain.data.images.reader import ImageReader
@@ -94,7 +94,7 @@ def trace_step(spec: RunSpec, config: ModelConfig, rank: int = 0) -> Trace:
     policy.see_all(pixels, LEFT_OUT)  # the host's, which are counted as its rows
     with PlannedDevice(planned):
         policy.init_optimizer(total_steps=10)
-        with tracer:
+        with torch.cpu.stream(PlannedStream()), tracer:
             tracer.memory.begin(Phase("start"))
             batch, loss = method.prepare(policy, batch_of(rows, images))
             policy.train(batch, loss, mbs=method.micro_rows)

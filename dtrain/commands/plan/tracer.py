@@ -5,7 +5,6 @@ all-to-all takes in, the tensor of an all-reduce, what is sent to the next rank 
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -15,11 +14,10 @@ import torch.nn.attention.varlen  # enters its formulas in flop_registry
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, mm_flop, sdpa_backward_flop, sdpa_flop
 
-from dtrain.commands.plan.memory import MemoryTimeline
-from dtrain.commands.plan.planned_device import MetaKernels, flash_workspace
+from dtrain.commands.plan.memory import MemoryTimeline, OpOverload
+from dtrain.commands.plan.planned_device import MetaKernels, flash_workspace, tensors_in
 from dtrain.parallel.mesh import Mesh
 
 _KINDS = {
@@ -56,14 +54,14 @@ class CollectiveReader:
         self._ep = mesh.ep.get_group().group_name if mesh.ep is not None else None
         self._replicate = mesh.fsdp["dp_replicate"].get_group().group_name if mesh.fsdp.ndim == 2 else None
 
-    def read(self, func: torch._ops.OpOverload, args: tuple, out: Any, in_pass: bool) -> tuple[Collective, int] | None:
+    def read(self, func: OpOverload, args: tuple, out: Any, in_pass: bool) -> tuple[Collective, int] | None:
         """Return the collective that `func` is, and its bytes; None if it is none. in_pass: inside a pass through the
         model."""
-        name = func._schema.name.split("::")[1]
+        name = _name(func).split("::")[1]
         if func.namespace not in ("c10d", "_c10d_functional") or name in _SILENT:
             return None
         kind = _KINDS.get(name, name)
-        tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
+        tensors = [*tensors_in(args)]
         if name == "all_gather_into_tensor":
             tensors = [out]
         elif kind == "all-gather":  # in place: what it gives out, then what it takes in
@@ -85,6 +83,11 @@ class CollectiveReader:
         if in_pass and kind in ("all-gather", "reduce-scatter"):
             return "fsdp"
         return "dp_replicate" if in_pass and kind == "all-reduce" and group == self._replicate else "all"
+
+
+def _name(func: OpOverload) -> str:
+    """Return the name of an operation without its overload, as "aten::add"."""
+    return func.name().split(".")[0]
 
 
 def _group(args: tuple) -> dist.ProcessGroup:
@@ -111,7 +114,8 @@ _FLASH_BACKWARD = {
         len(args[1]),
     ),
 }
-_FREE = ("aten::empty", "aten::detach", "aten::_local_scalar", "aten::lift")  # compute nothing
+# Compute nothing.
+_FREE = ("aten::empty", "aten::detach", "aten::_local_scalar", "aten::lift", "fsdp::record_grad_output_stream")
 
 
 class Tracer(MetaKernels):
@@ -143,10 +147,10 @@ class Tracer(MetaKernels):
         if self.on_host and func is torch.ops.c10d._reduce_scatter_base_.default and args[0].shape != args[1].shape:
             self.memory.within_operation(args[1].untyped_storage().nbytes())
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        everything = [*_tensors(args), *_tensors(kwargs), *_tensors(out)]
+        everything = [*tensors_in(args), *tensors_in(kwargs), *tensors_in(out)]
         tensors = [tensor for tensor in everything if tensor.is_meta]
         self.memory.after(func, tensors)
-        if (read := _FLASH_BACKWARD.get(func._overloadpacket)) is not None:
+        if (read := _FLASH_BACKWARD.get(func.overloadpacket)) is not None:
             self.memory.within_operation(flash_workspace(*read(args)))
         for tensor in everything:
             if not tensor.is_meta:
@@ -158,23 +162,14 @@ class Tracer(MetaKernels):
             self._count_cost(func, args, kwargs, out, tensors)
         return out
 
-    def _count_cost(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, out: Any, tensors: list) -> None:
-        formula = _FLOPS.get(func._overloadpacket)
+    def _count_cost(self, func: OpOverload, args: tuple, kwargs: dict, out: Any, tensors: list) -> None:
+        formula = _FLOPS.get(func.overloadpacket)
         self.counts[self.current, "kernels"] += 0 if func.is_view else 1
-        if func._overloadpacket in (_aten.addmm, _aten.addmm_):  # what is added to comes first, in a dtype of its own
+        if func.overloadpacket in (_aten.addmm, _aten.addmm_):  # what is added to comes first, in a dtype of its own
             formula, args, kwargs = mm_flop, args[1:3], {}
         if formula is not None:
             dtype = next(argument.dtype for argument in args if isinstance(argument, Tensor))
             self.counts[self.current, "flops", dtype] += formula(*args, **kwargs, out_val=out)
-        elif not func.is_view and func.namespace in ("aten", "fsdp") and not func._schema.name.startswith(_FREE):
+        elif not func.is_view and func.namespace in ("aten", "fsdp") and not _name(func).startswith(_FREE):
             distinct = {id(tensor): tensor for tensor in tensors}.values()
             self.counts[self.current, "moved"] += sum(tensor.numel() * tensor.element_size() for tensor in distinct)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an operation's arguments or outputs; torch's own walk takes a tenth of a trace."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)

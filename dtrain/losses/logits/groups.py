@@ -13,6 +13,12 @@ from dtrain.parallel.context.batch import gather_sequence, shard_sequence
 Bounds = tuple[int | Tensor, int | Tensor]  # the ids [start, end) of a shard
 
 
+def assert_on_device(holds: Tensor, message: str) -> None:
+    """Raises RuntimeError with `message` where the scalar `holds` is false; on CUDA a device assertion, which the host
+    does not wait for."""
+    torch._assert_async(holds, message)
+
+
 def check_bounds(start: int | Tensor, end: int | Tensor, columns: int) -> None:
     """Raises ValueError where bounds on the host (no scalar tensors) do not name as many ids as a shard has columns."""
     if not isinstance(start, Tensor) and not isinstance(end, Tensor) and end - start != columns:
@@ -39,7 +45,7 @@ def shard_bounds(logits: Tensor, rank: int | None, group: Group) -> Bounds:
     bounds = torch.tensor([columns, rank if columns else -1], device=logits.device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
     largest, last = bounds.unbind()
-    torch._assert_async(
+    assert_on_device(
         (largest == columns) | (last <= rank), "vocabulary shards must be cut as torch.chunk cuts: pass their bounds"
     )
     return largest * rank, largest * rank + columns

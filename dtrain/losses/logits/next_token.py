@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from dtrain.losses.head.filtered import Exchange, SampledLogprob
 from dtrain.losses.head.logprobs import TrainingSamplingParams, need_top_k_or_top_p_filtering
 from dtrain.losses.head.vocabulary import Group, group_rank, group_size
-from dtrain.losses.logits.groups import Bounds, allgather_cp_sharded_tensor, shard_bounds, shard_like
+from dtrain.losses.logits.groups import Bounds, allgather_cp_sharded_tensor, assert_on_device, shard_bounds, shard_like
 from dtrain.losses.logits.logprob import check_chunk, logprob_at
 from dtrain.parallel.collectives import all_gather, gather_along
 from dtrain.parallel.context.batch import held_positions, sequence_of
@@ -340,12 +340,12 @@ def from_parallel_logits_to_logprobs_packed_sequences(
 def _check(ends: Tensor, cp_size: int, unpacked_seqlen: int) -> None:
     lengths = ends.diff()
     rise = (lengths >= 0).all() & (ends[0] == 0)
-    torch._assert_async(rise, "cu_seqlens_padded must rise from 0 to at most the number of packed tokens")
+    assert_on_device(rise, "cu_seqlens_padded must rise from 0 to at most the number of packed tokens")
     fits = (lengths[:-1] <= unpacked_seqlen).all()
-    torch._assert_async(fits, "unpacked_seqlen is shorter than a packed sequence; nothing is cut off")
+    assert_on_device(fits, "unpacked_seqlen is shorter than a packed sequence; nothing is cut off")
     if cp_size > 1:
         even = (lengths % (2 * cp_size) == 0).all()
-        torch._assert_async(even, f"a packed length is no multiple of {2 * cp_size}, 2·cp; nothing is dropped")
+        assert_on_device(even, f"a packed length is no multiple of {2 * cp_size}, 2·cp; nothing is dropped")
 
 
 def _next_in_sequence(target: Tensor, ends: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def get_train_context(
             if enable_compiled_autograd:
                 from torch._dynamo.utils import maybe_enable_compiled_autograd
 
-                stack.enter_context(maybe_enable_compiled_autograd(True))
+                stack.enter_context(maybe_enable_compiled_autograd(should_enable=True))
             if cp_context is not None:
                 stack.enter_context(cp_context)
             yield
