@@ -9,6 +9,7 @@ from dtrain.optim import update as optim
 from dtrain.recipe import schema
 from dtrain.run.preflight import check
 
+FOUR = "train.micro_batch=4"
 WHOLE = {"model": {"path": "m"}, "data": {"train": {"path": "t.jsonl"}}, "train": {"steps": 10}}
 
 
@@ -208,7 +209,7 @@ def test_every_violation_of_a_mesh_is_listed():
             ["parallel.dp_shard=3", "parallel.tp=2", "train.micro_batch=4"],
             "micro_batch 4 × dp 3 = 12 does not divide it",
         ),
-        (["parallel.dp_replicate=5", "train.micro_batch=4"], "micro_batch 4 × dp 5 = 20 does not divide it"),
+        (["parallel.dp_replicate=5", FOUR], "micro_batch 4 × dp 5 = 20 does not divide it"),
         (
             ["parallel.cp=3", "train.global_batch=6", "train.micro_batch=4"],
             "micro_batch 4 × dp 1 = 4 does not divide it",
