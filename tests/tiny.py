@@ -8,6 +8,7 @@ from dtrain.methods import load_recipe
 from dtrain.recipe.schema import Recipe
 
 VOCAB = 67
+NO_MEANS = {"activation_checkpointing": "none", "activation_offload": False, "tile": "none"}
 
 _SHARED = {
     "hidden_size": 32,
@@ -251,7 +252,8 @@ def tiny_recipe(root: Path, *overrides: str, family: str = "qwen3", tied: bool =
         "run": {"name": name, "dir": str(root / "runs")},
         "model": {"path": str(model), "init": "scratch"},
         "data": {"train": {"path": str(rows)}, "max_length": 32},
-        "train": {"steps": 10, "global_batch": 8, "micro_batch": 2, "dtype": "float64"},
+        "parallel": {"reduce_each": False, "optimizer_offload": False},
+        "train": {"steps": 10, "global_batch": 8, "micro_batch": 2, "dtype": "float64", **NO_MEANS},
         "optimizer": {"lr": 1e-2},
         "scheduler": {"warmup_steps": 2},
         "checkpoint": {"every": None, "export": "none"},

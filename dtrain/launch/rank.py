@@ -24,7 +24,7 @@ from dtrain.launch.sizing import CPU, PLAN_SECONDS, machine_of, sized, sizing_by
 from dtrain.launch.watch import StallTimer, heartbeat
 from dtrain.methods import method_of
 from dtrain.recipe import Recipe
-from dtrain.recipe.automatic import open_keys
+from dtrain.recipe.automatic import changed, open_keys
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,8 @@ def run_rank(
             sizing = sizing_of_cpu(recipe, place, machine_of(place.world_size, *_least_device(())))
         wants_plan = wants_plan or (is_open and sizing is None)
         if job.plan is not None and place.rank == 0 and wants_plan and not has_cuda:
-            planned = stack.enter_context(job.plan(recipe, place.world_size, device.type))
+            known = changed(recipe, sizing.values) if sizing is not None else recipe
+            planned = stack.enter_context(job.plan(known, place.world_size, device.type))
         met = None
         if place.watches:
             watch = importlib.import_module("dtrain.launch.hosts.rendezvous").watch

@@ -70,6 +70,8 @@ def sizing_by_plan(recipe: Any, place: RankPlace, machine: Mapping[str, Any], pl
     is_cpu = machine["device"] == CPU
     before = None if is_cpu else sizing_before(RunSpec(recipe, World(place.world_size)), machine)
     if before is not None:
+        if planned is not None:
+            planned.settle(before.values)
         return before
     memory = host_memory(place.local_world_size) if is_cpu else machine["memory"]
     peak = None if planned is None else planned.choose(memory, machine["device"], PLAN_SECONDS)

@@ -102,8 +102,12 @@ def test_json_is_all_that_is_printed_and_config_json_all_that_is_read(tmp_path, 
     assert plan["estimate"]["is_estimate"] and plan["estimate"]["step_time"] > flops / 1024 / 989e12
 
 
+NO_OTHER_MEANS = ["train.tile=none", "train.activation_offload=false", "parallel.optimizer_offload=false"]
+
+
 def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path, capfd):
     recipe = ["qwen3-8b-sft", model_of(tmp_path, QWEN3_8B), "train.global_batch=2"]
+    recipe += ["train.micro_batch=1", "train.activation_checkpointing=full", "parallel.reduce_each=true", *NO_OTHER_MEANS]
     assert main(["plan", *recipe, "--world-size", "2", "--memory", "60"]) == 1
     told = capfd.readouterr()
     assert "TOO MUCH of the budget" in told.out and "gradients" in told.out and "estimate" in told.out.lower()
@@ -170,7 +174,8 @@ def test_the_models_beside_the_policy_are_looked_at(tmp_path):
 def test_a_second_trace_does_not_wait_for_the_parents_threads(tmp_path):
     """A process with several threads that forks: what does not fit is traced more than once."""
     write_model(tmp_path / "model")
-    words = [f"model.path={tmp_path}/model", "data.max_length=64"]
+    words = [f"model.path={tmp_path}/model", "data.max_length=64", "train.micro_batch=1", *NO_OTHER_MEANS]
+    words += ["train.activation_checkpointing=full", "parallel.reduce_each=false"]
     needed = make_plan(recipe_and_problems("sft", words)[0], 2, GPUS["h100"]).step.peak
     told = subprocess.run(
         [

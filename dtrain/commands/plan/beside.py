@@ -1,6 +1,7 @@
 """The plan of a run, computed beside it: checks the run's memory, and is shown once it is there."""
 
 import multiprocessing
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from dtrain.commands.plan.hardware import GPUS, USABLE
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.report import too_much
 from dtrain.commands.plan.units import gib
-from dtrain.recipe.automatic import open_keys
+from dtrain.recipe.automatic import changed, open_keys
 from dtrain.recipe.schema import Recipe
 
 _BEHIND_THE_RUN = 5
@@ -42,8 +43,8 @@ class PlannedPeak(Child[Peak]):
 
     It is computed in a process of lower priority, forked from this one, which ends with the context or with this
     process. Must be created before this process has a process group or has touched CUDA: neither survives a fork. How
-    much memory the devices have is therefore given later: to `choose` where the recipe leaves keys to `auto`, else to
-    `too_much`.
+    much memory the devices have is therefore given later: to `choose` where the recipe leaves keys to `auto`, or their
+    values to `settle`, else to `too_much`.
     """
 
     def __init__(self, recipe: Recipe, world_size: int, device_type: str):
@@ -71,6 +72,10 @@ class PlannedPeak(Child[Peak]):
             raise UserError(peak.too_much)
         return peak
 
+    def settle(self, values: Mapping[str, Any]) -> None:
+        """Give values for what the recipe leaves to `auto` that were chosen without the plan, in place of `choose`."""
+        self._memory.put(dict(values))
+
     def too_much(self, memory: int, wait: float) -> TooMuch | None:
         """Return the error for devices of `memory` bytes that do not hold the peak; None if they do, or if there is no
         plan within `wait` seconds. Can be called once."""
@@ -83,13 +88,14 @@ class PlannedPeak(Child[Peak]):
 
 def _planned(recipe: Recipe, world_size: int, memory_queue: Any) -> Peak:
     try:
-        if open_keys(recipe):
-            memory, name = memory_queue.get()
+        values = memory_queue.get() if open_keys(recipe) else None
+        if isinstance(values, tuple):
+            memory, name = values
             hardware = GPUS.get(board_of(name) or "")
             choice = choose(resolve_plan(recipe, world_size, recipe.launch.device, hardware), memory, hardware)
             return Peak(f"planned peak {gib(choice.peak)}", choice.peak, choice=choice)
-        plan = make_plan(recipe, world_size, next(iter(GPUS.values())))
-        memory = memory_queue.get()
+        plan = make_plan(changed(recipe, values or {}), world_size, next(iter(GPUS.values())))
+        memory = memory_queue.get() if values is None else None
         peak = Peak("; ".join([f"planned peak {gib(plan.step.peak)}", *plan.assumed]), plan.step.peak)
         if memory is None or plan.step.peak <= memory * USABLE:
             return peak
