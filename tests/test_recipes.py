@@ -168,7 +168,8 @@ def test_a_models_shape_has_its_published_size(name):
     from dtrain.models import build, parse_config
 
     shape, millions = MODELS[name]
-    count = sum(parameter.numel() for parameter in build(parse_config(copy.deepcopy(shape)), device="meta").parameters())
+    model = build(parse_config(copy.deepcopy(shape)), device="meta")
+    count = sum(parameter.numel() for parameter in model.parameters())
     assert count / 1e6 == pytest.approx(millions, abs=0.1)
 
 

@@ -75,7 +75,7 @@ COMMANDS: tuple[Mistake, ...] = (
     _two("run --config {root}/sft.yaml", "the recipe's file stands alone, without an option"),
     _one("run gone.yaml", "there is no recipe gone.yaml: neither a file nor a shipped recipe"),
     _one("run sftt", "did you mean sft?"),
-    _one("run qwen3-8b-lora-sft", "there is no recipe qwen3-8b-lora-sft any more: `dtrain run lora-sft model.path=Qwen/"),
+    _one("run qwen3-8b-lora-sft", "no recipe qwen3-8b-lora-sft any more: `dtrain run lora-sft model.path=Qwen/"),
     _one("run {root}", "is a directory: name a recipe's file in it"),
     _one("download https://huggingface.co/Qwen/Qwen3-0.6B", "(owner/name): write Qwen/Qwen3-0.6B"),
     _one("generate no-such-org/no-such-model --prompt hello", "`dtrain download no-such-org/no-such-model`"),
