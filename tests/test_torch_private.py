@@ -57,7 +57,7 @@ FUNCTIONS = {
 # The one file of each name; those of C++ tell no signature, and run wherever the tests do.
 HOMES = {
     "attention/kernels.py": "FakeTensor",
-    "commands/plan/memory.py": "OpOverload _cdata",
+    "commands/plan/memory.py": "OpOverload",
     "commands/plan/planned_device.py": (
         "FakeWork TorchDispatchMode _C.DisableTorchFunction _engine_run_backward _schema"
     ),
@@ -68,6 +68,7 @@ HOMES = {
     "models/common/compiled.py": (
         "FailOnRecompileLimitHit _dynamo.config.recompile_limit _dynamo.maybe_mark_dynamic has_triton"
     ),
+    "parallel/activation_offload.py": "_C._current_graph_task_id _cdata tree_leaves",
     "parallel/checkpointing.py": "checkpoint",
     "parallel/collectives.py": "_c10d_functional",
     "parallel/context/train_context.py": "maybe_enable_compiled_autograd",

@@ -12,5 +12,5 @@ hub, model_directory            the hub's cache of models; names of a model dire
 name_patterns                   patterns of parameter names; regular expressions for names, in bounded time
 import_paths                    the search path of users' code
 addresses, orphans              addresses to listen at; children that end with their parent
-gpus                            the table of GPUs; free memory
+gpus, host_memory               the table of GPUs; free memory, of a device and of this host
 """

@@ -161,11 +161,11 @@ class _LayerPass:
             return tensor
         storage = tensor.untyped_storage()
         if self._layer is not None:  # now, for FSDP has gathered them
-            self._stay |= {local_tensor(one).untyped_storage()._cdata for one in self._layer.parameters()}
+            self._stay |= {storage_key(local_tensor(one)) for one in self._layer.parameters()}
             self._layer = None
-        if storage._cdata in self._stay or storage.nbytes() < SMALL or storage.nbytes() % tensor.itemsize:
+        if storage_key(tensor) in self._stay or storage.nbytes() < SMALL or storage.nbytes() % tensor.itemsize:
             return tensor
-        key = storage._cdata, tensor._version
+        key = storage_key(tensor), tensor._version
         kept = self._kept[key]() if key in self._kept else None
         if kept is None:
             with torch.no_grad():
@@ -224,7 +224,7 @@ class ActivationOffloader:
             if index == 0:
                 self._let_go(0)
             beside = (leaf for leaf in tree_leaves(inputs[1:]) if isinstance(leaf, Tensor))
-            stay = {tensor.untyped_storage()._cdata for tensor in beside}
+            stay = {storage_key(tensor) for tensor in beside}
             self._pass = _LayerPass(layer, self.memory, self._pass if index else None, stay, is_last)
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pass.pack, _unpack)
             self._hooks.__enter__()
@@ -251,6 +251,11 @@ def offload_activations(layers: Iterable[Sequence[nn.Module]], memory: HostMemor
     """Move what each of several stacks of layers keeps for the backward to `memory` and back. No collective."""
     for stack in layers:
         ActivationOffloader(stack, memory)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return what tells the storage of `tensor` [...] from all others that live."""
+    return tensor.untyped_storage()._cdata
 
 
 def _in_backward() -> bool:

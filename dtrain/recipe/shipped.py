@@ -8,6 +8,8 @@ from dtrain.base.ranges import nearest
 
 CLUSTERS = ("slurm.sh", "kubernetes.yaml")
 """Files beside the shipped recipes that start them on a cluster. `find` knows these by their whole name."""
+QUICKSTART = "quickstart"
+"""Begins the names of the quickstart's recipes, which name a model of their own. The others are general."""
 
 
 def recipes_dir() -> Path:
@@ -18,12 +20,13 @@ def recipes_dir() -> Path:
 
 
 def shipped(general: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Return (name, first line of its header) of every shipped recipe: those of the names `general`, the quickstart's,
-    those of models by name."""
+    """Return (name, first line of its header) of every shipped recipe: those of a method of `general`, in its order,
+    each before those with an adapter; then the quickstart's."""
 
-    def place(path: Path) -> tuple[int, bool, str]:
-        rank = general.index(path.stem) if path.stem in general else len(general)
-        return rank, not path.stem.startswith("quickstart"), path.stem
+    def place(path: Path) -> tuple[bool, int, int, str]:
+        is_quickstart, method = path.stem.startswith(QUICKSTART), path.stem.rpartition("-")[2]
+        rank = len(general) if is_quickstart or method not in general else general.index(method)
+        return is_quickstart, rank, len(path.stem), path.stem
 
     recipes = []
     for path in sorted(recipes_dir().glob("*.yaml"), key=place):
@@ -48,6 +51,11 @@ def find(recipe: str | Path) -> Path:
         meant = f"; the recipe of this run is {own}" if own.is_file() else ": name a recipe's file in it"
         raise UserError(f"{recipe or 'the recipe'} is a directory{meant}")
     names = [name for name, _ in shipped()]
+    from dtrain.recipe import models  # for the name of a former recipe alone
+
+    name = path.name.removesuffix(".yaml")
+    if command := models.command(name, [name for name in names if not name.startswith(QUICKSTART)]):
+        raise UserError(f"there is no recipe {name} any more: `{command}`")
     near = nearest(path.stem, names)
     hint = f"; did you mean {near}?" if near else "; `dtrain ls` lists the recipes that ship with dtrain"
     raise UserError(f"there is no recipe {recipe}: neither a file nor a shipped recipe{hint}")

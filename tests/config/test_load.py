@@ -323,7 +323,10 @@ def test_a_number_where_text_belongs_stays_as_typed(tmp_path):
         ("kto", ["model.path=/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de"], "qwen3-0.6b-kto"),
         ("sft", [], "sft"),
         ("sft", ["model.path=a/b", "run.name=mine"], "mine"),
-        ("qwen3-0.6b-lora-sft", ["model.path=/models/own"], "qwen3-0.6b-lora-sft"),
+        ("lora-sft", ["model.path=Qwen/Qwen3-0.6B"], "qwen3-0.6b-lora-sft"),
+        ("qlora-sft", ["model.path=Qwen/Qwen3-0.6B"], "qwen3-0.6b-qlora-sft"),
+        ("lora-dpo", ["model.path=runs/qwen3-0.6b-sft/export"], "qwen3-0.6b-sft-lora-dpo"),
+        ("quickstart-lora", ["model.path=/models/own"], "quickstart-lora"),
         ({"method": "dpo", "model": {"path": "a/B"}, "lora": {}}, [], "b-lora-dpo"),
     ],
 )

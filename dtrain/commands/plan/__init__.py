@@ -8,7 +8,9 @@
     tracer                  sees every operation of the step, and counts its cost and its messages
     memory                  the step's allocations
     hardware                devices, links and the estimate
+    choose                  values for what a recipe leaves to `auto`
     search                  other meshes and micro-batches, and what would fit
+    units                   bytes and seconds as text
     command, report         the command's arguments; its output: a plan as text and as JSON
     beside                  the plan that a run shows of itself; children, the processes that all of these work in
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from dtrain.parallel.activation_offload import storage_key
+
 LEFT_OUT = ""  # the part of what is counted elsewhere
 
 
@@ -46,7 +48,7 @@ class MemoryTimeline:
     def see(self, tensor: Tensor, part: str | None = None) -> Allocation:
         """Return the storage of `tensor` [...], which is counted from now on."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(tensor)
         if key not in self._live:
             allocation = Allocation(self.part if part is None else part)
             self._live[key] = weakref.ref(storage, lambda _: self._freed(key)), allocation
@@ -71,7 +73,7 @@ class MemoryTimeline:
         for tensor in tensors:
             allocation = self.see(tensor)
             if (is_gathering and tensor.dim() == 2) or (is_fsdp_buffer and tensor.dim() == 1):
-                key = tensor.untyped_storage()._cdata
+                key = storage_key(tensor)
                 self._resized[key] = self._live[key]
                 if is_gathering:
                     allocation.part = "gathered parameters"
