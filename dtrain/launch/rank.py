@@ -251,6 +251,8 @@ def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", fir
     micro, kept = recipe.train.micro, recipe.train.activation_checkpointing
     keys = [f"lower train.micro_batch (now {micro})"] if micro > 1 else []
     keys += [f"set train.activation_checkpointing=full (now {kept})"] if kept != "full" else []
+    keys += ["set train.tile=all"] if recipe.train.tile != "all" else []
+    keys += ["set train.activation_offload=true"] if recipe.train.activation_offload is not True else []
     keys += [
         f"lower data.max_length (now {recipe.data.max_length})",
         f"share the model among more processes (launch.nproc, parallel.dp_shard; now {place.world_size})",

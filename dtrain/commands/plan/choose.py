@@ -2,6 +2,7 @@
 
 The method. Whatever needs less memory costs time. `_ladder` has the combinations in the order of their times; each
 needs less memory than the one before. A bisection finds the first whose planned step fits with one row a micro-batch.
+The optimizer's state goes to the host where nothing else fits, or where that is faster than tiles.
 Then the micro-batch grows as far as it makes the step faster and fits. Where it stays too small to hide what its passes
 send, the last combination is compared by the estimate too. A choice is a function of recipe, world and device alone.
 """
@@ -92,9 +93,11 @@ class _Search:
     def choice(self) -> Choice:
         ladder = self._ladder()
         tried = self._first_that_fits(ladder)
-        if tried is None and (offloaded := self._ladder({"parallel.optimizer_offload": True})):
-            ladder = offloaded
-            tried = self._first_that_fits(ladder)
+        if tried is None or tried.values.get("train.tile", "none") != "none":
+            offloaded = self._ladder({"parallel.optimizer_offload": True})
+            other = self._first_that_fits(offloaded)
+            if tried is None or (other is not None and other.time < tried.time):
+                ladder, tried = offloaded or ladder, other
         if tried is None:
             tried = self._least(ladder[-1])
         else:

@@ -100,7 +100,9 @@ def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
         else:
             exposed += seconds
     copies = step.offloaded / (hardware.host * BANDWIDTH)
-    return Time(arithmetic, memory, touched / (hardware.bandwidth * BANDWIDTH), hidden, exposed, copies)
+    visits = step.visiting / (hardware.host * BANDWIDTH)  # to the device, and back at the same time
+    optimizer = max(touched / (hardware.bandwidth * BANDWIDTH), visits)
+    return Time(arithmetic, memory, optimizer, hidden, exposed, copies)
 
 
 def wire_time(

@@ -36,6 +36,9 @@ from dtrain.policy.score import Scorer
 from dtrain.policy.teacher import Teacher, beside
 from dtrain.run.spec import RunSpec
 
+MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2}
+"""Bytes of Adam's two moments for each element, by `optimizer.state`."""
+
 
 class PlannedPolicy(Policy):
     """Policy whose parameters stay on meta, and whose optimizer steps this rank's shards as plain tensors."""
@@ -51,7 +54,7 @@ class PlannedPolicy(Policy):
         self.build = partial(_build, self.kernel, self.memory)
         super().__init__(spec.recipe, config, mesh, runtime, self.build)
         self.scorer = _TracedScorer(self)
-        self.gradient_bytes = self.state_bytes = 0
+        self.gradient_bytes = self.state_bytes = self.visiting_bytes = 0
         self.see_all(map(on_device, self.model.parameters()), "parameters")
         self.see_all(masters_of(self.model), LEFT_OUT)
 
@@ -99,6 +102,10 @@ class PlannedPolicy(Policy):
         with MetaKernels():
             visiting = optimizer.ring_bytes() if type(optimizer) is LowBitAdam else optimizer.step()
         self.state_bytes = visiting if is_on_host and visiting is not None else state_bytes(optimizer)
+        if is_on_host:
+            trained = sum(local_tensor(parameter).numel() for parameter in parameters.values())
+            masters = bytes_of(masters_of(self.model))
+            self.visiting_bytes = trained * MOMENT_BYTES[self.recipe.optimizer.state] + masters
         optimizer.zero_grad()
         self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
 

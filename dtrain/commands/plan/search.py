@@ -22,7 +22,7 @@ from dtrain.models.common.config import LINEAR
 from dtrain.optim.update import build_optimizer
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import Sizes, sizes
-from dtrain.recipe.automatic import changed
+from dtrain.recipe.automatic import changed, value_of
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def smallest_change(plan: Plan) -> tuple[str, Step] | None:
     """Return the first change that makes the recipe fit into the budget of a rank, as overrides, and its step. No
     change affects a number that the run computes; the least change comes first.
 
-    Tried: gradients reduced after each micro-batch, with that smaller micro-batches, activation checkpointing, both, no
-    replicas, more tp or cp, then more ranks.
+    Tried: gradients reduced after each micro-batch, with that smaller micro-batches, activation checkpointing, both,
+    tiles, activations on the host, no replicas, more tp or cp, then more ranks.
     """
     closed, spec = _ClosedForms(plan), plan.spec
     for overrides, ranks in _changes(spec.recipe, spec.world.size, plan.hardware.per_node):
@@ -165,6 +165,10 @@ def _changes(recipe: PolicyConfig, world_size: int, per_node: int) -> Iterator[t
         if kinds:
             yield base | kinds[-1], world_size
     base |= kinds[-1] if kinds else {}
+    for means in ({"train.tile": "all"}, {"train.activation_offload": True}):
+        if value_of(recipe, next(iter(means))) in ("none", False):
+            base |= means
+            yield base, world_size
     if parallel.dp_shard != -1:
         base |= {"parallel.dp_shard": -1}
     if parallel.dp_replicate > 1:

@@ -56,8 +56,9 @@ class Trace:
     peaks: by phase, bytes by part. counts: as of `Tracer`; and (None, ..) "parameters", "trained", "gradients",
     "state": bytes of this rank's shards, of those that are trained, and of the optimizer's state for them; "table": of
     the embeddings for each layer; "tower": of the vision tower; "lightest": the smallest parameters that a rank has;
-    "host": of the host's memory for activations; "offloaded": of a micro-batch's, to it and back; "rows",
-    "micro rows": of the host's tensors on a planned CPU, and of those that one micro-batch brings.
+    "host": of the host's memory for activations; "visiting": of the optimizer's state and masters on the host;
+    "offloaded": of a micro-batch's activations, to the host and back; "rows", "micro rows": of the host's tensors on a
+    planned CPU, and of those that one micro-batch brings.
     """
 
     layers: int
@@ -109,6 +110,7 @@ def trace_step(spec: RunSpec, config: ModelConfig, rank: int = 0) -> Trace:
         "state": policy.state_bytes,
         "lightest": _min_shard_bytes(parameters),
         "host": policy.memory.bytes,
+        "visiting": policy.visiting_bytes,
         "offloaded": policy.memory.copied // micro_batches,
         "rows": policy.scorer.host + bytes_of(pixels) if tracer.on_host else 0,
         "micro rows": policy.scorer.micro_rows if tracer.on_host else 0,
@@ -196,6 +198,7 @@ class Step:
     made of. moment: where it is. activations: kept for the backward of a micro-batch, at most. traffic: (messages,
     bytes). flops: by the dtype of their operands. moved: read and written by all other operations. kernels: number of
     operations that compute. host: of the host's memory for activations; offloaded: to it and back.
+    visiting: of what is on the host for the optimizer, which visits the device at the step.
     """
 
     parameters: int
@@ -214,6 +217,7 @@ class Step:
     table: int = 0
     tower: int = 0
     host: int = 0
+    visiting: int = 0
     offloaded: int = 0
 
 
@@ -327,5 +331,6 @@ def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
         total["table",],
         total["tower",],
         total["host",],
+        total["visiting",],
         total["offloaded",] * max(1, sizes.accumulation),
     )
