@@ -77,6 +77,16 @@ def test_where_nothing_fits_the_nearest_ways_are_named(tmp_path):
     assert make_plan(settled(changed(other, {"train.micro_batch": 1})), other.launch.processes, H100).step.peak < least
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_what_visits_the_device_at_the_step_costs_the_time_of_its_link(tmp_path):
+    recipe = settled(tiny_recipe(tmp_path, *ROWS, "parallel.optimizer_offload=true"))
+    plan = make_plan(recipe, 1, H100)
+    assert plan.step.visiting == plan.trained_parameters * (8 + 4)  # two moments and a master, in float32
+    assert plan.time.optimizer == pytest.approx(plan.step.visiting / (H100.host * 0.8))
+    assert make_plan(settled(tiny_recipe(tmp_path, *ROWS)), 1, H100).step.visiting == 0
+
+
 def test_small_models_on_a_cpu_need_no_plan(tmp_path):
     recipe = tiny_recipe(tmp_path, *AUTO)
     assert usual_sizing(RunSpec(recipe, World(2)), 2**34).values == USUAL
