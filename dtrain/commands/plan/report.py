@@ -65,8 +65,8 @@ def too_much(plan: Plan) -> str:
     name, size = max(plan.step.parts.items(), key=lambda entry: entry[1])
     change = smallest_change(plan)
     fix = (
-        "none of the changes that were tried fits (micro_batch, activation_checkpointing, tile, activation_offload, tp, "
-        "cp, up to 128 times the "
+        "none of the changes that were tried fits (micro_batch, activation_checkpointing, tile, activation_offload, "
+        "tp, cp, up to 128 times the "
         "ranks): take a smaller model, shorter rows, or devices with more memory"
         if change is None
         else f"the smallest change that fits is {change[0]}, with a peak of {gib(change[1].peak)}, which "
