@@ -10,12 +10,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.launch.place import RankPlace
 from dtrain.recipe.automatic import AUTO, Config, changed
+from dtrain.recipe.world import LARGEST_AUTO, mesh_problems
 
 if TYPE_CHECKING:
     import torch
@@ -23,13 +25,16 @@ if TYPE_CHECKING:
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own settings
+OTHERS = 0.9  # share of a device that is free, below which others hold memory there
 CPU_PROCESSES = 64  # that a machine of few cores is let start: each has torch in its memory
 DRIVER = Path("/proc/driver/nvidia/version")  # there where a driver is loaded
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """A rank's GPU. memory: bytes; capability: CUDA's compute capability, major and minor."""
+    """A rank's GPU. memory: bytes; capability: CUDA's compute capability, major and minor; free: bytes, where other
+    processes hold a tenth of the memory or more.
+    """
 
     rank: int
     host: str
@@ -37,6 +42,7 @@ class DeviceFacts:
     memory: int
     capability: tuple[int, int]
     uuid: str
+    free: int | None = None
 
     @property
     def words(self) -> str:
@@ -52,7 +58,8 @@ class DeviceFacts:
 
 
 def with_processes(recipe: Config) -> Config:
-    """Return `recipe` with a number for `launch.nproc=auto`: this machine's CUDA devices, or 1. CUDA is not started."""
+    """Return `recipe` with a number for `launch.nproc=auto`: of this machine's CUDA devices as many as can share the
+    mesh and the batch, or 1. CUDA is not started."""
     launch, count = recipe.launch, 0  # type: ignore[attr-defined]
     if launch.nproc != AUTO:
         return recipe
@@ -60,7 +67,19 @@ def with_processes(recipe: Config) -> Config:
         import torch
 
         count = torch.cuda.device_count()
-    return changed(recipe, {"launch.nproc": max(1, count)})
+    fitting = (number for number in range(count, 1, -1) if _shares(recipe, number))
+    return changed(recipe, {"launch.nproc": next(fitting, 1)})
+
+
+def _shares(recipe: Any, count: int) -> bool:
+    """Return whether the mesh and the batch of `recipe` can be shared by `count` processes."""
+    problems, shape = mesh_problems(recipe, count)
+    total = recipe.train.global_batch
+    return (
+        not problems
+        and shape is not None
+        and (total if isinstance(total, int) else LARGEST_AUTO) % prod(shape[:2]) == 0
+    )
 
 
 def choose_device(wanted: str, place: RankPlace) -> "torch.device":
@@ -127,7 +146,9 @@ def start_device(device: "torch.device", place: RankPlace) -> DeviceFacts:
         ) from error
     capability = (properties.major, properties.minor)
     uuid = str(getattr(properties, "uuid", device.index))
-    return DeviceFacts(place.rank, socket.gethostname(), properties.name, properties.total_memory, capability, uuid)
+    total, free = properties.total_memory, torch.cuda.mem_get_info(device)[0]
+    rest = free if free < OTHERS * total else None
+    return DeviceFacts(place.rank, socket.gethostname(), properties.name, total, capability, uuid, rest)
 
 
 def device_of_all(wanted: str, dtype: str, count: int, environ: MutableMapping[str, str]) -> str:

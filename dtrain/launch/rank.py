@@ -85,7 +85,7 @@ def run_rank(
         is_open, sizing = job.plan is not None and bool(open_keys(recipe)), None
         if is_open and place.rank == 0 and device.type == "cpu":
             sizing = sizing_of_cpu(recipe, place, machine_of(place.world_size, *_least_device(())))
-        wants_plan = wants_plan or (is_open and sizing is None)
+        wants_plan = wants_plan or (is_open and sizing is None and recipe.metrics.plan is not False)
         if job.plan is not None and place.rank == 0 and wants_plan and not has_cuda:
             known = changed(recipe, sizing.values) if sizing is not None else recipe
             planned = stack.enter_context(job.plan(known, place.world_size, device.type))
@@ -101,15 +101,17 @@ def run_rank(
         size, store = place.world_size, None
         if size > 1:
             store = met.store if met else dist.FileStore(str(place.file), size)  # in its launcher's private directory
+        meeting = place if met is None else replace(place, attempt=max(place.attempt, met.attempt))
         devices: list[DeviceFacts] = []
         if device.type == "cuda":
             start = partial(start_device, device, place)
-            agree(start, place, store, partial(_unfit_devices, recipe, None if is_open else planned, devices))
+            agree(start, meeting, store, partial(_unfit_devices, recipe, None if is_open else planned, devices))
         chosen: tuple[str, ...] = ()
         machine = machine_of(place.world_size, *_least_device(devices))
         if is_open:
-            decide = partial(sizing_by_plan, recipe, place, machine, planned)
-            recipe, chosen = sized(recipe, place, store, lambda: sizing or decide())
+            free = min((device.free for device in devices if device.free is not None), default=None)
+            decide = partial(sizing_by_plan, recipe, place, machine, planned, free)
+            recipe, chosen = sized(recipe, meeting, store, lambda: sizing or decide())
         stack.enter_context(memory_errors(recipe, place, device))
         wait = recipe.launch.collective_timeout
         if store is not None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from dtrain.base.errors import UserError
 from dtrain.base.host_memory import host_memory
 from dtrain.launch.place import RankPlace
-from dtrain.recipe.automatic import USUAL, Config, changed, open_keys
+from dtrain.recipe.automatic import Config, changed, open_keys, settled, value_of
+from dtrain.recipe.world import dp_of
 from dtrain.run.spec import RunSpec, World
 
 if TYPE_CHECKING:
@@ -60,10 +61,13 @@ def sizing_of_cpu(recipe: Any, place: RankPlace, machine: Mapping[str, Any]) -> 
     return sizing_before(spec, machine) or usual_sizing(spec, host_memory(place.local_world_size))
 
 
-def sizing_by_plan(recipe: Any, place: RankPlace, machine: Mapping[str, Any], planned: Any) -> "Sizing":
+def sizing_by_plan(
+    recipe: Any, place: RankPlace, machine: Mapping[str, Any], planned: Any, free: int | None = None
+) -> "Sizing":
     """Return the sizes of a run: on GPUs those that it chose before on such a machine, else by its plan.
 
-    planned: the plan beside the run, None where there can be none. Raises UserError where nothing fits.
+    planned: the plan beside the run, None where there can be none. free: bytes of the least device, where others use
+    it too. Raises UserError where nothing fits.
     """
     from dtrain.run.sizing import Sizing, sizing_before
 
@@ -73,11 +77,18 @@ def sizing_by_plan(recipe: Any, place: RankPlace, machine: Mapping[str, Any], pl
         if planned is not None:
             planned.settle(before.values)
         return before
-    memory = host_memory(place.local_world_size) if is_cpu else machine["memory"]
-    peak = None if planned is None else planned.choose(memory, machine["device"], PLAN_SECONDS)
-    if peak is not None and peak.choice is not None:
-        return Sizing(peak.choice.values, peak.choice.lines)
-    why = "there is no plan beside this run" if peak is None else peak.words
-    values = {key: _LEAST.get(key, USUAL[key]) for key in open_keys(recipe)}
+    host = host_memory(place.local_world_size)
+    usual = settled(recipe, dp_of(recipe, place.world_size))
+    values = {key: value_of(usual, key) for key in open_keys(recipe)}
+    if not recipe.parallel.cpu_offload:
+        values |= {key: value for key, value in _LEAST.items() if key in values}
+    why = "no plan" if recipe.metrics.plan is not False else "metrics.plan=false"
+    if planned is not None:
+        peak = planned.choose(host if is_cpu else free or machine["memory"], machine["device"], host, PLAN_SECONDS)
+        if peak.choice is not None:
+            return Sizing(peak.choice.values, peak.choice.lines)
+        why = peak.words
+    if recipe.train.masters != "float32" and "parallel.reduce_each" in values:
+        values["parallel.reduce_each"] = False
     named = ", ".join(f"{key}={str(value).lower()}" for key, value in values.items())
-    return Sizing(values, (f"{named} (auto): for little memory, since {why}",))
+    return Sizing(values, (f"{named} (auto): {why}",))

@@ -20,6 +20,7 @@ from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import PlanBeside, RunJob, Train, run_in_place, tell_all_ranks
 from dtrain.methods import recipe_and_problems
 from dtrain.recipe import Recipe, redact, redacted_errors, sizes
+from dtrain.recipe.automatic import open_keys
 from dtrain.run.preflight import not_here, notes, preflight, to_copy, with_local_model, with_small_files
 from dtrain.run.spec import RunSpec, World, resolve
 from dtrain.run.stages.code import named_code
@@ -65,6 +66,8 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     steps = f", {spec.steps} step{'s' if spec.steps != 1 else ''}" if spec.steps is not None else ""
     verdict = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' if size != 1 else ''}{steps}"
     lines = [verdict, str(sizes(spec.recipe, size)), *notes(loaded), *spec.notes]
+    if keys := open_keys(loaded):
+        lines.append(f"auto: the run's plan decides {', '.join(keys)} (dtrain plan shows it)")
     lines += [*awaited.values(), *to_copy(loaded)]
     return [redact(line, loaded) for line in lines]
 

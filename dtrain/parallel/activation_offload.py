@@ -12,7 +12,6 @@ what the layer before it keeps is fetched.
 """
 
 import weakref
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -29,12 +28,13 @@ ON_THEIR_WAY = 2  # layers whose storages may be on their way out
 
 class HostMemory:
     """Buffers of host memory, and the copies to them and back, of a device whose copies the host waits for. bytes: of
-    all buffers; copied: out and back so far."""
+    all buffers; copied: out and back so far; is_given_back: free buffers make room for those of other sizes."""
+
+    is_given_back = True
 
     def __init__(self) -> None:
         self.bytes = self.copied = 0
-        self._free: list[tuple[int, int, Tensor]] = []  # by size; the second number tells equal ones apart
-        self._made = 0
+        self._free: dict[int, deque[Tensor]] = {}  # by size
 
     def moves(self, tensor: Tensor) -> bool:
         """Return whether `tensor` [..] lies on the device."""
@@ -57,20 +57,21 @@ class HostMemory:
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back, for other bytes."""
-        self._made += 1
-        insort(self._free, (buffer.numel(), self._made, buffer))
+        self._free.setdefault(buffer.numel(), deque()).append(buffer)
 
     def _take(self, size: int) -> Tensor:
-        place = bisect_left(self._free, (size, 0))
-        if place < len(self._free):
-            return self._free.pop(place)[2]
-        if self._free:  # in place of one that is too small: there are never more than are wanted at once
-            self.bytes -= self.taken(self._free.pop()[0])
-        self.bytes += self.taken(size)
+        size = self.taken(size)
+        if free := self._free.get(size):
+            return free.pop()
+        if self.is_given_back:
+            for others in self._free.values():
+                while others:
+                    self.bytes -= others.pop().numel()
+        self.bytes += size
         return self.new(size)
 
     def taken(self, size: int) -> int:
-        """Return the bytes that a buffer of `size` bytes takes."""
+        """Return the size of the buffer for `size` bytes."""
         return size
 
     def new(self, size: int) -> Tensor:
@@ -89,7 +90,9 @@ class HostMemory:
 
 
 class PinnedMemory(HostMemory):
-    """Pinned memory, and copies beside what computes on `device`, of type cuda."""
+    """Pinned memory, and copies beside what computes on `device`, of type cuda. torch keeps what is given back."""
+
+    is_given_back = False
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -219,10 +222,12 @@ class ActivationOffloader:
     def _entered(self, index: int, is_last: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def enter(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
             # A layer that is computed again keeps what the backward wants at once.
-            if not torch.is_grad_enabled() or _in_backward():
+            if _in_backward():
                 return
             if index == 0:
-                self._let_go(0)
+                self._let_go(0)  # of a forward that an error ended, too
+            if not torch.is_grad_enabled():
+                return
             beside = (leaf for leaf in tree_leaves(inputs[1:]) if isinstance(leaf, Tensor))
             stay = {storage_key(tensor) for tensor in beside}
             self._pass = _LayerPass(layer, self.memory, self._pass if index else None, stay, is_last)

@@ -236,7 +236,8 @@ def _unset_excluded(config: DictConfig, overrides: Sequence[str]) -> None:
     for first, second, unset in EXCLUSIVE:
         for key, other in ((first, second), (second, first)):
             values = [OmegaConf.select(config, name, throw_on_resolution_failure=False) for name in (key, other)]
-            if key in typed and other not in typed and unset not in values and None not in values:
+            asks = unset not in values and None not in values and values[0] != "auto"
+            if key in typed and other not in typed and asks:
                 OmegaConf.update(config, other, unset)
     steps = OmegaConf.select(config, "scheduler.warmup_steps", throw_on_resolution_failure=False)
     if "scheduler.warmup" in typed and "scheduler.warmup_steps" not in typed and steps is not None:  # they would win

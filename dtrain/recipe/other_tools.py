@@ -312,6 +312,7 @@ class Translation:
     def _batch(self, tool: Tool, usual: dict[str, Any]) -> None:
         names = ("gradient_accumulation_steps", "gradient_accumulation", "grad_accum")
         accumulation, micro = self._leaf(*names), self.values.get("train.micro_batch")
+        micro = None if micro == "auto" else micro
         if tool.accumulation and isinstance(accumulation or 1, int):
             batch = (micro or usual.get("train.micro_batch", 1)) * (accumulation or tool.accumulation)
             is_said = micro is not None or accumulation is not None

@@ -5,7 +5,7 @@ import math
 from dtrain.base.ranges import Range, is_number
 
 AUTO: Range = (lambda v: v in ("auto", True, False), "auto, true or false")
-COUNT: Range = (lambda v: v == "auto" or (type(v) is int and v >= 1), "at least 1, or auto")
+COUNT: Range = (lambda v: v == "auto" or (type(v) is int and v >= 1), "a whole number, at least 1, or auto")
 DIVISOR: Range = (lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10")
 SHARE: Range = (lambda v: 0 <= v <= 1, "from 0 to 1")
 SIZE: Range = (lambda v: 0 <= v < math.inf, "a finite number, at least 0")

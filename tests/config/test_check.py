@@ -233,4 +233,6 @@ def test_every_default_is_in_its_range():
         eval=schema.Eval(), lora=schema.Lora(), scheduler=[schema.Stage()]
     )
     assert out_of_range(sections) == []
-    assert out_of_range(schema.Launch(nproc=0), "launch.") == [("launch.nproc", 0, "at least 1, or auto")]
+    assert out_of_range(schema.Launch(nproc=0), "launch.") == [
+        ("launch.nproc", 0, "a whole number, at least 1, or auto")
+    ]

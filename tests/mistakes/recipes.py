@@ -6,8 +6,8 @@ from tests.mistakes.files_of_others import AXOLOTL, LLAMA_FACTORY, TORCHTUNE, TR
 TOOLS = "tests.environments.toolbox"
 ADAPTER = '{"peft_type": "LORA", "base_model_name_or_path": "Qwen/Q", "r": 8, "lora_alpha": 16}'
 NUMBERS = (
-    slip("launch.nproc=0", "launch.nproc=0 must be at least 1"),
-    slip("launch.nproc=-1", "launch.nproc=-1 must be at least 1"),
+    slip("launch.nproc=0", "launch.nproc=0 must be a whole number, at least 1"),
+    slip("launch.nproc=-1", "launch.nproc=-1 must be a whole number, at least 1"),
     slip("launch.nproc=two", "launch.nproc=two must be a whole number"),
     slip("train.steps=0", "train.steps=0 must be at least 1"),
     slip("train.steps=1.5", "train.steps=1.5 must be a whole number"),
@@ -21,7 +21,7 @@ NUMBERS = (
     slip("train.global_batch=0", "train.global_batch=0 must be", "at least 1"),
     slip("train.global_batch=7", "train.global_batch=7", "train.global_batch=8"),
     slip("train.global_batch=big", "train.global_batch=big must be a whole number"),
-    slip("train.micro_batch=0", "train.micro_batch=0 must be at least 1"),
+    slip("train.micro_batch=0", "train.micro_batch=0 must be a whole number, at least 1, or auto"),
     slip("train.max_grad_norm=0", "train.max_grad_norm=0", "more than 0, or null"),
     slip("optimizer.lr=-1", "optimizer.lr=-1", "at least 0"),
     slip("data.val=10%", "data.val=10% must be a number", "write 0.1"),
@@ -244,7 +244,7 @@ PASTED = (
     slip("optimizer.betas='0.9,0.95'", "must be a list of numbers: write [0.9, 0.95]"),
     slip("train.freeze=layers.0", "train.freeze=layers.0 must be a list of texts: write [layers.0]"),
     slip("data.train.sources[0].path=x", "data.train.sources is no list yet", "data.train.sources=[{...}]"),
-    slip("launch.nproc=gpu", "launch.nproc=gpu must be a whole number: write how many"),
+    slip("launch.nproc=gpu", "launch.nproc=gpu must be a whole number, at least 1, or auto"),
     slip("parallel.dp_shard=auto", "parallel.dp_shard=auto must be a whole number: write -1"),
     slip("train.compile=reduce-overhead", "must be true or false: write true"),
     slip("data.train.path={root}/ROWS.JSONL", "there is no file", "did you mean", "rows.jsonl?"),

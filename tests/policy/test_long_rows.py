@@ -1,6 +1,7 @@
 """Tiles, groups of heads and activations on the host: the gradients of plain layers, and what is held on the way."""
 
 import gc
+import random
 import weakref
 
 import pytest
@@ -72,6 +73,29 @@ def test_activations_that_went_to_the_host_change_no_bit(tmp_path):
         assert memory.copied > 0
 
 
+class Rounded(offload.HostMemory):
+    """Buffers of powers of two, which are kept, as pinned ones are."""
+
+    is_given_back = False
+
+    def taken(self, size):
+        return 1 << (size - 1).bit_length()
+
+
+@pytest.mark.parametrize(("kind", "most"), [(offload.HostMemory, 1), (Rounded, 4)])
+def test_steps_of_other_lengths_take_no_more_of_the_host_than_the_longest(kind, most):
+    draw, memory = random.Random(0), kind()
+    parts = [1, 1, 2, 4, 14, 14]  # sizes of what a layer keeps, of a row's length
+    longest = 0
+    for length in [draw.randrange(10, 2000) for _ in range(200)]:
+        longest = max(longest, sum(parts) * length)
+        buffers = [memory.send(torch.zeros(part * length, dtype=torch.uint8)) for part in parts]
+        assert all(buffer.numel() >= part * length for buffer, part in zip(buffers, parts, strict=True))
+        for buffer in buffers:
+            memory.give(buffer)
+        assert memory.bytes <= most * longest
+
+
 class Sizes(offload.HostMemory):
     def __init__(self):
         super().__init__()
@@ -126,8 +150,9 @@ def test_storages_go_and_come_one_layer_at_a_time(tmp_path):
     assert memory.bytes == 7 * size  # the last layer's stays
     assert memory.copied == 2 * 7 * size
     gradients(model)
-    gradients(model, length=30)
     assert memory.bytes == 7 * size  # used again
+    gradients(model, length=30)
+    assert memory.bytes == 7 * size * 30 // 37  # in place of those of another size
     with torch.no_grad():
         model(torch.arange(20)[None])
     assert memory.copied == 4 * 7 * size + 2 * 7 * size * 30 // 37

@@ -42,7 +42,9 @@ def _is_mxfp4(blocks: Stored, scales: Stored) -> bool:
 
 
 def _is_fp8(weight: Stored, scales: Stored) -> bool:
-    *lead, rows, columns = weight.shape if len(weight.shape) > 1 else (0, 0)
+    if len(weight.shape) < 2:
+        return False
+    *lead, rows, columns = weight.shape
     wanted = (*lead, -(-rows // _SIDE), -(-columns // _SIDE))
     return weight.kind == "F8_E4M3" and scales.kind in ("F32", "BF16") and scales.shape == wanted
 

@@ -62,14 +62,18 @@ class PlannedPeak(Child[Peak]):
             self._peak = Peak(_no_plan(outcome)) if isinstance(outcome, Exception) else outcome
         return self._peak
 
-    def choose(self, memory: int, device_name: str, wait: float) -> Peak | None:
+    def choose(self, memory: int, device_name: str, host: int, wait: float) -> Peak:
         """Return the peak on devices of `memory` bytes with what was chosen for `auto`; its choice is None where there
-        is no plan of the recipe. None if that is not known within `wait` seconds. Can be called once. Raises UserError
-        where nothing fits."""
-        self._memory.put((memory, device_name))
+        is no plan of the recipe, or none within `wait` seconds, after which the process ends.
+
+        host: bytes of the host's memory for each rank. Can be called once. Raises UserError where nothing fits."""
+        self._memory.put((memory, device_name, host))
         peak = self.peak(wait)
-        if peak is not None and peak.too_much is not None:
-            raise UserError(peak.too_much)
+        if peak is None:
+            self._process.kill()
+            peak = self._peak = Peak(f"no plan (it took longer than {wait:.0f} s)")
+        if peak.too_much is not None:
+            raise UserError(f"{peak.too_much}. (metrics.plan=false starts it anyway, with the least memory)")
         return peak
 
     def settle(self, values: Mapping[str, Any]) -> None:
@@ -90,9 +94,9 @@ def _planned(recipe: Recipe, world_size: int, memory_queue: Any) -> Peak:
     try:
         values = memory_queue.get() if open_keys(recipe) else None
         if isinstance(values, tuple):
-            memory, name = values
+            memory, name, host = values
             hardware = GPUS.get(board_of(name) or "")
-            choice = choose(resolve_plan(recipe, world_size, recipe.launch.device, hardware), memory, hardware)
+            choice = choose(resolve_plan(recipe, world_size, recipe.launch.device, hardware), memory, hardware, host)
             return Peak(f"planned peak {gib(choice.peak)}", choice.peak, choice=choice)
         plan = make_plan(changed(recipe, values or {}), world_size, next(iter(GPUS.values())))
         memory = memory_queue.get() if values is None else None

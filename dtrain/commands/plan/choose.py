@@ -13,6 +13,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import inf
 from typing import Any
 
 from dtrain.base.errors import RecipeError, UserError
@@ -21,6 +22,7 @@ from dtrain.commands.plan.hardware import GPUS, USABLE, Hardware, estimate
 from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, ready, resolve_plan
 from dtrain.commands.plan.step import Step, plan_steps
 from dtrain.commands.plan.units import gib
+from dtrain.policy.build import LONGEST_UNDER_MASK, wants_varlen
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import sizes
 from dtrain.recipe.automatic import USUAL, USUAL_ROWS, changed, open_keys
@@ -60,13 +62,14 @@ class _Tried:
     time: float
 
 
-def choose(spec: RunSpec, memory: int, hardware: Hardware | None = None) -> Choice:
+def choose(spec: RunSpec, memory: int, hardware: Hardware | None = None, host: int | None = None) -> Choice:
     """Return values for the open keys of a spec of `resolve_plan`, on devices with `memory` bytes each.
 
-    hardware: whose numbers decide what is fast; None: the first of the table. Plans in processes forked from this one.
+    hardware: whose numbers decide what is fast; None: the first of the table. host: bytes of the host's memory for each
+    rank, where what is offloaded has to lie; None: as much as it takes. Plans in processes forked from this one.
     Raises TooLarge, which names what would fit; UserError where there is no plan of the recipe.
     """
-    return _Search(spec, memory, hardware).choice()
+    return _Search(spec, memory, hardware, host).choice()
 
 
 def chosen_plan(recipe: Any, world_size: int, hardware: Hardware, budget: int | None = None) -> Plan:
@@ -81,14 +84,23 @@ def chosen_plan(recipe: Any, world_size: int, hardware: Hardware, budget: int | 
 
 
 class _Search:
-    def __init__(self, spec: RunSpec, memory: int, hardware: Hardware | None):
+    def __init__(self, spec: RunSpec, memory: int, hardware: Hardware | None, host: int | None):
         self.spec, self.recipe, self.world_size = spec, spec.written, spec.world.size
         self.keys, self.memory, self.budget = open_keys(self.recipe), memory, int(memory * (1 - FREE))
+        self.host_budget = inf if host is None else host * (1 - FREE)
         self.hardware = hardware or next(iter(GPUS.values()))
         self.is_gpu = spec.world.device_type == "cuda"
         self.rows = self.spec.sizes.global_batch // self.spec.sizes.dp  # of a rank
-        self.micros = divisors(self.rows) if "train.micro_batch" in self.keys else []
+        self.micros = [micro for micro in divisors(self.rows) if self._has_a_kernel(micro)]
+        self.micros = self.micros if "train.micro_batch" in self.keys else []
         self.least = self.micros[0] if self.micros else self.spec.recipe.train.micro
+
+    def _has_a_kernel(self, micro: int) -> bool:
+        """Return whether attention of a micro-batch needs no mask that is too large: packed completions are one row."""
+        recipe, device = self.spec.recipe, self.spec.world.device_type
+        length = type(self.spec.method)(changed(recipe, {"train.micro_batch": micro})).longest_row()
+        is_under_mask = device == "cuda" and not wants_varlen(recipe, self.spec.precision, device)
+        return micro == 1 or not is_under_mask or length <= LONGEST_UNDER_MASK
 
     def choice(self) -> Choice:
         ladder = self._ladder()
@@ -123,7 +135,8 @@ class _Search:
     def _means(self, recipe: PolicyConfig) -> Iterator[dict[str, Any]]:
         """Yield changes in the order in which they are made, each beside those before."""
         shards = self.spec.sizes.dp_shard * self.spec.sizes.cp
-        if shards > 1 and self.rows > self.least:
+        # Sums of masters in bfloat16 are rounded at random, each micro-batch's under reduce_each.
+        if shards > 1 and self.rows > self.least and recipe.train.masters == "float32":
             yield {"parallel.reduce_each": True}
         if not recipe.train.compile:  # compiled layers compute under selective what they do under full
             yield {"train.activation_checkpointing": "selective"}
@@ -155,7 +168,8 @@ class _Search:
         return passes + time.exposed + time.optimizer
 
     def _fits(self, tried: _Tried) -> bool:
-        return tried.step.peak <= self.budget
+        on_host = tried.step.host + tried.step.visiting if self.is_gpu else 0
+        return tried.step.peak <= self.budget and on_host <= self.host_budget
 
     def _first_that_fits(self, ladder: Sequence[Values]) -> _Tried | None:
         """Return the first combination that fits with the least micro-batch; as many are planned at once as there are
@@ -178,7 +192,8 @@ class _Search:
         best, wanted = self._largest(tried)
         if best.micro < wanted and last != tried.values:
             (other,) = self._tried([(last, self.least)])
-            best = min(best, self._largest(other)[0], key=lambda each: each.time)
+            if self._fits(other):
+                best = min(best, self._largest(other)[0], key=lambda each: each.time)
         return best
 
     def _largest(self, tried: _Tried) -> tuple[_Tried, int]:
@@ -210,7 +225,7 @@ class _Search:
     def _least(self, values: Values) -> _Tried:
         """Return the combination of the least memory. Raises TooLarge where it is more than the devices have."""
         (tried,) = self._tried([(values, self.least)])
-        if tried.step.peak <= self.memory * USABLE:
+        if tried.step.peak <= self.memory and tried.step.host + tried.step.visiting <= self.host_budget / (1 - FREE):
             return tried
         chosen = {"train.micro_batch": tried.micro} | dict(values)
         least = " ".join(f"{key}={_text(value)}" for key, value in chosen.items())
@@ -218,8 +233,15 @@ class _Search:
         fix = f"what fits: {', or '.join(ways)}" if ways else "take a smaller model, or more devices"
         raise TooLarge(
             f"this does not fit: the least that was planned takes {gib(tried.step.peak)} ({least}), and a device has "
-            f"{gib(self.memory)}; {fix}"
+            f"{gib(self.memory)}{self._host(tried)}; {fix}"
         )
+
+    def _host(self, tried: _Tried) -> str:
+        """Return what `tried` takes of the host's memory, where that is too much."""
+        taken = tried.step.host + tried.step.visiting
+        if taken <= self.host_budget:
+            return ""
+        return f"; it also takes {gib(taken)} of the host's memory for each rank"
 
     def _ways(self, values: Values) -> Iterator[tuple[str, int]]:
         """Yield overrides with which `values` fit, each with its peak: the nearest first."""
@@ -256,9 +278,9 @@ class _Search:
         others = {key: value for key, value in values.items() if key != "train.micro_batch"}
         for key, value in others.items():
             if value != USUAL[key]:
-                yield f"{key}={_text(value)} (auto): the step does not fit without"
+                yield f"{key}={_text(value)} (auto): for memory"
         if usual := [f"{key}={_text(value)}" for key, value in others.items() if value == USUAL[key]]:
-            yield f"{', '.join(usual)} (auto): not needed"
+            yield f"{', '.join(usual)} (auto)"
         yield f"planned peak {gib(tried.step.peak)} of {gib(self.memory)}"
 
 

@@ -31,7 +31,7 @@ from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.policy.precision import choose_precision
 from dtrain.recipe.automatic import changed
 from dtrain.recipe.schema import OPTIMIZERS, Recipe, Scheduler
-from dtrain.recipe.world import LARGEST_AUTO, Sizes
+from dtrain.recipe.world import LARGEST_AUTO, STEPS_OF_A_PASS, Sizes
 from dtrain.run.eval_sets import longest_answer
 from dtrain.run.host import DryHost
 from dtrain.run.preflight import shapes
@@ -136,8 +136,12 @@ def resolve_plan(recipe: Recipe, world_size: int, device_type: str, hardware: Ha
     Code that the recipe names by import path gives way to dtrain's own, since only a run imports it: a plan may be of a
     stranger's. torch's own optimizers are here anyhow.
     """
-    host = PlanHost(recipe, hardware)
-    spec = resolve(ready(recipe), World(world_size, device_type, is_here=False), host, until="sizes")
+    host, recipe = PlanHost(recipe, hardware), ready(recipe)
+    if recipe.train.global_batch == "auto":
+        few, many = map(method_of(recipe).automatic_batch, (0, LARGEST_AUTO * STEPS_OF_A_PASS))
+        if few == many:  # a rollout, whatever the data
+            recipe = changed(recipe, {"train.global_batch": few})
+    spec = resolve(recipe, World(world_size, device_type, is_here=False), host, until="sizes")
     if host.problems:
         raise RecipeError(host.problems)
     overrides: dict[str, Any] = {}

@@ -159,6 +159,7 @@ class PlannedMemory(HostMemory):
     def __init__(self, timeline: MemoryTimeline, is_pinned: bool):
         super().__init__()
         self._timeline, self._is_pinned = timeline, is_pinned
+        self.is_given_back = not is_pinned
 
     def moves(self, tensor: Tensor) -> bool:
         return tensor.is_meta
