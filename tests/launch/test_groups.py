@@ -126,6 +126,7 @@ def cuda_begins(monkeypatch, **environ):
     monkeypatch.setattr(torch.cuda, "init", lambda: asked.append("init"))
     monkeypatch.setattr(torch.cuda, "set_device", asked.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (found.total_memory, found.total_memory))
     start_device(torch.device("cuda", 0), RankPlace(environ=environ))
     return asked
 
