@@ -152,7 +152,6 @@ LONG = {  # rows of several tiles
         1,
         ["train.activation_offload=true", "train.tile=all", FULL],
     ),
-    "all activations put aside": (1, ["train.activation_offload=true"]),
     "in tiles, selective, tp2": (
         2,
         [
