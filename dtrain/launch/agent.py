@@ -104,12 +104,7 @@ def _attempt(
     with ExitStack() as stack:
         workers = []
         for rank in range(size):
-            place = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": size,
-                "LOCAL_WORLD_SIZE": size,
-            }
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             place["TORCHELASTIC_RESTART_COUNT"] = attempt
             environment = {**environ, **{name: str(value) for name, value in place.items()}}
             workers.append(RankProcess(rank, command, environment, launch.lost_after))

@@ -33,8 +33,7 @@ DRIVER = Path("/proc/driver/nvidia/version")  # there where a driver is loaded
 @dataclass(frozen=True)
 class DeviceFacts:
     """A rank's GPU. memory: bytes; capability: CUDA's compute capability, major and minor; free: bytes, where other
-    processes hold a tenth of the memory or more.
-    """
+    processes hold a tenth of the memory or more."""
 
     rank: int
     host: str

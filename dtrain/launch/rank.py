@@ -249,7 +249,7 @@ def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", fir
     else:
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total = total_memory()
     micro, kept = recipe.train.micro, recipe.train.activation_checkpointing
     keys = [f"lower train.micro_batch (now {micro})"] if micro > 1 else []
     keys += [f"set train.activation_checkpointing=full (now {kept})"] if kept != "full" else []

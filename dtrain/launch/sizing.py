@@ -77,18 +77,23 @@ def sizing_by_plan(
         if planned is not None:
             planned.settle(before.values)
         return before
-    host = host_memory(place.local_world_size)
-    usual = settled(recipe, dp_of(recipe, place.world_size))
-    values = {key: value_of(usual, key) for key in open_keys(recipe)}
-    if not recipe.parallel.cpu_offload:
-        values |= {key: value for key, value in _LEAST.items() if key in values}
     why = "no plan" if recipe.metrics.plan is not False else "metrics.plan=false"
     if planned is not None:
+        host = host_memory(place.local_world_size)
         peak = planned.choose(host if is_cpu else free or machine["memory"], machine["device"], host, PLAN_SECONDS)
         if peak.choice is not None:
             return Sizing(peak.choice.values, peak.choice.lines)
         why = peak.words
+    return Sizing.of(_without_plan(recipe, place.world_size), why)
+
+
+def _without_plan(recipe: Any, world_size: int) -> dict[str, Any]:
+    """Return values that take little memory, where no plan can choose them."""
+    usual = settled(recipe, dp_of(recipe, world_size))
+    values = {key: value_of(usual, key) for key in open_keys(recipe)}
+    if recipe.parallel.cpu_offload:
+        return values
+    values |= {key: value for key, value in _LEAST.items() if key in values}
     if recipe.train.masters != "float32" and "parallel.reduce_each" in values:
-        values["parallel.reduce_each"] = False
-    named = ", ".join(f"{key}={str(value).lower()}" for key, value in values.items())
-    return Sizing(values, (f"{named} (auto): {why}",))
+        values["parallel.reduce_each"] = False  # it would round their sums otherwise
+    return values

@@ -164,7 +164,7 @@ class _LayerPass:
             return tensor
         storage = tensor.untyped_storage()
         if self._layer is not None:  # now, for FSDP has gathered them
-            self._stay |= {storage_key(local_tensor(one)) for one in self._layer.parameters()}
+            self._stay |= {storage_key(local_tensor(parameter)) for parameter in self._layer.parameters()}
             self._layer = None
         if storage_key(tensor) in self._stay or storage.nbytes() < SMALL or storage.nbytes() % tensor.itemsize:
             return tensor

@@ -94,8 +94,8 @@ def lay_out(
 
     kernel: in place of the one that the recipe and the device ask for, for one cp rank; it is taken over the exchange
     of the recipe. keep: in place of `keep_for_backward`. One rank that computes in its masters' dtype goes without
-    FSDP: the same bits, and no copies.
-    Collective over cp on CUDA in half precision, unless a kernel is given: the ranks agree on one.
+    FSDP: the same bits, and no copies. Collective over cp on CUDA in half precision, unless a kernel is given: the
+    ranks agree on one.
     """
     parallel = recipe.parallel
     model = models.build(config, dtype=precision.master, device="meta")

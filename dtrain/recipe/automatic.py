@@ -37,6 +37,11 @@ def changed(config: Config, overrides: Mapping[str, Any]) -> Config:
     return config
 
 
+def as_overrides(values: Mapping[str, Any]) -> list[str]:
+    """Return `values` as one types them, "key=value" each."""
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
+
+
 def open_keys(config: Any) -> list[str]:
     """Return the keys of USUAL that say `auto`."""
     return [key for key in USUAL if value_of(config, key) == AUTO]

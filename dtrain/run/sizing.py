@@ -13,7 +13,7 @@ from dtrain import models
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
-from dtrain.recipe.automatic import AUTO, USUAL, changed, open_keys, value_of
+from dtrain.recipe.automatic import AUTO, USUAL, as_overrides, changed, open_keys, value_of
 from dtrain.run.directory import ABOUT
 from dtrain.run.spec import RunSpec
 
@@ -32,6 +32,11 @@ class Sizing:
     values: Mapping[str, Any]
     lines: tuple[str, ...]
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any], why: str) -> "Sizing":
+        """Return `values` with one line, that says `why` for all."""
+        return cls(values, (f"{', '.join(as_overrides(values))} (auto): {why}",))
+
 
 def sizing_before(spec: RunSpec, machine: Mapping[str, Any]) -> Sizing | None:
     """Return what this run chose before on such a machine, for a recipe whose memory is the same; None where it did
@@ -44,7 +49,7 @@ def sizing_before(spec: RunSpec, machine: Mapping[str, Any]) -> Sizing | None:
         values = {key: old for key, old, new in config.diff(saved, recipe) if key in USUAL and new == AUTO}
         differing = [key for key, _, _ in config.diff(saved, changed(recipe, values))]
         if values.keys() == {*open_keys(recipe)} and all(key.startswith(_FREE_KEYS) for key in differing):
-            return Sizing(values, (f"{_named(values)} (auto): as this run chose before, on the same machine",))
+            return Sizing.of(values, "as this run chose before, on the same machine")
     return None
 
 
@@ -66,8 +71,4 @@ def usual_sizing(spec: RunSpec, memory: int) -> Sizing | None:
     if 8 * (_COPIES * weights + _TENSORS * kept) > memory * _SURE:
         return None
     values = {key: value_of(spec.recipe, key) for key in open_keys(spec.written)}
-    return Sizing(values, (f"{_named(values)} (auto): a small model",))
-
-
-def _named(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={str(value).lower()}" for key, value in values.items())
+    return Sizing.of(values, "a small model")

@@ -116,9 +116,9 @@ def fill(files: WeightFiles, source: FileRows, codes: Tensor, scales: Tensor) ->
     stored = _Stored(files, weight, columns) if files.stored[weight].kind == "U8" else None
     codes, scales = local_tensor(codes), local_tensor(scales)
     for part in _tiles(lead, columns):
-        here = tuple(slice(one.start - of.start, one.stop - of.start) for one, of in zip(part, lead, strict=True))
+        here = tuple(slice(p.start - held.start, p.stop - held.start) for p, held in zip(part, lead, strict=True))
         if stored is None:
-            size = (one.stop - one.start for one in (*part, across))
+            size = (place.stop - place.start for place in (*part, across))
             tile = torch.empty(*size, device=codes.device)
             source.fill(files, tile, (*part, across))
             codes[here], scales[here] = quantize(tile)

@@ -19,13 +19,13 @@ from typing import Any
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.host_memory import host_memory
 from dtrain.commands.plan.hardware import GPUS, USABLE, Hardware, estimate
-from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, ready, resolve_plan
+from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan
 from dtrain.commands.plan.step import Step, plan_steps
 from dtrain.commands.plan.units import gib
 from dtrain.policy.build import LONGEST_UNDER_MASK, wants_varlen
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import sizes
-from dtrain.recipe.automatic import USUAL, USUAL_ROWS, changed, open_keys
+from dtrain.recipe.automatic import USUAL, USUAL_ROWS, as_overrides, changed, open_keys
 from dtrain.recipe.schema import Lora
 from dtrain.run.spec import RunSpec
 
@@ -35,17 +35,19 @@ LAUNCH = 6e-6  # seconds in which the host starts a kernel
 HIDING = 2  # times what a pass sends and starts that its computing should take
 _PROCESSES = 2  # of a planned step
 
+MICRO_BATCH, OFFLOAD = "train.micro_batch", "parallel.optimizer_offload"
+
 Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Choice:
     """Values of the keys that a recipe leaves open. lines: each value with its reason, for the terminal. peak: bytes of
-    a rank's tensors; 0 where it was not planned."""
+    a rank's tensors, by the plan."""
 
     values: dict[str, Any]
     lines: tuple[str, ...]
-    peak: int = 0
+    peak: int
 
 
 class TooLarge(UserError):
@@ -92,13 +94,13 @@ class _Search:
         self.is_gpu = spec.world.device_type == "cuda"
         self.rows = self.spec.sizes.global_batch // self.spec.sizes.dp  # of a rank
         self.micros = [micro for micro in divisors(self.rows) if self._has_a_kernel(micro)]
-        self.micros = self.micros if "train.micro_batch" in self.keys else []
+        self.micros = self.micros if MICRO_BATCH in self.keys else []
         self.least = self.micros[0] if self.micros else self.spec.recipe.train.micro
 
     def _has_a_kernel(self, micro: int) -> bool:
         """Return whether attention of a micro-batch needs no mask that is too large: packed completions are one row."""
         recipe, device = self.spec.recipe, self.spec.world.device_type
-        length = type(self.spec.method)(changed(recipe, {"train.micro_batch": micro})).longest_row()
+        length = type(self.spec.method)(changed(recipe, {MICRO_BATCH: micro})).longest_row()
         is_under_mask = device == "cuda" and not wants_varlen(recipe, self.spec.precision, device)
         return micro == 1 or not is_under_mask or length <= LONGEST_UNDER_MASK
 
@@ -106,7 +108,7 @@ class _Search:
         ladder = self._ladder()
         tried = self._first_that_fits(ladder)
         if tried is None or tried.values.get("train.tile", "none") != "none":
-            offloaded = self._ladder({"parallel.optimizer_offload": True})
+            offloaded = self._ladder(is_offloaded=True)
             other = self._first_that_fits(offloaded)
             if tried is None or (other is not None and other.time < tried.time):
                 ladder, tried = offloaded or ladder, other
@@ -114,20 +116,21 @@ class _Search:
             tried = self._least(ladder[-1])
         else:
             tried = self._with_more_rows(tried, ladder[-1])
-        values = {key: tried.micro if key == "train.micro_batch" else tried.values[key] for key in self.keys}
+        values = {key: tried.micro if key == MICRO_BATCH else tried.values[key] for key in self.keys}
         return Choice(values, tuple(self._lines(tried, values, self._wanted(tried))), tried.step.peak)
 
-    def _ladder(self, always: Values | None = None) -> list[Values]:
-        """Return combinations of the open keys, each of more time and less memory than the one before; [] where
-        `always` is not open or refused."""
-        for key in always or {}:
-            if key not in self.keys or not self.is_gpu or self._refused(always or {}):
+    def _ladder(self, is_offloaded: bool = False) -> list[Values]:
+        """Return combinations of the open keys, each of more time and less memory than the one before; is_offloaded:
+        all with `parallel.optimizer_offload`, [] where that is not open or refused."""
+        base = {key: USUAL[key] for key in self.keys if key != MICRO_BATCH}
+        if is_offloaded:
+            offload = {OFFLOAD: True}
+            if OFFLOAD not in base or not self.is_gpu or self._refused(offload):
                 return []
-        recipe, base = self.spec.recipe, dict(USUAL) | dict(always or {})
-        base = {key: value for key, value in base.items() if key in self.keys and key != "train.micro_batch"}
+            base |= offload
         ladder: list[Values] = [base]
-        for more in self._means(recipe):
-            if all(key in self.keys for key in more) and not self._refused(base | more):
+        for more in self._means(self.spec.recipe):
+            if more.keys() <= base.keys() and not self._refused(base | more):
                 base = base | more
                 ladder.append(base)
         return ladder
@@ -146,12 +149,12 @@ class _Search:
         yield {"train.tile": "all"}
 
     def _refused(self, values: Values) -> bool:
-        return bool(problems(changed(ready(self.spec.recipe), values), self.world_size))
+        return bool(problems(changed(self.spec.recipe, values), self.world_size))
 
     def _at(self, spec: RunSpec, values: Values, micro: int) -> RunSpec:
         """Return `spec` with `values` and a micro-batch, where that is open."""
         at = copy(spec)
-        at.recipe = changed(spec.recipe, {**values, **({"train.micro_batch": micro} if self.micros else {})})
+        at.recipe = changed(spec.recipe, {**values, **({MICRO_BATCH: micro} if self.micros else {})})
         at.sizes = sizes(at.recipe, spec.world.size)
         return at
 
@@ -227,8 +230,8 @@ class _Search:
         (tried,) = self._tried([(values, self.least)])
         if tried.step.peak <= self.memory and tried.step.host + tried.step.visiting <= self.host_budget / (1 - FREE):
             return tried
-        chosen = {"train.micro_batch": tried.micro} | dict(values)
-        least = " ".join(f"{key}={_text(value)}" for key, value in chosen.items())
+        chosen = {MICRO_BATCH: tried.micro} | dict(values)
+        least = " ".join(as_overrides(chosen))
         ways = [f"{overrides} (peak {gib(peak)})" for overrides, peak in islice(self._ways(values), 2)]
         fix = f"what fits: {', or '.join(ways)}" if ways else "take a smaller model, or more devices"
         raise TooLarge(
@@ -271,18 +274,14 @@ class _Search:
                         break
 
     def _lines(self, tried: _Tried, values: Values, wanted: int) -> Iterator[str]:
-        if "train.micro_batch" in values:
+        if MICRO_BATCH in values:
             why = "more would not be faster" if tried.micro >= wanted else "more do not fit"
             why = "all rows of a rank" if tried.micro == self.rows else why
-            yield f"train.micro_batch={tried.micro} (auto): {why}"
-        others = {key: value for key, value in values.items() if key != "train.micro_batch"}
-        for key, value in others.items():
-            if value != USUAL[key]:
-                yield f"{key}={_text(value)} (auto): for memory"
-        if usual := [f"{key}={_text(value)}" for key, value in others.items() if value == USUAL[key]]:
-            yield f"{', '.join(usual)} (auto)"
+            yield f"{MICRO_BATCH}={tried.micro} (auto): {why}"
+        others = {key: value for key, value in values.items() if key != MICRO_BATCH}
+        usual = {key: value for key, value in others.items() if value == USUAL[key]}
+        for text in as_overrides({key: value for key, value in others.items() if key not in usual}):
+            yield f"{text} (auto): for memory"
+        if usual:
+            yield f"{', '.join(as_overrides(usual))} (auto)"
         yield f"planned peak {gib(tried.step.peak)} of {gib(self.memory)}"
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -6,8 +6,10 @@ the host's memory (PCIe).
 
 The estimate: matrix products at what they `reach` of the peak, everything else at `BANDWIDTH` of the memory's, what
 FSDP and replicas send and what activations move to the host and back beside the computing, what tp and cp send after
-it; each message takes its bytes' time and a hop's for each rank of its ring. It leaves out the start of kernels,
-stragglers, other traffic, the input pipeline, saving, and any overlap of tp or cp with computing.
+it; each message takes its bytes' time and a hop's for each rank of its ring. The optimizer's step takes no less than
+what it has on the host needs to come; it goes back at the same time. Attention counts hidden pairs too: of a causal
+row a kernel that `reach`es 60% so computes at 30% of the peak. Left out are the start of kernels, stragglers, other
+traffic, the input pipeline, saving, and any overlap of tp or cp with computing.
 
 Against what torchtitan has published of its own runs of these shapes (docs/performance.md, benchmarks/), in tokens/s of
 a GPU: Llama 3 8B on 64 A100 3,055 for its 2,904 to 2,973; 70B on 64 A100 324 for 323 to 331; 8B on 8 H100 with a memory

@@ -22,7 +22,7 @@ from dtrain.models.common.config import LINEAR
 from dtrain.optim.update import build_optimizer
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import Sizes, sizes
-from dtrain.recipe.automatic import changed, value_of
+from dtrain.recipe.automatic import USUAL, as_overrides, changed, value_of
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def smallest_change(plan: Plan) -> tuple[str, Step] | None:
             continue
         step = step_of(spec, recipe, world)
         if step.peak <= plan.budget:
-            words = [f"{key}={str(value).lower()}" for key, value in overrides.items()]
+            words = as_overrides(overrides)
             if ranks != spec.world.size:
                 words.append(f"--world-size {ranks}")
             return " ".join(words), step
@@ -165,9 +165,9 @@ def _changes(recipe: PolicyConfig, world_size: int, per_node: int) -> Iterator[t
         if kinds:
             yield base | kinds[-1], world_size
     base |= kinds[-1] if kinds else {}
-    for means in ({"train.tile": "all"}, {"train.activation_offload": True}):
-        if value_of(recipe, next(iter(means))) in ("none", False):
-            base |= means
+    for key, value in (("train.tile", "all"), ("train.activation_offload", True)):
+        if value_of(recipe, key) == USUAL[key]:
+            base |= {key: value}
             yield base, world_size
     if parallel.dp_shard != -1:
         base |= {"parallel.dp_shard": -1}

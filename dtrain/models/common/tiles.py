@@ -135,16 +135,16 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         run, needed, parameters = ctx.run, ctx.needed, ctx.parameters
         inputs = (ctx if ctx.node is None else ctx.node).saved_tensors
-        of_inputs = [torch.empty_like(one) if need else None for one, need in zip(inputs, needed, strict=True)]
+        of_inputs = [torch.empty_like(tensor) if need else None for tensor, need in zip(inputs, needed, strict=True)]
         of_parameters = [_Sum() for _ in parameters]
         for tile in run.tiles:
             with run.tile(tile):  # its backward too, which may compute parts of it again
-                found = _gradients(run, tile, inputs, needed, parameters, grads)
-            for whole, part in zip((one for one in of_inputs if one is not None), found, strict=False):
+                parts = _gradients(run, tile, inputs, needed, parameters, grads)
+            for whole, part in zip((whole for whole in of_inputs if whole is not None), parts, strict=False):
                 _put(whole, torch.zeros_like(run.part(whole, tile)) if part is None else part, run.length, tile)
-            for total, part in zip(of_parameters, found[sum(needed) :], strict=True):
+            for total, part in zip(of_parameters, parts[sum(needed) :], strict=True):
                 total.add(part)
-            del found
+            del parts
         return None, None, None, None, *of_inputs, *(total.rounded() for total in of_parameters)
 
 
