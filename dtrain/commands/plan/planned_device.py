@@ -15,7 +15,7 @@ group's, where every rank holds what this one does.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.attention.kernels import HALF, SdpaKernel, Visibility
 from dtrain.base.batch import Batch, pad_stream
+from dtrain.base.rounds import rounds
 from dtrain.parallel.context.batch import shard_sequence
 
 aten = torch.ops.aten
@@ -138,11 +139,12 @@ _backward = partial(_engine_run_backward, keep_graph=False, create_graph=False, 
 
 
 class PlannedDevice(TorchFunctionMode):
-    """Function mode in which meta tensors say that they are on `device`, of type cpu or cuda."""
+    """Function mode in which meta tensors say that they are on `device`, of type cpu or cuda. few: takes the rounds of a
+    loop (`base.rounds`), and returns those that are followed; None: all are."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, few: Callable[[Sequence[Any]], Iterable[Any]] | None = None):
         super().__init__()
-        self.device = device
+        self.device, self._few = device, few
         self._nowhere: weakref.ref[Tensor] | None = None  # the last answer to where a meta tensor holds NaN
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -154,6 +156,8 @@ class PlannedDevice(TorchFunctionMode):
             return self._where(args[0]).type == "cuda"
         if func is functional.scaled_dot_product_attention:
             return attention(self.device.type, *args, **kwargs)
+        if func is rounds:
+            return args[0] if self._few is None else self._few(args[0])
         if func is functional.rms_norm:
             return rms_norm(*args, **kwargs)
         if func is Tensor.backward:
