@@ -15,7 +15,7 @@ group's, where every rank holds what this one does.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -216,10 +216,15 @@ class MetaKernels(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an operation's arguments or outputs; torch's own walk takes a tenth of a trace."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of an operation's arguments or outputs; torch's own walk takes a tenth of a trace."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
+        return [value]
+    tensors: list[Tensor] = []
+    if isinstance(value, (list, tuple, dict)):  # noqa: UP038 (a union takes longer, and this is asked very often)
         for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
+            if isinstance(item, Tensor):
+                tensors.append(item)
+            elif isinstance(item, (list, tuple, dict)):  # noqa: UP038
+                tensors += tensors_in(item)
+    return tensors

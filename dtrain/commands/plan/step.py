@@ -220,6 +220,11 @@ class Step:
     visiting: int = 0
     offloaded: int = 0
 
+    @property
+    def held(self) -> int:
+        """Bytes that the device has at the optimizer's step, whatever was computed before it: never more than `peak`."""
+        return self.parameters + self.gradients + self.state
+
 
 def plan_step(spec: RunSpec, *, rank: int = 0, whole: bool = False) -> Step:
     """Return the step of rank `rank` in the world of `spec`, whose devices are of type cpu or cuda.
