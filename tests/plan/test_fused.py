@@ -27,7 +27,9 @@ def moved(fused):
     one = SimpleNamespace(size=lambda: 1)
     tracer = Tracer(SimpleNamespace(tp=one, ep=None, fsdp=SimpleNamespace(ndim=1)), on_host=False)
     tracer.fused = fused
-    x, weight = (torch.empty(size, dtype=torch.bfloat16, device="meta", requires_grad=True) for size in ((T, D), (D, F)))
+    x, weight = (
+        torch.empty(size, dtype=torch.bfloat16, device="meta", requires_grad=True) for size in ((T, D), (D, F))
+    )
     grad = torch.empty(T, F, dtype=torch.bfloat16, device="meta")
     counts = []
     with tracer:

@@ -68,7 +68,8 @@ class PlannedPeak(Child[Peak]):
         """Return the peak on devices of `memory` bytes with what was chosen for `auto`; its choice is None where there
         is no plan of the recipe, or none within `wait` seconds, after which the process ends.
 
-        device: the GPU, None on CPUs. host: bytes of the host's memory for each rank. Can be called once. Raises UserError where nothing fits."""
+        device: the GPU, None on CPUs. host: bytes of the host's memory for each rank. Can be called once. Raises
+        UserError where nothing fits."""
         self._facts.put((memory, device, host))
         peak = self.peak(wait)
         if peak is None:

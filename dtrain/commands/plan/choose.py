@@ -107,7 +107,8 @@ class _Search:
 
     def choice(self) -> Choice:
         ladder = self._ladder()
-        tried = self._first_that_fits(ladder, first=sum(values.get("train.tile", "none") == "none" for values in ladder) - 1)
+        untiled = [values for values in ladder if values.get("train.tile", "none") == "none"]
+        tried = self._first_that_fits(ladder, first=len(untiled) - 1)
         if tried is None or tried.values.get("train.tile", "none") != "none":
             offloaded = self._ladder(is_offloaded=True)
             other = self._first_that_fits(offloaded, first=len(offloaded) - 1)
@@ -253,8 +254,8 @@ class _Search:
         return f"; it also takes {gib(taken)} of the host's memory for each rank"
 
     def _ways(self, tried: _Tried) -> Iterator[tuple[str, int]]:
-        """Yield overrides with which what was `tried` fits, each with its peak: the nearest first. Not planned are those
-        of which what a rank holds is too much: shorter rows hold as much, more ranks at least their share."""
+        """Yield overrides with which what was `tried` fits, each with its peak: the nearest first. Those that hold too
+        much alike are not planned: shorter rows hold as much, more ranks at least their share."""
         values, held = tried.values, tried.step.held
         recipe, world = self.recipe, self.world_size
         lora, length, nproc = recipe.lora or Lora(), recipe.data.max_length, "launch.nproc"
@@ -266,11 +267,7 @@ class _Search:
                 for part in (2, 4, 8)
                 if held <= self.budget
             ],
-            [
-                (f"{nproc}={world * times}", recipe, world * times)
-                for times in (2, 4, 8)
-                if held <= times * self.budget
-            ],
+            [(f"{nproc}={world * times}", recipe, world * times) for times in (2, 4, 8) if held <= times * self.budget],
         ]
         for group in groups:
             for overrides, other, ranks in group:

@@ -42,9 +42,7 @@ class FusedBytes:
 
         return call
 
-    def moved(
-        self, inputs: Iterable[Allocation], outputs: Iterable[Allocation], is_product: bool
-    ) -> tuple[int, bool]:
+    def moved(self, inputs: Iterable[Allocation], outputs: Iterable[Allocation], is_product: bool) -> tuple[int, bool]:
         """Return the bytes to count for an operation, and whether it is in a region: one outside has its own beside
         them."""
         call, bytes_moved = self._current(), 0

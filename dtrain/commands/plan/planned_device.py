@@ -139,8 +139,8 @@ _backward = partial(_engine_run_backward, keep_graph=False, create_graph=False, 
 
 
 class PlannedDevice(TorchFunctionMode):
-    """Function mode in which meta tensors say that they are on `device`, of type cpu or cuda. few: takes the rounds of a
-    loop (`base.rounds`), and returns those that are followed; None: all are."""
+    """Function mode in which meta tensors say that they are on `device`, of type cpu or cuda. few: takes the rounds of
+    a loop (`base.rounds`), and returns those that are followed; None: all are."""
 
     def __init__(self, device: torch.device, few: Callable[[Sequence[Any]], Iterable[Any]] | None = None):
         super().__init__()
@@ -213,7 +213,19 @@ class MetaKernels(TorchDispatchMode):
             work = FakeWork().boxed()  # what an in-place collective returns: its outputs where it has some, and a Work
             return work if len(func._schema.returns) == 1 else (args[0], work)
         with torch._C.DisableTorchFunction():  # torch's own kernels for meta tensors ask where these are, too
+            if func in _ELEMENTWISE and not kwargs and _is_plain(*args):
+                return torch.empty_like(args[0], dtype=torch.result_type(*args))
             return func(*args, **(kwargs or {}))
+
+
+_ELEMENTWISE = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor}  # whose kernels for meta are written in Python
+
+
+def _is_plain(first: Any, second: Any) -> bool:
+    """Return whether the result of two operands has the shape and the strides of the first."""
+    if not isinstance(first, Tensor) or not first.is_meta or not first.is_contiguous():
+        return False
+    return not isinstance(second, Tensor) or (second.shape == first.shape and second.is_contiguous())
 
 
 def tensors_in(value: Any) -> list[Tensor]:

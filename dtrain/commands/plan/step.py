@@ -222,7 +222,7 @@ class Step:
 
     @property
     def held(self) -> int:
-        """Bytes that the device has at the optimizer's step, whatever was computed before it: never more than `peak`."""
+        """Bytes that the device has at the optimizer's step, whatever was computed before it; at most `peak`."""
         return self.parameters + self.gradients + self.state
 
 

@@ -191,7 +191,9 @@ class Tracer(MetaKernels):
         if self.fused is not None and (formula is not None or moves):
             read = args[1:] if func.overloadpacket is _aten.copy_ else args
             read_tensors = tensors_in((read, {name: value for name, value in kwargs.items() if name != "out"}))
-            inputs, outputs = ([self.memory.see(x) for x in some if x.is_meta] for some in (read_tensors, tensors_in(out)))
+            inputs, outputs = (
+                [self.memory.see(x) for x in some if x.is_meta] for some in (read_tensors, tensors_in(out))
+            )
             moved, is_inside = self.fused.moved(inputs, outputs, not moves)
             self.counts[self.current, "moved"] += moved
             moves = moves and not is_inside
