@@ -52,6 +52,8 @@ def traced(work, is_whole):
             yield item
 
     with PlannedDevice(torch.device("cuda", 0), few), tracer:
+        work()  # makes what is made once
+        tracer.counts.clear()
         tracer.memory.begin(Phase("all"))
         work()
     return tracer.counts, tracer.memory.peaks(), max(followed)

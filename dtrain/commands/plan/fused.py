@@ -43,8 +43,7 @@ class FusedBytes:
         return call
 
     def moved(self, inputs: Iterable[Allocation], outputs: Iterable[Allocation], is_product: bool) -> tuple[int, bool]:
-        """Return the bytes to count for an operation, and whether it is in a region: one outside has its own beside
-        them."""
+        """Return the bytes to count for an operation, and whether it is outside: then it has its own beside them."""
         call, bytes_moved = self._current(), 0
         if call != self._last:
             self._last, self._read = call, {}
@@ -59,7 +58,7 @@ class FusedBytes:
                 self._read[id(allocation)] = allocation
         if call is not None and not is_product:
             self._made |= {id(each): (each, call) for each in outputs}
-        return bytes_moved, call is not None
+        return bytes_moved, call is None
 
     def _current(self) -> int | None:
         """Return the call that is under way: a forward, or a backward by the node that autograd works on."""

@@ -187,17 +187,14 @@ class Tracer(MetaKernels):
         if formula is not None:
             dtype = next(argument.dtype for argument in args if isinstance(argument, Tensor))
             self.counts[self.current, "flops", dtype] += formula(*args, **kwargs, out_val=out)
-        moves = formula is None and _moves(func)
-        if self.fused is not None and (formula is not None or moves):
-            read = args[1:] if func.overloadpacket is _aten.copy_ else args
-            read_tensors = tensors_in((read, {name: value for name, value in kwargs.items() if name != "out"}))
-            inputs, outputs = (
-                [self.memory.see(x) for x in some if x.is_meta] for some in (read_tensors, tensors_in(out))
-            )
-            moved, is_inside = self.fused.moved(inputs, outputs, not moves)
+        is_outside = True
+        if self.fused is not None and (formula is not None or _moves(func)):
+            is_written_over = func.overloadpacket is _aten.copy_  # the first of its operands
+            reads = tensors_in((args[1:] if is_written_over else args, () if "out" in kwargs else kwargs))
+            inputs, outputs = ([self.memory.see(x) for x in some if x.is_meta] for some in (reads, tensors_in(out)))
+            moved, is_outside = self.fused.moved(inputs, outputs, formula is not None)
             self.counts[self.current, "moved"] += moved
-            moves = moves and not is_inside
-        if moves:
+        if is_outside and formula is None and _moves(func):
             distinct = {id(tensor): tensor for tensor in tensors}.values()
             self.counts[self.current, "moved"] += sum(tensor.nbytes for tensor in distinct)
 
