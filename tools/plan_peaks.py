@@ -36,7 +36,7 @@ PLAIN = ("parallel.optimizer_offload=false", "parallel.reduce_each=false", "trai
 PLAIN += ("train.activation_checkpointing=none", "train.tile=none")
 """Keys of a run of which nothing else is said."""
 MEDIAN, WORST = 0.06, 0.15  # shares that plans may be off
-HEAD = ("published by", "counter", "runs", "median", "worst")
+HEAD = ("published by", "counter", "runs", "off by: median", "worst", "of this")
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ def table(reports: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     """Yield the rows of docs/gpus.md: of each source, then of all."""
     for source in PUBLISHED["source"]:
         own = summary([entry for entry in reports if entry["source"] == source["name"]])
-        yield [source["name"], f"`{source['measures']}`", *_cells(own)]
-    yield ["all", "", *_cells(summary(reports))]
+        yield [source["name"], f"`{source['measures']}`", *_cells(own), source["note"]]
+    yield ["all", "", *_cells(summary(reports)), ""]
 
 
 def _cells(own: dict[str, float]) -> list[str]:
