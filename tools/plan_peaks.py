@@ -13,7 +13,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -136,7 +136,8 @@ def table(reports: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     for source in PUBLISHED["source"]:
         own = summary([entry for entry in reports if entry["source"] == source["name"]])
         yield [source["name"], f"`{source['measures']}`", *_cells(own), source["note"]]
-    yield ["all", "", *_cells(summary(reports)), ""]
+    settings = {replace(run, source="", path="", gib=0.0, gpu="", why=None) for run in runs()}
+    yield ["all", "", *_cells(summary(reports)), f"{len(settings)} settings, some of them on several GPUs"]
 
 
 def _cells(own: dict[str, float]) -> list[str]:
