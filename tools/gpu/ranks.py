@@ -10,7 +10,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-
 Run = Callable[..., list[Any]]
 """Caller with the arguments of `Ranks.__call__`."""
 
