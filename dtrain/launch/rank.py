@@ -114,6 +114,9 @@ def run_rank(
             decide = partial(sizing_by_plan, recipe, place, machine, planned, least, free)
             recipe, chosen = sized(recipe, meeting, store, lambda: sizing or decide())
         stack.enter_context(memory_errors(recipe, place, device))
+        if recipe.run.deterministic:
+            deterministic = importlib.import_module("dtrain.base.deterministic")
+            stack.enter_context(deterministic.deterministic_algorithms(place.environ))
         wait = recipe.launch.collective_timeout
         if store is not None:
             init_process_group(device.type, store, place.rank, size, wait)
