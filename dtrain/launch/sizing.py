@@ -14,7 +14,6 @@ from dtrain.run.spec import RunSpec, World
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from dtrain.launch.devices import DeviceFacts
     from dtrain.run.sizing import Sizing
 
 CPU = "cpu"
@@ -63,12 +62,7 @@ def sizing_of_cpu(recipe: Any, place: RankPlace, machine: Mapping[str, Any]) -> 
 
 
 def sizing_by_plan(
-    recipe: Any,
-    place: RankPlace,
-    machine: Mapping[str, Any],
-    planned: Any,
-    device: "DeviceFacts | None" = None,
-    free: int | None = None,
+    recipe: Any, place: RankPlace, machine: Mapping[str, Any], planned: Any, device: Any = None, free: int | None = None
 ) -> "Sizing":
     """Return the sizes of a run: on GPUs those that it chose before on such a machine, else by its plan.
 

@@ -82,11 +82,7 @@ class TiledSum:
         """Yield the tokens [t] of each tile, and their hidden states [t, D] in the operand's dtype."""
         for start in rounds(range(0, len(self.index), self.rows), self.hidden):
             tile = slice(start, start + self.rows)
-            yield tile, self.rows_of(tile)
-
-    def rows_of(self, tile: slice) -> Tensor:
-        """Return the hidden states of the tokens `tile`, [t, D]."""
-        return self.hidden.index_select(0, self.index[tile]).to(self.operand.dtype)
+            yield tile, self.hidden.index_select(0, self.index[tile]).to(self.operand.dtype)
 
     def memory(self, count: int) -> list[Tensor]:
         """For `count` tiles of logits, [at most rows, V/tp] each, uninitialised."""
