@@ -18,9 +18,7 @@ from dtrain.rl.remote.http import HttpEngine, ServerClient
 from dtrain.rl.remote.nccl import MOST_RANKS, NcclRoot
 from dtrain.rl.remote.publish import StreamPublisher, attempt, described, first_error, in_thread
 
-START = (
-    """start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}' (vLLM 0.30 or later)"""
-)
+START = """start vLLM 0.30 or later with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}'"""
 PROBE = {"rank_offset": 1, "world_size": 2}  # of `init_info`, without a way to meet
 FIX = "or set grpo.server.weights=directory"
 MEETING_HINT = (
@@ -88,9 +86,7 @@ class TransferPublisher(StreamPublisher):
         try:
             return int(self._ask(server, "/get_world_size")["world_size"])
         except (UserError, LookupError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{server.client.url} does not tell its number of GPUs ({error}): {START}, {FIX}"
-            ) from error
+            raise UserError(f"{error}: it does not tell its number of GPUs: {START}, {FIX}") from error
 
     def _meet(self, info: Info) -> None:
         super()._meet(info)
