@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from gloo_transfer import GROUP
 from real_servers import free_port
 from server_checks import Report, Trainer, engine_of, requests_of
 
-from dtrain.inference.request import SamplingParams
+from dtrain.inference.request import Request, SamplingParams
 from dtrain.policy.weight_buckets import weight_group
+from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.http_client import RetryableError
+from dtrain.rl.remote.publish import DirectoryPublisher
 from dtrain.rl.remote.weight_transfer import TransferPublisher
 
 
@@ -52,39 +55,50 @@ def plugin(root: Path) -> Path:
 
 
 def check_transfer(report: Report, root: Path, model: Path, server) -> None:
-    """Three versions by the transfer `gloo`, the first two while completions are under way, the last to a server that a
+    """Versions by the transfer `gloo` and by directory while completions are under way, and one to a server that a
     trainer left in the middle of an update."""
     trainer, engine, device = Trainer(root, model), engine_of(server), torch.device("cpu")
     publisher = TransferPublisher(engine, device=device, dtype=torch.float32, bucket_bytes=1 << 14, root=GlooRoot)
-    requests = requests_of(SamplingParams(12))
-    long = requests_of(SamplingParams(200), prompts=1, samples=4)
-    for version in (1, 2):
-        engine.generate(requests)  # its keys are in the server's cache
+    files = DirectoryPublisher(root / "shared", model, engine)
+    sampling = SamplingParams(12)
+    cached = [token % 60 + 2 for token in range(160)]  # longer than a block of the server's keys
+    requests = [*requests_of(sampling), *(Request(cached, sampling, 5, 9, sample) for sample in range(3))]
+    for version, way in enumerate(("transfer", "transfer", "directory"), 1):
         trainer.change(version)
-        _, old = trainer.gap(requests, engine.generate(requests))
-        under_way: list = []
-        drawing = threading.Thread(target=lambda under_way=under_way: under_way.extend(engine.generate(long)))
-        drawing.start()
-        threading.Event().wait(0.3)
-        publisher.publish(trainer.policy.weights, version)
-        is_under_way = drawing.is_alive()
-        drawing.join()
-        drawn = engine.generate(requests)
+        _, old = trainer.gap(requests, engine.generate(requests))  # whose keys are now in the server's cache
+        is_published = threading.Event()
+        with ThreadPoolExecutor(1) as thread:
+            drawing = thread.submit(lengths_until, is_published, engine)
+            if way == "transfer":
+                publisher.publish(trainer.policy.weights, version)
+            else:
+                files.publish(trainer.policy.model, version)
+            drawn = engine.generate(requests)
+            is_published.set()
+            lengths = drawing.result()
         new, _ = trainer.gap(requests, drawn)
-        report.apart(f"transfer {version}", "server of the old weights and trainer of the new, in the mean", old)
-        report.near(f"transfer {version}", "the same when they were sent by weight transfer", new)
-        told = server_version(engine)
-        report.holds(f"transfer {version}", "the server tells the version", told == str(version), told)
-        is_whole = [len(completion.ids) for completion in under_way] == [200] * 4
-        report.holds(f"transfer {version}", "completions under way go on", is_under_way and is_whole)
+        report.apart(f"{way} {version}", "server of the old weights and trainer of the new, in the mean", old)
+        report.near(f"{way} {version}", "the same when they were sent", new)
+        held = engine.servers[0].client.ask("/weight_info", None, 60.0)["weight_version"]
+        report.holds(f"{way} {version}", "the server tells the version", held == str(version), held)
+        report.holds(f"{way} {version}", "completions under way go on", lengths == {230}, str(lengths))
     publisher.close()
     again = TransferPublisher(engine, device=device, dtype=torch.float32, root=GlooRoot)
     engine.servers[0].client.ask("/start_weight_update", {}, 60.0)  # as a run that was killed leaves it
-    trainer.change(3)
-    again.publish(trainer.policy.weights, 3)
+    trainer.change(4)
+    again.publish(trainer.policy.weights, 4)
     new, _ = trainer.gap(requests, engine.generate(requests))
-    report.near("transfer 3", "after an update that was left open, in a new group", new)
+    report.near("transfer 4", "after an update that was left open, in a new group", new)
     again.close()
+
+
+def lengths_until(event: threading.Event, engine: HttpEngine) -> set[int]:
+    """Return the lengths of completions of 230 tokens, drawn until `event`."""
+    lengths: set[int] = set()
+    while not event.is_set():
+        completions = engine.generate(requests_of(SamplingParams(230), prompts=6, samples=4))
+        lengths |= {len(completion.ids) for completion in completions}
+    return lengths
 
 
 def check_own(report: Report, server, bare) -> None:
@@ -106,7 +120,3 @@ def check_own(report: Report, server, bare) -> None:
     report.refused("transfer", "a server without it", lambda: publisher_of(bare), "--weight-transfer-config")
     nccl = lambda: TransferPublisher(engine_of(server), device=device)  # noqa: E731
     report.refused("transfer", "a trainer without a GPU", nccl, "NCCL is for CUDA")
-
-
-def server_version(engine) -> str:
-    return engine.servers[0].client.ask("/weight_info", None, 60.0)["weight_version"]
