@@ -133,7 +133,7 @@ class TransferPublisher(StreamPublisher):
 
     def _finish(self, version: int, problem: Exception | None) -> Exception | None:
         posts = [("/finish_weight_update", {"weight_version": str(version)})]
-        for server in self._members if problem is None else []:
+        for server in self._members:
             for post in [*posts, *server.dialect.forget, *server.dialect.resume]:
                 problem = problem or attempt(self._ask, server, *post)
         return problem
