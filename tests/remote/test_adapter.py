@@ -161,7 +161,7 @@ def test_auto_says_which_way_and_why(vllm):
     assert "modules_to_save=['lm_head']" in said.pop()
     assert [way("directory", AdapterConfig()), way("broadcast", AdapterConfig()), said] == [
         "directory",
-        "broadcast",
+        "transfer",
         [],
     ]
     assert way("auto", AdapterConfig(), is_rounded=True) == "directory" and "lora.quantize=nf4 trains" in said.pop()
