@@ -15,7 +15,7 @@ group's, where every rank holds what this one does.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.attention.kernels import HALF, SdpaKernel, Visibility
 from dtrain.base.batch import Batch, pad_stream
+from dtrain.base.compiled import Fused, tensors_in
 from dtrain.parallel.context.batch import shard_sequence
 
 aten = torch.ops.aten
@@ -138,11 +139,13 @@ _backward = partial(_engine_run_backward, keep_graph=False, create_graph=False, 
 
 
 class PlannedDevice(TorchFunctionMode):
-    """Function mode in which meta tensors say that they are on `device`, of type cpu or cuda."""
+    """Function mode in which meta tensors say that they are on `device`, of type cpu or cuda. fuse: calls a function
+    that is one kernel on a GPU with its arguments."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, fuse: Callable[..., Any] | None = None):
         super().__init__()
         self.device = device
+        self._fuse = fuse if device.type == "cuda" else None
         self._nowhere: weakref.ref[Tensor] | None = None  # the last answer to where a meta tensor holds NaN
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -152,6 +155,9 @@ class PlannedDevice(TorchFunctionMode):
             return self._where(args[0])
         if func == _IS_CUDA:
             return self._where(args[0]).type == "cuda"
+        if isinstance(func, Fused):
+            with self:
+                return self._fuse(func.function, *args) if self._fuse is not None else func.function(*args)
         if func is functional.scaled_dot_product_attention:
             return attention(self.device.type, *args, **kwargs)
         if func is functional.rms_norm:
@@ -210,12 +216,3 @@ class MetaKernels(TorchDispatchMode):
             return work if len(func._schema.returns) == 1 else (args[0], work)
         with torch._C.DisableTorchFunction():  # torch's own kernels for meta tensors ask where these are, too
             return func(*args, **(kwargs or {}))
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an operation's arguments or outputs; torch's own walk takes a tenth of a trace."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
