@@ -6,6 +6,7 @@ batch, row_images               the batch contract; images of the rows of a batc
 dealing                         work of known costs, dealt to places
 randomness, top_p               random numbers by logical position; the tokens that top-p keeps, without a sort
 ranks                           agreement of ranks: on errors, on values, on the content of files
+compiled, fused                 functions of tensors that torch.compile makes kernels of
 run_context                     the part of a run that methods and engines use
 files                           files that are whole or absent
 hub, model_directory            the hub's cache of models; names of a model directory's files

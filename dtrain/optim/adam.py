@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dtrain.base.compiled import fused
+from dtrain.base.fused import Fused
 from dtrain.optim import moments
 from dtrain.optim.moments import BLOCK, KINDS, Int8, Plain, State, kind_of, round_bfloat16
 from dtrain.optim.offload import RING, StateOffloader, largest
@@ -170,7 +170,7 @@ class _Part:
     name: int
 
 
-@fused("the optimizer's step is")
+@Fused
 def _step(
     weights: Tensor,
     gradient: Tensor,

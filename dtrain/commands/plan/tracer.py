@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry, mm_flop, sdpa_backward_flop, sdpa_flop
 
-from dtrain.base.compiled import tensors_in
+from dtrain.base.fused import tensors_in
 from dtrain.commands.plan.memory import MemoryTimeline, OpOverload
 from dtrain.commands.plan.planned_device import MetaKernels, flash_workspace
 from dtrain.parallel.mesh import Mesh

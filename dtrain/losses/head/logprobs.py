@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.base.compiled import fused, own
+from dtrain.base.fused import Fused, own
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Stats,
@@ -231,7 +231,7 @@ class _HiddenLogprobs(torch.autograd.Function):
         return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
 
 
-@fused("the statistics of logits are")
+@Fused
 def _stats_of_tile(
     products: Tensor, scratch: Tensor, column: Tensor, here: Tensor, head: _Head
 ) -> tuple[Tensor, Tensor]:
@@ -243,7 +243,7 @@ def _stats_of_tile(
     return part_stats(logits, own(scratch), second, squares=head.squares).pack(), at_target
 
 
-@fused("the gradient of logits is")
+@Fused
 def _gradient_of_tile(
     products: Tensor,
     scratch: Tensor | None,

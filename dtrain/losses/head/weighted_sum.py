@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.base.compiled import fused, own
+from dtrain.base.fused import Fused, own
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Stats,
@@ -217,12 +217,10 @@ def _token_sums(
     for tile, rows in tokens.tiles():
         logits = product(rows, tokens.operand.t())  # [t, V/tp]
         local_target, is_mine = on_shard(targets[tile, None], shard.start, logits.shape[1])  # [t, 1]
-        largest, part, summed, is_likeliest, *of_cap = _softmax(
-            logits, local_target, is_mine, softcap, bool(smoothing), counts, tokens.wants_gradient
-        )
-        stats = Stats(largest, part.log())
+        wants = bool(smoothing), counts, tokens.wants_gradient
+        largest, part, summed, is_likeliest, *of_cap = _softmax(logits, local_target, is_mine, softcap, *wants)
         whole, log_share, summed, vocabulary, is_likeliest = merge_with_likeliest(
-            stats, logits.shape[1], shard.group, summed, is_likeliest
+            Stats(largest, part.log()), logits.shape[1], shard.group, summed, is_likeliest
         )
         logprobs = summed[0] - whole.m - whole.l
         values, slope = (logprobs, None) if loss is None else _with_slope(loss, logprobs)
@@ -237,29 +235,22 @@ def _token_sums(
         if not tokens.wants_gradient:
             continue
         # d(scale·logp + evenly·mean logp)/dlogits = scale·onehot + evenly/V − (scale + evenly)·softmax
-        columns = largest[:, None], (-(scale + evenly) * log_share.exp() / part)[:, None], local_target
-        at_target, of_each = scale[:, None] * is_mine, (evenly / vocabulary)[:, None] if smoothing else None
-        options = softcap, *of_cap, tokens.operand.dtype
-        tokens.add_gradient(_gradient(logits, *columns, at_target, of_each, *options), tile, rows)
+        of_rows = largest[:, None], (-(scale + evenly) * log_share.exp() / part)[:, None], local_target
+        of_rows += scale[:, None] * is_mine, (evenly / vocabulary)[:, None] if smoothing else None
+        tokens.add_gradient(_gradient(logits, of_rows, softcap, *of_cap, tokens.operand.dtype), tile, rows)
     return total, correct
 
 
-@fused("a loss's softmax is")
+@Fused
 def _softmax(
-    products: Tensor,
-    target: Tensor,
-    is_mine: Tensor,
-    softcap: float | None,
-    sums: bool,
-    counts: bool,
-    wants_slope: bool,
+    products: Tensor, target: Tensor, is_mine: Tensor, softcap: float | None, sums: bool, counts: bool, has_slope: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]:
     """Return max z [t] of z = softcap(products) [t, v], Σ exp(z − max z) [t], z at targets and with `sums` Σ z
-    [1 or 2, t], with `counts` 1 where the likeliest is the target's [1, t], with wants_slope the softcap's slope
-    [t, v], and whether the products are left as they were: so they are, and without a slope, where this is compiled.
-    Else exp(z − max z) is in their memory."""
+    [1 or 2, t], with `counts` 1 where the likeliest is the target's [1, t], with has_slope the softcap's slope [t, v],
+    and whether the products are left as they were: so they are, and without a slope, where this is compiled. Else
+    exp(z − max z) is in their memory."""
     is_left = torch.compiler.is_compiling()
-    logits, slope = _capped(own(products), softcap, wants_slope and not is_left)
+    logits, slope = _capped(own(products), softcap, has_slope and not is_left)
     summed = pick(logits, target, is_mine, logits.dtype).t()
     if sums:
         summed = torch.cat([summed, logits.sum(-1)[None]])
@@ -268,21 +259,14 @@ def _softmax(
     return largest, exponentials.sum(-1), summed, is_likeliest, slope, is_left
 
 
-@fused("a loss's gradient is")
+@Fused
 def _gradient(
-    left: Tensor,
-    largest: Tensor,
-    factor: Tensor,
-    target: Tensor,
-    at_target: Tensor,
-    of_each: Tensor | None,
-    softcap: float | None,
-    slope: Tensor | None,
-    is_left: bool,
-    dtype: torch.dtype,
+    left: Tensor, of_rows: tuple, softcap: float | None, slope: Tensor | None, is_left: bool, dtype: torch.dtype
 ) -> Tensor:
     """Return (factor · exp(z − largest) + of_each, and at_target at the target) · the softcap's slope, [t, v], in
-    `dtype`. left [t, v], slope, is_left: as `_softmax` left and gave them. The others [t, 1]. Overwrites `left`."""
+    `dtype`. left [t, v], slope, is_left: as `_softmax` left and gave them. of_rows: the others, [t, 1]; of_each may be
+    None. Overwrites `left`."""
+    largest, factor, target, at_target, of_each = of_rows
     grad = left if left.dtype == dtype else own(left)
     if is_left:  # computed again is faster than written and read
         grad, slope = _capped(grad, softcap, True)
@@ -291,9 +275,7 @@ def _gradient(
     if of_each is not None:
         grad.add_(of_each)
     add_at_(grad, target, at_target)
-    if slope is not None:
-        grad.mul_(slope)
-    return grad.to(dtype)
+    return (grad if slope is None else grad.mul_(slope)).to(dtype)
 
 
 def _capped(products: Tensor, softcap: float | None, wants_slope: bool) -> tuple[Tensor, Tensor | None]:

@@ -12,13 +12,13 @@ from dtrain.base.compiled import Compiled
 from dtrain.base.compiled import obstacle as obstacle_on
 from dtrain.models.common.decoder import CausalLM, Layer
 
-NAME = "train.compile (false says so from the start): a part of the layers was"
+NAME = "train.compile=true (false says so from the start): a part of the layers"
 
 
 def compile_layers(model: CausalLM) -> None:
     """Give every layer of `model` its regions. No collective; nothing is compiled before the first forward."""
     for layer in cast(list[Layer], model.model.layers):
-        layer.regions = Compiled(layer.before, NAME), Compiled(layer.after, NAME)
+        layer.regions = Compiled(layer.before, NAME, 2), Compiled(layer.after, NAME, 2)
 
 
 def obstacle(model: CausalLM, device: torch.device) -> str | None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.base.compiled import fused
+from dtrain.base.fused import Fused
 from dtrain.models.common.decoder import CausalLM, Linear
 from dtrain.models.common.moe import ExpertLinear, products
 from dtrain.models.common.quantization_config import BLOCK
@@ -68,7 +68,7 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return whole
 
 
-@fused("weights in 4 bits are")
+@Fused
 def _fill(codes: Tensor, scales: Tensor, whole: Tensor, pairs: Tensor) -> None:
     """codes [blocks, 32], scales [blocks, 1] -> whole [blocks, 64]"""
     levels = F.embedding(codes.int(), pairs).flatten(1)
