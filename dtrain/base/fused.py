@@ -1,6 +1,6 @@
 """Functions of tensors that are one kernel on a GPU whose compiler is here, and run as written elsewhere."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +32,7 @@ class Fused:
         return not self._compiled.is_written
 
     def __call__(self, *arguments: Any) -> Any:
-        tensors = [] if torch.compiler.is_compiling() else [*tensors_in(arguments)]
+        tensors = [] if torch.compiler.is_compiling() else tensors_in(arguments)
         if tensors and has_torch_function(tensors):
             return handle_torch_function(self, tensors, *arguments)
         if any(map(self.compiles, tensors)) and self._compiled is not None:
@@ -46,10 +46,15 @@ def own(tensor: Tensor) -> Tensor:
     return tensor.clone() if torch.compiler.is_compiling() else tensor
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an operation's arguments or outputs; torch's own walk takes a tenth of a trace."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of an operation's arguments or outputs; torch's own walk takes a tenth of a trace."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
+        return [value]
+    tensors: list[Tensor] = []
+    if isinstance(value, (list, tuple, dict)):  # noqa: UP038 (a union takes longer, and this is asked very often)
         for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
+            if isinstance(item, Tensor):
+                tensors.append(item)
+            elif isinstance(item, (list, tuple, dict)):  # noqa: UP038
+                tensors += tensors_in(item)
+    return tensors

@@ -163,7 +163,7 @@ def test_plain_rows_are_looked_at_too_where_another_has_taken_the_place_of_sdpas
     own, asked = kernels.scaled_dot_product_attention, {"window": None, "dtype": torch.bfloat16, "is_later": True}
 
     def wrong(q, *arguments, **options):
-        is_replaced = torch.backends.cuda.flash_sdp_enabled() and q.dtype == torch.bfloat16 and options["is_causal"]
+        is_replaced = torch.backends.cuda.flash_sdp_enabled() and q.dtype == torch.bfloat16
         return own(q, *arguments, **options) * (1.25 if is_replaced else 1.0)
 
     assert prove(WrittenFlash(), **asked, **HEADS) is None

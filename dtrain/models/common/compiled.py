@@ -21,12 +21,18 @@ def compile_layers(model: CausalLM) -> None:
         layer.regions = Compiled(layer.before, NAME, 2), Compiled(layer.after, NAME, 2)
 
 
-def obstacle(model: CausalLM, device: torch.device) -> str | None:
-    """Return why layers of `model` are better not compiled for `device` on this machine, in words; None where nothing
-    is in the way."""
+def obstacle_of(model: CausalLM) -> str | None:
+    """Return why layers of `model` are better not compiled, whatever the machine, in words; None where nothing is in
+    the way."""
     dropout = 0.0 if model.adapters is None else model.adapters.dropout
     if dropout:
         return f"lora.dropout={dropout} is drawn for each layer, which would be a graph of its own"
     if model.config.experts is not None:
         return "a mixture of experts sorts its tokens by numbers that the host reads"
-    return obstacle_on(device.type)
+    return None
+
+
+def obstacle(model: CausalLM, device: torch.device) -> str | None:
+    """Return why layers of `model` are better not compiled for `device` on this machine, in words; None where nothing
+    is in the way."""
+    return obstacle_of(model) or obstacle_on(device.type)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.base.fused import Fused
+from dtrain.base.rounds import rounds
 from dtrain.models.common.decoder import CausalLM, Linear
 from dtrain.models.common.moe import ExpertLinear, products
 from dtrain.models.common.quantization_config import BLOCK
@@ -63,7 +64,7 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         tile = (2**18 if codes.device.type == "cpu" else 2**22) // BLOCK  # a CPU's in its cache
         parts = [*zip(*(tensor.split(tile) for tensor in parts[0]), strict=True)]
     pairs = _pairs(codes.device, codes.is_meta)
-    for part in parts:
+    for part in rounds(parts, codes):
         _fill(*part, pairs)
     return whole
 
