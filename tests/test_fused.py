@@ -16,6 +16,7 @@ from dtrain.base import compiled
 from dtrain.base.compiled import Compiled
 from dtrain.base.fused import Fused
 from dtrain.commands.plan.plan import resolve_plan
+from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice
 from dtrain.commands.plan.step import plan_step
 from dtrain.losses.head import logprobs, weighted_sum
 from dtrain.models.common import nf4
@@ -149,7 +150,7 @@ def test_a_card_compiles_its_steps_and_keeps_the_bits():
 
 
 @pytest.mark.slow
-def test_a_plan_counts_a_step_in_few_bits_and_weights_in_4_bits_as_kernels(tmp_path):
+def test_a_plan_counts_a_step_in_few_bits_as_no_more_than_torchs_own(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     path = write_model(tmp_path / "model", "qwen3", tied=False, **sizes)
     usual = f"model.path={path}", "train.dtype=bfloat16", "train.global_batch=2", "train.micro_batch=1"
@@ -158,3 +159,17 @@ def test_a_plan_counts_a_step_in_few_bits_and_weights_in_4_bits_as_kernels(tmp_p
         for keys in ((), ("optimizer.state=int8", "train.masters=bfloat16"))
     )
     assert few.kernels <= plain.kernels and few.moved <= plain.moved  # gradients are not cast
+
+
+def test_a_plan_is_handed_what_is_one_kernel_on_a_card():
+    taken = []
+
+    def fuse(function, *arguments):
+        taken.append(function)
+        return function(*arguments)
+
+    codes, scales = (torch.empty(8, n, dtype=kind, device="meta") for n, kind in ((32, torch.uint8), (1, torch.int32)))
+    for device, expected in (("cpu", []), ("cuda", [nf4._fill.function])):
+        with PlannedDevice(torch.device(device, 0), fuse=fuse), MetaKernels():
+            assert nf4.dequantize(codes, scales, torch.bfloat16).shape == (8, 64)
+        assert taken == expected
