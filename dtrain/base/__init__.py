@@ -7,6 +7,7 @@ dealing                         work of known costs, dealt to places
 randomness, top_p               random numbers by logical position; the tokens that top-p keeps, without a sort
 deterministic                   torch's deterministic algorithms, and cumulative sums under them
 ranks                           agreement of ranks: on errors, on values, on the content of files
+compiled, fused                 functions of tensors that torch.compile makes kernels of
 run_context                     the part of a run that methods and engines use
 files                           files that are whole or absent
 hub, model_directory            the hub's cache of models; names of a model directory's files
