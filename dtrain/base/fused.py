@@ -1,11 +1,12 @@
-"""Functions of tensors that are one kernel on a GPU whose compiler is here, and run as written elsewhere."""
+"""Functions of tensors that are one kernel on a GPU whose compiler is here, and run as written elsewhere; loops whose
+rounds are alike. A plan counts the ones as a kernel, and follows some rounds of the others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 if TYPE_CHECKING:
     from dtrain.base.compiled import Compiled
@@ -38,6 +39,13 @@ class Fused:
         if any(map(self.compiles, tensors)) and self._compiled is not None:
             return self._compiled.over(tensors, *arguments)
         return self.function(*arguments)
+
+
+def rounds(items: Sequence[Any], tensor: Tensor) -> Iterable[Any]:
+    """Return `items`, for each of which a loop does the same with tensors of the same sizes, smaller ones for the last
+    perhaps; all that it keeps is there after the first. A mode of torch's functions that sees `tensor`, any of the
+    loop's, may answer with some of the items: `dtrain plan` follows three of them."""
+    return handle_torch_function(rounds, (tensor,), items, tensor) if has_torch_function_unary(tensor) else items
 
 
 def own(tensor: Tensor) -> Tensor:

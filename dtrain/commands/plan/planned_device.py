@@ -30,8 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.attention.kernels import HALF, SdpaKernel, Visibility
 from dtrain.base.batch import Batch, pad_stream
-from dtrain.base.fused import Fused, tensors_in
-from dtrain.base.rounds import rounds
+from dtrain.base.fused import Fused, rounds, tensors_in
 from dtrain.parallel.context.batch import shard_sequence
 
 aten = torch.ops.aten

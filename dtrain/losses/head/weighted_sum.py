@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.base.fused import Fused, own
-from dtrain.base.rounds import rounds
+from dtrain.base.fused import Fused, own, rounds
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Stats,

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.base.fused import Fused
-from dtrain.base.rounds import rounds
+from dtrain.base.fused import Fused, rounds
 from dtrain.models.common.decoder import CausalLM, Linear
 from dtrain.models.common.moe import ExpertLinear, products
 from dtrain.models.common.quantization_config import BLOCK
