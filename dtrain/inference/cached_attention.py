@@ -217,10 +217,15 @@ class Decode:
     def addresses(self) -> list[int]:
         """Return the addresses of keys and values."""
         pools = [*(own.pool for own in self._own), *(shared.pool for shared in self._shared)]
-        return [address for pool in pools for address in pool.addresses()]
+        return [tensor.data_ptr() for pool in pools for tensor in pool.tensors()]
+
+    def state(self) -> list[Tensor]:
+        """Return the tensors that a step reads and then changes: taken twice from these, it does the same."""
+        return [self._added, *(state for own in self._own for state in own.pool.linear_states())]
 
     def load(self, other: "Decode") -> None:
         """Take over the rows of another of the same shape, into the memory that this one has."""
+        self.live = other.live
         for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
             mine.copy_(theirs)
 

@@ -3,7 +3,8 @@
 A graph reads and writes the memory that it was captured with. So a step has memory of its own for what changes from
 token to token, and rows that come and go are copied into it; the first step of a shape is taken kernel by kernel, the
 second one is captured, and the others of this shape are replays. A graph is captured anew where weights, or keys and
-values, lie elsewhere than they did. Nothing of it is collective.
+values, lie elsewhere than they did. The first graph of a run is proved: its step is taken by replay and by kernels from
+the same state. Nothing of it is collective.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dtrain.base.errors import UserError
 from dtrain.inference.cached_attention import Decode
 from dtrain.inference.sampling import Sampler
 from dtrain.models.common.decoder import CausalLM
@@ -23,7 +25,7 @@ Replay = Callable[[], None]
 
 class CudaGraphs:
     """Maker of CUDA graphs, all of them in one pool of memory: no two run at a time, and none leaves anything there.
-    One for each run of work, since its graphs share memory until the last one goes."""
+    The pool goes with its last graph, and the maker with it."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -43,11 +45,29 @@ class CudaGraphs:
 
 
 class Steps:
-    """Steps of one engine for as long as it has work, by their shapes."""
+    """Steps of one rank's engines, one engine at a time, by their shapes.
 
-    def __init__(self, model: CausalLM, maker: CudaGraphs):
-        self._model, self._maker = model, maker
+    make: called for the maker of graphs of each run of work. insists: whether what keeps a step from being a graph is a
+    UserError. obstacle: what does; steps are taken kernel by kernel from then on. None: nothing has.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        device: torch.device,
+        make: Callable[[torch.device], CudaGraphs] = CudaGraphs,
+        *,
+        insists: bool = False,
+    ):
+        self.obstacle: str | None = None
+        self._model, self._device, self._make, self._insists = model, device, make, insists
+        self._is_proved = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop every step and graph: the engine has no work."""
         self._held: dict[tuple[object, ...], Step] = {}  # the one last asked for stands last
+        self._maker: CudaGraphs | None = None
 
     def open(self, decode: Decode, sampler: Sampler, tokens: Tensor) -> "Step":
         """Return the step for other rows; tokens: the last ones of decode's R, [R] int64."""
@@ -55,13 +75,36 @@ class Steps:
         shape = decode.shape, sampler.shape
         step = self._held.pop(shape, None)
         if step is None:
-            step = Step(self._model, self._maker, decode, sampler, tokens)
+            step = Step(self._model, self, decode, sampler, tokens)
         else:
             step.load(decode, sampler, tokens)
         self._held[shape] = step
         if len(self._held) > MOST:
             del self._held[next(iter(self._held))]
         return step
+
+    def capture(self, step: "Step") -> Replay | None:
+        """Return what replays `step`, None where it cannot be captured. The first one is proved, and so taken twice."""
+        if self._maker is None:
+            self._maker = self._make(self._device)
+        try:
+            replay = self._maker.capture(step.run)
+        except RuntimeError as error:
+            first = error.__context__ or error  # the end of a capture that failed fails too
+            self.give_up(f"a step of decoding cannot be captured: {str(first).splitlines()[0]}")
+            return None
+        difference = None if self._is_proved else step.compare(replay)
+        self._is_proved = True
+        if difference is not None:
+            self.give_up(f"a captured step of decoding differs from its kernels: {difference}")
+            return None
+        return replay
+
+    def give_up(self, obstacle: str) -> None:
+        """Take steps kernel by kernel from here on. Raises UserError for one that insists on graphs."""
+        if self._insists:
+            raise UserError(f"grpo.cuda_graphs=true: {obstacle}; set grpo.cuda_graphs=auto or false")
+        self.obstacle = self.obstacle or obstacle
 
 
 class Step:
@@ -70,8 +113,8 @@ class Step:
 
     logprobs: Tensor
 
-    def __init__(self, model: CausalLM, maker: CudaGraphs, decode: Decode, sampler: Sampler, tokens: Tensor):
-        self._model, self._maker = model, maker
+    def __init__(self, model: CausalLM, steps: Steps, decode: Decode, sampler: Sampler, tokens: Tensor):
+        self._model, self._steps = model, steps
         self._weights = [(held, name) for module in model.modules() for held in [module._parameters] for name in held]
         self._decode, self._sampler = decode, sampler
         self.tokens = tokens.clone()
@@ -86,18 +129,38 @@ class Step:
         self.tokens.copy_(tokens)
 
     def __call__(self) -> None:
-        if not self._is_warm:
-            self._run()
+        if not self._is_warm or self._steps.obstacle is not None:
+            self.run()
             self._is_warm = True
             return
         weights = (held[name] for held, name in self._weights)
         addresses = [weight.data_ptr() for weight in weights if weight is not None] + self._decode.addresses()
         if self._replay is None or self._addresses != addresses:
             self._replay, self._addresses = None, addresses
-            self._replay = self._maker.capture(self._run)
-        self._replay()
+            self._replay = self._steps.capture(self)
+        (self._replay or self.run)()
 
-    def _run(self) -> None:
+    def compare(self, replay: Replay) -> str | None:
+        """Return how a step by `replay` differs from the same one by kernels, None where it does not. The step is left
+        as it was found."""
+        live, state = self._decode.live, [self.tokens, *self._decode.state()]
+        before, drawn = [tensor.clone() for tensor in state], []
+        for take in (replay, self.run):
+            take()
+            drawn.append((self.tokens[live], self.logprobs[live]))
+            for tensor, old in zip(state, before, strict=True):
+                tensor.copy_(old)
+        (tokens, logprobs), (expected, of_kernels) = drawn
+        if parted := int((tokens != expected).sum()):
+            return f"{parted} of {len(tokens)} rows drew another token"
+        # Of logits in the weights' dtype; what is not a number in both is no difference.
+        rounding = 8 * torch.finfo(next(self._model.parameters()).dtype).eps
+        if torch.allclose(logprobs, of_kernels, rtol=rounding, atol=rounding, equal_nan=True):
+            return None
+        return f"log-probabilities by up to {(logprobs - of_kernels).abs().max().item():.3g}"
+
+    def run(self) -> None:
+        """Take the step kernel by kernel."""
         self._decode.begin()
         # Not as FSDP has replaced it: its hooks let other streams wait for this one, which no graph can hold.
         logits = CausalLM.next_logits(self._model, self.tokens[:, None], self._decode)  # [R, V]
