@@ -215,9 +215,10 @@ class Decode:
         return self.bare and any(max(slot.length for slot in own.pool.slots) == own.reach for own in self._own)
 
     def addresses(self) -> list[int]:
-        """Return the addresses of keys and values."""
-        pools = [*(own.pool for own in self._own), *(shared.pool for shared in self._shared)]
-        return [tensor.data_ptr() for pool in pools for tensor in pool.tensors()]
+        """Return the addresses of what steps read and write of the cache."""
+        own = [tensor for own in self._own for tensor in own.pool.tensors()]
+        shared = [tensor for shared in self._shared for tensor in shared.pool.keys_and_values()]
+        return [tensor.data_ptr() for tensor in own + shared]
 
     def state(self) -> list[Tensor]:
         """Return the tensors that a step reads and then changes: taken twice from these, it does the same."""

@@ -127,8 +127,9 @@ class Engine:
         self._clear()
 
     def _clear(self) -> None:
-        """Drop cache and rows: an engine without work holds no memory, for weights and batch change between calls."""
-        self._store = KeyValues.of(self.model.config)
+        """Drop cache and rows: an engine without work holds no memory but what its steps keep, for weights and batch
+        change between calls."""
+        self._store = KeyValues.of(self.model.config) if self._steps is None else self._steps.rest()
         self._waiting: dict[PromptKey, deque[RunningSequence]] = {}  # by prompt, the first that came first
         self._prompts: dict[PromptKey, CachedPrompt] = {}  # in the cache
         self._held = 0  # positions that prompts and rows may come to fill
@@ -138,8 +139,6 @@ class Engine:
         self._fresh: list[tuple[list[RunningSequence], Tensor, Tensor, Tensor | None]] = []
         self._tokens = self._index([])  # the last ones drawn, [R]
         self._decoding: DecodingRows | None = None  # None: rows came, went or grew
-        if self._steps is not None:
-            self._steps.clear()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return the completions of `requests`, in order. The engine must hold no other work. Raises UserError, and

@@ -5,22 +5,35 @@ token to token, and rows that come and go are copied into it; the first step of 
 second one is captured, and the others of this shape are replays. A graph is captured anew where weights, or keys and
 values, lie elsewhere than they did. The first graph of a run is proved: its step is taken by replay and by kernels from
 the same state. Nothing of it is collective.
+
+Steps, with the keys and values that they read, stay from rollout to rollout where that takes little. Weights that are
+gathered anew for each rollout lie elsewhere each time: they are copied to memory that stays too, and graphs read that.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtrain.base.errors import UserError
 from dtrain.inference.cached_attention import Decode
+from dtrain.inference.kv_cache import KeyValues
 from dtrain.inference.sampling import Sampler
 from dtrain.models.common.decoder import CausalLM
 
 # Graphs held at a time: each takes a few MiB on the device for its kernels' arguments.
 MOST = 32
 
+# Share of a device's memory that may stay taken while the model trains: half of what a planned run leaves free.
+KEPT = 1 / 20
+
 Replay = Callable[[], None]
+
+
+def kept_bytes(device: torch.device) -> int:
+    """Return how much `Steps` may keep on a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).total_memory * KEPT)
 
 
 class CudaGraphs:
@@ -29,6 +42,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device):
         self._device = device
+        self.nbytes = 0  # of the pool
         # Holds the pool: torch does not enter one again that its last graph has left.
         self._first: torch.cuda.CUDAGraph | None = None
 
@@ -39,7 +53,9 @@ class CudaGraphs:
         # On torch's own stream for captures: cuBLAS keeps a workspace for every stream that it has seen. Other threads
         # may allocate meanwhile: saving does.
         with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            before = torch.cuda.memory_reserved(self._device)
             step()
+            self.nbytes += torch.cuda.memory_reserved(self._device) - before
         self._first = self._first or graph
         return graph.replay
 
@@ -47,8 +63,9 @@ class CudaGraphs:
 class Steps:
     """Steps of one rank's engines, one engine at a time, by their shapes.
 
-    make: called for the maker of graphs of each run of work. insists: whether what keeps a step from being a graph is a
-    UserError. obstacle: what does; steps are taken kernel by kernel from then on. None: nothing has.
+    make: called for a maker of graphs. keeps: bytes that may stay between two runs of work. insists: whether what keeps
+    a step from being a graph is a UserError. obstacle: what does; steps are taken kernel by kernel from then on. lost:
+    why nothing is kept. None: there is no such reason.
     """
 
     def __init__(
@@ -57,17 +74,77 @@ class Steps:
         device: torch.device,
         make: Callable[[torch.device], CudaGraphs] = CudaGraphs,
         *,
+        keeps: int = 0,
         insists: bool = False,
     ):
         self.obstacle: str | None = None
+        self.lost: str | None = None
+        self._keeps = keeps
+        self._weights = [(held, name) for module in model.modules() for held in [module._parameters] for name in held]
         self._model, self._device, self._make, self._insists = model, device, make, insists
         self._is_proved = False
-        self.clear()
+        self._clear()
 
-    def clear(self) -> None:
-        """Drop every step and graph: the engine has no work."""
+    def _clear(self) -> None:
         self._held: dict[tuple[object, ...], Step] = {}  # the one last asked for stands last
         self._maker: CudaGraphs | None = None
+        self._store = KeyValues.of(self._model.config)
+        self._copies: dict[int, nn.Parameter] = {}  # by place among the weights
+
+    def rest(self) -> KeyValues:
+        """Return an empty cache, before and after work. Steps and what they read stay, or all of it goes."""
+        held = [tensor for pool in self._store.pools for tensor in pool.tensors()]
+        taken = _nbytes([*held, *self._copies.values()]) + (0 if self._maker is None else self._maker.nbytes)
+        if taken > self._keeps:
+            self._lose("what they read takes", taken)
+        for pool in self._store.pools:
+            pool.clear()
+        return self._store
+
+    def _lose(self, what: str, taken: int) -> None:
+        """Keep nothing from here on."""
+        if self._keeps:
+            sizes = f"{taken / 2**30:.2f} GiB, and at most {self._keeps / 2**30:.2f} GiB may stay"
+            self.lost = f"CUDA graphs are captured anew in each rollout: {what} {sizes}"
+        self._keeps = 0
+        self._clear()
+
+    def weights(self) -> list[Tensor | None]:
+        """Return the model's parameters as they are, gathered or not, module by module."""
+        return [held[name] for held, name in self._weights]
+
+    def refresh(self, before: Sequence[Tensor | None]) -> None:
+        """Copy the weights that were gathered for a rollout to where graphs read them. before: `weights` ungathered."""
+        now = self.weights()
+        if not self._copies:
+            gathered = [place for place, (new, old) in enumerate(zip(now, before, strict=True)) if new is not old]
+            unique = {id(now[place]): now[place] for place in gathered}
+            taken = _nbytes(unique.values())
+            if taken > self._keeps:
+                return self._lose("the weights that are gathered for it take", taken)
+            fixed = {key: nn.Parameter(torch.empty_like(weight), False) for key, weight in unique.items()}
+            self._copies = {place: fixed[id(now[place])] for place in gathered}
+        for place, copy in self._copies.items():
+            copy.copy_(now[place])
+
+    @contextmanager
+    def fixed_weights(self) -> Iterator[None]:
+        """Context in which modules have the copies as their parameters."""
+        now = self.weights()
+        try:
+            for place, copy in self._copies.items():
+                held, name = self._weights[place]
+                held[name] = copy
+            yield
+        finally:
+            for place in self._copies:
+                held, name = self._weights[place]
+                held[name] = now[place]
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of the weights that graphs read."""
+        read = [self._copies.get(place, weight) for place, weight in enumerate(self.weights())]
+        return [weight.data_ptr() for weight in read if weight is not None]
 
     def open(self, decode: Decode, sampler: Sampler, tokens: Tensor) -> "Step":
         """Return the step for other rows; tokens: the last ones of decode's R, [R] int64."""
@@ -115,7 +192,6 @@ class Step:
 
     def __init__(self, model: CausalLM, steps: Steps, decode: Decode, sampler: Sampler, tokens: Tensor):
         self._model, self._steps = model, steps
-        self._weights = [(held, name) for module in model.modules() for held in [module._parameters] for name in held]
         self._decode, self._sampler = decode, sampler
         self.tokens = tokens.clone()
         self._replay: Replay | None = None
@@ -133,8 +209,7 @@ class Step:
             self.run()
             self._is_warm = True
             return
-        weights = (held[name] for held, name in self._weights)
-        addresses = [weight.data_ptr() for weight in weights if weight is not None] + self._decode.addresses()
+        addresses = self._steps.addresses() + self._decode.addresses()
         if self._replay is None or self._addresses != addresses:
             self._replay, self._addresses = None, addresses
             self._replay = self._steps.capture(self)
@@ -163,10 +238,15 @@ class Step:
         """Take the step kernel by kernel."""
         self._decode.begin()
         # Not as FSDP has replaced it: its hooks let other streams wait for this one, which no graph can hold.
-        logits = CausalLM.next_logits(self._model, self.tokens[:, None], self._decode)  # [R, V]
+        with self._steps.fixed_weights():
+            logits = CausalLM.next_logits(self._model, self.tokens[:, None], self._decode)  # [R, V]
         tokens, logprobs = self._sampler.draw(logits, self._decode.drawn)
         if not self._is_warm:
             self.logprobs = torch.empty_like(logprobs)
         self.tokens.copy_(tokens)
         self.logprobs.copy_(logprobs)
         self._decode.end()
+
+
+def _nbytes(tensors: Iterable[Tensor | None]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

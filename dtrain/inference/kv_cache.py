@@ -112,6 +112,17 @@ class KVSlotPool:
         """Return its memory."""
         return [tensor for held in self._layers if held is not None for tensor in held]
 
+    def keys_and_values(self) -> list[Tensor]:
+        """Return its memory but for states of linear attention."""
+        layers = (held for index, held in enumerate(self._layers) if index not in self._linear)
+        return [tensor for held in layers if held is not None for tensor in held]
+
+    def clear(self) -> None:
+        """Empty every slot, and keep the memory: zeros, as new one."""
+        self.slots = []
+        for tensor in self.tensors():
+            tensor.zero_()
+
     def linear_states(self) -> list[Tensor]:
         """Return the states of every layer of linear attention, [slots, ..] each."""
         return [state for layer in sorted(self._linear) for state in self.held(layer)]
@@ -175,6 +186,10 @@ class KeyValues:
         """Return an empty cache for a model."""
         windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
         return cls(windows, [kind in config.bidirectional for kind in config.layer_types])
+
+    @property
+    def pools(self) -> list[KVSlotPool]:
+        return [*self.prompts.values(), *self.rows.values()]
 
     def new_prompt(self, length: int, rotary_shift: int = 0) -> KVSlot:
         slot = _pool(self.prompts, slot_size(length), self._prompt_keeps).take()

@@ -98,7 +98,10 @@ class NativeEngine(RolloutEngine):
                 self._without_graphs(self._steps.obstacle)
             stack.enter_context(whole_sequences(self.model))
             if gathers_once:
+                before = [] if self._steps is None else self._steps.weights()
                 stack.enter_context(unsharded(self.model))
+                if self._steps is not None:
+                    self._steps.refresh(before)
             else:
                 stack.callback(reshard_model, self.model)
             in_step = self.mesh.ep is not None or (self._is_sharded and ranks > 1 and not gathers_once)
@@ -125,10 +128,13 @@ class NativeEngine(RolloutEngine):
         return [by_index[index] for index in range(len(requests))]
 
     def _without_graphs(self, obstacle: str | None) -> None:
-        """Decode kernel by kernel from here on, where there is an obstacle, and say so."""
+        """Decode kernel by kernel from here on, where there is an obstacle, and say so; or that graphs are not kept."""
         if self._steps is not None and obstacle is not None:
             self._steps = None
             self._say(f"note: decoding goes on kernel by kernel, without CUDA graphs: {obstacle}")
+        elif self._steps is not None and self._steps.lost is not None:
+            self._say(f"note: {self._steps.lost}")
+            self._steps.lost = None
 
     def expect(self, requests: Sequence[Request], version: int) -> None:
         """Do nothing: this engine cannot draw ahead, since the weights are training meanwhile."""

@@ -19,7 +19,7 @@ def graph_obstacles(section: RolloutSection, device: str, parallel: Parallel) ->
     """Return what keeps a run from decoding by CUDA graphs: these hold no collective, and read weights where they lie
     at their capture. device: `launch.device`, or the kind of the device itself."""
     unfit = {
-        "grpo.cuda_graphs=false": (section.cuda_graphs is False, "takes none"),
+        "grpo.cuda_graphs=false": (section.cuda_graphs is False, "asks for that"),
         "grpo.engine=http": (section.engine == "http", "does not decode here"),
         f"launch.device={device}": (device not in ("auto", "cuda"), "has none"),
         f"parallel.tp={parallel.tp}": (parallel.tp > 1, "sends within every layer"),

@@ -63,8 +63,9 @@ def open_engine(
         why = "; ".join(obstacles)
         run.metrics.say(f"decoding: kernel by kernel ({why})" if why else "decoding: CUDA graphs")
     if not obstacles:
-        kind = import_module("dtrain.inference.graphs").Steps
-        steps = kind(policy.model, policy.device, insists=section.cuda_graphs is True)
+        graphs = import_module("dtrain.inference.graphs")
+        keeps = graphs.kept_bytes(policy.device)
+        steps = graphs.Steps(policy.model, policy.device, keeps=keeps, insists=section.cuda_graphs is True)
     return NativeEngine(
         policy.model,
         policy.mesh,

@@ -5,7 +5,7 @@ import torch
 
 from dtrain.base.errors import UserError
 from dtrain.inference import engine as engine_module
-from dtrain.inference.engine import Engine
+from dtrain.inference.engine import Engine, NotFinite
 from dtrain.inference.graphs import Steps
 from dtrain.inference.request import Request, SamplingParams
 from tests.replay import NotCapturable, Recording, Replays
@@ -114,15 +114,36 @@ class Wrong(Makers):
         (lambda step: step.logprobs.sub_(1e-3), "differs from its kernels: log-probabilities by up to 0.001"),
     ],
 )
-@pytest.mark.parametrize("variant", ["qwen3", "qwen3.5"])
-def test_a_graph_that_is_wrong_is_given_up(change, words, variant):
-    model, makers = build(variant), Wrong(change)
+def test_a_graph_that_is_wrong_is_given_up(change, words):
+    """Its step is then taken by kernels, from the states of linear attention before it."""
+    model, makers = build("qwen3.5"), Wrong(change)
     asked = [Request(prompt, SamplingParams(6), 1, index) for index, prompt in enumerate(PROMPTS[:2] + PROMPTS[4:])]
     steps = makers.steps(model)
     same(Engine(model, steps=steps).generate(asked), Engine(model).generate(asked))
     assert steps.obstacle is not None and words in steps.obstacle and makers.total("replayed") <= 1
     with pytest.raises(UserError, match="grpo.cuda_graphs=true: a"):
         Engine(model, steps=makers.steps(model, insists=True)).generate(asked)
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3.5", "gemma3"])
+def test_graphs_are_kept_for_the_next_engine(variant):
+    """With what they read, also where the last work ended in numbers that are none."""
+    model, makers = build(variant), Makers()
+    asked = [Request(prompt, SamplingParams(6), 1, index) for index, prompt in enumerate(PROMPTS[:2] + PROMPTS[4:])]
+    expected, steps = Engine(model).generate(asked), makers.steps(model, keeps=2**30)
+    same(Engine(model, steps=steps).generate(asked), expected)
+    captured, weight = makers.total("captured"), model.model.embed_tokens.weight
+    whole = weight.clone()
+    weight.data.fill_(float("nan"))
+    with pytest.raises(NotFinite):
+        Engine(model, steps=steps).generate([Request([*range(9 + index)], SamplingParams(6)) for index in range(3)])
+    weight.data.copy_(whole)
+    same(Engine(model, steps=steps).generate(asked), expected)
+    assert makers.total("captured") == captured == 1
+    steps = makers.steps(model, keeps=1000)
+    for _ in range(2):
+        same(Engine(model, steps=steps).generate(asked), expected)
+    assert makers.total("captured") == 3 and "anew in each rollout: what they read takes 0.00 GiB" in steps.lost
 
 
 def test_keys_that_moved_are_captured_anew():
