@@ -129,6 +129,9 @@ class Replays:
         self.device = device
         self.captured, self.replayed, self.nbytes = 0, 0, 0
 
+    def rehearse(self, step: Callable[[], None]) -> None:
+        step()
+
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         self.captured += 1
         recording = Recording(self.device)

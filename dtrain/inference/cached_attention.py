@@ -100,8 +100,9 @@ class Decode:
 
     prompts: the prompt of each row of `store.rows_in_order()`. Between `begin` and `end` one forward of [R, 1] tokens;
     `lengthen` tells the host's side of it, before the next step.
-    fixed: R is more than the rows; `live` says where each stands, and what the others compute is not to be read.
-    A Decode of equal `shape` then takes the same steps, once it has `load`ed another's rows; until it `is_full`.
+    fixed: R is more than the rows; `places` (on the device `live`) says where each stands, and what the others compute
+    is not to be read. A Decode of equal `shape` then takes the same steps, once it has `load`ed another's rows; until it
+    `is_full`.
     """
 
     last: Tensor | None = None
@@ -127,6 +128,7 @@ class Decode:
                 live += range(start, start + used)
                 start += count
         self.rows = start  # R
+        self.places = live
         # [rows]: where each row of the cache stands among the R; None where there are no others.
         self.live = torch.tensor(live, device=device) if fixed else None
         self._lay_prompts(store, prompts, live, fixed)

@@ -343,7 +343,7 @@ class Engine:
         if self._steps is None or decode.live is None:
             return DecodingRows(decode, self._sampler(rows))
         every = [rows[0]] * decode.rows  # what is drawn for the others is not read
-        for index, row in zip(decode.live.tolist(), rows, strict=True):
+        for index, row in zip(decode.places, rows, strict=True):
             every[index] = row
         tokens = self._tokens.new_zeros(decode.rows)
         tokens[decode.live] = self._tokens

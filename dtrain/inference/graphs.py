@@ -10,8 +10,10 @@ Steps, with the keys and values that they read, stay from rollout to rollout whe
 gathered anew for each rollout lie elsewhere each time: they are copied to memory that stays too, and graphs read that.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +47,16 @@ class CudaGraphs:
         self.nbytes = 0  # of the pool
         # Holds the pool: torch does not enter one again that its last graph has left.
         self._first: torch.cuda.CUDAGraph | None = None
+
+    def rehearse(self, step: Callable[[], None]) -> None:
+        """Take a step kernel by kernel. Raises RuntimeError where the host waits, which no graph can hold."""
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(action="ignore"):  # that it does not see every wait
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
     def capture(self, step: Callable[[], None]) -> Replay:
         """Record a step's kernels without running them. Return the function that runs them."""
@@ -161,20 +173,27 @@ class Steps:
         return step
 
     def capture(self, step: "Step") -> Replay | None:
-        """Return what replays `step`, None where it cannot be captured. The first one is proved, and so taken twice."""
+        """Return what replays `step`, None where it is no graph. The first one is proved: from the same state kernels
+        and replay give the same. Raises UserError where the capture itself fails: torch's allocator then takes it to be
+        underway for good, and fails where it next gives memory back."""
         if self._maker is None:
             self._maker = self._make(self._device)
+        expected = None
+        try:
+            if not self._is_proved:
+                expected = step.result(partial(self._maker.rehearse, step.run))
+        except RuntimeError as error:
+            self.give_up(f"a step of decoding is no graph: {_line(error)}")
+            return None
         try:
             replay = self._maker.capture(step.run)
         except RuntimeError as error:
             first = error.__context__ or error  # the end of a capture that failed fails too
-            self.give_up(f"a step of decoding cannot be captured: {str(first).splitlines()[0]}")
-            return None
-        difference = None if self._is_proved else step.compare(replay)
-        self._is_proved = True
-        if difference is not None:
+            raise UserError(f"capturing a step of decoding: {_line(first)}; set grpo.cuda_graphs=false") from error
+        if expected is not None and (difference := step.difference(step.result(replay), expected)):
             self.give_up(f"a captured step of decoding differs from its kernels: {difference}")
             return None
+        self._is_proved = True
         return replay
 
     def give_up(self, obstacle: str) -> None:
@@ -215,24 +234,26 @@ class Step:
             self._replay = self._steps.capture(self)
         (self._replay or self.run)()
 
-    def compare(self, replay: Replay) -> str | None:
-        """Return how a step by `replay` differs from the same one by kernels, None where it does not. The step is left
-        as it was found."""
-        live, state = self._decode.live, [self.tokens, *self._decode.state()]
-        before, drawn = [tensor.clone() for tensor in state], []
-        for take in (replay, self.run):
+    def result(self, take: Callable[[], None]) -> tuple[Tensor, Tensor]:
+        """Return the rows' tokens and logprobs after `take`, which takes the step; the step is then as it was."""
+        state = [self.tokens, *self._decode.state()]
+        before = [tensor.clone() for tensor in state]
+        try:
             take()
-            drawn.append((self.tokens[live], self.logprobs[live]))
+            return self.tokens[self._decode.live], self.logprobs[self._decode.live]
+        finally:
             for tensor, old in zip(state, before, strict=True):
                 tensor.copy_(old)
-        (tokens, logprobs), (expected, of_kernels) = drawn
-        if parted := int((tokens != expected).sum()):
-            return f"{parted} of {len(tokens)} rows drew another token"
+
+    def difference(self, found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> str | None:
+        """Return how results of a step differ, None where they do by no more than rounding."""
+        if parted := int((found[0] != expected[0]).sum()):
+            return f"{parted} of {len(found[0])} rows drew another token"
         # Of logits in the weights' dtype; what is not a number in both is no difference.
         rounding = 8 * torch.finfo(next(self._model.parameters()).dtype).eps
-        if torch.allclose(logprobs, of_kernels, rtol=rounding, atol=rounding, equal_nan=True):
+        if torch.allclose(found[1], expected[1], rtol=rounding, atol=rounding, equal_nan=True):
             return None
-        return f"log-probabilities by up to {(logprobs - of_kernels).abs().max().item():.3g}"
+        return f"log-probabilities by up to {(found[1] - expected[1]).abs().max().item():.3g}"
 
     def run(self) -> None:
         """Take the step kernel by kernel."""
@@ -246,6 +267,10 @@ class Step:
         self.tokens.copy_(tokens)
         self.logprobs.copy_(logprobs)
         self._decode.end()
+
+
+def _line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _nbytes(tensors: Iterable[Tensor | None]) -> int:

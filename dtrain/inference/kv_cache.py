@@ -119,6 +119,8 @@ class KVSlotPool:
 
     def clear(self) -> None:
         """Empty every slot, and keep the memory: zeros, as new one."""
+        for slot in self.slots:
+            slot.owner = None  # a step that is kept may hold the slot
         self.slots = []
         for tensor in self.tensors():
             tensor.zero_()
@@ -130,6 +132,8 @@ class KVSlotPool:
     def release(self, gone: Sequence[KVSlot]) -> None:
         """Empty the slots of `gone`; the last ones in use move into the holes. Free slots are zeros, as new ones."""
         leaving = {slot.index for slot in gone}
+        for slot in gone:
+            slot.owner = None
         left = len(self.slots) - len(leaving)
         holes = sorted(index for index in leaving if index < left)
         movers = [index for index in range(left, len(self.slots)) if index not in leaving]

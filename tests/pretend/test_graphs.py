@@ -85,6 +85,19 @@ def test_over_weights_in_four_bits(tmp_path):
     assert_close(*found, EXACT)
 
 
+def test_a_step_that_waits_is_not_captured(tmp_path):
+    """A capture that failed would leave torch's allocator in a state that nothing mends."""
+    store = "        self.tokens.copy_(tokens)\n        self.logprobs.copy_"
+    waits = Mutant("dtrain.inference.graphs", store, f"        tokens.sum().item()\n{store}")
+    rows = []
+    for name, mutants in (("waits", [waits]), ("graphs", [])):
+        recipe = grpo(tmp_path, GRAPHS[1], name=name)
+        counts = run_pretend(captures_of_rollouts, 1, recipe, 1, mutants=mutants)[0]
+        assert (sum(counts) == 0) == (name == "waits"), counts
+        rows.append(rows_of(recipe))
+    assert_close(*rows, EXACT)
+
+
 def test_what_cannot_be_captured_is_refused(tmp_path):
     hooks = Mutant("dtrain.models.common.decoder", "(layer.forward if bare else layer)(hidden", "layer(hidden")
     recipe = grpo(tmp_path, *GRAPHS, "train.dtype=bfloat16", name="card")
