@@ -100,8 +100,8 @@ class Decode:
 
     prompts: the prompt of each row of `store.rows_in_order()`. Between `begin` and `end` one forward of [R, 1] tokens;
     `lengthen` tells the host's side of it, before the next step.
-    fixed: R is more than the rows; `places` (on the device `live`) says where each stands, and what the others compute
-    is not to be read. A Decode of equal `shape` then takes the same steps, once it has `load`ed another's rows; until it
+    fixed: R is more than the rows; `places` (on the device `live`) says where each stands, and what others compute is
+    not to be read. A Decode of equal `shape` then takes the same steps, once it has `load`ed another's rows; until it
     `is_full`.
     """
 
