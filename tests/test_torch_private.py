@@ -57,6 +57,7 @@ FUNCTIONS = {
 # The one file of each name; those of C++ tell no signature, and run wherever the tests do.
 HOMES = {
     "attention/kernels.py": "FakeTensor",
+    "commands/plan/fused.py": "_C._current_autograd_node _get_sequence_nr _sequence_nr",
     "commands/plan/memory.py": "OpOverload",
     "commands/plan/planned_device.py": (
         "FakeWork TorchDispatchMode _C.DisableTorchFunction _engine_run_backward _schema"

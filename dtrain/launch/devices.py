@@ -27,6 +27,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own settings
 OTHERS = 0.9  # share of a device that is free, below which others hold memory there
 CPU_PROCESSES = 64  # that a machine of few cores is let start: each has torch in its memory
+BFLOAT16_CAPABILITY = (8, 0)  # compute capability from which on a GPU computes in bfloat16, and has flash attention
 DRIVER = Path("/proc/driver/nvidia/version")  # there where a driver is loaded
 
 
@@ -183,7 +184,7 @@ def _unfit(devices: Sequence[DeviceFacts], dtype: str, kernels: Sequence[str]) -
                 f"this torch has no kernels for {device.words}: it is built for {', '.join(kernels)}; install a "
                 "build of torch that names this capability"
             )
-        if dtype in ("auto", "bfloat16") and device.capability < (8, 0):
+        if dtype in ("auto", "bfloat16") and device.capability < BFLOAT16_CAPABILITY:
             reasons.append(
                 f"{device.words} does not compute in bfloat16 (train.dtype={dtype}), which takes compute "
                 "capability 8.0: an A100 or later. Set train.dtype=float16 or float32"

@@ -84,7 +84,7 @@ def run_rank(
         has_cuda = torch.cuda.is_initialized()  # of an earlier run in this process: it survives no fork
         is_open, sizing = job.plan is not None and bool(open_keys(recipe)), None
         if is_open and place.rank == 0 and device.type == "cpu":
-            sizing = sizing_of_cpu(recipe, place, machine_of(place.world_size, *_least_device(())))
+            sizing = sizing_of_cpu(recipe, place, machine_of(place.world_size, CPU, total_memory()))
         wants_plan = wants_plan or (is_open and sizing is None and recipe.metrics.plan is not False)
         if job.plan is not None and place.rank == 0 and wants_plan and not has_cuda:
             known = changed(recipe, sizing.values) if sizing is not None else recipe
@@ -107,10 +107,11 @@ def run_rank(
             start = partial(start_device, device, place)
             agree(start, meeting, store, partial(_unfit_devices, recipe, None if is_open else planned, devices))
         chosen: tuple[str, ...] = ()
-        machine = machine_of(place.world_size, *_least_device(devices))
+        least = min(devices, key=lambda device: device.memory, default=None)
+        machine = machine_of(place.world_size, *((least.name, least.memory) if least else (CPU, total_memory())))
         if is_open:
             free = min((device.free for device in devices if device.free is not None), default=None)
-            decide = partial(sizing_by_plan, recipe, place, machine, planned, free)
+            decide = partial(sizing_by_plan, recipe, place, machine, planned, least, free)
             recipe, chosen = sized(recipe, meeting, store, lambda: sizing or decide())
         stack.enter_context(memory_errors(recipe, place, device))
         if recipe.run.deterministic:
@@ -130,14 +131,6 @@ def run_rank(
         dist.destroy_process_group()
 
 
-def _least_device(devices: Sequence[DeviceFacts]) -> tuple[str, int]:
-    """Return name and memory in bytes of the device that has the least; of this host without GPUs."""
-    if not devices:
-        return CPU, total_memory()
-    least = min(devices, key=lambda device: device.memory)
-    return least.name, least.memory
-
-
 def _unfit_devices(
     recipe: Recipe, planned: Any, seen: list[DeviceFacts], devices: Sequence[DeviceFacts]
 ) -> Sequence[str]:
@@ -147,7 +140,7 @@ def _unfit_devices(
     reasons = problems(devices, recipe.train.dtype)
     remarks = notes(devices)
     if planned is not None:
-        too_much = planned.too_much(min(device.memory for device in devices), PLAN_SECONDS)
+        too_much = planned.too_much(min(devices, key=lambda device: device.memory), PLAN_SECONDS)
         if too_much is not None:
             (reasons if too_much.is_certain else remarks).append(too_much.words)
     for line in [] if reasons else remarks:

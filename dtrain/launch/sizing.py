@@ -62,12 +62,12 @@ def sizing_of_cpu(recipe: Any, place: RankPlace, machine: Mapping[str, Any]) -> 
 
 
 def sizing_by_plan(
-    recipe: Any, place: RankPlace, machine: Mapping[str, Any], planned: Any, free: int | None = None
+    recipe: Any, place: RankPlace, machine: Mapping[str, Any], planned: Any, device: Any = None, free: int | None = None
 ) -> "Sizing":
     """Return the sizes of a run: on GPUs those that it chose before on such a machine, else by its plan.
 
-    planned: the plan beside the run, None where there can be none. free: bytes of the least device, where others use
-    it too. Raises UserError where nothing fits.
+    planned: the plan beside the run, None where there can be none. device: the GPU with the least memory, None on CPUs;
+    free: its bytes, where others use it too. Raises UserError where nothing fits.
     """
     from dtrain.run.sizing import Sizing, sizing_before
 
@@ -80,7 +80,7 @@ def sizing_by_plan(
     why = "no plan" if recipe.metrics.plan is not False else "metrics.plan=false"
     if planned is not None:
         host = host_memory(place.local_world_size)
-        peak = planned.choose(host if is_cpu else free or machine["memory"], machine["device"], host, PLAN_SECONDS)
+        peak = planned.choose(host if is_cpu else free or machine["memory"], device, host, PLAN_SECONDS)
         if peak.choice is not None:
             return Sizing(peak.choice.values, peak.choice.lines)
         why = peak.words

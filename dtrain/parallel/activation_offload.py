@@ -222,7 +222,7 @@ class ActivationOffloader:
     def _entered(self, index: int, is_last: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def enter(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
             # A layer that is computed again keeps what the backward wants at once.
-            if _in_backward():
+            if in_backward():
                 return
             if index == 0:
                 self._let_go(0)  # of a forward that an error ended, too
@@ -237,7 +237,7 @@ class ActivationOffloader:
         return enter
 
     def _left(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if self._hooks is None or self._pass is None or _in_backward():
+        if self._hooks is None or self._pass is None or in_backward():
             return
         self._hooks.__exit__()
         self._hooks = None
@@ -263,5 +263,5 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1

@@ -1,6 +1,7 @@
 """Sizes that a recipe leaves to `auto`: what the plan chooses, what needs none, and what a run does with them."""
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -8,7 +9,9 @@ import dtrain
 from dtrain.base.errors import UserError
 from dtrain.commands.plan.choose import FREE, TooLarge, choose
 from dtrain.commands.plan.hardware import GPUS
+from dtrain.commands.plan.memory import Phase
 from dtrain.commands.plan.plan import make_plan, resolve_plan
+from dtrain.commands.plan.step import Step
 from dtrain.launch.devices import with_processes
 from dtrain.launch.place import RankPlace
 from dtrain.launch.sizing import machine_of, sized, sizing_by_plan
@@ -168,3 +171,43 @@ def test_processes_are_those_of_the_devices(monkeypatch):
         assert with_processes(recipe).launch.nproc == expected
     assert with_processes(load_recipe(recipe, ["parallel.tp=3", "train.global_batch=6"])).launch.nproc == 6
     assert with_processes(load_recipe(recipe, ["launch.device=cpu"])).launch.nproc == 1
+
+
+class Planned:
+    """Plans of no step: peaks by the place of a combination in a ladder of six, and what a rank holds alike."""
+
+    def __init__(self, peaks, held):
+        self.peaks, self.held, self.seen = peaks, held, []
+
+    def __call__(self, specs):
+        return [self.step(spec.recipe) for spec in specs]
+
+    def step(self, recipe):
+        train = recipe.train
+        place = ["none", "selective", "full"].index(train.activation_checkpointing)
+        place += 0 if train.tile == "none" else 1 + train.activation_offload + (train.tile == "all")
+        self.seen.append((place, recipe.data.max_length, recipe.lora is not None))
+        parts = Counter(dict.fromkeys(["activations", "loss", "temporaries"], 0))
+        return Step(self.held, 0, 0, 0, 0, self.peaks[place], parts, Phase("update"), 0, {}, {}, 0, 1)
+
+
+@pytest.mark.parametrize("fitting", range(6))
+def test_few_combinations_are_planned_and_each_once(tmp_path, monkeypatch, fitting):
+    planned = Planned([90 if place < fitting else 10 for place in range(6)], held=10)
+    monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    recipe = tiny_recipe(tmp_path, *AUTO, *ROWS, "parallel.optimizer_offload=false", "train.micro_batch=1")
+    choose(resolve_plan(recipe, 1, "cuda", H100), 50, H100)
+    assert len(planned.seen) == len({*planned.seen}) <= 4
+    assert planned.seen[0][0] == 2  # full checkpointing decides most often, and tiles take long to plan
+
+
+def test_nothing_is_planned_that_holds_too_much_alike(tmp_path, monkeypatch):
+    planned = Planned([90] * 6, held=80)
+    monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    recipe = tiny_recipe(tmp_path, *AUTO, *ROWS, "parallel.optimizer_offload=false", "train.micro_batch=1")
+    with pytest.raises(TooLarge, match="the least that was planned takes"):
+        choose(resolve_plan(recipe, 1, "cuda", H100), 50, H100)
+    assert {length for _, length, _ in planned.seen} == {512}  # shorter rows hold as much
+    assert [place for place, _, adapted in planned.seen if not adapted][:2] == [2, 5]  # then more devices, of two on

@@ -1,6 +1,7 @@
 """The GPUs that `dtrain plan --gpu` knows."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,12 @@ import torch
 from dtrain.base.errors import RecipeError
 from dtrain.base.gpus import peak_flops
 from dtrain.commands.cli import main
-from dtrain.commands.plan.hardware import GPUS
+from dtrain.commands.plan.beside import PlannedPeak
+from dtrain.commands.plan.hardware import GPUS, hardware_of
 from dtrain.commands.plan.plan import make_plan
+from dtrain.launch.devices import DeviceFacts
+from dtrain.methods import load_recipe
+from dtrain.recipe.automatic import USUAL, as_overrides
 from tests.tiny import tiny_recipe
 
 
@@ -35,6 +40,38 @@ def test_a_gpu_without_bfloat16_is_told_so_and_has_no_flash_attention(tmp_path):
     old, new = make_plan(half, 1, GPUS["t4"]), make_plan(half, 1, GPUS["l4"])
     assert old.step.flops[torch.float16] > new.step.flops[torch.float16]  # a mask hides pairs that are computed
     assert make_plan(tiny_recipe(tmp_path, "launch.device=cpu", "train.dtype=bfloat16"), 1, GPUS["t4"]).device == "cpu"
+
+
+V100 = DeviceFacts(0, "one", "Tesla V100-SXM2-32GB", 32 * 2**30, (7, 0), "GPU-0")
+A6000 = DeviceFacts(0, "one", "NVIDIA RTX A6000", 48 * 2**30, (8, 6), "GPU-1")
+
+
+def test_a_gpu_that_is_not_in_the_table_is_planned_by_what_is_known_of_it():
+    for device in (V100, A6000):
+        hardware, (line,) = hardware_of(device)
+        assert line == f"{device.name} is not in the table of GPUs: times are those of an A100 80 GB"
+        assert (hardware.name, hardware.memory_gib) == (device.name, device.memory / 2**30)
+        assert (torch.bfloat16 in hardware.arithmetic) == (device is A6000)
+        assert hardware.arithmetic[torch.float16] == GPUS["a100"].arithmetic[torch.float16]
+    assert hardware_of(replace(V100, name="NVIDIA H100 80GB HBM3")) == (GPUS["h100"], ())
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_gpu_without_flash_attention_is_chosen_for_without_it(tmp_path):
+    packed = ["data.max_length=64", "data.packing=true", "train.global_batch=4", "train.dtype=float16"]
+    recipe = tiny_recipe(tmp_path, *packed, *(f"{key}=auto" for key in USUAL), "train.micro_batch=1")
+    peaks = {}
+    for device in (V100, A6000):
+        with PlannedPeak(recipe, 1, "cuda") as planned:
+            peak = planned.choose(device.memory, device, 2**40, 120)
+        assert f"{device.name} is not in the table" in peak.choice.lines[-1]
+        fixed = load_recipe(recipe, as_overrides(peak.choice.values))
+        assert peak.size == make_plan(fixed, 1, hardware_of(device)[0]).step.peak
+        with PlannedPeak(fixed, 1, "cuda") as planned:
+            assert planned.too_much(device, 120) is None and planned.peak().size == peak.size
+        peaks[device.name] = peak.size
+    assert peaks[V100.name] != peaks[A6000.name]
 
 
 def test_a_gpu_with_a_plan_has_a_peak_for_mfu():

@@ -8,32 +8,14 @@ import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-
-class Run(Protocol):
-    """Caller of `function(rank, size, *args)` on `size` ranks, `cuda:rank` current in each. Returns their results.
-
-    timeout: seconds that a rank may take; patience: that one waits in a collective. grouped: of several ranks, gloo and
-    nccl are up. environ: variables of the ranks' environment. Raises RuntimeError with the traceback of the first rank
-    that failed, or which died or gave no result.
-    """
-
-    def __call__(
-        self,
-        function: Callable[..., Any],
-        size: int,
-        *args: Any,
-        timeout: float = 600.0,
-        patience: float = 120.0,
-        grouped: bool = True,
-        environ: Mapping[str, str] | None = None,
-    ) -> list[Any]: ...
+Run = Callable[..., list[Any]]
+"""Caller with the arguments of `Ranks.__call__`."""
 
 
 class Ranks:
-    """`Run` by processes that are started for the first call of their number and environment. A call that fails ends
-    those that it ran on."""
+    """Processes that are started for the first call of their number and environment, and end where a call fails."""
 
     def __init__(self) -> None:
         self._sets: dict[tuple, list[tuple[multiprocessing.Process, Connection]]] = {}
@@ -50,6 +32,12 @@ class Ranks:
         grouped: bool = True,
         environ: Mapping[str, str] | None = None,
     ) -> list[Any]:
+        """Return the results of `function(rank, size, *args)` on `size` ranks, `cuda:rank` current in each.
+
+        timeout: seconds that a rank may take; patience: that one waits in a collective. grouped: of several ranks, gloo
+        and nccl are up. environ: variables of the ranks' environment. Raises RuntimeError with the traceback of the
+        first rank that failed, or which died or gave no result.
+        """
         key = (size, *sorted((environ or {}).items()))
         if key not in self._sets:
             self._sets[key] = [_start(rank, size, environ or {}) for rank in range(size)]

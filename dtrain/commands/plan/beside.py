@@ -6,14 +6,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from dtrain.base.errors import UserError
-from dtrain.base.gpus import board_of
 from dtrain.commands.plan.children import Child
 from dtrain.commands.plan.choose import Choice, TooLarge, choose
-from dtrain.commands.plan.hardware import GPUS, USABLE
+from dtrain.commands.plan.hardware import GPUS, USABLE, hardware_of
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.report import too_much
 from dtrain.commands.plan.units import gib
+from dtrain.launch.devices import DeviceFacts
 from dtrain.recipe.automatic import changed, open_keys
 from dtrain.recipe.schema import Recipe
 
@@ -42,17 +44,17 @@ class PlannedPeak(Child[Peak]):
     """Planned peak of a rank's tensors: the plan of `recipe` on `world_size` devices of type `device_type`.
 
     It is computed in a process of lower priority, forked from this one, which ends with the context or with this
-    process. Must be created before this process has a process group or has touched CUDA: neither survives a fork. How
-    much memory the devices have is therefore given later: to `choose` where the recipe leaves keys to `auto`, or their
+    process. Must be created before this process has a process group or has touched CUDA: neither survives a fork. What
+    the devices are is therefore given later: to `choose` where the recipe leaves keys to `auto`, or their
     values to `settle`, else to `too_much`.
     """
 
     def __init__(self, recipe: Recipe, world_size: int, device_type: str):
         recipe = replace(recipe, launch=replace(recipe.launch, device="cuda" if device_type == "cuda" else "cpu"))
-        self._memory: Any = multiprocessing.get_context("fork").SimpleQueue()
+        self._facts: Any = multiprocessing.get_context("fork").SimpleQueue()
         if device_type != "cuda" and not open_keys(recipe):
-            self._memory.put(None)
-        super().__init__(partial(_planned, recipe, world_size, self._memory), niceness=_BEHIND_THE_RUN)
+            self._facts.put(None)
+        super().__init__(partial(_planned, recipe, world_size, self._facts), niceness=_BEHIND_THE_RUN)
         self._peak: Peak | None = None
 
     def peak(self, wait: float = 0.0) -> Peak | None:
@@ -62,12 +64,13 @@ class PlannedPeak(Child[Peak]):
             self._peak = Peak(_no_plan(outcome)) if isinstance(outcome, Exception) else outcome
         return self._peak
 
-    def choose(self, memory: int, device_name: str, host: int, wait: float) -> Peak:
+    def choose(self, memory: int, device: DeviceFacts | None, host: int, wait: float) -> Peak:
         """Return the peak on devices of `memory` bytes with what was chosen for `auto`; its choice is None where there
         is no plan of the recipe, or none within `wait` seconds, after which the process ends.
 
-        host: bytes of the host's memory for each rank. Can be called once. Raises UserError where nothing fits."""
-        self._memory.put((memory, device_name, host))
+        device: the GPU, None on CPUs. host: bytes of the host's memory for each rank. Can be called once. Raises
+        UserError where nothing fits."""
+        self._facts.put((memory, device, host))
         peak = self.peak(wait)
         if peak is None:
             self._process.kill()
@@ -78,32 +81,36 @@ class PlannedPeak(Child[Peak]):
 
     def settle(self, values: Mapping[str, Any]) -> None:
         """Give values for what the recipe leaves to `auto` that were chosen without the plan, in place of `choose`."""
-        self._memory.put(dict(values))
+        self._facts.put(dict(values))
 
-    def too_much(self, memory: int, wait: float) -> TooMuch | None:
-        """Return the error for devices of `memory` bytes that do not hold the peak; None if they do, or if there is no
-        plan within `wait` seconds. Can be called once."""
-        self._memory.put(memory)
+    def too_much(self, device: DeviceFacts, wait: float) -> TooMuch | None:
+        """Return the error for devices like `device` that do not hold the peak; None if they do, or if there is no plan
+        within `wait` seconds. Can be called once."""
+        self._facts.put(device)
         peak = self.peak(wait)
         if peak is None or peak.too_much is None:
             return None
-        return TooMuch(f"{peak.too_much}. (metrics.plan=false starts it anyway)", peak.size > memory)
+        return TooMuch(f"{peak.too_much}. (metrics.plan=false starts it anyway)", peak.size > device.memory)
 
 
-def _planned(recipe: Recipe, world_size: int, memory_queue: Any) -> Peak:
+def _planned(recipe: Recipe, world_size: int, facts_queue: Any) -> Peak:
     try:
-        values = memory_queue.get() if open_keys(recipe) else None
+        values = facts_queue.get() if open_keys(recipe) else None
         if isinstance(values, tuple):
-            memory, name, host = values
-            hardware = GPUS.get(board_of(name) or "")
+            memory, device, host = values
+            hardware, lines = (None, ()) if device is None else hardware_of(device)
             choice = choose(resolve_plan(recipe, world_size, recipe.launch.device, hardware), memory, hardware, host)
+            choice = replace(choice, lines=(*choice.lines, *lines))
             return Peak(f"planned peak {gib(choice.peak)}", choice.peak, choice=choice)
-        plan = make_plan(changed(recipe, values or {}), world_size, next(iter(GPUS.values())))
-        memory = memory_queue.get() if values is None else None
+        hardware = next(iter(GPUS.values()))
+        plan = make_plan(changed(recipe, values or {}), world_size, hardware)
+        device = facts_queue.get() if values is None else None
+        if device is not None and torch.bfloat16 not in (own := hardware_of(device)[0]).arithmetic:
+            plan = make_plan(recipe, world_size, own)  # without flash attention
         peak = Peak("; ".join([f"planned peak {gib(plan.step.peak)}", *plan.assumed]), plan.step.peak)
-        if memory is None or plan.step.peak <= memory * USABLE:
+        if device is None or plan.step.peak <= device.memory * USABLE:
             return peak
-        return peak._replace(too_much=too_much(replace(plan, budget=int(memory * USABLE))))
+        return peak._replace(too_much=too_much(replace(plan, budget=int(device.memory * USABLE))))
     except TooLarge as error:
         return Peak(str(error), too_much=str(error))
     except UserError as error:  # for what a plan does not cover, offloading for example

@@ -96,6 +96,7 @@ class _Search:
         self.micros = [micro for micro in divisors(self.rows) if self._has_a_kernel(micro)]
         self.micros = self.micros if MICRO_BATCH in self.keys else []
         self.least = self.micros[0] if self.micros else self.spec.recipe.train.micro
+        self.known: dict[tuple, _Tried] = {}  # what was planned, by combination and micro-batch
 
     def _has_a_kernel(self, micro: int) -> bool:
         """Return whether attention of a micro-batch needs no mask that is too large: packed completions are one row."""
@@ -106,10 +107,11 @@ class _Search:
 
     def choice(self) -> Choice:
         ladder = self._ladder()
-        tried = self._first_that_fits(ladder)
+        untiled = [values for values in ladder if values.get("train.tile", "none") == "none"]
+        tried = self._first_that_fits(ladder, first=len(untiled) - 1)
         if tried is None or tried.values.get("train.tile", "none") != "none":
             offloaded = self._ladder(is_offloaded=True)
-            other = self._first_that_fits(offloaded)
+            other = self._first_that_fits(offloaded, first=len(offloaded) - 1)
             if tried is None or (other is not None and other.time < tried.time):
                 ladder, tried = offloaded or ladder, other
         if tried is None:
@@ -159,11 +161,13 @@ class _Search:
         return at
 
     def _tried(self, combinations: Sequence[tuple[Values, int]]) -> list[_Tried]:
-        specs = [self._at(self.spec, values, micro) for values, micro in combinations]
-        return [
-            _Tried(values, micro, step, self._time(step, spec) if self.is_gpu else 0.0)
-            for (values, micro), spec, step in zip(combinations, specs, plan_steps(specs), strict=True)
-        ]
+        """Return `combinations` with their steps. Each is planned once."""
+        keys = {(*values.items(), micro): (values, micro) for values, micro in combinations}
+        new = {key: combination for key, combination in keys.items() if key not in self.known}
+        specs = [self._at(self.spec, values, micro) for values, micro in new.values()]
+        for (key, (values, micro)), spec, step in zip(new.items(), specs, plan_steps(specs), strict=True):
+            self.known[key] = _Tried(values, micro, step, self._time(step, spec) if self.is_gpu else 0.0)
+        return [self.known[key] for key in keys]
 
     def _time(self, step: Step, spec: RunSpec) -> float:
         time = estimate(step, spec.sizes, self.hardware)
@@ -174,20 +178,23 @@ class _Search:
         on_host = tried.step.host + tried.step.visiting if self.is_gpu else 0
         return tried.step.peak <= self.budget and on_host <= self.host_budget
 
-    def _first_that_fits(self, ladder: Sequence[Values]) -> _Tried | None:
+    def _first_that_fits(self, ladder: Sequence[Values], first: int) -> _Tried | None:
         """Return the first combination that fits with the least micro-batch; as many are planned at once as there are
-        processors for."""
+        processors for. None fits where what they hold alike is too much: they differ in what comes and goes. first: the
+        place to begin at, where one is planned at a time: with less work for a plan, or what most probably decides."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        width, low, high, first = max(1, cores // _PROCESSES), 0, len(ladder), None
+        width, low, high, fitting = max(1, cores // _PROCESSES), 0, len(ladder), None
         while low < high:
             count = min(width, high - low)
             places = sorted({low + (high - low) * (number + 1) // (count + 1) for number in range(count)})
+            if width == 1 and low <= first < high:
+                places = [first]
             for place, tried in zip(places, self._tried([(ladder[at], self.least) for at in places]), strict=True):
                 if self._fits(tried):
-                    first, high = tried, place
+                    fitting, high = tried, place
                     break
-                low = place + 1
-        return first
+                low = len(ladder) if tried.step.held > self.budget else place + 1
+        return fitting
 
     def _with_more_rows(self, tried: _Tried, last: Values) -> _Tried:
         """Return the fastest of `tried` with more rows a micro-batch, and of the `last` combination where these are
@@ -232,7 +239,7 @@ class _Search:
             return tried
         chosen = {MICRO_BATCH: tried.micro} | dict(values)
         least = " ".join(as_overrides(chosen))
-        ways = [f"{overrides} (peak {gib(peak)})" for overrides, peak in islice(self._ways(values), 2)]
+        ways = [f"{overrides} (peak {gib(peak)})" for overrides, peak in islice(self._ways(tried), 2)]
         fix = f"what fits: {', or '.join(ways)}" if ways else "take a smaller model, or more devices"
         raise TooLarge(
             f"this does not fit: the least that was planned takes {gib(tried.step.peak)} ({least}), and a device has "
@@ -246,8 +253,10 @@ class _Search:
             return ""
         return f"; it also takes {gib(taken)} of the host's memory for each rank"
 
-    def _ways(self, values: Values) -> Iterator[tuple[str, int]]:
-        """Yield overrides with which `values` fit, each with its peak: the nearest first."""
+    def _ways(self, tried: _Tried) -> Iterator[tuple[str, int]]:
+        """Yield overrides with which what was `tried` fits, each with its peak: the nearest first. Those that hold too
+        much alike are not planned: shorter rows hold as much, more ranks at least their share."""
+        values, held = tried.values, tried.step.held
         recipe, world = self.recipe, self.world_size
         lora, length, nproc = recipe.lora or Lora(), recipe.data.max_length, "launch.nproc"
         groups = [
@@ -256,8 +265,9 @@ class _Search:
             [
                 (f"data.max_length={length // part}", changed(recipe, {"data.max_length": length // part}), world)
                 for part in (2, 4, 8)
+                if held <= self.budget
             ],
-            [(f"{nproc}={world * times}", recipe, world * times) for times in (2, 4, 8)],
+            [(f"{nproc}={world * times}", recipe, world * times) for times in (2, 4, 8) if held <= times * self.budget],
         ]
         for group in groups:
             for overrides, other, ranks in group:

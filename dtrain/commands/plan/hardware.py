@@ -16,12 +16,13 @@ a GPU: Llama 3 8B on 64 A100 3,055 for its 2,904 to 2,973; 70B on 64 A100 324 fo
 of 2.4 TB/s 7,039 for 6,667 compiled, 5,762 not.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from dtrain.base.gpus import BOARDS
+from dtrain.base.gpus import BOARDS, board_of
 from dtrain.commands.plan.step import Step
+from dtrain.launch.devices import BFLOAT16_CAPABILITY, DeviceFacts
 from dtrain.recipe import Sizes
 
 BANDWIDTH = 0.8  # of the memory's that elementwise kernels reach, and of the links' that large messages reach
@@ -65,6 +66,20 @@ GPUS = {
     )
     for key, board in BOARDS.items()
 }
+
+
+def hardware_of(device: DeviceFacts) -> tuple[Hardware, tuple[str, ...]]:
+    """Return the row of `GPUS` of a device at hand, and lines for the terminal. In place of one that is not there the
+    first row stands in, with the device's name and memory, and without bfloat16 where the device has none."""
+    board = board_of(device.name)
+    if board is not None:
+        return GPUS[board], ()
+    first = next(iter(GPUS.values()))
+    arithmetic = dict(first.arithmetic)
+    if device.capability < BFLOAT16_CAPABILITY:
+        del arithmetic[torch.bfloat16]
+    hardware = replace(first, name=device.name, memory_gib=device.memory / 2**30, arithmetic=arithmetic)
+    return hardware, (f"{device.name} is not in the table of GPUs: times are those of an {first.name}",)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class MemoryTimeline:
         self._events: list[tuple[Allocation, int] | Phase] = []  # changes in bytes, and where phases begin
         self._live: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._resized: dict[int, tuple[weakref.ref, Allocation]] = {}  # whose size may change without an operation
+        self._filled: dict[int, tuple[weakref.ref, Allocation]] = {}  # those of them that are not empty
 
     def see(self, tensor: Tensor, part: str | None = None) -> Allocation:
         """Return the storage of `tensor` [...], which is counted from now on."""
@@ -54,6 +55,8 @@ class MemoryTimeline:
             self._live[key] = weakref.ref(storage, lambda _: self._freed(key)), allocation
         allocation = self._live[key][1]
         self._resize(allocation, storage.nbytes())
+        if key in self._resized and allocation.size:
+            self._filled[key] = self._resized[key]
         return allocation
 
     def within_operation(self, size: int) -> None:
@@ -75,17 +78,20 @@ class MemoryTimeline:
             if (is_gathering and tensor.dim() == 2) or (is_fsdp_buffer and tensor.dim() == 1):
                 key = storage_key(tensor)
                 self._resized[key] = self._live[key]
+                if allocation.size:  # not of what is left out
+                    self._filled[key] = self._live[key]
                 if is_gathering:
                     allocation.part = "gathered parameters"
 
     def poll(self) -> None:
         """Check the storages whose sizes change without an operation."""
-        for reference, allocation in self._resized.values():
-            if allocation.size:  # what is empty grows just before an operation that fills it
-                storage = reference()
-                if storage is not None and storage.nbytes() != allocation.size:
-                    allocation.part = "gathered parameters"
-                    self._resize(allocation, storage.nbytes())
+        for key, (reference, allocation) in [*self._filled.items()]:
+            storage = reference()
+            if storage is not None and storage.nbytes() != allocation.size:
+                allocation.part = "gathered parameters"
+                self._resize(allocation, storage.nbytes())
+            if not allocation.size:  # it grows just before an operation that fills it
+                del self._filled[key]
 
     def begin(self, phase: Phase) -> None:
         self.poll()
@@ -121,4 +127,5 @@ class MemoryTimeline:
     def _freed(self, key: int) -> None:
         _, allocation = self._live.pop(key)
         self._resized.pop(key, None)
+        self._filled.pop(key, None)
         self._resize(allocation, 0)

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from dtrain.attention.kernels import Kernel
 from dtrain.attention.varlen import VarlenKernel
+from dtrain.commands.plan.fused import FusedBytes, fuse_layers
 from dtrain.commands.plan.memory import LEFT_OUT, MemoryTimeline, Phase
 from dtrain.commands.plan.planned_device import MetaKernels, PlannedSdpa
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.methods import Method
 from dtrain.methods.method import MethodWithReference
+from dtrain.models.common.compiled import obstacle_of
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.read_config import read_config
@@ -51,7 +53,7 @@ class PlannedPolicy(Policy):
         self.kernel: Kernel = VarlenKernel() if is_varlen else PlannedSdpa(mesh.cp.get_local_rank(), mesh.cp.size())
         self.tracer = tracer
         self.memory = PlannedMemory(tracer.memory, is_pinned=spec.world.device_type == "cuda")
-        self.build = partial(_build, self.kernel, self.memory)
+        self.build = partial(_build, self.kernel, self.memory, tracer)
         super().__init__(spec.recipe, config, mesh, runtime, self.build)
         self.scorer = _TracedScorer(self)
         self.gradient_bytes = self.state_bytes = self.visiting_bytes = 0
@@ -181,17 +183,26 @@ class PlannedMemory(HostMemory):
 def _build(
     kernel: Kernel,
     memory: HostMemory,
+    tracer: Tracer,
     recipe: PolicyConfig,
     config: ModelConfig,
     mesh: Mesh,
     precision: Precision,
     device: torch.device,
 ) -> CausalLM:
-    """Build the model as `build_model`, without memory or values, its layers as written. Recomputed activations are not
+    """Build the model as `build_model`, without memory or values, its layers as written; where they are to be compiled,
+    the tracer counts bytes of their regions. Recomputed activations are not
     compared with those of the forward: inside an operation nobody answers for the planned device, so the two would say
     that they lie elsewhere."""
+    is_compiled = recipe.train.compile and recipe.train.activation_checkpointing != "mlp"
     recipe = replace(recipe, train=replace(recipe.train, compile=False))
-    keep = partial(keep_for_backward, memory=memory, determinism_check="none")
+
+    def keep(model: CausalLM, recipe: PolicyConfig, device: torch.device) -> None:
+        if is_compiled and obstacle_of(model) is None:
+            tracer.fused = tracer.fused or FusedBytes()
+            fuse_layers(model.model.layers, tracer.fused)
+        keep_for_backward(model, recipe, device, memory=memory, determinism_check="none")
+
     model = lay_out(recipe, config, mesh, precision, device, kernel, keep=keep)
     place_masters(model, recipe, precision, device)
     return model

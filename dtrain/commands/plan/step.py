@@ -93,7 +93,7 @@ def trace_step(spec: RunSpec, config: ModelConfig, rank: int = 0) -> Trace:
     images = images_of(spec, len(rows), "meta")
     pixels = images.pixels if images is not None else []
     policy.see_all(pixels, LEFT_OUT)  # the host's, which are counted as its rows
-    with PlannedDevice(planned):
+    with PlannedDevice(planned, tracer.few):
         policy.init_optimizer(total_steps=10)
         with torch.cpu.stream(PlannedStream()), tracer:
             tracer.memory.begin(Phase("start"))
@@ -219,6 +219,11 @@ class Step:
     host: int = 0
     visiting: int = 0
     offloaded: int = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes that the device has at the optimizer's step, whatever was computed before it; at most `peak`."""
+        return self.parameters + self.gradients + self.state
 
 
 def plan_step(spec: RunSpec, *, rank: int = 0, whole: bool = False) -> Step:

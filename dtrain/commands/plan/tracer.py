@@ -5,7 +5,9 @@ all-to-all takes in, the tensor of an all-reduce, what is sent to the next rank 
 """
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry, mm_flop, sdpa_backward_flop, sdpa_flop
 
+from dtrain.commands.plan.fused import FusedBytes
 from dtrain.commands.plan.memory import MemoryTimeline, OpOverload
 from dtrain.commands.plan.planned_device import MetaKernels, flash_workspace, tensors_in
 from dtrain.parallel.mesh import Mesh
@@ -57,11 +60,13 @@ class CollectiveReader:
     def read(self, func: OpOverload, args: tuple, out: Any, in_pass: bool) -> tuple[Collective, int] | None:
         """Return the collective that `func` is, and its bytes; None if it is none. in_pass: inside a pass through the
         model."""
+        if func.namespace not in ("c10d", "_c10d_functional"):
+            return None
         name = _name(func).split("::")[1]
-        if func.namespace not in ("c10d", "_c10d_functional") or name in _SILENT:
+        if name in _SILENT:
             return None
         kind = _KINDS.get(name, name)
-        tensors = [*tensors_in(args)]
+        tensors = tensors_in(args)
         if name == "all_gather_into_tensor":
             tensors = [out]
         elif kind == "all-gather":  # in place: what it gives out, then what it takes in
@@ -137,6 +142,7 @@ class Tracer(MetaKernels):
         self.current: int | None = None  # the pass
         self.is_forward = False
         self.counts_costs = True
+        self.fused: FusedBytes | None = None  # where layers are compiled
         self._collectives = CollectiveReader(mesh)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -147,7 +153,7 @@ class Tracer(MetaKernels):
         if self.on_host and func is torch.ops.c10d._reduce_scatter_base_.default and args[0].shape != args[1].shape:
             self.memory.within_operation(args[1].untyped_storage().nbytes())
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        everything = [*tensors_in(args), *tensors_in(kwargs), *tensors_in(out)]
+        everything = tensors_in((args, kwargs, out))
         tensors = [tensor for tensor in everything if tensor.is_meta]
         self.memory.after(func, tensors)
         if (read := _FLASH_BACKWARD.get(func.overloadpacket)) is not None:
@@ -162,6 +168,17 @@ class Tracer(MetaKernels):
             self._count_cost(func, args, kwargs, out, tensors)
         return out
 
+    def few(self, rounds: Sequence[Any]) -> Iterator[Any]:
+        """Yield three `rounds` of a loop, the first two and the last. What the second one costs is counted for those
+        between too, and its memory is theirs."""
+        for number, item in enumerate(rounds):
+            if number < 2 or number == len(rounds) - 1:
+                before = self.counts.copy()
+                yield item
+                if number == 1:
+                    left_out = max(0, len(rounds) - 3)
+                    self.counts.update({key: left_out * (value - before[key]) for key, value in self.counts.items()})
+
     def _count_cost(self, func: OpOverload, args: tuple, kwargs: dict, out: Any, tensors: list) -> None:
         formula = _FLOPS.get(func.overloadpacket)
         self.counts[self.current, "kernels"] += 0 if func.is_view else 1
@@ -170,6 +187,19 @@ class Tracer(MetaKernels):
         if formula is not None:
             dtype = next(argument.dtype for argument in args if isinstance(argument, Tensor))
             self.counts[self.current, "flops", dtype] += formula(*args, **kwargs, out_val=out)
-        elif not func.is_view and func.namespace in ("aten", "fsdp") and not _name(func).startswith(_FREE):
+        is_outside = True
+        if self.fused is not None and (formula is not None or _moves(func)):
+            is_written_over = func.overloadpacket is _aten.copy_  # the first of its operands
+            reads = tensors_in((args[1:] if is_written_over else args, () if "out" in kwargs else kwargs))
+            inputs, outputs = ([self.memory.see(x) for x in some if x.is_meta] for some in (reads, tensors_in(out)))
+            moved, is_outside = self.fused.moved(inputs, outputs, formula is not None)
+            self.counts[self.current, "moved"] += moved
+        if is_outside and formula is None and _moves(func):
             distinct = {id(tensor): tensor for tensor in tensors}.values()
-            self.counts[self.current, "moved"] += sum(tensor.numel() * tensor.element_size() for tensor in distinct)
+            self.counts[self.current, "moved"] += sum(tensor.nbytes for tensor in distinct)
+
+
+@cache
+def _moves(func: OpOverload) -> bool:
+    """Return whether an operation reads and writes its tensors, and computes something of them."""
+    return not func.is_view and func.namespace in ("aten", "fsdp") and not _name(func).startswith(_FREE)

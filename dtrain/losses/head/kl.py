@@ -186,7 +186,8 @@ def _sums_over_tiles(
         others = TiledSum(teacher.hidden, teacher.weight, index, rows, dtype)
         sums = torch.zeros(count, dtype=dtype, device=tokens.hidden.device)
         memory = tokens.memory(count + 1)
-        for (tile, mine), (_, theirs) in zip(tokens.tiles(), others.tiles(), strict=True):
+        for tile, mine in tokens.tiles():
+            theirs = others.hidden.index_select(0, index[tile]).to(others.operand.dtype)
             scratch, log_q, log_p, *more = (tensor[: len(mine)] for tensor in memory)  # [t, V/tp]
             logits = scaling.logits_(product(mine, tokens.operand.t(), out=scratch))
             slope = scaling.slope(logits) if tokens.wants_gradient else None

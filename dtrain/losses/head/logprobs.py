@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dtrain.base.rounds import rounds
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Stats,
@@ -165,7 +166,7 @@ class _HiddenLogprobs(torch.autograd.Function):
         local, is_mine = on_shard(targets, head.shard.start, len(weight))
         packed = torch.empty(head.fields, len(targets), dtype=tiles.dtype, device=hidden.device)
         target_logit = torch.zeros(len(targets), dtype=tiles.dtype, device=hidden.device)
-        for some in tiles.of_tokens():
+        for some in rounds(tiles.of_tokens(), hidden):
             rows = _rows(hidden, index, some).to(tiles.operand)
             parts = []
             for ids in tiles.of_ids():
@@ -207,7 +208,7 @@ class _HiddenLogprobs(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.zeros_like(hidden) if wants_hidden else None
         weight_grad = torch.zeros(weight.shape, dtype=tiles.dtype, device=weight.device) if wants_weight else None
-        for some in tiles.of_tokens():
+        for some in rounds(tiles.of_tokens(), hidden):
             rows = _rows(hidden, index, some).to(tiles.operand)
             if rows.is_cuda or not valid[some].all():
                 rows = torch.where(valid[some, None], rows, 0)

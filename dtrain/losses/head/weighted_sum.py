@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dtrain.base.rounds import rounds
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Stats,
@@ -79,7 +80,7 @@ class TiledSum:
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the tokens [t] of each tile, and their hidden states [t, D] in the operand's dtype."""
-        for start in range(0, len(self.index), self.rows):
+        for start in rounds(range(0, len(self.index), self.rows), self.hidden):
             tile = slice(start, start + self.rows)
             yield tile, self.hidden.index_select(0, self.index[tile]).to(self.operand.dtype)
 

@@ -55,14 +55,23 @@ def compile_layers(model: CausalLM) -> None:
         layer.regions = Region(layer.before), Region(layer.after)
 
 
-def obstacle(model: CausalLM, device: torch.device) -> str | None:
-    """Return why layers of `model` are better not compiled for `device` on this machine, in words; None where nothing
-    is in the way."""
+def obstacle_of(model: CausalLM) -> str | None:
+    """Return why layers of `model` are better not compiled, whatever the machine, in words; None where nothing is in
+    the way."""
     dropout = 0.0 if model.adapters is None else model.adapters.dropout
     if dropout:
         return f"lora.dropout={dropout} is drawn for each layer, which would be a graph of its own"
     if model.config.experts is not None:
         return "a mixture of experts sorts its tokens by numbers that the host reads"
+    return None
+
+
+def obstacle(model: CausalLM, device: torch.device) -> str | None:
+    """Return why layers of `model` are better not compiled for `device` on this machine, in words; None where nothing
+    is in the way."""
+    problem = obstacle_of(model)
+    if problem is not None:
+        return problem
     if device.type == "cuda" and not has_triton():
         return "Triton, which comes with torch's CUDA builds, is not installed or does not know this GPU"
     compilers = ("g++",) if device.type == "cpu" else ("cc", "gcc", "clang")

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtrain.base.rounds import rounds
 from dtrain.models.common.decoder import CausalLM, Linear
 from dtrain.models.common.moe import ExpertLinear, products
 from dtrain.models.common.quantization_config import BLOCK
@@ -61,7 +62,8 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     whole = torch.empty(len(codes), columns, dtype=dtype, device=codes.device)
     pairs = _pairs(codes.device, codes.is_meta)
     tile = max(1, (2**18 if codes.device.type == "cpu" else 2**22) // max(columns, 1))  # a CPU's in its cache
-    for part, bits, out in zip(codes.split(tile), scales.split(tile), whole.split(tile), strict=True):
+    parts = list(zip(codes.split(tile), scales.split(tile), whole.split(tile), strict=True))
+    for part, bits, out in rounds(parts, codes):
         levels = F.embedding(part.int(), pairs).view(-1, BLOCK)  # [blocks, 64]
         out.copy_((levels * bits.view(torch.float32).reshape(-1, 1)).view_as(out))
     return whole.view(*lead, columns)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from dtrain.base.rounds import rounds
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
 from dtrain.parallel.checkpointing import TileComputing
 from dtrain.parallel.placement import local_tensor
@@ -94,7 +95,7 @@ class _Run:
     def outputs(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The outputs over all tiles, without a graph."""
         wholes: list[Tensor] = []
-        for tile in self.tiles:
+        for tile in rounds(self.tiles, tensors[0]):
             with self.tile(tile):
                 parts = self.compute([self.part(tensor, tile) for tensor in tensors])
             if not wholes:
@@ -137,7 +138,7 @@ class _Tiled(torch.autograd.Function):
         inputs = (ctx if ctx.node is None else ctx.node).saved_tensors
         of_inputs = [torch.empty_like(tensor) if need else None for tensor, need in zip(inputs, needed, strict=True)]
         of_parameters = [_Sum() for _ in parameters]
-        for tile in run.tiles:
+        for tile in rounds(run.tiles, inputs[0]):
             with run.tile(tile):  # its backward too, which may compute parts of it again
                 parts = _gradients(run, tile, inputs, needed, parameters, grads)
             for whole, part in zip((whole for whole in of_inputs if whole is not None), parts, strict=False):
