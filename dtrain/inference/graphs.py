@@ -121,7 +121,7 @@ class Steps:
         self._keeps = 0
         self._clear()
 
-    def weights(self) -> list[Tensor | None]:
+    def weights(self) -> list[nn.Parameter | None]:
         """Return the model's parameters as they are, gathered or not, module by module."""
         return [held[name] for held, name in self._weights]
 
@@ -130,14 +130,16 @@ class Steps:
         now = self.weights()
         if not self._copies:
             gathered = [place for place, (new, old) in enumerate(zip(now, before, strict=True)) if new is not old]
-            unique = {id(now[place]): now[place] for place in gathered}
+            unique = {id(weight): weight for place in gathered if (weight := now[place]) is not None}
             taken = _nbytes(unique.values())
             if taken > self._keeps:
                 return self._lose("the weights that are gathered for it take", taken)
             fixed = {key: nn.Parameter(torch.empty_like(weight), False) for key, weight in unique.items()}
             self._copies = {place: fixed[id(now[place])] for place in gathered}
         for place, copy in self._copies.items():
-            copy.copy_(now[place])
+            weight = now[place]
+            assert weight is not None
+            copy.copy_(weight)
 
     @contextmanager
     def fixed_weights(self) -> Iterator[None]:

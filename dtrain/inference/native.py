@@ -117,7 +117,7 @@ class NativeEngine(RolloutEngine):
                     token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
                     images = no_images(token, self.model.config) if peers.run_tower else None
                     self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device), images)
-        mine_and_why = completions, self._steps and self._steps.obstacle
+        mine_and_why = completions, None if self._steps is None else self._steps.obstacle
         everywhere = Ranks(self.mesh.dp_cp.get_group()).every(lambda: mine_and_why) if ranks > 1 else [mine_and_why]
         self._without_graphs(next((obstacle for _, obstacle in everywhere if obstacle is not None), None))
         by_index: dict[int, Completion] = {}
