@@ -127,7 +127,10 @@ class Replays:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.captured, self.replayed = 0, 0
+        self.captured, self.replayed, self.nbytes = 0, 0, 0
+
+    def rehearse(self, step: Callable[[], None]) -> None:
+        step()
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         self.captured += 1

@@ -100,8 +100,9 @@ class Decode:
 
     prompts: the prompt of each row of `store.rows_in_order()`. Between `begin` and `end` one forward of [R, 1] tokens;
     `lengthen` tells the host's side of it, before the next step.
-    fixed: R is more than the rows; `live` says where each stands, and what the others compute is not to be read.
-    A Decode of equal `shape` then takes the same steps, once it has `load`ed another's rows; until it `is_full`.
+    fixed: R is more than the rows; `places` (on the device `live`) says where each stands, and what others compute is
+    not to be read. A Decode of equal `shape` then takes the same steps, once it has `load`ed another's rows; until it
+    `is_full`.
     """
 
     last: Tensor | None = None
@@ -127,6 +128,7 @@ class Decode:
                 live += range(start, start + used)
                 start += count
         self.rows = start  # R
+        self.places = live
         # [rows]: where each row of the cache stands among the R; None where there are no others.
         self.live = torch.tensor(live, device=device) if fixed else None
         self._lay_prompts(store, prompts, live, fixed)
@@ -215,12 +217,18 @@ class Decode:
         return self.bare and any(max(slot.length for slot in own.pool.slots) == own.reach for own in self._own)
 
     def addresses(self) -> list[int]:
-        """Return the addresses of keys and values."""
-        pools = [*(own.pool for own in self._own), *(shared.pool for shared in self._shared)]
-        return [address for pool in pools for address in pool.addresses()]
+        """Return the addresses of what steps read and write of the cache."""
+        own = [tensor for own in self._own for tensor in own.pool.tensors()]
+        shared = [tensor for shared in self._shared for tensor in shared.pool.keys_and_values()]
+        return [tensor.data_ptr() for tensor in own + shared]
+
+    def state(self) -> list[Tensor]:
+        """Return the tensors that a step reads and then changes: taken twice from these, it does the same."""
+        return [self._added, *(state for own in self._own for state in own.pool.linear_states())]
 
     def load(self, other: "Decode") -> None:
         """Take over the rows of another of the same shape, into the memory that this one has."""
+        self.live = other.live
         for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
             mine.copy_(theirs)
 

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,12 +21,11 @@ from dtrain.inference.kv_cache import SMALLEST_SLOT, CachedPrompt, KeyValues, ch
 from dtrain.inference.request import Completion, PromptKey, Request
 from dtrain.inference.sampling import Sampler, check_request
 from dtrain.inference.sequence import RunningSequence
-from dtrain.models.common.config import SLIDING
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images
 
 if TYPE_CHECKING:
-    from dtrain.inference.graphs import CudaGraphs, Step
+    from dtrain.inference.graphs import Step, Steps
 
 Ticket = int
 
@@ -93,9 +91,9 @@ class Engine:
     decode: token ids → text; needed for stop texts only. max_rows: sequences decoded together. max_tokens: positions
     of keys and values held at a time, in slots of powers of two. Both are chosen by default, see `choose_budget`.
     A request is let in only when its whole length fits, so that none is ever thrown out.
-    graphs: makes what captures decoding steps (`graphs.CudaGraphs`), for a model that is whole on its device and whose
-    weights are gathered; rows then have slots for all their tokens from the beginning. notes_experts: keeps where the
-    tokens of prompts went, so that requests may ask for it; of a mixture of experts, without graphs.
+    steps: decodes by captured graphs, for a model that is whole on its device and whose weights are gathered; rows then
+    have slots for all their tokens from the beginning. notes_experts: keeps where the tokens of prompts went, so that
+    requests may ask for it; of a mixture of experts, without graphs.
     """
 
     def __init__(
@@ -107,23 +105,20 @@ class Engine:
         max_tokens: int | None = None,
         device: torch.device | None = None,
         peers: Peers | None = None,
-        graphs: "Callable[[torch.device], CudaGraphs] | None" = None,
+        steps: "Steps | None" = None,
         notes_experts: bool = False,
     ):
-        if notes_experts and (model.routing is None or graphs is not None):
+        if notes_experts and (model.routing is None or steps is not None):
             raise ValueError("notes_experts is for a mixture of experts, without graphs")
-        config = model.config
         self.model = model
         self.device = device or next(model.parameters()).device
         chosen = choose_budget(model, self.device)
-        tokens = chosen.tokens // 2 if graphs else chosen.tokens  # graphs round rows and prompts up, at most twofold
+        tokens = chosen.tokens // 2 if steps else chosen.tokens  # graphs round rows and prompts up, at most twofold
         self.budget = replace(chosen, rows=max_rows or chosen.rows, tokens=max_tokens or tokens)
         self._decode_text = decode
         self._peers = peers or Peers()
-        self._graphs = graphs
+        self._steps = steps
         self._notes_experts = notes_experts
-        self._windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
-        self._bidirectional = [kind in config.bidirectional for kind in config.layer_types]
         self._look_every = _LOOK_EVERY.get(self.device.type, _LOOK_EVERY_ELSEWHERE)
         self._tickets = 0
         self._sequences: dict[Ticket, RunningSequence] = {}  # unfinished ones
@@ -132,8 +127,9 @@ class Engine:
         self._clear()
 
     def _clear(self) -> None:
-        """Drop cache and rows: an engine without work holds no memory, for weights and batch change between calls."""
-        self._store = KeyValues(self._windows, self._bidirectional)
+        """Drop cache and rows: an engine without work holds no memory but what its steps keep, for weights and batch
+        change between calls."""
+        self._store = KeyValues.of(self.model.config) if self._steps is None else self._steps.rest()
         self._waiting: dict[PromptKey, deque[RunningSequence]] = {}  # by prompt, the first that came first
         self._prompts: dict[PromptKey, CachedPrompt] = {}  # in the cache
         self._held = 0  # positions that prompts and rows may come to fill
@@ -143,9 +139,6 @@ class Engine:
         self._fresh: list[tuple[list[RunningSequence], Tensor, Tensor, Tensor | None]] = []
         self._tokens = self._index([])  # the last ones drawn, [R]
         self._decoding: DecodingRows | None = None  # None: rows came, went or grew
-        self._steps = None
-        if self._graphs is not None:
-            self._steps = import_module("dtrain.inference.graphs").Steps(self.model, self._graphs(self.device))
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return the completions of `requests`, in order. The engine must hold no other work. Raises UserError, and
@@ -350,7 +343,7 @@ class Engine:
         if self._steps is None or decode.live is None:
             return DecodingRows(decode, self._sampler(rows))
         every = [rows[0]] * decode.rows  # what is drawn for the others is not read
-        for index, row in zip(decode.live.tolist(), rows, strict=True):
+        for index, row in zip(decode.places, rows, strict=True):
             every[index] = row
         tokens = self._tokens.new_zeros(decode.rows)
         tokens[decode.live] = self._tokens

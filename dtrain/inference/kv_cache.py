@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.gpus import free_memory
-from dtrain.models.common.config import LINEAR, ModelConfig
+from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 
 SMALLEST_SLOT = 32
@@ -108,13 +108,32 @@ class KVSlotPool:
             for mine, theirs in zip(self.states(layer, held), held, strict=True):
                 mine[to_index] = theirs[from_index]
 
-    def addresses(self) -> list[int]:
-        """Return the addresses of its memory."""
-        return [tensor.data_ptr() for held in self._layers if held is not None for tensor in held]
+    def tensors(self) -> list[Tensor]:
+        """Return its memory."""
+        return [tensor for held in self._layers if held is not None for tensor in held]
+
+    def keys_and_values(self) -> list[Tensor]:
+        """Return its memory but for states of linear attention."""
+        layers = (held for index, held in enumerate(self._layers) if index not in self._linear)
+        return [tensor for held in layers if held is not None for tensor in held]
+
+    def clear(self) -> None:
+        """Empty every slot, and keep the memory: zeros, as new one."""
+        for slot in self.slots:
+            slot.owner = None  # a step that is kept may hold the slot
+        self.slots = []
+        for tensor in self.tensors():
+            tensor.zero_()
+
+    def linear_states(self) -> list[Tensor]:
+        """Return the states of every layer of linear attention, [slots, ..] each."""
+        return [state for layer in sorted(self._linear) for state in self.held(layer)]
 
     def release(self, gone: Sequence[KVSlot]) -> None:
         """Empty the slots of `gone`; the last ones in use move into the holes. Free slots are zeros, as new ones."""
         leaving = {slot.index for slot in gone}
+        for slot in gone:
+            slot.owner = None
         left = len(self.slots) - len(leaving)
         holes = sorted(index for index in leaving if index < left)
         movers = [index for index in range(left, len(self.slots)) if index not in leaving]
@@ -123,7 +142,7 @@ class KVSlotPool:
             self.slots[hole].index = hole
         del self.slots[left:]
         self._copy(self, movers, holes)
-        for tensor in (tensor for held in self._layers if held is not None for tensor in held):
+        for tensor in self.tensors():
             tensor[left : left + len(leaving)] = 0
 
     def receive(self, slots: Sequence[KVSlot]) -> None:
@@ -165,6 +184,16 @@ class KeyValues:
         self.rows: dict[int, KVSlotPool] = {}
         # The first token after a prompt sees window - 1 of it; one slot stays, so that no tensor is empty.
         self._prompt_keeps = [None if window is None else max(window - 1, 1) for window in windows]
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "KeyValues":
+        """Return an empty cache for a model."""
+        windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
+        return cls(windows, [kind in config.bidirectional for kind in config.layer_types])
+
+    @property
+    def pools(self) -> list[KVSlotPool]:
+        return [*self.prompts.values(), *self.rows.values()]
 
     def new_prompt(self, length: int, rotary_shift: int = 0) -> KVSlot:
         slot = _pool(self.prompts, slot_size(length), self._prompt_keeps).take()

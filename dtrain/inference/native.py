@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dtrain.base.dealing import deal
-from dtrain.base.errors import Interrupted, UserError
+from dtrain.base.errors import Interrupted
 from dtrain.base.gpus import free_memory
 from dtrain.base.ranks import Ranks
 from dtrain.inference.cached_attention import Prefill
@@ -32,7 +32,7 @@ from dtrain.parallel.tensor import whole_sequences
 from dtrain.policy.offloader import PolicyOffloader
 
 if TYPE_CHECKING:
-    from dtrain.inference.graphs import CudaGraphs
+    from dtrain.inference.graphs import Steps
 
 
 class NativeEngine(RolloutEngine):
@@ -40,8 +40,8 @@ class NativeEngine(RolloutEngine):
 
     decode: token ids → text; needed for stop texts only. unshard: whether FSDP's weights are gathered once for a whole
     rollout; "auto" where they take at most half of the memory that is free. max_tokens: of each rank, as `Engine` has
-    it. graphs: as `Engine` has it; not under tp, and where weights are not gathered once a rollout ends
-    with UserError before it begins. offloader: moves the optimizer's state to host memory meanwhile.
+    it. steps: as `Engine` has it; not under tp. Where weights are not gathered once, or another rank found an obstacle,
+    a rollout goes without, and `say` says so once. offloader: moves the optimizer's state to host memory meanwhile.
     """
 
     def __init__(
@@ -53,12 +53,13 @@ class NativeEngine(RolloutEngine):
         decode: Callable[[list[int]], str] | None = None,
         unshard: bool | str = "auto",
         max_tokens: int | None = None,
-        graphs: "Callable[[torch.device], CudaGraphs] | None" = None,
+        steps: "Steps | None" = None,
         offloader: PolicyOffloader | None = None,
+        say: Callable[[str], None] = print,
     ):
-        if graphs is not None and mesh.tp.size() > 1:
+        if steps is not None and mesh.tp.size() > 1:
             raise ValueError("graphs hold no collective: none under tensor parallel")
-        self._graphs, self._offloader = graphs, offloader
+        self._steps, self._offloader, self._say = steps, offloader, say
         self.model, self.mesh, self.device = model, mesh, device
         self._decode = decode
         self._unshard = unshard
@@ -89,14 +90,18 @@ class NativeEngine(RolloutEngine):
                 self._offloader.offload_before_refit()
                 stack.callback(self._offloader.prepare_for_training)
             gathers_once = self._gathers_once()
-            if self._graphs is not None and self._is_sharded and not gathers_once:
-                raise UserError(
-                    "grpo.cuda_graphs=true needs the whole weights on every rank, and they take more than half of the "
-                    "free memory: leave it out, or set grpo.unshard=true"
+            if self._steps is not None and self._is_sharded and not gathers_once:
+                self._steps.give_up(
+                    "graphs need the whole weights on every rank, which take more than half of the free memory; "
+                    "grpo.unshard=true gathers them all the same"
                 )
+                self._without_graphs(self._steps.obstacle)
             stack.enter_context(whole_sequences(self.model))
             if gathers_once:
+                before = [] if self._steps is None else self._steps.weights()
                 stack.enter_context(unsharded(self.model))
+                if self._steps is not None:
+                    self._steps.refresh(before)
             else:
                 stack.callback(reshard_model, self.model)
             in_step = self.mesh.ep is not None or (self._is_sharded and ranks > 1 and not gathers_once)
@@ -112,13 +117,24 @@ class NativeEngine(RolloutEngine):
                     token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
                     images = no_images(token, self.model.config) if peers.run_tower else None
                     self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device), images)
-        everywhere = Ranks(self.mesh.dp_cp.get_group()).every(lambda: completions) if ranks > 1 else [completions]
+        mine_and_why = completions, None if self._steps is None else self._steps.obstacle
+        everywhere = Ranks(self.mesh.dp_cp.get_group()).every(lambda: mine_and_why) if ranks > 1 else [mine_and_why]
+        self._without_graphs(next((obstacle for _, obstacle in everywhere if obstacle is not None), None))
         by_index: dict[int, Completion] = {}
-        for share, drawn in zip(shares, everywhere, strict=True):
+        for share, (drawn, _) in zip(shares, everywhere, strict=True):
             if drawn is None:
                 raise Interrupted
             by_index.update(zip(share, drawn, strict=True))
         return [by_index[index] for index in range(len(requests))]
+
+    def _without_graphs(self, obstacle: str | None) -> None:
+        """Decode kernel by kernel from here on, where there is an obstacle, and say so; or that graphs are not kept."""
+        if self._steps is not None and obstacle is not None:
+            self._steps = None
+            self._say(f"note: decoding goes on kernel by kernel, without CUDA graphs: {obstacle}")
+        elif self._steps is not None and self._steps.lost is not None:
+            self._say(f"note: {self._steps.lost}")
+            self._steps.lost = None
 
     def expect(self, requests: Sequence[Request], version: int) -> None:
         """Do nothing: this engine cannot draw ahead, since the weights are training meanwhile."""
@@ -138,7 +154,7 @@ class NativeEngine(RolloutEngine):
             or self._least(chosen.tokens),  # the ranks of a tp group must let in the same rows
             device=self.device,
             peers=peers,
-            graphs=self._graphs,
+            steps=self._steps,
         )
         for index, request in enumerate(requests):
             engine.check(request, f"request {index}")

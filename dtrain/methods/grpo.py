@@ -30,7 +30,14 @@ from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe import key_aliases
 from dtrain.recipe.ranges import UP_TO_1
 from dtrain.recipe.rollouts import RolloutSection
-from dtrain.rl.checks import adapter_problems, answer_problems, broadcast_problems, graph_problems, image_problems
+from dtrain.rl.checks import (
+    adapter_problems,
+    answer_problems,
+    broadcast_problems,
+    graph_obstacles,
+    graph_problems,
+    image_problems,
+)
 from dtrain.rl.collect import (
     Collector,
     CompletionSampler,
@@ -167,8 +174,7 @@ class GrpoMethod(MethodWithReference):
                 errors.append(f"grpo.server.urls: {url} must begin with http:// or https://")
         if section.engine == "native" and section.server.urls:
             errors.append("grpo.server.urls is not read by grpo.engine=native: set grpo.engine=http, or leave it out")
-        if section.cuda_graphs:
-            errors += graph_problems(self.section, self.recipe.launch.device, self.recipe.parallel)
+        errors += graph_problems(section, self.recipe.launch.device, self.recipe.parallel)
         if section.engine == "native" and section.router_replay:
             errors.append(
                 "grpo.router_replay=true is for grpo.engine=http: with grpo.engine=native one router draws and trains, "
@@ -307,7 +313,9 @@ class GrpoMethod(MethodWithReference):
         tokenizer = Tokenizer.from_directory(self.recipe.model.directory)
         self.policy, self._run = policy, run
         self._table = SampleTable(run.metrics, section)
-        engine = open_engine(section, policy, tokenizer, run, self.recipe.model.directory, self.recipe.lora)
+        base, lora = self.recipe.model.directory, self.recipe.lora
+        obstacles = graph_obstacles(section, policy.device.type, self.recipe.parallel)
+        engine = open_engine(section, policy, tokenizer, run, base, lora, obstacles)
         rewards = open_rewards(section, run)
         rates = None if section.reward_model.path is None else RewardModel(policy, section.reward_model.path)
         episodes = open_episodes(section, self.recipe.data, tokenizer, run)

@@ -188,9 +188,10 @@ class RolloutSection:
     unshard: Annotated[bool | str, AUTO] = "auto"
     """auto | true | false. true: a rank gathers the whole weights (its tensor-parallel part) once and keeps them while
     it generates. false: it gathers each layer for each token. auto: true where memory allows."""
-    cuda_graphs: bool = False
-    """engine=native on CUDA: each step of decoding is one captured graph, not some seventy kernels a layer.
-    Weights are gathered once. A completion has room for max_new_tokens from its beginning. Not under parallel.tp."""
+    cuda_graphs: Annotated[bool | str, AUTO] = "auto"
+    """auto | true | false. engine=native on CUDA: each step of decoding is one captured graph, not some seventy kernels
+    a layer. Not under parallel.tp or ep; weights are gathered once; the first graph must draw what its kernels draw.
+    auto: kernel by kernel where that cannot be, and the run says why. true: an error then."""
     offload: bool = False
     """The optimizer's state, and with engine=http the weights, wait in host memory while completions are drawn."""
     show: Annotated[int, at_least(0)] = 2

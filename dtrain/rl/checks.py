@@ -15,20 +15,26 @@ def answer_problems(section: RolloutSection) -> list[str]:
     return _rewards(section) + _verifiers(section) + _tools(section)
 
 
-def graph_problems(section: RolloutSection, device: str, parallel: Parallel) -> list[str]:
-    """Return what keeps a run from `grpo.cuda_graphs`, one line each: graphs hold no collective, and read weights where
-    they lie at their capture. device: `launch.device`."""
+def graph_obstacles(section: RolloutSection, device: str, parallel: Parallel) -> list[str]:
+    """Return what keeps a run from decoding by CUDA graphs: these hold no collective, and read weights where they lie
+    at their capture. device: `launch.device`, or the kind of the device itself."""
     unfit = {
+        "grpo.cuda_graphs=false": (section.cuda_graphs is False, "asks for that"),
         "grpo.engine=http": (section.engine == "http", "does not decode here"),
-        "launch.device=cpu": (device == "cpu", "has none"),
+        f"launch.device={device}": (device not in ("auto", "cuda"), "has none"),
         f"parallel.tp={parallel.tp}": (parallel.tp > 1, "sends within every layer"),
         f"parallel.ep={parallel.ep}": (parallel.ep > 1, "sends tokens to experts within every layer"),
         "grpo.unshard=false": (section.unshard is False, "gathers weights within every forward"),
     }
+    return [f"{key} {why}" for key, (is_so, why) in unfit.items() if is_so]
+
+
+def graph_problems(section: RolloutSection, device: str, parallel: Parallel) -> list[str]:
+    """Return what is wrong with `grpo.cuda_graphs=true`, one line each."""
     return [
-        f"grpo.cuda_graphs=true captures whole steps of decoding, and {key} {why}: leave grpo.cuda_graphs out, or that"
-        for key, (is_so, why) in unfit.items()
-        if is_so
+        f"grpo.cuda_graphs=true captures whole steps of decoding, and {obstacle}: leave grpo.cuda_graphs out, or that"
+        for obstacle in graph_obstacles(section, device, parallel)
+        if section.cuda_graphs is True
     ]
 
 

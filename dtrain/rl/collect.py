@@ -40,26 +40,41 @@ if TYPE_CHECKING:
 
 def refuse_graphs(section: RolloutSection, device: torch.device) -> None:
     """Raise UserError for CUDA graphs on another device."""
-    if section.engine == "native" and section.cuda_graphs and device.type != "cuda":
+    if section.engine == "native" and section.cuda_graphs is True and device.type != "cuda":
         raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
 
 
 def open_engine(
-    section: RolloutSection, policy: Policy, tokenizer: Tokenizer, run: RunContext, base: Path, lora: Lora | None
+    section: RolloutSection,
+    policy: Policy,
+    tokenizer: Tokenizer,
+    run: RunContext,
+    base: Path,
+    lora: Lora | None,
+    obstacles: Sequence[str],
 ) -> RolloutEngine:
     """Return the engine of `grpo.engine`. base: the directory of the model that training began with, and lora: the
-    adapter that trains, for servers that are sent it. Collective. Raises UserError."""
+    adapter that trains, for servers that are sent it. obstacles: to CUDA graphs. Collective. Raises UserError."""
     if section.engine == "http":
         return import_module("dtrain.rl.remote.training").OverHttp(section, policy, run, base, lora)
     refuse_graphs(section, policy.device)
+    steps = None
+    if policy.device.type == "cuda":
+        why = "; ".join(obstacles)
+        run.metrics.say(f"decoding: kernel by kernel ({why})" if why else "decoding: CUDA graphs")
+    if not obstacles:
+        graphs = import_module("dtrain.inference.graphs")
+        keeps = graphs.kept_bytes(policy.device)
+        steps = graphs.Steps(policy.model, policy.device, keeps=keeps, insists=section.cuda_graphs is True)
     return NativeEngine(
         policy.model,
         policy.mesh,
         policy.device,
         decode=partial(tokenizer.decode, skip_special_tokens=True),
         unshard=section.unshard,
-        graphs=import_module("dtrain.inference.graphs").CudaGraphs if section.cuda_graphs else None,
+        steps=steps,
         offloader=policy.offloader if section.offload else None,
+        say=run.metrics.say,
     )
 
 

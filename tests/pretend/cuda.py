@@ -201,6 +201,11 @@ def _answer_for_cuda(torch: Any, device: Any) -> None:
     for name, answer in answers.items():
         setattr(cuda, name, answer)
     cuda.CUDAGraph = graphs.Graph
+
+    def refuse_waits(mode: int | str) -> None:
+        journal.refuses_waits = mode in (2, "error")
+
+    cuda.set_sync_debug_mode, cuda.get_sync_debug_mode = refuse_waits, lambda: 2 * journal.refuses_waits
     torch._C._host_emptyCache = lambda: None
     cuda.nccl.version = lambda: (2, 28, 0)
     cuda.profiler.start = cuda.profiler.stop = lambda: None

@@ -19,7 +19,7 @@ def no_other_stream() -> None:
 
 
 class Graph:
-    replays = 0  # of all graphs of the process
+    captures, replays = 0, 0  # of all graphs of the process
 
     def __init__(self, keep_graph: bool = False):
         self._recording: Any = None
@@ -39,6 +39,7 @@ class Graph:
         self._recording.__enter__()
 
     def capture_end(self) -> None:
+        Graph.captures += 1
         self._recording.__exit__(None, None, None)
         _capturing.clear()
         felt = {kind: journal.entries(kind) for kind in _FELT if journal.total(kind) > self._felt[kind]}

@@ -12,7 +12,12 @@ _ROOM = "/dtrain/"
 _seen: Counter[tuple[str, str, str]] = Counter()
 
 
+refuses_waits = False  # as under torch.cuda.set_sync_debug_mode("error")
+
+
 def note(kind: str, what: str) -> None:
+    if refuses_waits and kind in ("sync", "pageable"):
+        raise RuntimeError("called a synchronizing CUDA operation")
     _seen[kind, what, _where()] += 1
 
 

@@ -36,6 +36,44 @@ def test_a_run_with_graphs(tmp_path, size, keys, like):
         assert_close(rows_of(card), on_cpu(grpo(tmp_path, GRAPHS[1], *like, name="cpu")), EXACT)
 
 
+def captures_of_rollouts(rank, recipe, size):
+    import torch
+
+    from dtrain.inference.native import NativeEngine
+
+    Graph = torch.cuda.CUDAGraph  # the pretend one
+    counts, generate = [], NativeEngine.generate
+
+    def counted(*given, **named):
+        before = Graph.captures
+        completions = generate(*given, **named)
+        counts.append(Graph.captures - before)
+        return completions
+
+    NativeEngine.generate = counted
+    train_on_card(rank, recipe, size)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("size", "keys"),
+    [(1, ()), (1, ("train.dtype=bfloat16", "lora.rank=4")), (2, ("train.dtype=bfloat16",))],
+    ids=["whole", "lora", "fsdp"],
+)
+def test_the_next_rollout_captures_nothing(tmp_path, size, keys):
+    """Before, where nothing is kept, each rollout captures its shapes anew. The numbers are the same."""
+    found = []
+    for name, mutants in (("kept", ()), ("dropped", (Mutant("dtrain.inference.graphs", "KEPT = 1 / 20", "KEPT = 0"),))):
+        recipe = grpo(tmp_path, GRAPHS[1], "train.global_batch=16", *keys, name=name)
+        counts = run_pretend(captures_of_rollouts, size, recipe, size, mutants=mutants)[0]
+        found.append((counts, rows_of(recipe)))
+    (kept, rows), (dropped, others) = found
+    print(kept, dropped)
+    assert len(kept) == len(dropped) > 1 and kept[0] == dropped[0] > 0
+    assert sum(kept[1:]) == 0 and min(dropped) > 0
+    assert_close(rows, others, EXACT)
+
+
 def test_over_weights_in_four_bits(tmp_path):
     found = []
     for graphs in ("true", "false"):
@@ -45,6 +83,19 @@ def test_over_weights_in_four_bits(tmp_path):
         assert (replays[0] > 10) == (graphs == "true"), replays
         found.append(rows_of(recipe))
     assert_close(*found, EXACT)
+
+
+def test_a_step_that_waits_is_not_captured(tmp_path):
+    """A capture that failed would leave torch's allocator in a state that nothing mends."""
+    store = "        self.tokens.copy_(tokens)\n        self.logprobs.copy_"
+    waits = Mutant("dtrain.inference.graphs", store, f"        tokens.sum().item()\n{store}")
+    rows = []
+    for name, mutants in (("waits", [waits]), ("graphs", [])):
+        recipe = grpo(tmp_path, GRAPHS[1], name=name)
+        counts = run_pretend(captures_of_rollouts, 1, recipe, 1, mutants=mutants)[0]
+        assert (sum(counts) == 0) == (name == "waits"), counts
+        rows.append(rows_of(recipe))
+    assert_close(*rows, EXACT)
 
 
 def test_what_cannot_be_captured_is_refused(tmp_path):

@@ -60,4 +60,4 @@ def test_a_step_of_grpo_waits_once_and_for_its_rollout(tmp_path):
     print(waits)
     drawing = {key: waits.pop(key) for key in list(waits) if "/inference/" in key[1] or "/rl/" in key[1]}
     assert_one(waits, 1.5)
-    assert sum(drawing.values()) <= 10.5
+    assert sum(drawing.values()) <= 11.5  # three a rollout for the memory that a graph reads

@@ -115,7 +115,7 @@ def test_completions_do_not_depend_on_the_batch(name):
     assert sorted(encoded) == sorted(len(grids) for _, _, grids, _ in prompts if grids)  # once for all samples
     if name == "qwen3-vl":  # whose rows stand at other rotary positions than in the cache
         makers = Makers()
-        same(Engine(model, max_rows=5, graphs=makers).generate(requests), alone)
+        same(Engine(model, max_rows=5, steps=makers.steps(model)).generate(requests), alone)
         assert makers.total("replayed") > makers.total("captured") > 0
     for (ids, pixels, grids, _), completion in zip(prompts, alone[:: len(kinds)], strict=True):
         expected = scored(model, CASES[name], ids, pixels, grids, completion)

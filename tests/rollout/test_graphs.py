@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from dtrain.base.errors import UserError
 from dtrain.inference import engine as engine_module
 from dtrain.inference.engine import Engine
+from dtrain.inference.graphs import Steps
 from dtrain.inference.request import Request, SamplingParams
 from tests.replay import NotCapturable, Recording, Replays
 from tests.rollout.test_engine import PROMPTS, build, same
@@ -12,6 +14,9 @@ from tests.rollout.test_engine import PROMPTS, build, same
 
 class Makers(list):
     """Every maker that an engine has asked for."""
+
+    def steps(self, model, **options):
+        return Steps(model, torch.device("cpu"), self, **options)
 
     def __call__(self, device):
         self.append(Replays(device))
@@ -38,7 +43,7 @@ def requests(longest=24):
 def test_the_tokens_are_those_without_graphs(variant):
     model, asked = build(variant), requests()
     expected, makers = Engine(model).generate(asked), Makers()
-    same(Engine(model, graphs=makers).generate(asked), expected)
+    same(Engine(model, steps=makers.steps(model)).generate(asked), expected)
     assert makers.total("replayed") > makers.total("captured") > 0
     assert {one.finish for one in expected} == {"stop", "length"}
 
@@ -48,22 +53,22 @@ def test_rows_come_and_go(monkeypatch):
     """Few rows at a time, ended ones noticed late: shapes come again, and replays go on with other rows."""
     monkeypatch.setattr(engine_module, "_LOOK_EVERY", {"cpu": 3})
     model, asked, makers = build("qwen3"), requests(12), Makers()
-    same(Engine(model, max_rows=4, graphs=makers).generate(asked), Engine(model).generate(asked))
+    same(Engine(model, max_rows=4, steps=makers.steps(model)).generate(asked), Engine(model).generate(asked))
     assert makers.total("replayed") > makers.total("captured")
 
 
 def test_one_sample_of_each_prompt():
     model, makers = build("qwen3"), Makers()
     asked = [Request(prompt, SamplingParams(20), 1, index) for index, prompt in enumerate(PROMPTS[:2] + PROMPTS[4:])]
-    same(Engine(model, graphs=makers).generate(asked), Engine(model).generate(asked))
-    # Three rows in one pool, which begins with 32 keys: one shape.
-    assert makers.total("captured") == 1 and makers.total("replayed") == 18
+    same(Engine(model, steps=makers.steps(model)).generate(asked), Engine(model).generate(asked))
+    # Three rows in one pool, which begins with 32 keys: one shape. One replay is the proof.
+    assert makers.total("captured") == 1 and makers.total("replayed") == 19
 
 
 def test_weights_that_moved_are_captured_anew():
     model, makers = build("qwen3"), Makers()
     asked = [Request(PROMPTS[0], SamplingParams(30, 0.0))]
-    engine = Engine(model, graphs=makers)
+    engine = Engine(model, steps=makers.steps(model))
     engine.add(asked[0])
     for _ in range(6):
         engine.step()
@@ -81,12 +86,78 @@ def test_weights_that_moved_are_captured_anew():
     assert ids[7:11] == after
 
 
+class Wrong(Makers):
+    """Makers of graphs that do something else than what was captured, or cannot be captured."""
+
+    def __init__(self, change=None):
+        self.change = change
+
+    def __call__(self, device):
+        self.append(Replays(device))
+        replays, capture = self[-1], self[-1].capture
+
+        def refuse(step):
+            step()
+            raise NotCapturable("read on the host\nat a line")
+
+        def wrongly(step):
+            replay = capture(step)
+            return lambda: (replay(), self.change(step.__self__))
+
+        replays.capture = wrongly
+        replays.rehearse = refuse if self.change is None else replays.rehearse
+        return replays
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (None, "a step of decoding is no graph: read on the host"),
+        (lambda step: step.tokens.add_(1), "differs from its kernels: 3 of 3 rows drew another token"),
+        (lambda step: step.logprobs.sub_(1e-3), "differs from its kernels: log-probabilities by up to 0.001"),
+    ],
+)
+def test_a_graph_that_is_wrong_is_given_up(change, words):
+    """Its step is then taken by kernels, from the states of linear attention before it."""
+    model, makers = build("qwen3.5"), Wrong(change)
+    asked = [Request(prompt, SamplingParams(6), 1, index) for index, prompt in enumerate(PROMPTS[:2] + PROMPTS[4:])]
+    steps = makers.steps(model)
+    same(Engine(model, steps=steps).generate(asked), Engine(model).generate(asked))
+    assert steps.obstacle is not None and words in steps.obstacle and makers.total("replayed") <= 1
+    with pytest.raises(UserError, match="grpo.cuda_graphs=true: a"):
+        Engine(model, steps=makers.steps(model, insists=True)).generate(asked)
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3.5", "gemma3"])
+def test_graphs_are_kept_for_the_next_engine(variant, monkeypatch):
+    """With what they read, also where work was given up in numbers that are none."""
+    monkeypatch.setattr(engine_module, "_LOOK_EVERY", {"cpu": 16})
+    model, makers = build(variant), Makers()
+    asked = [Request(prompt, SamplingParams(6), 1, index) for index, prompt in enumerate(PROMPTS[:2] + PROMPTS[4:])]
+    expected, steps = Engine(model).generate(asked), makers.steps(model, keeps=2**30)
+    same(Engine(model, steps=steps).generate(asked), expected)
+    captured, weight = makers.total("captured"), model.model.embed_tokens.weight
+    whole = weight.clone()
+    engine = Engine(model, steps=steps)
+    engine.add(Request(PROMPTS[2], SamplingParams(6)))
+    weight.data.fill_(float("nan"))
+    engine.step()
+    engine.abandon()
+    weight.data.copy_(whole)
+    same(Engine(model, steps=steps).generate(asked), expected)
+    assert makers.total("captured") == captured == 1
+    steps = makers.steps(model, keeps=1000)
+    for _ in range(2):
+        same(Engine(model, steps=steps).generate(asked), expected)
+    assert makers.total("captured") == 3 and "anew in each rollout: what they read takes 0.00 GiB" in steps.lost
+
+
 def test_keys_that_moved_are_captured_anew():
     """A row alone, beside others that need more slots, and alone again."""
     model, makers = build("qwen3"), Makers()
     asked = [Request(PROMPTS[0], SamplingParams(24, 0.0))]
     asked += [Request(PROMPTS[0], SamplingParams(4, 1.0), 1, 0, sample) for sample in range(1, 9)]
-    engine, done = Engine(model, graphs=makers), {}
+    engine, done = Engine(model, steps=makers.steps(model)), {}
     tickets = [engine.add(asked[0])]
     for _ in range(5):
         engine.step()

@@ -134,11 +134,19 @@ def by_graphs(rank, variant, sizes):
     before, makers = state_of(model), Makers()
     # No top-p, whose search reads the host on a CPU.
     asked = [replace(one, sampling=replace(one.sampling, top_p=1.0)) for one in REQUESTS]
-    found = NativeEngine(model, mesh, torch.device("cpu"), decode=spelled, unshard=True, graphs=makers).generate(asked)
+    steps = makers.steps(model)
+    found = NativeEngine(model, mesh, torch.device("cpu"), decode=spelled, unshard=True, steps=steps).generate(asked)
     assert state_of(model) == before and makers.total("replayed") > 0
     same(found, Engine(build(variant), decode=spelled).generate(asked))
+    captured, said = makers.total("captured"), []
+    steps, options = makers.steps(model), {"decode": spelled, "unshard": False, "say": said.append}
+    engine = NativeEngine(model, mesh, torch.device("cpu"), steps=steps, **options)
+    for _ in range(2):
+        same(engine.generate(asked), found)
+    assert makers.total("captured") == captured and len(said) == 1 and "whole weights on every rank" in said[0]
+    engine = NativeEngine(model, mesh, torch.device("cpu"), steps=makers.steps(model, insists=True), **options)
     with pytest.raises(UserError, match="whole weights on every rank"):
-        NativeEngine(model, mesh, torch.device("cpu"), unshard=False, graphs=makers).generate(asked)
+        engine.generate(asked)
 
 
 @pytest.mark.parametrize(("variant", "sizes"), [("qwen3", {"dp_shard": 2}), ("gemma3", {"cp": 2})])

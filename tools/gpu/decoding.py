@@ -34,7 +34,7 @@ def decode_rank(
 
     from dtrain import models
     from dtrain.inference.engine import Engine
-    from dtrain.inference.graphs import CudaGraphs
+    from dtrain.inference.graphs import CudaGraphs, Steps
     from dtrain.inference.request import Request, SamplingParams
 
     captured = []
@@ -47,7 +47,8 @@ def decode_rank(
     device = torch.device("cuda", rank)
     model = models.build(models.read_config(recipe.model.directory), torch.bfloat16)
     models.init_weights(model, 0)
-    engine = Engine(model.to(device), graphs=Counting if with_graphs else None)
+    model = model.to(device)
+    engine = Engine(model, steps=Steps(model, device, Counting, insists=True) if with_graphs else None)
     prompts = [[1 + (7 * at + prompt) % 50 for at in range(20 + prompt)] for prompt in range(8)]
     sampling = SamplingParams(tokens, 1.0, top_p=0.9)
     requests = [Request(prompts[row % 8], sampling, 0, row % 8, row) for row in range(rows)]
