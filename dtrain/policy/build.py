@@ -3,15 +3,16 @@
 1. the modules on meta, so that no rank ever holds the whole model, their adapters, and which parameters are trained;
 2. tensor parallel, which replaces parameters by their shards, and expert parallel, which does so with experts;
 3. context parallel, which only sets the attention kernel;
-4. compile, per layer, what lies before and after attention: no kernel, no hook of checkpointing or FSDP is in it;
-5. tiles, around these; activation checkpointing, around all that the layer computes, its collectives included; the
-   move of what is kept to the host, around that;
+4. compile, per layer, what lies before and after attention: no kernel, no hook of FSDP is in it; selective
+   checkpointing is, for the compiler goes by it;
+5. tiles, around these; other activation checkpointing, around all that the layer computes, its collectives included;
+   the move of what is kept to the host, around that;
 6. FSDP, which cuts whatever parameters it finds;
 7. memory for this rank's shards, and their values: read slice by slice, or drawn by logical position.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -22,7 +23,7 @@ from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.models.common.adapters import init_adapters
 from dtrain.models.common.config import SLIDING, ModelConfig
-from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.decoder import Attention, CausalLM, Layer
 from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.fsdp import shard_model
@@ -150,13 +151,24 @@ def keep_for_backward(
         from dtrain.models.common.tiles import tile_layers
 
         tiles = tile_layers(model, train.tile)
-    checkpoint_activations(model, train.activation_checkpointing, tiles, **options)
+    layers = None
+    if model.uncompiled is None and is_selective_inside(recipe):  # but for linear attention, which is not compiled
+        mixers = [layer.mixer for layer in cast(list[Layer], list(model.model.layers))]
+        layers = [*model.model.vision_layers, *(mixer for mixer in mixers if not isinstance(mixer, Attention))]
+    checkpoint_activations(model, train.activation_checkpointing, tiles, layers, **options)
     if train.activation_offload:
         from dtrain.parallel import activation_offload as offload
 
         if memory is None:
             memory = offload.PinnedMemory(device) if device.type == "cuda" else offload.HostMemory()
         offload.offload_activations([tuple(model.model.layers), tuple(model.model.vision_layers)], memory)
+
+
+def is_selective_inside(recipe: PolicyConfig) -> bool:
+    """Return whether the compiled parts of layers are to keep and compute again by themselves what selective
+    checkpointing says. What goes to the host is what a whole layer keeps."""
+    train = recipe.train
+    return bool(train.compile and train.activation_checkpointing == "selective" and not train.activation_offload)
 
 
 def wants_varlen(recipe: PolicyConfig, precision: Precision, device_type: str) -> bool:
@@ -265,7 +277,7 @@ def _compile(model: CausalLM, recipe: PolicyConfig, device: torch.device) -> Non
     else:
         model.uncompiled = compiled.obstacle(model, device)
     if model.uncompiled is None:
-        compiled.compile_layers(model)
+        compiled.compile_layers(model, is_selective_inside(recipe))
 
 
 def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:

@@ -1,7 +1,8 @@
 """Compiled parts of layers: what lies before attention and after it, each one graph for rows of all lengths.
 
-A region is handed tensors alone, so nothing of a micro-batch (its mask, its packing) is compiled in, and attention,
-FSDP's hooks and activation checkpointing stay outside: it compiles alike under every kernel and mesh.
+A region is handed tensors alone, so nothing of a micro-batch (its mask, its packing) is compiled in, and attention and
+FSDP's hooks stay outside: it compiles alike under every kernel and mesh. So does full checkpointing, which computes a
+whole layer again; selective checkpointing is compiled in, and what attention gives is kept by attention.
 """
 
 import shutil
@@ -15,6 +16,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils._triton import has_triton
 
 from dtrain.models.common.decoder import CausalLM, Layer
+from dtrain.parallel.checkpointing import selective
 
 # Of one region, over all layers: with and without gradients, of a policy, its reference and its teacher, for one row
 # and for several. torch's own limit is 8.
@@ -49,10 +51,12 @@ class Region:
             return self.function(*tensors)
 
 
-def compile_layers(model: CausalLM) -> None:
-    """Give every layer of `model` its regions. No collective; nothing is compiled before the first forward."""
+def compile_layers(model: CausalLM, is_selective: bool = False) -> None:
+    """Give every layer of `model` its regions, with selective checkpointing inside them or without. No collective;
+    nothing is compiled before the first forward."""
+    within = selective if is_selective else lambda function: function
     for layer in cast(list[Layer], model.model.layers):
-        layer.regions = Region(layer.before), Region(layer.after)
+        layer.regions = Region(within(layer.before)), Region(within(layer.after))
 
 
 def obstacle(model: CausalLM, device: torch.device) -> str | None:
