@@ -164,6 +164,17 @@ def keep_for_backward(
         offload.offload_activations([tuple(model.model.layers), tuple(model.model.vision_layers)], memory)
 
 
+def obstacle(recipe: PolicyConfig, config: ModelConfig) -> str | None:
+    """Return why layers are better not compiled, on whatever machine, in words; None where nothing is in the way."""
+    if recipe.train.activation_checkpointing == "mlp":
+        return "train.activation_checkpointing=mlp computes half of what is compiled again; set selective or full"
+    if recipe.lora is not None and recipe.lora.dropout:
+        return f"lora.dropout={recipe.lora.dropout} is drawn for each layer, which would be a graph of its own"
+    if config.experts is not None:
+        return "a mixture of experts sorts its tokens by numbers that the host reads"
+    return None
+
+
 def is_selective_inside(recipe: PolicyConfig) -> bool:
     """Return whether the compiled parts of layers are to keep and compute again by themselves what selective
     checkpointing says. What goes to the host is what a whole layer keeps."""
@@ -270,12 +281,7 @@ def choose_delta(
 def _compile(model: CausalLM, recipe: PolicyConfig, device: torch.device) -> None:
     from dtrain.models.common import compiled
 
-    if recipe.train.activation_checkpointing == "mlp":
-        model.uncompiled = (
-            "train.activation_checkpointing=mlp computes half of what is compiled again; set none or full"
-        )
-    else:
-        model.uncompiled = compiled.obstacle(model, device)
+    model.uncompiled = obstacle(recipe, model.config) or compiled.missing(device)
     if model.uncompiled is None:
         compiled.compile_layers(model, is_selective_inside(recipe))
 

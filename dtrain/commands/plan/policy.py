@@ -6,6 +6,7 @@ A pass is one micro-batch through the model.
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,12 @@ from dtrain.attention.kernels import Kernel
 from dtrain.attention.varlen import VarlenKernel
 from dtrain.commands.plan.memory import LEFT_OUT, MemoryTimeline, Phase
 from dtrain.commands.plan.planned_device import MetaKernels, PlannedSdpa
+from dtrain.commands.plan.regions import PlannedRegion
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.methods import Method
 from dtrain.methods.method import MethodWithReference
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.decoder import CausalLM, Layer
 from dtrain.models.read_config import read_config
 from dtrain.optim.adam import LowBitAdam
 from dtrain.optim.update import build_optimizer
@@ -28,7 +30,14 @@ from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
-from dtrain.policy.build import keep_for_backward, lay_out, place_masters, wants_varlen
+from dtrain.policy.build import (
+    is_selective_inside,
+    keep_for_backward,
+    lay_out,
+    obstacle,
+    place_masters,
+    wants_varlen,
+)
 from dtrain.policy.config import PolicyConfig
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
@@ -190,9 +199,16 @@ def _build(
     """Build the model as `build_model`, without memory or values, its layers as written. Recomputed activations are not
     compared with those of the forward: inside an operation nobody answers for the planned device, so the two would say
     that they lie elsewhere."""
-    recipe = replace(recipe, train=replace(recipe.train, compile=False))
-    keep = partial(keep_for_backward, memory=memory, determinism_check="none")
-    model = lay_out(recipe, config, mesh, precision, device, kernel, keep=keep)
+
+    def keep(model: CausalLM, written: PolicyConfig, device: torch.device) -> None:
+        model.uncompiled = obstacle(recipe, config) if recipe.train.compile else None
+        if model.uncompiled is None and is_selective_inside(recipe):
+            for layer in cast(list[Layer], list(model.model.layers)):
+                layer.regions = PlannedRegion(layer.before), PlannedRegion(layer.after)
+        keep_for_backward(model, recipe, device, memory=memory, determinism_check="none")
+
+    written = replace(recipe, train=replace(recipe.train, compile=False))
+    model = lay_out(written, config, mesh, precision, device, kernel, keep=keep)
     place_masters(model, recipe, precision, device)
     return model
 

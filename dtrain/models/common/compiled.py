@@ -59,14 +59,8 @@ def compile_layers(model: CausalLM, is_selective: bool = False) -> None:
         layer.regions = Region(within(layer.before)), Region(within(layer.after))
 
 
-def obstacle(model: CausalLM, device: torch.device) -> str | None:
-    """Return why layers of `model` are better not compiled for `device` on this machine, in words; None where nothing
-    is in the way."""
-    dropout = 0.0 if model.adapters is None else model.adapters.dropout
-    if dropout:
-        return f"lora.dropout={dropout} is drawn for each layer, which would be a graph of its own"
-    if model.config.experts is not None:
-        return "a mixture of experts sorts its tokens by numbers that the host reads"
+def missing(device: torch.device) -> str | None:
+    """Return what compiling for `device` misses on this machine, in words; None where nothing is missing."""
     if device.type == "cuda" and not has_triton():
         return "Triton, which comes with torch's CUDA builds, is not installed or does not know this GPU"
     compilers = ("g++",) if device.type == "cpu" else ("cc", "gcc", "clang")
