@@ -1,15 +1,13 @@
 """Activation checkpointing: what a layer computes again in the backward instead of keeping."""
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # makes torch.ops.torch_attn
-import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -36,7 +34,7 @@ def checkpoint_activations(
     their MLPs in tiles, and so again anyhow. layers: None: all of the model's. options: of torch's `checkpoint`."""
     if kind == "none":
         return
-    policy = partial(_keep, KEPT, tiles or TileComputing())
+    policy = partial(keep, KEPT, tiles or TileComputing())
     for layer in (*model.model.layers, *model.model.vision_layers) if layers is None else layers:
         if kind == "full":
             checkpoint(layer, **options)
@@ -46,18 +44,6 @@ def checkpoint_activations(
             checkpoint(next(child for name, child in layer.named_children() if name.endswith("mlp")), **options)
         else:
             checkpoint(layer, context_fn=partial(create_selective_checkpoint_contexts, policy), **options)
-
-
-def selective(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with selective checkpointing inside, which the partitioner of torch.compile goes by: it keeps
-    what the backward needs of the results of products and collectives, and no more."""
-    # torch warns of operations in place; layers have none.
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-
-    def checkpointed(*tensors: Tensor) -> Any:
-        return torch.utils.checkpoint.checkpoint(function, *tensors, use_reentrant=False, context_fn=_INSIDE)
-
-    return checkpointed
 
 
 KEPT = frozenset(
@@ -75,21 +61,10 @@ KEPT = frozenset(
         torch.ops._c10d_functional.all_to_all_single.default,
     }
 )
-# Kept too where the compiler leaves out the products that they add up. As written, both would be more than is kept
-# without checkpointing.
-COLLECTIVES = frozenset(
-    {
-        torch.ops._c10d_functional.all_gather_into_tensor.default,
-        torch.ops._c10d_functional.all_reduce.default,
-        torch.ops._c10d_functional.wait_tensor.default,
-    }
-)
 
 
-def _keep(kept: frozenset, tiles: TileComputing, context, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep(kept: frozenset, tiles: TileComputing, context, operation, *args, **kwargs) -> CheckpointPolicy:
+    """Return what becomes of an operation's result, as torch's selective checkpointing asks: one of those `kept` stays,
+    but for a tile's."""
     is_kept = operation in kept and not tiles.now
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-# One object, for graphs know what it is. What is kept of a tile is let go of at the tile's end.
-_INSIDE = partial(create_selective_checkpoint_contexts, partial(_keep, KEPT | COLLECTIVES, TileComputing()))

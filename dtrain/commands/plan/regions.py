@@ -15,8 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.commands.plan.planned_device import tensors_in
+from dtrain.models.common.compiled import COLLECTIVES
 from dtrain.parallel.activation_offload import storage_key
-from dtrain.parallel.checkpointing import COLLECTIVES, KEPT
+from dtrain.parallel.checkpointing import KEPT
 
 
 class PlannedRegion:

@@ -5,22 +5,37 @@ FSDP's hooks stay outside: it compiles alike under every kernel and mesh. So doe
 whole layer again; selective checkpointing is compiled in, and what attention gives is kept by attention.
 """
 
+import logging
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils._triton import has_triton
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dtrain.models.common.decoder import CausalLM, Layer
-from dtrain.parallel.checkpointing import selective
+from dtrain.parallel.checkpointing import KEPT, TileComputing, keep
 
 # Of one region, over all layers: with and without gradients, of a policy, its reference and its teacher, for one row
 # and for several. torch's own limit is 8.
 GRAPHS = 32
+
+# Kept too, for the compiler leaves out the products that they add up. As written, both would be more than is kept
+# without checkpointing.
+COLLECTIVES = frozenset(
+    {
+        torch.ops._c10d_functional.all_gather_into_tensor.default,
+        torch.ops._c10d_functional.all_reduce.default,
+        torch.ops._c10d_functional.wait_tensor.default,
+    }
+)
+# One object, for graphs know what it is. What is kept of a tile is let go of at the tile's end.
+_INSIDE = partial(create_selective_checkpoint_contexts, partial(keep, KEPT | COLLECTIVES, TileComputing()))
 
 
 class Region:
@@ -57,6 +72,18 @@ def compile_layers(model: CausalLM, is_selective: bool = False) -> None:
     within = selective if is_selective else lambda function: function
     for layer in cast(list[Layer], model.model.layers):
         layer.regions = Region(within(layer.before)), Region(within(layer.after))
+
+
+def selective(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with selective checkpointing inside, which the partitioner of torch.compile goes by: it keeps
+    what the backward needs of the results of products and collectives, and no more."""
+    # torch warns of operations in place; layers have none.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+    def checkpointed(*tensors: Tensor) -> Any:
+        return checkpoint(function, *tensors, use_reentrant=False, context_fn=_INSIDE)
+
+    return checkpointed
 
 
 def missing(device: torch.device) -> str | None:
