@@ -21,6 +21,7 @@ reduces and scatters.
 
 Modelled: attention and the fused norm on CUDA (`planned_device`); what a kernel allocates inside (cuBLAS, cuDNN, the
 CPU's buffers of products), the allocator's rounding and gaps and NCCL's buffers are left out, which is why a plan's
-budget is less than a device's memory. `train.compile` is planned as if it were off. `parallel.cpu_offload` is refused.
+budget is less than a device's memory. With `train.compile` operations are planned as written, and what selective
+checkpointing keeps as it is compiled (`regions`). `parallel.cpu_offload` is refused.
 A rollout of method grpo is not planned, its update is; of an evaluation (`eval`) the least that it takes.
 """
