@@ -66,7 +66,7 @@ HOMES = {
     "launch/devices.py": "_C._accelerator_setAllocatorSettings",
     "losses/logits/groups.py": "_assert_async",
     "models/common/compiled.py": (
-        "FailOnRecompileLimitHit _dynamo.config.recompile_limit _dynamo.maybe_mark_dynamic has_triton"
+        "FailOnRecompileLimitHit _dynamo.config.recompile_limit _dynamo.maybe_mark_dynamic _higher_order_ops has_triton"
     ),
     "parallel/activation_offload.py": "_C._current_graph_task_id _cdata tree_leaves",
     "parallel/checkpointing.py": "checkpoint",

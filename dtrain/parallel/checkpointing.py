@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from dtrain.parallel.collectives import PARTS
 from dtrain.parallel.tensor import ParallelModel
 
 
@@ -57,8 +58,7 @@ KEPT = frozenset(
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
         torch.ops.torch_attn._varlen_attn.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-        torch.ops._c10d_functional.all_to_all_single.default,
+        *PARTS,
     }
 )
 

@@ -12,7 +12,7 @@
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,7 @@ from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.models.common.adapters import init_adapters
 from dtrain.models.common.config import SLIDING, ModelConfig
-from dtrain.models.common.decoder import Attention, CausalLM, Layer
+from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.fsdp import shard_model
@@ -122,7 +122,9 @@ def lay_out(
         kernel = GroupedKernel(kernel)
     model.use_kernel(kernel)
     if recipe.train.compile:
-        _compile(model, recipe, device)
+        from dtrain.policy.compiling import compile_model
+
+        compile_model(model, recipe, device)
     (keep or keep_for_backward)(model, recipe, device)
     if mesh.size > 1 or precision.is_mixed or offloads(recipe, device):
         shard_model(
@@ -152,9 +154,10 @@ def keep_for_backward(
 
         tiles = tile_layers(model, train.tile)
     layers = None
-    if model.uncompiled is None and is_selective_inside(recipe):  # but for linear attention, which is not compiled
-        mixers = [layer.mixer for layer in cast(list[Layer], list(model.model.layers))]
-        layers = [*model.model.vision_layers, *(mixer for mixer in mixers if not isinstance(mixer, Attention))]
+    if train.compile:
+        from dtrain.policy.compiling import checkpointed_outside
+
+        layers = checkpointed_outside(model, recipe)
     checkpoint_activations(model, train.activation_checkpointing, tiles, layers, **options)
     if train.activation_offload:
         from dtrain.parallel import activation_offload as offload
@@ -162,24 +165,6 @@ def keep_for_backward(
         if memory is None:
             memory = offload.PinnedMemory(device) if device.type == "cuda" else offload.HostMemory()
         offload.offload_activations([tuple(model.model.layers), tuple(model.model.vision_layers)], memory)
-
-
-def obstacle(recipe: PolicyConfig, config: ModelConfig) -> str | None:
-    """Return why layers are better not compiled, on whatever machine, in words; None where nothing is in the way."""
-    if recipe.train.activation_checkpointing == "mlp":
-        return "train.activation_checkpointing=mlp computes half of what is compiled again; set selective or full"
-    if recipe.lora is not None and recipe.lora.dropout:
-        return f"lora.dropout={recipe.lora.dropout} is drawn for each layer, which would be a graph of its own"
-    if config.experts is not None:
-        return "a mixture of experts sorts its tokens by numbers that the host reads"
-    return None
-
-
-def is_selective_inside(recipe: PolicyConfig) -> bool:
-    """Return whether the compiled parts of layers are to keep and compute again by themselves what selective
-    checkpointing says. What goes to the host is what a whole layer keeps."""
-    train = recipe.train
-    return bool(train.compile and train.activation_checkpointing == "selective" and not train.activation_offload)
 
 
 def wants_varlen(recipe: PolicyConfig, precision: Precision, device_type: str) -> bool:
@@ -276,14 +261,6 @@ def choose_delta(
     if problem is not None and wanted == "fla":
         raise UserError(f"model.linear_attention=fla: {problem}; set model.linear_attention=auto or torch")
     return (rule, "") if problem is None and not isinstance(rule, str) else (None, problem or "")
-
-
-def _compile(model: CausalLM, recipe: PolicyConfig, device: torch.device) -> None:
-    from dtrain.models.common import compiled
-
-    model.uncompiled = obstacle(recipe, model.config) or compiled.missing(device)
-    if model.uncompiled is None:
-        compiled.compile_layers(model, is_selective_inside(recipe))
 
 
 def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:

@@ -6,6 +6,7 @@
     policy                  the policy that steps, on tensors without memory
     planned_device          how tensors without memory answer as the planned device's would
     tracer                  sees every operation of the step, and counts its cost and its messages
+    regions                 compiled parts of layers, which keep what the compiler keeps
     memory                  the step's allocations
     hardware                devices, links and the estimate
     choose                  values for what a recipe leaves to `auto`

@@ -30,14 +30,8 @@ from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
-from dtrain.policy.build import (
-    is_selective_inside,
-    keep_for_backward,
-    lay_out,
-    obstacle,
-    place_masters,
-    wants_varlen,
-)
+from dtrain.policy.build import keep_for_backward, lay_out, place_masters, wants_varlen
+from dtrain.policy.compiling import is_selective_inside, obstacle
 from dtrain.policy.config import PolicyConfig
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain.commands.plan.planned_device import tensors_in
-from dtrain.models.common.compiled import COLLECTIVES
+from dtrain.commands.plan.planned_device import MetaKernels, tensors_in
+from dtrain.models.common.compiled import KEPT_COMPILED
 from dtrain.parallel.activation_offload import storage_key
-from dtrain.parallel.checkpointing import KEPT
 
 
 class PlannedRegion:
@@ -47,7 +45,7 @@ class _Again:
         self.bytes: Tensor | None = None
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(MetaKernels):
     """Dispatch mode that knows from which storages each one was computed. Storages have numbers, in their order."""
 
     def __init__(self) -> None:
@@ -66,13 +64,13 @@ class _Operations(TorchDispatchMode):
             if key not in self._numbers:
                 self._add(key, set(), tensor)
         sources = {self._numbers[key] for key in inputs}
-        out = func(*args, **kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in tensors_in(out):
             key = storage_key(tensor)
             if key in inputs:  # a view, or written in place
                 self._sources[self._numbers[key]] |= sources - {self._numbers[key]}
             else:
-                self._add(key, sources, tensor if func in KEPT or func in COLLECTIVES else None)
+                self._add(key, sources, tensor if func in KEPT_COMPILED else None)
         return out
 
     def _add(self, key: int, sources: set[int], kept: Tensor | None) -> None:

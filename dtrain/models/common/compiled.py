@@ -20,22 +20,17 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from dtrain.models.common.decoder import CausalLM, Layer
 from dtrain.parallel.checkpointing import KEPT, TileComputing, keep
+from dtrain.parallel.collectives import WHOLES
 
 # Of one region, over all layers: with and without gradients, of a policy, its reference and its teacher, for one row
 # and for several. torch's own limit is 8.
 GRAPHS = 32
 
-# Kept too, for the compiler leaves out the products that they add up. As written, both would be more than is kept
+# Of wholes too, for the compiler leaves out the products that they add up. As written, both would be more than is kept
 # without checkpointing.
-COLLECTIVES = frozenset(
-    {
-        torch.ops._c10d_functional.all_gather_into_tensor.default,
-        torch.ops._c10d_functional.all_reduce.default,
-        torch.ops._c10d_functional.wait_tensor.default,
-    }
-)
+KEPT_COMPILED = KEPT | WHOLES
 # One object, for graphs know what it is. What is kept of a tile is let go of at the tile's end.
-_INSIDE = partial(create_selective_checkpoint_contexts, partial(keep, KEPT | COLLECTIVES, TileComputing()))
+_INSIDE = partial(create_selective_checkpoint_contexts, partial(keep, KEPT_COMPILED, TileComputing()))
 
 
 class Region:
