@@ -6,26 +6,23 @@ import torch
 from torch import nn
 
 from dtrain.models.common import compiled
-from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
 from dtrain.policy.config import PolicyConfig
 
 
 def compile_model(model: CausalLM, recipe: PolicyConfig, device: torch.device) -> None:
     """Compile the parts of the layers of `model`, or let it say why not. No collective."""
-    model.uncompiled = obstacle(recipe, model.config) or compiled.missing(device)
+    model.uncompiled = obstacle(recipe) or compiled.missing(device)
     if model.uncompiled is None:
         compiled.compile_layers(model, is_selective_inside(recipe))
 
 
-def obstacle(recipe: PolicyConfig, config: ModelConfig) -> str | None:
+def obstacle(recipe: PolicyConfig) -> str | None:
     """Return why layers are better not compiled, on whatever machine, in words; None where nothing is in the way."""
     if recipe.train.activation_checkpointing == "mlp":
         return "train.activation_checkpointing=mlp computes half of what is compiled again; set selective or full"
     if recipe.lora is not None and recipe.lora.dropout:
         return f"lora.dropout={recipe.lora.dropout} is drawn for each layer, which would be a graph of its own"
-    if config.experts is not None:
-        return "a mixture of experts sorts its tokens by numbers that the host reads"
     return None
 
 

@@ -19,6 +19,7 @@ from dtrain.commands.plan.regions import PlannedRegion
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.methods import Method
 from dtrain.methods.method import MethodWithReference
+from dtrain.models.common.compiled import AS_WRITTEN, selective
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM, Layer
 from dtrain.models.read_config import read_config
@@ -195,10 +196,11 @@ def _build(
     that they lie elsewhere."""
 
     def keep(model: CausalLM, written: PolicyConfig, device: torch.device) -> None:
-        model.uncompiled = obstacle(recipe, config) if recipe.train.compile else None
+        model.uncompiled = obstacle(recipe) if recipe.train.compile else None
         if model.uncompiled is None and is_selective_inside(recipe):
             for layer in cast(list[Layer], list(model.model.layers)):
-                layer.regions = PlannedRegion(layer.before), PlannedRegion(layer.after)
+                after = partial(selective, contexts=AS_WRITTEN, determinism_check="none")
+                layer.regions = PlannedRegion(layer.before), (after if layer.is_sparse else PlannedRegion)(layer.after)
         keep_for_backward(model, recipe, device, memory=memory, determinism_check="none")
 
     written = replace(recipe, train=replace(recipe.train, compile=False))

@@ -29,8 +29,10 @@ GRAPHS = 32
 # Of wholes too, for the compiler leaves out the products that they add up. As written, both would be more than is kept
 # without checkpointing.
 KEPT_COMPILED = KEPT | WHOLES
-# One object, for graphs know what it is. What is kept of a tile is let go of at the tile's end.
-_INSIDE = partial(create_selective_checkpoint_contexts, partial(keep, KEPT_COMPILED, TileComputing()))
+# One object each, for graphs know what it is. What is kept of a tile is let go of at the tile's end.
+Contexts = Callable[[], tuple[Any, Any]]
+COMPILED: Contexts = partial(create_selective_checkpoint_contexts, partial(keep, KEPT_COMPILED, TileComputing()))
+AS_WRITTEN: Contexts = partial(create_selective_checkpoint_contexts, partial(keep, KEPT, TileComputing()))
 
 
 class Region:
@@ -62,21 +64,27 @@ class Region:
 
 
 def compile_layers(model: CausalLM, is_selective: bool = False) -> None:
-    """Give every layer of `model` its regions, with selective checkpointing inside them or without. No collective;
-    nothing is compiled before the first forward."""
-    within = selective if is_selective else lambda function: function
-    for layer in cast(list[Layer], model.model.layers):
-        layer.regions = Region(within(layer.before)), Region(within(layer.after))
-
-
-def selective(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with selective checkpointing inside, which the partitioner of torch.compile goes by: it keeps
-    what the backward needs of the results of products and collectives, and no more."""
+    """Give every layer of `model` its regions, with selective checkpointing inside them or without; a mixture of
+    experts, whose sizes follow from values, is not compiled. No collective; nothing is compiled before the first
+    forward."""
     # torch warns of operations in place; layers have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    for layer in cast(list[Layer], model.model.layers):
+        before = Region(selective(layer.before) if is_selective else layer.before)
+        if layer.is_sparse:
+            after = selective(layer.after, AS_WRITTEN) if is_selective else layer.after
+        else:
+            after = Region(selective(layer.after) if is_selective else layer.after)
+        layer.regions = before, after
 
-    def checkpointed(*tensors: Tensor) -> Any:
-        return checkpoint(function, *tensors, use_reentrant=False, context_fn=_INSIDE)
+
+def selective(function: Callable[..., Any], contexts: Contexts = COMPILED, **options: Any) -> Callable[..., Any]:
+    """Return `function` with selective checkpointing inside, which the partitioner of torch.compile goes by: it keeps
+    what the backward needs of the results of products and collectives, and no more. options: of torch's
+    `checkpoint`."""
+
+    def checkpointed(*inputs: Any) -> Any:
+        return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts, **options)
 
     return checkpointed
 
