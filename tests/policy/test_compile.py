@@ -193,6 +193,7 @@ CPU = {
     "validated": (validated, 1, (PAD,), 5),
     "qlora": (qlora, 1, (PAD, SELECTIVE), 4),  # the embedding is frozen, so nothing is owed to the first layer's input
     "tp": (sft, 2, (TP,), 2),
+    "mixture": (partial(sft, family="qwen3-moe"), 1, (PAD, SELECTIVE), 2),  # one layer of it is dense
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain import models
 from dtrain.models.common import compiled
@@ -25,13 +26,16 @@ from tests.policy.test_compile import (
     PAD,
     ROWS,
     SELECTIVE,
+    by_aot_eager,
     forget_compiled,
     graphs,
     kept_for_backward,
     model_at,
     sft,
 )
+from tests.pretend.worlds import run_pretend
 from tests.running import metrics
+from tests.tiny import write_model
 from tests.world import run_world
 
 LAYERS, FORWARD, BACKWARD = 2, 7, 14  # matrix products of a layer
@@ -127,3 +131,53 @@ def test_a_run_over_tp_sends_nothing_again_and_has_the_numbers_of_one_eager_proc
         for one in (eager, recipe)
     )
     assert torch.allclose(both, ones, rtol=1e-9, atol=0)
+
+
+class Grouped(TorchDispatchMode):
+    """Counts grouped products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    @classmethod
+    def is_infra_mode(cls):
+        return True  # else compiled layers refuse to run
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._grouped_mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def grouped_products_on(rank, path):
+    """Grouped products of a backward, and gradients, of layers as written and compiled."""
+    counts, gradients = [], []
+    for is_compiled in (False, True):
+        forget_compiled()
+        by_aot_eager()
+        model = models.build(models.read_config(path))
+        models.init_weights(model, 0)
+        model = model.to("cuda", torch.bfloat16)
+        if is_compiled:
+            compiled.compile_layers(model, is_selective=True)
+        else:
+            checkpoint_activations(model, "selective")
+        for _ in range(2):  # the first compiles
+            model.zero_grad()
+            hidden = model.model(torch.arange(30, device="cuda")[None])
+            with Grouped() as products:
+                (hidden.float() * torch.linspace(-1, 1, hidden.numel(), device="cuda").view_as(hidden)).sum().backward()
+        counts.append(products.count)
+        gradients.append([parameter.grad.float().cpu() for parameter in model.parameters()])
+    off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*gradients, strict=True))
+    return counts, graphs(), off
+
+
+@pytest.mark.slow
+def test_grouped_products_are_not_computed_again(tmp_path):
+    """A mixture has one graph, of what lies before attention."""
+    sizes = {"moe_intermediate_size": 16, "hidden_size": 32, "num_hidden_layers": LAYERS, "mlp_only_layers": []}
+    path = write_model(tmp_path / "model", "qwen3-moe", **sizes)
+    [(counts, count, off)] = run_pretend(grouped_products_on, 1, path, timeout=240.0)
+    assert counts == [6 * LAYERS, 6 * LAYERS] and count == 1
+    assert off < 2**-5  # of bfloat16
