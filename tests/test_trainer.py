@@ -1,5 +1,6 @@
 """Whole runs: the same numbers on one rank and several, resumed and uninterrupted, and what a run leaves behind."""
 
+import gc
 import json
 import re
 from contextlib import ExitStack
@@ -258,3 +259,11 @@ def test_gradients_reduced_after_every_micro_batch_are_the_same(tmp_path):
     each = tiny_recipe(tmp_path, *fixed, "parallel.reduce_each=true", name="each")
     run_all([once, each], 4)
     assert_same(each, once, rtol=1e-9)
+
+
+def test_garbage_is_collected_between_steps_alone_and_after_the_run_as_before(tmp_path, monkeypatch):
+    collected = []
+    monkeypatch.setattr("dtrain.run.trainer.COLLECT_EVERY", 2)
+    monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append((generation, gc.isenabled())))
+    train(tiny_recipe(tmp_path, "train.steps=5", "checkpoint.every=4"), Runtime())
+    assert collected == [(1, False), (2, False), (2, False)] and gc.isenabled()

@@ -183,14 +183,19 @@ class BlockByBlock(torch.autograd.Function):
     def backward(ctx, grad):
         q, kv, out, lse, sinks = ctx.saved_tensors
         grad = grad.contiguous()
-        q_grad, held_grad = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, kv))
+        q_grad, kv_grad, incoming = torch.zeros_like(q, dtype=lse.dtype), None, None
         for held, step in zip([kv] if ctx.ring is None else ctx.ring.around(kv), ctx.steps, strict=True):
+            kv_grad = torch.zeros_like(kv, dtype=lse.dtype)
             if step is not None:
-                ctx.attention.backward(grad, q, held, (out, lse), step, q_grad, held_grad)
-            if ctx.ring is not None:  # the gradient follows its keys, and the last exchange brings it home
-                held_grad = ctx.ring.pass_on(held_grad).wait()
+                ctx.attention.backward(grad, q, held, (out, lse), step, q_grad, kv_grad)
+            if ctx.ring is not None:  # the gradient follows its keys: it travels while the next block is computed
+                if incoming is not None:
+                    kv_grad += incoming.wait()
+                incoming = ctx.ring.pass_on(kv_grad)
+        if incoming is not None:  # the last exchange brings it home
+            kv_grad = incoming.wait()
         of_sinks = sinks_grad(ctx.attention, grad, (out, lse), sinks)
-        return q_grad.to(q.dtype), held_grad.to(kv.dtype), None, None, None, of_sinks
+        return q_grad.to(q.dtype), kv_grad.to(kv.dtype), None, None, None, of_sinks
 
 
 def _unseen(bias: Tensor) -> Tensor:

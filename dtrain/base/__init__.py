@@ -5,6 +5,7 @@ json_files, ranges              JSON that others may have written; ranges of set
 batch, row_images               the batch contract; images of the rows of a batch
 dealing                         work of known costs, dealt to places
 randomness, top_p               random numbers by logical position; the tokens that top-p keeps, without a sort
+deterministic                   torch's deterministic algorithms, and cumulative sums under them
 ranks                           agreement of ranks: on errors, on values, on the content of files
 run_context                     the part of a run that methods and engines use
 files                           files that are whole or absent

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.base.deterministic import cumsum
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key, uniform
 from dtrain.base.top_p import last_kept
@@ -216,7 +217,7 @@ def _least_of_top_p(probabilities: Tensor, top_p: Tensor, share: Tensor, most: i
         largest = probabilities.topk(most, -1).values
     else:
         largest = probabilities.sort(-1, descending=True).values
-    sums = largest.cumsum(-1, dtype=torch.float64)
+    sums = cumsum(largest, torch.float64)
     count = (sums - largest < share).sum(-1, keepdim=True).clamp(min=1)  # before each token less than p is reached
     if most < size and bool(((sums[:, -1:] < share) & (top_p < 1.0)).any()):
         return _least_of_top_p(probabilities, top_p, share, size)
@@ -245,7 +246,7 @@ def look_up(probabilities: Tensor, numbers: Tensor) -> Tensor:
 
 def _fall(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """Return the index [n, 1] of the weight in which a share [n, 1] of the sum falls, and the part of it below that."""
-    sums = weights.cumsum(-1, dtype=torch.float64)  # [n, m]
+    sums = cumsum(weights, torch.float64)  # [n, m]
     total = sums[:, -1:]
     # Below the total, whatever the product is rounded to: the first larger sum is then of a weight above 0.
     target = torch.minimum(share * total, torch.nextafter(total, torch.zeros_like(total)))

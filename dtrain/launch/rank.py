@@ -117,6 +117,9 @@ def run_rank(
             recipe, lines = sized(recipe, meeting, store, lambda: sizing or decide())
             chosen += lines
         stack.enter_context(memory_errors(recipe, place, device))
+        if recipe.run.deterministic:
+            deterministic = importlib.import_module("dtrain.base.deterministic")
+            stack.enter_context(deterministic.deterministic_algorithms(place.environ))
         wait = recipe.launch.collective_timeout
         if store is not None:
             init_process_group(device.type, store, place.rank, size, wait)

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
@@ -335,18 +335,21 @@ class Updater:
     loss_scale: LossScale | None
     skipped_in_row: int = 0
 
-    def update(self) -> float:
-        """Clip, step, clear, and go on in the schedule. Returns the norm before clipping.
+    def update(self, sums: Tensor) -> tuple[float, Tensor]:
+        """Clip, step, clear, and go on in the schedule. Returns the norm before clipping, and `sums` on the host.
+
+        sums: float64 [n] of the step, read with the norm, so that the host waits once for the device.
 
         A norm that is not finite leaves weights and optimizer as they are: with a loss scale the scale falls; otherwise
         it is skipped up to `skip_nonfinite` times in a row, and then a UserError names the parameters.
-        One all-reduce of a scalar, and one host synchronisation to read it.
+        One all-reduce of a scalar.
         """
         parameters = list(self.model.parameters())
         if self.loss_scale is not None:
             scale_grads_(parameters, 1.0 / self.loss_scale.scale)
         norm = grad_norm(parameters)
-        value = norm.item()
+        read = torch.cat([norm.detach().to(sums)[None], sums]).cpu()
+        value = read[0].item()
         finite = math.isfinite(value)
         can_fall = self.loss_scale is not None and self.loss_scale.scale > 1.0
         self.skipped_in_row = 0 if finite or can_fall else self.skipped_in_row + 1
@@ -360,7 +363,7 @@ class Updater:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
-        return value
+        return value, read[1:]
 
     def _nonfinite_message(self, norm: float) -> str:
         names = nonfinite_names(self.model.named_parameters())

@@ -239,6 +239,8 @@ def choose_delta(
     is_able = device.type == "cuda" and precision.compute in HALF
     if sizes is None or wanted == "torch" or (wanted == "auto" and not is_able):
         return None, ""
+    if recipe.run.deterministic:  # its kernels' blocks, so the order of their sums, are chosen by their times
+        return None, "run.deterministic: flash-linear-attention has no fixed order of sums"
     from dtrain.attention.linear import check_flash, flash
 
     rule = flash.installed()

@@ -175,7 +175,7 @@ class Policy:
         mixture of experts, each [steps]; `Routing.measures`), `grad_norm` (of the last step, before clipping), `lr`
         (that it used), `rank`, and `all_mb_metrics` (each metric of this rank, a list by micro-batch).
         The collectives are those of `batching.take`, and per step one all-reduce of the counts on the host before the
-        backward, one of loss and metrics after; one more before where the rows of a micro-batch vary. With images an
+        backward, one of loss and metrics after it; one more before where the rows of a micro-batch vary. With images an
         all-gather of their sizes for each micro-batch, over dp on the host. Raises ValueError
         as `batching.take` does, and for a gbs that is not as many rows of each dp rank.
         """
@@ -211,13 +211,15 @@ class Policy:
                 if self.model.adapters is not None:
                     self.model.adapters.step = updater.scheduler.steps
                 loss, measured = self._backward(updater, batches, loss_fn, divisors)
-                norm = updater.update()
             metrics += measured
             names = list(measured[0])
             seen = [] if updater is None or routing is None else [routing.seen()]
             zero = torch.zeros((), dtype=torch.float64, device=self.device)
             sums = [sum((values[name].detach().double() for values in measured), zero) for name in names]
-            totals.append(all_reduced(torch.cat([torch.stack([loss.double(), *sums]), *seen]), self.mesh.dp_cp))
+            of_step = all_reduced(torch.cat([torch.stack([loss.double(), *sums]), *seen]), self.mesh.dp_cp)
+            if updater is not None:
+                norm, of_step = updater.update(of_step)
+            totals.append(of_step)
         whole = torch.stack(totals, 1).cpu()  # [1 + metrics (+ layers · experts), steps]
         return {
             "loads": {} if routing is None or updater is None else routing.measures(whole[1 + len(names) :]),

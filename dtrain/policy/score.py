@@ -98,7 +98,9 @@ class LogprobSource:
         entropy, whether the label is the likeliest token, and log Σ p². The same on every tp rank; the first two are
         differentiable, whatever the loss does with them. For a sum with known weights `weighted_sum` is cheaper.
         """
-        return losses.logprobs_from_hidden_states(
+        from dtrain.losses.head.logprobs import logprobs_from_hidden_states
+
+        return logprobs_from_hidden_states(
             self._hidden,
             self._head_weight,
             self._batch["labels"],
@@ -113,7 +115,9 @@ class LogprobSource:
     def sampled_logprobs(self, sampling: "TrainingSamplingParams", *, entropy: bool = False) -> "HeadLogprobs":
         """Return `logprobs` of the distribution that labels were drawn from: −inf where top-k or top-p leave a label
         out. The entropy is that of all tokens."""
-        if not losses.need_top_k_or_top_p_filtering(sampling):
+        from dtrain.losses.head.logprobs import need_top_k_or_top_p_filtering
+
+        if not need_top_k_or_top_p_filtering(sampling):
             return self.logprobs(temperature=sampling.temperature, entropy=entropy)
         entropies = self.logprobs(temperature=sampling.temperature, entropy=True).entropy if entropy else None
         logprobs = losses.filtered_logprobs_from_hidden_states(
@@ -151,7 +155,9 @@ class LogprobSource:
     def sequences(self, mask: Tensor) -> "Documents":
         """Return the documents of the micro-batch as a policy loss takes them; mask [B, S/cp]: the tokens that count.
         Under cp one all-reduce."""
-        return losses.Documents(self._batch["document_ids"], self.documents, mask, self._cp.get_group())
+        from dtrain.losses.policy.formulas import Documents
+
+        return Documents(self._batch["document_ids"], self.documents, mask, self._cp.get_group())
 
     def shared(self, value: Tensor) -> Tensor:
         """Return a value [..] that every cp rank computes alike from `by_document`, as this rank's share: a sum over

@@ -43,6 +43,10 @@ class Run:
     """The directory that holds the runs."""
     seed: int = 0
     """It decides the initial weights, the order of the data and what is sampled, the same on every mesh."""
+    deterministic: bool = False
+    """true: on CUDA, runs of one recipe on one mesh give the same bits, a resumed one too. Attention's backward and
+    some sums are slower. An operation without a deterministic kernel ends the run with an error that names it. On CPUs
+    runs give the same bits in any case. What a server draws is its own."""
 
     @property
     def directory(self) -> Path:

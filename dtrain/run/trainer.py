@@ -12,6 +12,7 @@ The files that a batch passes through:
     metrics                                               the row of metrics.jsonl
 """
 
+import gc
 import json
 import secrets
 import time
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from dtrain.run.evaluations import Evaluations
 
 NOTHING_LOST = "stopped before the first step: nothing is lost; the same command starts here again"
+COLLECT_EVERY = 20  # steps, of which Python's young garbage is collected
 PLAN_SECONDS = 5.0  # that the end of a short run waits for the plan beside it
 
 
@@ -193,6 +195,9 @@ class Trainer:
         self.metrics.start(start.step, self.total_steps)
         step, saved = start.step, start.step if start.state is not None else None
         self.stop_if_asked()
+        if gc.isenabled():  # ranks collect at the same steps: while one does, all wait
+            gc.disable()
+            self._stack.callback(gc.enable)
         clock = time.perf_counter()
         while True:
             self._before_step(step, saved)
@@ -211,9 +216,12 @@ class Trainer:
                 self._tell_plan(PLAN_SECONDS if last else 0.0)
             last = self.measure(step, last)
             signum = self._agreed_signal()
-            if every is not None and (last or signum or step % every == 0):
+            is_due = every is not None and (last or bool(signum) or step % every == 0)
+            if is_due:
                 self.save(step, batch.cursor, wait=bool(last or signum))
                 saved = step
+            if is_due or step % COLLECT_EVERY == 0:
+                gc.collect(2 if is_due else 1)  # all of it beside a save, which takes long anyway
             if signum:
                 raise Stopped(signum, self._farewell(step, saved))
             if last:

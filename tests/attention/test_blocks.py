@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtrain.attention.blocks import CpuFlash, Products, blocks_for, merge
+from dtrain.attention.blocks import BlockByBlock, CpuFlash, Products, blocks_for, merge
 from dtrain.attention.kernels import additive
 from tests.attention.dense import attention, packed_rows, tensors, visible
 
@@ -59,3 +59,44 @@ def test_rows_without_a_key_merge_to_nothing():
 def test_the_choice_by_device():
     assert isinstance(blocks_for(torch.device("cpu")), CpuFlash)
     assert isinstance(blocks_for(torch.device("cuda")), Products)
+
+
+class OrderOfRing:
+    """A ring of three ranks with equal keys, and attention over its blocks, that note what is called."""
+
+    def __init__(self):
+        self.calls = []
+
+    def around(self, kv):
+        yield from (kv, kv, kv)
+
+    def pass_on(self, tensor):
+        self.calls.append("send")
+        return self._Incoming(self, tensor)
+
+    class _Incoming:
+        def __init__(self, ring, tensor):
+            self._ring, self._tensor = ring, tensor
+
+        def wait(self):
+            self._ring.calls.append("wait")
+            return self._tensor
+
+    def forward(self, q, kv, step, so_far):
+        return q.clone(), q.new_zeros(q.shape[:-1])
+
+    def backward(self, grad, q, kv, whole, step, q_grad, kv_grad):
+        self.calls.append("block")
+        kv_grad += 1
+
+    def by_head(self, out):
+        return out
+
+
+def test_a_gradient_travels_while_the_next_block_is_computed():
+    ring = OrderOfRing()
+    q = torch.zeros(1, 1, 2, 4, dtype=torch.float64, requires_grad=True)
+    kv = torch.zeros(2, 1, 1, 2, 4, dtype=torch.float64, requires_grad=True)
+    BlockByBlock.apply(q, kv, [0, 0, 0], ring, ring, None).sum().backward()
+    assert ring.calls == ["block", "send", "block", "wait", "send", "block", "wait", "send", "wait"]
+    assert bool((kv.grad == 3).all())

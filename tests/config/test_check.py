@@ -188,6 +188,8 @@ def test_meshes_and_plans_pass(overrides):
 def test_flash_linear_attention_is_refused_where_it_cannot_be():
     (error,) = problems(1, "model.linear_attention=fla", "launch.device=cpu")
     assert "model.linear_attention=fla is for CUDA" in error and "set model.linear_attention=auto" in error
+    (error,) = problems(1, "model.linear_attention=fla", "run.deterministic=true")
+    assert "no fixed order of sums" in error and "set model.linear_attention=torch" in error
 
 
 def test_varlen_attention_is_refused_where_it_cannot_be():

@@ -98,6 +98,7 @@ def deltas(rank, root):
             "value_dim": sizes.value_dim, "dtype": torch.bfloat16, "device": cuda, "exchanges": True,
         }  # fmt: skip
         assert chosen("model.linear_attention=torch") == chosen(dtype="float32") == chosen(device=cpu) == (None, "")
+        assert chosen("run.deterministic=true")[0] is None and not asked
         assert chosen(family="qwen3") == chosen(fla, family="qwen3") == (None, "") and not asked
         check_flash.prove = lambda rule, **shape: "other numbers"
         assert chosen() == (None, "other numbers")

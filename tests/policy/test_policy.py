@@ -184,7 +184,9 @@ def test_an_update_takes_the_loss_scale_off_and_passes_over_what_is_not_finite()
     updater = Updater(model, optimizer, constant, max_grad_norm=1.0, skip_nonfinite=0, loss_scale=LossScale(8.0))
     for gradient, norm, scale in (([24.0, 32.0], 5.0, 8.0), ([24.0, torch.inf], torch.inf, 4.0)):
         model.weight.grad = torch.tensor([gradient])
-        assert updater.update() == norm and updater.loss_scale.scale == scale
+        sums = torch.tensor([1.0, 2.0], dtype=torch.float64)
+        seen, on_host = updater.update(sums)
+        assert seen == norm and updater.loss_scale.scale == scale and torch.equal(on_host, sums)
         torch.testing.assert_close(model.weight.detach(), torch.tensor([[-0.6, -0.8]]))
 
 

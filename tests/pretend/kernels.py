@@ -35,8 +35,18 @@ class Kernels:
             self._registered.impl(name, self.matrix_product, "CUDA")
             self._registered.impl(f"{name}.dtype", self.product, "CUDA")
             self._registered.impl(f"{name}.dtype_out", self.product_out, "CUDA")
+        self._registered.impl("cumsum", self.cumsum, "CUDA")
         self._registered.impl("addmm.dtype", self.sum_with_product, "CUDA")
         self._registered.impl("addmm.dtype_out", self.sum_with_product_out, "CUDA")
+
+    def cumsum(self, values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Of floats it has no fixed order on CUDA, and refuses under deterministic algorithms."""
+        is_ordered = not values.is_floating_point() and not (dtype or torch.int64).is_floating_point
+        _require(
+            is_ordered or not torch.are_deterministic_algorithms_enabled(),
+            "cumsum_cuda_kernel does not have a deterministic implementation",
+        )
+        return self._library.on_device(self._host(values).cumsum(dim, dtype=dtype), values)
 
     def matrix_product(self, a: Tensor, b: Tensor) -> Tensor:
         """a @ b [.., m, n] in the operands' dtype. Half precision by way of float32: a CPU's own kernels for it take 30

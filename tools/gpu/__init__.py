@@ -1,7 +1,12 @@
 """What `tools/check_gpu` does, part by part.
 
-check     the parts in their order, and the text file
-ranks     processes with a GPU each
-runs      recipes without a download, and what a rank does with one
-parts     each part: what it tells, and what it finds wrong
+check       the parts in their order, and the text file
+ranks       processes with a GPU each, kept between the parts
+runs        recipes without a download, and what a rank does with one
+parity      numbers against the CPU, compiled against eager, attention's proof
+features    adapters, offloading, exports, GRPO, the same bits, weights sent to another process
+layers      a step of real widths: memory, speed, trace
+rates       what the device and its links reach
+decoding    CUDA graphs against eager
+stops       a rank that never comes
 """

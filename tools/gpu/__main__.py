@@ -4,8 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.gpu.check import Asked, check
-from tools.gpu.ranks import run
+from tools.gpu.check import check
+from tools.gpu.ranks import Ranks
+from tools.gpu.runs import Options
 
 
 def main() -> int:
@@ -16,18 +17,23 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("check_gpu.txt"), help="the text file to paste into an issue")
     parser.add_argument("--eager", action="store_true", help="leave out compiled runs")
     parser.add_argument("--small", action="store_true", help="tiny models: whether it runs, not how fast")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     import torch
 
-    found = torch.cuda.device_count()
-    if found == 0:
+    count = torch.cuda.device_count()
+    if count == 0:
         print("torch sees no CUDA device here", file=sys.stderr)
         return 1
-    world = asked.world or min(found, 8)
-    if world > found:
-        print(f"--world {world}: there are {found} CUDA devices", file=sys.stderr)
+    world = arguments.world or min(count, 8)
+    if world > count:
+        print(f"--world {world}: there are {count} CUDA devices", file=sys.stderr)
         return 1
-    return check(Asked(world, asked.out, compiled=not asked.eager, small=asked.small), run)
+    ranks = Ranks()
+    try:
+        options = Options(world, arguments.out, compiled=not arguments.eager, small=arguments.small)
+        return check(options, ranks)
+    finally:
+        ranks.close()
 
 
 if __name__ == "__main__":

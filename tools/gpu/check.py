@@ -6,18 +6,41 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from dtrain.base.errors import UserError
-from tools.gpu.parts import PARTS, WRONG, Asked
+from tools.gpu.decoding import decoding
+from tools.gpu.features import features, grpo, same_bits, streaming
+from tools.gpu.layers import layers, memory, trace
+from tools.gpu.parity import compiled, half, parity, proof, versions
 from tools.gpu.ranks import Run
+from tools.gpu.rates import links, rates
+from tools.gpu.runs import WRONG, Options
+from tools.gpu.stops import hang
 
-__all__ = ["Asked", "check"]
+Part = Callable[[Options, Run, Path], Iterator[str]]
 
-Part = Callable[[Asked, Run, Path], Iterator[str]]
+PARTS: dict[str, Part] = {
+    "devices and versions": versions,
+    "variable-length attention": proof,
+    "float64 against the CPU": parity,
+    "half precision against the CPU": half,
+    "the same bits": same_bits,
+    "a hang": hang,
+    "adapters, offload, export": features,
+    "GRPO": grpo,
+    "weights to another process": streaming,
+    "memory": memory,
+    "rates": rates,
+    "links": links,
+    "graph decode against eager": decoding,
+    "layers of 8B": layers,
+    "a step's trace": trace,
+    "compiled against eager": compiled,
+}
 
 
-def check(asked: Asked, run: Run, parts: Mapping[str, Part] = PARTS) -> int:
+def check(options: Options, run: Run, parts: Mapping[str, Part] = PARTS) -> int:
     """Carry `parts` out. The exit status: 1 where one found something wrong, or could not be carried out."""
     wrong = []
-    with asked.out.open("w") as file, tempfile.TemporaryDirectory() as folder:
+    with options.out.open("w") as file, tempfile.TemporaryDirectory() as folder:
 
         def tell(line: str) -> None:
             print(line, flush=True)
@@ -28,7 +51,7 @@ def check(asked: Asked, run: Run, parts: Mapping[str, Part] = PARTS) -> int:
             began = time.monotonic()
             tell(f"== {name}")
             try:
-                for line in part(asked, run, Path(folder)):
+                for line in part(options, run, Path(folder)):
                     tell(line)
                     if line.startswith(WRONG):
                         wrong.append(f"{name}: {line}")
@@ -39,5 +62,5 @@ def check(asked: Asked, run: Run, parts: Mapping[str, Part] = PARTS) -> int:
         tell("== " + (f"{len(wrong)} wrong:" if wrong else "nothing wrong"))
         for line in wrong:
             tell(f"   {line}")
-    print(f"this is in {asked.out.resolve()}: paste it into an issue")
+    print(f"this is in {options.out.resolve()}: paste it into an issue")
     return 1 if wrong else 0

@@ -1,7 +1,11 @@
 """Recipes that need no download: models from scratch and random rows; and what a rank does with one."""
 
 import json
+import os
 import random
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +13,28 @@ from dtrain import recipe as config
 from dtrain.recipe.schema import Recipe
 from tests.tiny import tiny_recipe, write_model
 
-# Shapes of Qwen3-0.6B and Llama-3.2-1B.
+WRONG = "WRONG"  # a part's line that begins so is a finding
+
+
+@dataclass(frozen=True)
+class Options:
+    """world: GPUs. small: tiny models."""
+
+    world: int
+    out: Path
+    compiled: bool = True
+    small: bool = False
+
+
+# Shapes of Qwen3-0.6B and of four layers of Llama 3.1 8B.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.6B": ("qwen3", {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 131072,
         "rope_theta": 1000000.0,
     }),
-    "1B": ("llama", {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "8B": ("llama", {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0,
     }),
 }  # fmt: skip
@@ -31,7 +48,7 @@ def shape_recipe(root: Path, shape: str, length: int, small: bool, *overrides: s
     sizes = {**sizes, **SMALL} if small else sizes
     model = root / f"shape-{shape}"
     if not model.exists():
-        write_model(model, family, **sizes)
+        write_model(model, family, tied=shape == "0.6B", **sizes)
     rows = root / f"rows-{length}.jsonl"
     if not rows.exists():
         draw = random.Random(0)
@@ -45,13 +62,18 @@ def shape_recipe(root: Path, shape: str, length: int, small: bool, *overrides: s
 
 
 def train_rank(rank: int, size: int, recipe: Recipe, device: str = "cuda") -> None:
+    """Train as a rank of `dtrain run` does, under deterministic algorithms where the recipe wants them."""
     import torch
 
+    from dtrain.base.deterministic import deterministic_algorithms
     from dtrain.parallel.runtime import Runtime
     from dtrain.run.trainer import train
 
     there = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
-    train(recipe, Runtime(rank=rank, local_rank=rank, world_size=size, device=there))
+    with ExitStack() as stack:
+        if recipe.run.deterministic:
+            stack.enter_context(deterministic_algorithms(os.environ))
+        train(recipe, Runtime(rank=rank, local_rank=rank, world_size=size, device=there))
 
 
 def rows_of(recipe: Recipe) -> list[dict[str, Any]]:
@@ -60,8 +82,8 @@ def rows_of(recipe: Recipe) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if "loss" in row]
 
 
-def peak_rank(rank: int, size: int, recipe: Recipe) -> tuple[int, str]:
-    """The most bytes that a step holds, and the attention kernel with the reason where another was wanted."""
+def opened(rank: int, size: int, recipe: Recipe) -> tuple[Any, Any, Callable[[], None]]:
+    """Return the policy of a recipe on this rank, its method, and a function that takes a step of full rows."""
     import torch
 
     from dtrain.base.batch import collate
@@ -80,40 +102,13 @@ def peak_rank(rank: int, size: int, recipe: Recipe) -> tuple[int, str]:
     policy = Policy(recipe, read_config(recipe.model.directory), mesh, runtime)
     policy.init_optimizer(10)
     method = method_of(recipe)
-    for _ in range(2):  # the optimizer's state is there from the first update on
-        torch.cuda.reset_peak_memory_stats()
+
+    def step() -> None:
         rows = full_rows(method, sizes.accumulation)
         batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
         policy.train(batch, loss, mbs=method.micro_rows)
-    kernel = policy.model.model.kernel
-    return torch.cuda.max_memory_allocated(), kernel.name + (f" ({kernel.note})" if kernel.note else "")
 
-
-def decode_rank(
-    rank: int, size: int, recipe: Recipe, rows: int, tokens: int, with_graphs: bool
-) -> tuple[list[list[int]], float]:
-    """What `rows` samples of eight prompts come to, `tokens` long, and the tokens a second of the second time."""
-    import time
-
-    import torch
-
-    from dtrain import models
-    from dtrain.inference.engine import Engine
-    from dtrain.inference.graphs import CudaGraphs
-    from dtrain.inference.request import Request, SamplingParams
-
-    device = torch.device("cuda", rank)
-    model = models.build(models.read_config(recipe.model.directory), torch.bfloat16)
-    models.init_weights(model, 0)
-    engine = Engine(model.to(device), graphs=CudaGraphs if with_graphs else None)
-    prompts = [[1 + (7 * at + prompt) % 50 for at in range(20 + prompt)] for prompt in range(8)]
-    sampling = SamplingParams(tokens, 1.0, top_p=0.9)
-    asked = [Request(prompts[row % 8], sampling, 0, row % 8, row) for row in range(rows)]
-    for _ in range(2):
-        began = time.monotonic()
-        found = engine.generate(asked)  # waits for the device: it looks at the tokens
-        rate = rows * tokens / (time.monotonic() - began)
-    return [one.ids for one in found], rate
+    return policy, method, step
 
 
 def proof_rank(rank: int, size: int, exchange: str | None, head_dim: int, window: int | None) -> str | None:
@@ -128,17 +123,3 @@ def proof_rank(rank: int, size: int, exchange: str | None, head_dim: int, window
         Flash(), heads=8, key_heads=2, head_dim=head_dim, window=window, dtype=torch.bfloat16, device=device,
         exchange=exchange,
     )  # fmt: skip
-
-
-def hang_rank(rank: int, size: int) -> None:
-    """A collective that one rank never joins."""
-    import time
-
-    import torch
-    import torch.distributed as dist
-
-    if rank == 0:
-        dist.all_reduce(torch.ones(1, device=torch.device("cuda", rank)))
-        torch.cuda.synchronize()
-    else:
-        time.sleep(300)

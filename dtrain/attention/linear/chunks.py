@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.linalg import vecdot
 
 from dtrain.attention.linear.context import Pieces
+from dtrain.base.deterministic import cumsum
 
 CHUNK = 64
 GROUP = 2**19  # elements of the values that are computed at a time, on a CPU: what a cache holds
@@ -168,7 +169,7 @@ def _sums(rows: _Rows, values: Tensor, backward: bool = False) -> Tensor:
     """[N, B, Hk, r, C]: of each token and those before it in the chunk and its document, each document by itself;
     backward: and those after it."""
     if rows.from_start is None:
-        return values.flip(-1).cumsum(-1).flip(-1) if backward else values.cumsum(-1)
+        return cumsum(values.flip(-1)).flip(-1) if backward else cumsum(values)
     visible = rows.visible[:, :, 0, 0].to(values.dtype)  # [N, B, C, C]
     visible = visible.mT if backward else visible
     return _product(visible, values.flatten(2, 3).mT).mT.unflatten(2, values.shape[2:4])

@@ -16,7 +16,13 @@ def check_keys(spec: RunSpec) -> list[str]:
     }
     named = [key for key, is_so in unfit.items() if is_so]
     kernels = {"attention": "varlen", "linear_attention": "fla"}
-    return [
+    problems = []
+    if recipe.run.deterministic and recipe.model.linear_attention == "fla":
+        problems = [
+            "model.linear_attention=fla has no fixed order of sums, which run.deterministic=true asks for: set "
+            "model.linear_attention=torch"
+        ]
+    return problems + [
         f"model.{key}={value} is for CUDA and bfloat16 or float16, and {' and '.join(named)}: set "
         f"model.{key}=auto, which takes it where it can"
         for key, value in kernels.items()

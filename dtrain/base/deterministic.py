@@ -1,0 +1,47 @@
+"""Torch's deterministic algorithms for a run, and cumulative sums for which CUDA has none."""
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def deterministic_algorithms(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Let torch use deterministic algorithms alone while the block runs, and cuBLAS workspaces of one size.
+
+    environ: of this process; cuBLAS reads it at its first product. torch raises a RuntimeError that names the operation
+    where one has no deterministic algorithm (`torch.use_deterministic_algorithms`).
+    """
+    was_on, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]  # it costs a write of each
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def cumsum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the cumulative sums of floats over the last dimension, like values, in `dtype`. Differentiable.
+
+    As `torch.cumsum`, whose kernel on CUDA has no fixed order: under deterministic algorithms the sums are doubled in
+    length log2(n) times there.
+    """
+    if not values.is_cuda or not torch.are_deterministic_algorithms_enabled():
+        return values.cumsum(-1, dtype=dtype)
+    return doubled_sums(values if dtype is None else values.to(dtype))
+
+
+def doubled_sums(values: Tensor) -> Tensor:
+    """Return the cumulative sums of values [.., n]: sums of 1, 2, 4, ... neighbours, each of two that are half as long
+    (Hillis and Steele, 1986)."""
+    length = 1
+    while length < values.shape[-1]:
+        values = torch.cat([values[..., :length], values[..., length:] + values[..., :-length]], -1)
+        length *= 2
+    return values
