@@ -80,8 +80,8 @@ def run_rank(
     recipe = with_compile(resumed(job.recipe) if place.attempt else job.recipe, device.type)
     chosen: tuple[str, ...] = ()
     if device.type == "cuda" and value_of(job.recipe, COMPILE) == AUTO:
-        why = "on a GPU" if value_of(recipe, COMPILE) else "Triton is not installed"
-        chosen = (f"{as_overrides({COMPILE: value_of(recipe, COMPILE)})[0]} (auto): {why}",)
+        (value,) = as_overrides({COMPILE: (has_triton := value_of(recipe, COMPILE))})
+        chosen = (f"{value} (auto): Triton is {'' if has_triton else 'not '}installed",)
     with ExitStack() as stack:
         planned = None
         wants_plan = device.type == "cuda" if recipe.metrics.plan == "auto" else recipe.metrics.plan

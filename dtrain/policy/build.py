@@ -3,9 +3,8 @@
 1. the modules on meta, so that no rank ever holds the whole model, their adapters, and which parameters are trained;
 2. tensor parallel, which replaces parameters by their shards, and expert parallel, which does so with experts;
 3. context parallel, which only sets the attention kernel;
-4. compile, per layer, what lies before and after attention: no kernel, no hook of FSDP is in it; selective
-   checkpointing is, for the compiler goes by it;
-5. tiles, around these; other activation checkpointing, around all that the layer computes, its collectives included;
+4. compile, per layer, what lies before and after attention: selective checkpointing is in it, no kernel or hook is;
+5. tiles, around these; else activation checkpointing, around all that the layer computes, its collectives included;
    the move of what is kept to the host, around that;
 6. FSDP, which cuts whatever parameters it finds;
 7. memory for this rank's shards, and their values: read slice by slice, or drawn by logical position.

@@ -67,9 +67,8 @@ def settled(config: Config, dp: int = 1) -> Config:
 def with_compile(config: Config, device_type: str, is_here: bool = True) -> Config:
     """Return `config` with a value in place of `auto` for `train.compile` on devices of a type, of this machine or of
     one that has what it takes."""
-    if value_of(config, COMPILE) != AUTO:
-        return config
-    return changed(config, {COMPILE: device_type == "cuda" and not (is_here and find_spec("triton") is None)})
+    is_able = device_type == "cuda" and not (is_here and find_spec("triton") is None)
+    return changed(config, {COMPILE: is_able}) if value_of(config, COMPILE) == AUTO else config
 
 
 def largest_divisor(number: int, limit: int) -> int:

@@ -19,7 +19,6 @@ from dtrain.commands.plan.regions import PlannedRegion
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.methods import Method
 from dtrain.methods.method import MethodWithReference
-from dtrain.models.common.compiled import AS_WRITTEN, selective
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM, Layer
 from dtrain.models.read_config import read_config
@@ -30,6 +29,7 @@ from dtrain.parallel.masters import Master, masters_of
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.selective import AS_WRITTEN, selective
 from dtrain.policy import Policy
 from dtrain.policy.build import keep_for_backward, lay_out, place_masters, wants_varlen
 from dtrain.policy.compiling import is_selective_inside, obstacle

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from dtrain.commands.plan.planned_device import MetaKernels, tensors_in
-from dtrain.models.common.compiled import KEPT_COMPILED
 from dtrain.parallel.activation_offload import storage_key
+from dtrain.parallel.selective import KEPT_COMPILED
 
 
 class PlannedRegion:

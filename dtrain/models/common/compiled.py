@@ -9,30 +9,19 @@ import logging
 import shutil
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils._triton import has_triton
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dtrain.models.common.decoder import CausalLM, Layer
-from dtrain.parallel.checkpointing import KEPT, TileComputing, keep
-from dtrain.parallel.collectives import WHOLES
+from dtrain.parallel.selective import AS_WRITTEN, selective
 
 # Of one region, over all layers: with and without gradients, of a policy, its reference and its teacher, for one row
 # and for several. torch's own limit is 8.
 GRAPHS = 32
-
-# Of wholes too, for the compiler leaves out the products that they add up. As written, both would be more than is kept
-# without checkpointing.
-KEPT_COMPILED = KEPT | WHOLES
-# One object each, for graphs know what it is. What is kept of a tile is let go of at the tile's end.
-Contexts = Callable[[], tuple[Any, Any]]
-COMPILED: Contexts = partial(create_selective_checkpoint_contexts, partial(keep, KEPT_COMPILED, TileComputing()))
-AS_WRITTEN: Contexts = partial(create_selective_checkpoint_contexts, partial(keep, KEPT, TileComputing()))
 
 
 class Region:
@@ -76,17 +65,6 @@ def compile_layers(model: CausalLM, is_selective: bool = False) -> None:
         else:
             after = Region(selective(layer.after) if is_selective else layer.after)
         layer.regions = before, after
-
-
-def selective(function: Callable[..., Any], contexts: Contexts = COMPILED, **options: Any) -> Callable[..., Any]:
-    """Return `function` with selective checkpointing inside, which the partitioner of torch.compile goes by: it keeps
-    what the backward needs of the results of products and collectives, and no more. options: of torch's
-    `checkpoint`."""
-
-    def checkpointed(*inputs: Any) -> Any:
-        return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts, **options)
-
-    return checkpointed
 
 
 def missing(device: torch.device) -> str | None:

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
-from dtrain.parallel.checkpointing import TileComputing
 from dtrain.parallel.placement import local_tensor
+from dtrain.parallel.selective import TileComputing
 
 TOKENS = 4096  # of a tile, over all rows
 
