@@ -54,8 +54,7 @@ def settled(config: Config, dp: int = 1) -> Config:
     dp: data-parallel ranks. A micro-batch is then the largest one up to the usual size that divides a rank's rows.
     """
     values = {key: USUAL[key] for key in open_keys(config)}
-    if value_of(config, COMPILE) == AUTO:
-        values[COMPILE] = False
+    values |= {COMPILE: False} if value_of(config, COMPILE) == AUTO else {}
     if not values:
         return config
     total = config.train.global_batch  # type: ignore[attr-defined]
