@@ -13,8 +13,8 @@ from torch import Tensor
 _ops = torch.ops._c10d_functional
 _wait = torch.ops._c10d_functional.wait_tensor
 
-# Operations by what a rank gets: its own part, or what all have and the waits. Checkpointing keeps them apart.
-PARTS = frozenset({_ops.reduce_scatter_tensor.default, _ops.all_to_all_single.default})
+# Operations by what a rank gets, which checkpointing keeps apart: its own part of a sum; what all have, and the waits.
+PARTS = frozenset({_ops.reduce_scatter_tensor.default})
 WHOLES = frozenset({_ops.all_gather_into_tensor.default, _ops.all_reduce.default, _wait.default})
 
 

@@ -1,7 +1,7 @@
 """Selective checkpointing: which results of operations are kept, of layers as written and of compiled parts.
 
-Kept are the results of matrix products, attention, reduce-scatters and all-to-alls. All else is computed again, but
-for what a tile computes, which is computed again whole.
+Kept are the results of matrix products, attention and reduce-scatters; a tile computes all again. All-to-alls of tokens
+are sent again: what they bring is as large as all else that a mixture keeps.
 """
 
 from collections.abc import Callable
