@@ -70,6 +70,7 @@ HOMES = {
     "commands/plan/tracer.py": "_resolve_process_group",
     "launch/devices.py": "_C._accelerator_setAllocatorSettings",
     "losses/logits/groups.py": "_assert_async",
+    "models/common/compiled.py": "_higher_order_ops",
     "parallel/activation_offload.py": "_C._current_graph_task_id _cdata tree_leaves",
     "parallel/checkpointing.py": "checkpoint",
     "parallel/collectives.py": "_c10d_functional",

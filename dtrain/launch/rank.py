@@ -24,7 +24,7 @@ from dtrain.launch.sizing import CPU, PLAN_SECONDS, machine_of, sized, sizing_by
 from dtrain.launch.watch import StallTimer, heartbeat
 from dtrain.methods import method_of
 from dtrain.recipe import Recipe
-from dtrain.recipe.automatic import changed, open_keys
+from dtrain.recipe.automatic import AUTO, COMPILE, as_overrides, changed, open_keys, value_of, with_compile
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,11 @@ def run_rank(
 
     if job.threads is not None:
         torch.set_num_threads(job.threads)
-    recipe = resumed(job.recipe) if place.attempt else job.recipe
+    recipe = with_compile(resumed(job.recipe) if place.attempt else job.recipe, device.type)
+    chosen: tuple[str, ...] = ()
+    if device.type == "cuda" and value_of(job.recipe, COMPILE) == AUTO:
+        (value,) = as_overrides({COMPILE: (has_triton := value_of(recipe, COMPILE))})
+        chosen = (f"{value} (auto): Triton is {'' if has_triton else 'not '}installed",)
     with ExitStack() as stack:
         planned = None
         wants_plan = device.type == "cuda" if recipe.metrics.plan == "auto" else recipe.metrics.plan
@@ -106,13 +110,13 @@ def run_rank(
         if device.type == "cuda":
             start = partial(start_device, device, place)
             agree(start, meeting, store, partial(_unfit_devices, recipe, None if is_open else planned, devices))
-        chosen: tuple[str, ...] = ()
         least = min(devices, key=lambda device: device.memory, default=None)
         machine = machine_of(place.world_size, *((least.name, least.memory) if least else (CPU, total_memory())))
         if is_open:
             free = min((device.free for device in devices if device.free is not None), default=None)
             decide = partial(sizing_by_plan, recipe, place, machine, planned, least, free)
-            recipe, chosen = sized(recipe, meeting, store, lambda: sizing or decide())
+            recipe, lines = sized(recipe, meeting, store, lambda: sizing or decide())
+            chosen += lines
         stack.enter_context(memory_errors(recipe, place, device))
         if recipe.run.deterministic:
             deterministic = importlib.import_module("dtrain.base.deterministic")

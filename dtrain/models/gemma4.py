@@ -200,7 +200,7 @@ class Gemma4Layer(Layer):
         q, *fresh = before(hidden, *rotary)
         attended, keys = self.self_attn.among(q, tuple(fresh), mask, cache, handed)
         if self.is_sparse:
-            return self.after(hidden, attended, own, real), keys
+            return after(hidden, attended, own, real), keys
         return after(hidden, attended, *(() if own is None else (own,))), keys
 
 

@@ -10,7 +10,7 @@ Names are imported when they are used: `dtrain.parallel.fits` is read where no t
     masters                  trained parameters in host memory, their rounded copies on the device
     collectives              collectives with derivatives
     context                  context parallel: layout, batches, contexts
-    checkpointing            activations computed again
+    checkpointing, selective  activations computed again; which results of operations are kept
     activation_offload       activations in host memory
     parallelize              models onto meshes, for users
 """

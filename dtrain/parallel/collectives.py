@@ -13,6 +13,10 @@ from torch import Tensor
 _ops = torch.ops._c10d_functional
 _wait = torch.ops._c10d_functional.wait_tensor
 
+# Operations by what a rank gets, which checkpointing keeps apart: its own part of a sum; what all have, and the waits.
+PARTS = frozenset({_ops.reduce_scatter_tensor.default})
+WHOLES = frozenset({_ops.all_gather_into_tensor.default, _ops.all_reduce.default, _wait.default})
+
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
     """The reduction of `tensor` [..] over `group` (sum or max), a new tensor of its shape. No derivative."""

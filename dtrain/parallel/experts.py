@@ -38,7 +38,9 @@ class Experts(nn.Module):
         ranks, group = self.ep.size(), self.ep.get_group()
         each = [len(counts) // ranks] * ranks
         theirs = all_to_all(counts, each, each, group).view(ranks, -1)  # [ep, E/ep]
-        sends, receives = (on_host(count.sum(1), len(rows)) for count in (counts.view(ranks, -1), theirs))
+        totals = torch.cat([counts.view(ranks, -1).sum(1), theirs.sum(1)])
+        both = on_host(totals, 2 * len(rows))
+        sends, receives = both[:ranks], both[ranks:]
         numbers = torch.arange(len(counts) // ranks, device=counts.device).repeat(ranks)
         order = numbers.repeat_interleave(theirs.flatten(), output_size=sum(receives)).argsort(stable=True)  # [m]
         back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))

@@ -3,9 +3,9 @@
 1. the modules on meta, so that no rank ever holds the whole model, their adapters, and which parameters are trained;
 2. tensor parallel, which replaces parameters by their shards, and expert parallel, which does so with experts;
 3. context parallel, which only sets the attention kernel;
-4. compile, per layer, what lies before and after attention: no kernel, no hook of checkpointing or FSDP is in it;
-5. tiles, around these; activation checkpointing, around all that the layer computes, its collectives included; the
-   move of what is kept to the host, around that;
+4. compile, per layer, what lies before and after attention: selective checkpointing is in it, no kernel or hook is;
+5. tiles, around these; else activation checkpointing, around all that the layer computes, its collectives included;
+   the move of what is kept to the host, around that;
 6. FSDP, which cuts whatever parameters it finds;
 7. memory for this rank's shards, and their values: read slice by slice, or drawn by logical position.
 """
@@ -121,7 +121,9 @@ def lay_out(
         kernel = GroupedKernel(kernel)
     model.use_kernel(kernel)
     if recipe.train.compile:
-        _compile(model, recipe, device)
+        from dtrain.policy.compiling import compile_model
+
+        compile_model(model, recipe, device)
     (keep or keep_for_backward)(model, recipe, device)
     if mesh.size > 1 or precision.is_mixed or offloads(recipe, device):
         shard_model(
@@ -150,7 +152,12 @@ def keep_for_backward(
         from dtrain.models.common.tiles import tile_layers
 
         tiles = tile_layers(model, train.tile)
-    checkpoint_activations(model, train.activation_checkpointing, tiles, **options)
+    layers = None
+    if train.compile:
+        from dtrain.policy.compiling import checkpointed_outside
+
+        layers = checkpointed_outside(model, recipe)
+    checkpoint_activations(model, train.activation_checkpointing, tiles, layers, **options)
     if train.activation_offload:
         from dtrain.parallel import activation_offload as offload
 
@@ -259,19 +266,6 @@ def choose_delta(
     if problem is not None and wanted == "fla":
         raise UserError(f"model.linear_attention=fla: {problem}; set model.linear_attention=auto or torch")
     return (rule, "") if problem is None and not isinstance(rule, str) else (None, problem or "")
-
-
-def _compile(model: CausalLM, recipe: PolicyConfig, device: torch.device) -> None:
-    from dtrain.models.common import compiled
-
-    if recipe.train.activation_checkpointing == "mlp":
-        model.uncompiled = (
-            "train.activation_checkpointing=mlp computes half of what is compiled again; set none or full"
-        )
-    else:
-        model.uncompiled = compiled.obstacle(model, device)
-    if model.uncompiled is None:
-        compiled.compile_layers(model)
 
 
 def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:

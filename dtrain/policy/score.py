@@ -218,6 +218,7 @@ class Scorer:
         routing, replayed = self.model.routing, local.pop("routed_experts", None)
         if routing is not None:
             routing.documents = local["document_ids"], count
+            routing.real_tokens = int((whole["seq_ids"] != PADDING_DOCUMENT).sum())
             routing.replayed = replayed if self._replays else None
         if adapters is not None:
             adapters.tokens = local.pop("dropped", None)
@@ -234,7 +235,7 @@ class Scorer:
 
         result = self.model.with_head(within, **inputs)
         if routing is not None and not torch.is_grad_enabled():  # else layers may yet be computed again
-            routing.replayed = None
+            routing.replayed = routing.real_tokens = None
         return result
 
     @contextmanager

@@ -1,16 +1,17 @@
 """Keys of a recipe whose `auto` a plan decides: which are open, and recipes with values in place of `auto`.
 
 `commands.plan.choose` decides them for a run, by the memory of its devices. No number that a run computes depends on
-one of them.
+one of them. `train.compile`, which rounds otherwise, the kind of device decides.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 Config = TypeVar("Config")
 
-AUTO = "auto"
+AUTO, COMPILE = "auto", "train.compile"
 USUAL_ROWS = 4
 USUAL: dict[str, Any] = {
     "train.micro_batch": USUAL_ROWS,
@@ -53,12 +54,20 @@ def settled(config: Config, dp: int = 1) -> Config:
     dp: data-parallel ranks. A micro-batch is then the largest one up to the usual size that divides a rank's rows.
     """
     values = {key: USUAL[key] for key in open_keys(config)}
+    values |= {COMPILE: False} if value_of(config, COMPILE) == AUTO else {}
     if not values:
         return config
     total = config.train.global_batch  # type: ignore[attr-defined]
     if "train.micro_batch" in values and isinstance(total, int) and dp > 0 and total > 0:
         values["train.micro_batch"] = largest_divisor(total // dp, USUAL_ROWS)
     return changed(config, values)
+
+
+def with_compile(config: Config, device_type: str, is_here: bool = True) -> Config:
+    """Return `config` with a value in place of `auto` for `train.compile` on devices of a type, of this machine or of
+    one that has what it takes."""
+    is_able = device_type == "cuda" and not (is_here and find_spec("triton") is None)
+    return changed(config, {COMPILE: is_able}) if value_of(config, COMPILE) == AUTO else config
 
 
 def largest_divisor(number: int, limit: int) -> int:

@@ -31,7 +31,7 @@ from dtrain.methods import REWARD_MODEL, method_of
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.read_config import read_config
 from dtrain.recipe import Recipe, Sizes
-from dtrain.recipe.automatic import settled
+from dtrain.recipe.automatic import settled, with_compile
 from dtrain.recipe.world import dp_of
 from dtrain.run.directory import RunDirectory
 
@@ -150,7 +150,8 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         self.written = self.recipe
-        recipe = self.recipe = settled(self.recipe, dp_of(self.recipe, self.world.size))
+        recipe = with_compile(self.recipe, self.world.device_type, self.world.is_here)
+        recipe = self.recipe = settled(recipe, dp_of(recipe, self.world.size))
         self.run, self.cache = RunDirectory(recipe.run.directory), recipe.cache
         self.method, data = method_of(recipe), recipe.data
         options = (data.chat_template, data.template_kwargs)

@@ -190,7 +190,7 @@ def test_yaml_round_trip_and_diff():
         ("train.steps=1.5", "train.steps=1.5 must be a whole number or null"),
         ("train.steps=true", "train.steps=true must be a whole number or null"),
         ("train.global_batch=null", "train.global_batch=null must be a whole number"),
-        ("train.compile=maybe", "train.compile=maybe must be true or false"),
+        ("run.deterministic=maybe", "run.deterministic=maybe must be true or false"),
         ("optimizer.lr=fast", "optimizer.lr=fast must be a number"),
         ("optimizer.betas=0.9", "must be a list of numbers: it has 2, such as [0.9, 0.95]"),
         ("optimizer.betas=[0.9,x]", "optimizer.betas=[0.9, 'x'] must be a list of numbers"),

@@ -246,7 +246,7 @@ PASTED = (
     slip("data.train.sources[0].path=x", "data.train.sources is no list yet", "data.train.sources=[{...}]"),
     slip("launch.nproc=gpu", "launch.nproc=gpu must be a whole number, at least 1, or auto"),
     slip("parallel.dp_shard=auto", "parallel.dp_shard=auto must be a whole number: write -1"),
-    slip("train.compile=reduce-overhead", "must be true or false: write true"),
+    slip("train.compile=reduce-overhead", "must be auto, true or false"),
     slip("data.train.path={root}/ROWS.JSONL", "there is no file", "did you mean", "rows.jsonl?"),
     slip("run.dir={root}/loop", "loop", "ymlink", links={"loop": "loop"}),
     slip("data.train.path={root}/away.jsonl", "away.jsonl: it is a link to gone.jsonl, which is no file",

@@ -11,7 +11,7 @@ from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.models.common.config import Experts
 from dtrain.models.common.flops import flops_per_token
-from dtrain.models.common.moe import SparseMLP, share_routing
+from dtrain.models.common.moe import SparseMLP, by_expert, likeliest, share_routing
 from dtrain.models.common.routing import loads
 from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.run.preflight import preflight
@@ -111,6 +111,22 @@ def test_ties_go_to_the_lower_expert(mlp):
     "loads and capacities are those of padding",
     "padding goes to no expert",
 )
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_likeliest_of_equal_shares_are_the_lower_experts(dtype):
+    shares = torch.rand(200, 16, generator=torch.Generator().manual_seed(0)).mul(4).floor() / 4
+    shares[:50] *= 1e-42  # below the least normal number
+    for top in (1, 5, 16):
+        order = [sorted(range(16), key=lambda expert, row=row: (-row[expert], expert))[:top] for row in shares.tolist()]
+        assert likeliest(shares.to(dtype), top).tolist() == [sorted(experts) for experts in order]
+
+
+def test_places_are_the_same_where_the_host_knows_how_many_there_are():
+    chosen = torch.randint(6, (20, 2), generator=torch.Generator().manual_seed(0))
+    real = torch.arange(20).view(2, 10) % 10 < 7
+    for known, found in zip(by_expert(chosen, 6, real, 14), by_expert(chosen, 6, real), strict=True):
+        assert torch.equal(known, found)
+
+
 def test_padding_is_not_routed_and_touches_nothing(mlp):
     x = hidden_states()
     real = torch.ones(2, 7, dtype=torch.bool)

@@ -153,14 +153,28 @@ def test_without_a_plan_little_memory_is_taken(tmp_path):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_run_on_little_memory_has_its_sizes_from_the_plan(tmp_path, monkeypatch, capfd):
-    recipe = tiny_recipe(tmp_path, *AUTO, "train.steps=2")
+    recipe = tiny_recipe(tmp_path, *AUTO, "train.steps=2", "train.compile=auto")
     small = changed(settled(recipe), {"train.micro_batch": 1, "launch.device": "cpu"})
     peak = make_plan(small, 1, H100).step.peak
     monkeypatch.setattr("dtrain.launch.sizing.host_memory", lambda *_: memory_for(peak))
     result = dtrain.run(recipe)
     assert "planned peak" in capfd.readouterr().err
     saved = load_recipe(result.directory / "config.yaml")
-    assert open_keys(saved) == [] and saved.train.micro < 4
+    assert open_keys(saved) == [] and saved.train.micro < 4 and saved.train.compile is False
+
+
+def test_layers_are_compiled_on_gpus_that_can(tmp_path, monkeypatch):
+    recipe = tiny_recipe(tmp_path, "train.compile=auto")
+    for spec, is_here, device, is_compiled in [
+        (None, True, "cuda", False),
+        (None, False, "cuda", True),  # a plan's
+        ("triton", True, "cuda", True),
+        ("triton", True, "cpu", False),
+    ]:
+        monkeypatch.setattr("dtrain.recipe.automatic.find_spec", {"triton": spec}.get)
+        assert RunSpec(recipe, World(1, device, is_here)).recipe.train.compile is is_compiled
+    written = tiny_recipe(tmp_path, "train.compile=true")
+    assert RunSpec(written, World(1)).recipe.train.compile is True and settled(recipe).train.compile is False
 
 
 def test_processes_are_those_of_the_devices(monkeypatch):

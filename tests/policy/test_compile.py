@@ -18,6 +18,7 @@ from dtrain.attention.packing import Packing
 from dtrain.attention.varlen import VarlenKernel
 from dtrain.base import compiled as compilers
 from dtrain.models.common import compiled as regions
+from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.run.trainer import train, train_checked
 from tests.pretend.worlds import run_pretend
@@ -46,11 +47,11 @@ def graphs():
 
 def kept_for_backward(model):
     """Told of every tensor that a forward keeps, and the bytes of the storages of those that are no parameters."""
-    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
     held = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
+        weights = {local_tensor(one).untyped_storage().data_ptr() for one in model.parameters()}  # as FSDP has them now
         if storage.data_ptr() not in weights:
             held[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -183,6 +184,7 @@ def dpo(root, *keys, name):
 
 STEPS = 4
 PAD, FULL = "data.packing=false", "train.activation_checkpointing=full"
+SELECTIVE = "train.activation_checkpointing=selective"
 TP, LORA = "parallel.tp=2", "lora.rank=4"
 
 # What is run, ranks, keys, and the most graphs that it may take.
@@ -190,8 +192,9 @@ CPU = {
     # Without gradients, graphs know how the tensor lies that `attended` is a view of: of rows of up to 64 tokens it is
     # [B, H, S, hd], as SDPA gives it, of longer ones, whose blocks are joined, [B, S, H, hd].
     "validated": (validated, 1, (PAD,), 5),
-    "qlora": (qlora, 1, (PAD,), 4),  # the embedding is frozen, so nothing is owed to the first layer's input
+    "qlora": (qlora, 1, (PAD, SELECTIVE), 4),  # the embedding is frozen, so nothing is owed to the first layer's input
     "tp": (sft, 2, (TP,), 2),
+    "mixture": (partial(sft, family="qwen3-moe"), 1, (PAD, SELECTIVE), 2),  # one layer of it is dense
 }
 
 
@@ -213,7 +216,7 @@ HEAD = 4  # of the loss's two functions, for tiles of one row and of several
 CARD = {
     "window": (partial(sft, family="gemma3"), 1, (PAD,), 2 + HEAD),
     "lora": (sft, 2, (LORA, FULL), 4 + HEAD),
-    "dpo-lora": (dpo, 1, (LORA,), 6 + HEAD),
+    "dpo-lora": (dpo, 1, (LORA, SELECTIVE), 6 + HEAD),
     "grpo": (tiny_grpo, 1, (), 4 + HEAD),
 }
 

@@ -14,6 +14,7 @@ from dtrain.methods import method_of
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.policy import Policy
+from tests.policy.test_compile import by_aot_eager
 from tests.pretend.runs import runtime_of
 from tests.pretend.worlds import run_pretend
 from tests.tiny import save_weights, tiny_recipe, write_model
@@ -60,6 +61,7 @@ CASES = {
     "packed": (1, ["data.max_length=1024"]),
     "padded, computed again": (1, ["data.packing=false", "train.activation_checkpointing=full"]),
     "selective": (1, ["train.activation_checkpointing=selective"]),
+    "selective, compiled": (1, ["train.activation_checkpointing=selective", "train.compile=true"]),
     "weights larger than activations": (1, ["data.max_length=32"]),
     "fsdp": (2, []),
     "tp": (2, ["parallel.tp=2"]),
@@ -76,11 +78,12 @@ CASES = {
     "float32": (1, ["train.dtype=float32", "model.attention=sdpa"]),
 }
 SPARSE = SHAPE | {"intermediate_size": 768, "vocab_size": 301, "num_local_experts": 4, "num_experts_per_tok": 1}
-SMALL_HEAD = ("padded, computed again", "selective")  # so that a layer's backward holds most
+SMALL_HEAD = ("padded, computed again", "selective", "selective, compiled")  # so that a layer's backward holds most
 
 
 def peaks_of_steps(rank, recipes, size):
     """The most bytes held in the second step of each recipe, on ranks of one group."""
+    by_aot_eager()
     return [peak_of_a_step(rank, recipe, size) for recipe in recipes]
 
 

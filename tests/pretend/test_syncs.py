@@ -6,7 +6,8 @@ import pytest
 
 from tests.pretend.test_methods import distill, dpo, grpo
 from tests.pretend.test_sft import MESHES, on_card
-from tests.tiny import tiny_recipe
+from tests.pretend.worlds import ROOT
+from tests.tiny import tiny_recipe, write_model
 
 SHORT, LONG = 3, 5  # steps of two runs: what differs is the steps' own
 
@@ -44,6 +45,36 @@ def test_a_step_of_sft_waits_once(tmp_path):
 def test_a_step_of_every_mesh_waits_once(tmp_path, mesh):
     size, keys = MESHES[mesh]
     assert_one(waits_of_a_step(sft, tmp_path, ("train.dtype=bfloat16", *keys), size))
+
+
+LAYERS = 2
+SPARSE = {"moe_intermediate_size": 16, "hidden_size": 32, "num_hidden_layers": LAYERS, "mlp_only_layers": []}
+
+
+def mixture(root, *keys, name):
+    if not (path := root / "sparse").exists():
+        write_model(path, "qwen3-moe", **SPARSE)  # rows of 16 bytes, as grouped products take them
+    return tiny_recipe(root, f"model.path={path}", "train.dtype=bfloat16", *keys, name=name)
+
+
+def is_grouped_product(where):
+    """Of the stand-in, which reads the offsets on the host; a card's does not."""
+    path, line = where.split(":")
+    return "grouped_mm" in (ROOT / path).read_text().splitlines()[int(line) - 1]
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_a_step_of_a_mixture_waits_once(tmp_path, packing):
+    waits = waits_of_a_step(mixture, tmp_path, (f"data.packing={packing}",), 1)
+    assert_one({key: count for key, count in waits.items() if not is_grouped_product(key[1])})
+
+
+def test_a_step_of_a_mixture_over_ranks_waits_once_a_layer_for_what_it_sends(tmp_path):
+    keys = "parallel.ep=2", "train.micro_batch=2", "train.global_batch=4"
+    waits = waits_of_a_step(mixture, tmp_path, keys, 2)
+    waits = {key: count for key, count in waits.items() if not is_grouped_product(key[1])}
+    assert sum(waits.pop(key) for key in list(waits) if "experts.py" in key[1]) == LAYERS
+    assert_one(waits)
 
 
 @pytest.mark.parametrize("method", [dpo, distill])

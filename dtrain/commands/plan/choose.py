@@ -143,8 +143,7 @@ class _Search:
         # Sums of masters in bfloat16 are rounded at random, each micro-batch's under reduce_each.
         if shards > 1 and self.rows > self.least and recipe.train.masters == "float32":
             yield {"parallel.reduce_each": True}
-        if not recipe.train.compile:  # compiled layers compute under selective what they do under full
-            yield {"train.activation_checkpointing": "selective"}
+        yield {"train.activation_checkpointing": "selective"}
         yield {"train.activation_checkpointing": "full"}
         yield {"train.tile": "mlp"}
         yield {"train.activation_offload": True}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtrain.commands.plan.memory import Allocation
 from dtrain.parallel.activation_offload import in_backward
@@ -69,9 +69,3 @@ class FusedBytes:
             return self._last if in_backward() and self._last is not None and self._last < 0 else None
         place = bisect_right(self._begins, node._sequence_nr()) - 1
         return -place if node._sequence_nr() < self._ends[place] else None
-
-
-def fuse_layers(layers: Iterable[nn.Module], fused: FusedBytes) -> None:
-    """Give layers regions whose bytes are counted, as `compiled.compile_layers` gives them compiled ones."""
-    for layer in layers:
-        layer.regions = fused.region(layer.before), fused.region(layer.after)

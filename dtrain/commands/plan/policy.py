@@ -3,24 +3,25 @@
 A pass is one micro-batch through the model.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from dtrain.attention.kernels import Kernel
 from dtrain.attention.varlen import VarlenKernel
-from dtrain.commands.plan.fused import FusedBytes, fuse_layers
+from dtrain.commands.plan.fused import FusedBytes
 from dtrain.commands.plan.memory import LEFT_OUT, MemoryTimeline, Phase
 from dtrain.commands.plan.planned_device import MetaKernels, PlannedSdpa
+from dtrain.commands.plan.regions import PlannedRegion
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.methods import Method
 from dtrain.methods.method import MethodWithReference
-from dtrain.models.common.compiled import obstacle_of
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.decoder import CausalLM, Layer
 from dtrain.models.read_config import read_config
 from dtrain.optim.adam import LowBitAdam
 from dtrain.optim.update import build_optimizer
@@ -29,8 +30,10 @@ from dtrain.parallel.masters import Master, masters_of
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.selective import AS_WRITTEN, selective
 from dtrain.policy import Policy
 from dtrain.policy.build import keep_for_backward, lay_out, place_masters, wants_varlen
+from dtrain.policy.compiling import is_selective_inside, obstacle
 from dtrain.policy.config import PolicyConfig
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
@@ -196,18 +199,30 @@ def _build(
     the tracer counts bytes of their regions. Recomputed activations are not
     compared with those of the forward: inside an operation nobody answers for the planned device, so the two would say
     that they lie elsewhere."""
-    is_compiled = recipe.train.compile and recipe.train.activation_checkpointing != "mlp"
-    recipe = replace(recipe, train=replace(recipe.train, compile=False))
 
-    def keep(model: CausalLM, recipe: PolicyConfig, device: torch.device) -> None:
-        if is_compiled and obstacle_of(model) is None:
+    def keep(model: CausalLM, written: PolicyConfig, device: torch.device) -> None:
+        model.uncompiled = obstacle(recipe) if recipe.train.compile else None
+        if recipe.train.compile and model.uncompiled is None:
             tracer.fused = tracer.fused or FusedBytes()
-            fuse_layers(model.model.layers, tracer.fused)
+            for layer in cast(list[Layer], list(model.model.layers)):
+                layer.regions = _planned_regions(layer, tracer.fused, is_selective_inside(recipe))
         keep_for_backward(model, recipe, device, memory=memory, determinism_check="none")
 
-    model = lay_out(recipe, config, mesh, precision, device, kernel, keep=keep)
+    written = replace(recipe, train=replace(recipe.train, compile=False))
+    model = lay_out(written, config, mesh, precision, device, kernel, keep=keep)
     place_masters(model, recipe, precision, device)
     return model
+
+
+def _planned_regions(layer: Layer, fused: FusedBytes, is_selective: bool) -> tuple[Callable[..., Any], ...]:
+    """Return the parts of a layer as `models.common.compiled` compiles them: what they keep and move is counted."""
+    before: Callable[..., Any] = layer.before
+    after: Callable[..., Any] = layer.after
+    if is_selective:
+        before = PlannedRegion(before)
+        as_written = partial(selective, contexts=AS_WRITTEN, determinism_check="none")
+        after = as_written(after) if layer.is_sparse else PlannedRegion(after)
+    return fused.region(before), after if layer.is_sparse else fused.region(after)
 
 
 class _TracedScorer(Scorer):

@@ -131,7 +131,7 @@ def _head(plan: Plan) -> str:
         if recipe.lora is not None and (recipe.lora.quantize == "nf4" or is_stored_so):
             of_what += ", of a base in nf4"
         size += f", {_millions(plan.trained_parameters)} of them trained{of_what}"
-    compiled = "\nlayers planned as written, not as compiled" if recipe.train.compile else ""
+    compiled = "\nlayers computed as written, not as compiled" if recipe.train.compile else ""
     return (
         f"{recipe.method} of {recipe.model.path} ({size}), {dtype}, on "
         f"{sizes.world_size} {where}\n{sizes}\n"

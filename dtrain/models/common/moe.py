@@ -70,7 +70,7 @@ class Router(LocalParameters):
     def routed(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `forward` does, the weights [T, k] not yet rounded"""
         shares = self.logits(x).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
-        chosen = shares.detach().sort(stable=True, dim=-1, descending=True).indices[:, : self.top].sort(-1).values
+        chosen = likeliest(shares.detach(), self.top)
         chosen = chosen if choose is None else choose(chosen)
         weights = shares.gather(1, chosen)
         if self.normed:
@@ -156,7 +156,7 @@ class SparseMLP(Block):
         hidden = self.enter(hidden)
         x = hidden.flatten(0, 1)  # [T, D]
         chosen, weights, shares = self.route(x, partial(self.routing.choose, self.layer))
-        order, counts = by_expert(chosen, self.experts.count, real)
+        order, counts = by_expert(chosen, self.experts.count, real, self.routing.real_tokens)
         self.routing.see(self.layer, counts)
         weights = self.routing.balanced(self.layer, weights, shares, chosen)
         results = self.experts(spread(self.seen(x), order, chosen.shape[1]), counts)
@@ -184,15 +184,28 @@ def share_routing(model: nn.Module, experts: int) -> Routing:
     return routing
 
 
-def by_expert(chosen: Tensor, count: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
+def likeliest(shares: Tensor, top: int) -> Tensor:
+    """The experts [T, top] of the largest of shares [T, E], none below 0; ascending. Of equal ones the lower expert."""
+    if shares.dtype != torch.float32:
+        return shares.sort(stable=True, dim=-1, descending=True).indices[:, :top].sort(-1).values
+    count = shares.shape[1]
+    lower_first = torch.arange(count, 0, -1, device=shares.device)
+    keys = shares.view(torch.int32).long() * (count + 1) + lower_first  # the bits of floats from 0 are in their order
+    return keys.topk(top, sorted=False).indices.sort(-1).values
+
+
+def by_expert(chosen: Tensor, count: int, real: Tensor | None, tokens: int | None = None) -> tuple[Tensor, Tensor]:
     """The places of chosen [T, k], counted row by row, sorted by their expert, [n] int64, and how many each of `count`
-    experts has, [count] int64. Those of tokens that are not real are left out, for which the host waits."""
+    experts has, [count] int64. Those of tokens that are not real are left out; tokens: how many are, for which the host
+    waits where it is not known."""
     flat = chosen.flatten()
     if real is not None:
         flat = torch.where(real.flatten().repeat_interleave(chosen.shape[1]), flat, count)
     order = flat.argsort(stable=True)
     counts = flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))[:count]
-    return (order if real is None else order[: sum(on_host(counts, len(flat)))]), counts
+    if real is None:
+        return order, counts
+    return order[: sum(on_host(counts, len(flat))) if tokens is None else tokens * chosen.shape[1]], counts
 
 
 class SparseLayer(PreNormLayer):

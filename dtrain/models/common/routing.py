@@ -26,7 +26,8 @@ class Routing:
     what they saw.
 
     experts: of a layer. cp, tp: the meshes of one dimension, None for one rank. documents: the number of each token's
-    document in the micro-batch [B, S/cp], and how many there are. weight: of the balance loss of one document and
+    document in the micro-batch [B, S/cp], and how many there are. real_tokens: how many of this rank's tokens in it are
+    no padding; None: not known, and layers wait for it. weight: of the balance loss of one document and
     layer, a scalar; None: there is none. scale: of the gradients, beside it. counts: of the step, on this rank,
     [layers, E] float64. replayed: the experts that the micro-batch's tokens go to, [B, S/cp, layers, k] integers, below
     0 where the router decides; None: everywhere. differing: of the step, on this rank, how many of the replayed choices
@@ -39,6 +40,7 @@ class Routing:
         self.cp: DeviceMesh | None = None
         self.tp: DeviceMesh | None = None
         self.documents: tuple[Tensor, int] | None = None
+        self.real_tokens: int | None = None
         self.weight: Tensor | None = None
         self.scale = 1.0
         self.counts: Tensor | None = None
@@ -78,7 +80,7 @@ class Routing:
 
     def end(self) -> None:
         """Clean up after the micro-batches of a step."""
-        self.weight = self.replayed = None
+        self.weight = self.replayed = self.real_tokens = None
 
     def add(self) -> Tensor:
         """Add the counts of a micro-batch to those of the step. Returns the sum of its balance losses, a scalar."""

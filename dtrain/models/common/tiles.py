@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from dtrain.base.fused import rounds
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
-from dtrain.parallel.checkpointing import TileComputing
 from dtrain.parallel.placement import local_tensor
+from dtrain.parallel.selective import TileComputing
 
 TOKENS = 4096  # of a tile, over all rows
 
