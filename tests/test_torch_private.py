@@ -57,6 +57,10 @@ FUNCTIONS = {
 # The one file of each name; those of C++ tell no signature, and run wherever the tests do.
 HOMES = {
     "attention/kernels.py": "FakeTensor",
+    "base/compiled.py": (
+        "FailOnRecompileLimitHit TorchDynamoException _dynamo.config.recompile_limit _dynamo.maybe_mark_dynamic "
+        "has_triton"
+    ),
     "commands/plan/fused.py": "_C._current_autograd_node _get_sequence_nr _sequence_nr",
     "commands/plan/memory.py": "OpOverload",
     "commands/plan/planned_device.py": (
@@ -66,9 +70,6 @@ HOMES = {
     "commands/plan/tracer.py": "_resolve_process_group",
     "launch/devices.py": "_C._accelerator_setAllocatorSettings",
     "losses/logits/groups.py": "_assert_async",
-    "models/common/compiled.py": (
-        "FailOnRecompileLimitHit _dynamo.config.recompile_limit _dynamo.maybe_mark_dynamic has_triton"
-    ),
     "parallel/activation_offload.py": "_C._current_graph_task_id _cdata tree_leaves",
     "parallel/checkpointing.py": "checkpoint",
     "parallel/collectives.py": "_c10d_functional",

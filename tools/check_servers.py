@@ -39,6 +39,7 @@ from server_checks import (  # noqa: E402
 )
 from server_images import check_images, make_image_model  # noqa: E402
 from server_runs import check_flags, check_restart, check_runs, check_two  # noqa: E402
+from server_transfer import check_own, check_transfer, plugin  # noqa: E402
 
 from dtrain.data import Tokenizer  # noqa: E402
 
@@ -114,6 +115,15 @@ def flags(report: Report, root: Path) -> None:
             check_flags(report, root, model, bare, small)
 
 
+def transfer(report: Report, root: Path) -> None:
+    model = make_model(root, "qwen3")
+    gloo, nccl = (("--weight-transfer-config", f'{{"backend": "{backend}"}}') for backend in ("gloo", "nccl"))
+    with served(root / "gloo", model, *PROCESSED, *gloo, PYTHONPATH=str(plugin(root)), **DEVELOPMENT) as server:
+        check_transfer(report, root, model, server)
+    with served(root / "bare", model, **DEVELOPMENT) as bare, served(root / "nccl", model, *nccl, **DEVELOPMENT) as own:
+        check_own(report, own, bare)
+
+
 def experts(report: Report, root: Path) -> None:
     """Needs a release of vLLM that reports experts without Triton: this one does not on CPUs."""
     model = make_model(root, "qwen3-moe")
@@ -144,6 +154,7 @@ CHECKS: dict[str, Callable[[Report, Path], None]] = {
     "two": two,
     "restart": restart,
     "flags": flags,
+    "transfer": transfer,
     "experts": experts,
     "images": images,
 }

@@ -8,5 +8,6 @@ context        context parallel: keys gathered
 ring           context parallel: keys passed from rank to rank
 groups         one key head with its query heads at a time
 check_varlen   the check of a device before variable-length attention is used
+later_flash    FlashAttention-3 and 4 in the place of torch's own
 linear         the gated delta rule of Qwen3.5
 """

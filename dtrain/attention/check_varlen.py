@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtrain.attention.blocks import Partial, sinks_grad, with_sinks
 from dtrain.attention.context import over_keys
@@ -51,10 +52,12 @@ def prove(
     device: torch.device,
     exchange: str | None = None,
     sinks: bool = False,
+    is_later: bool = False,
 ) -> str | None:
     """Return why `flash` is not to be used for such heads here; None where it computes what SDPA does: whole rows, and
-    where there is an exchange (allgather or ring) what is asked of it there. sinks: whether the heads have some. No
-    collective, and no random number of the run's is drawn."""
+    where there is an exchange (allgather or ring) what is asked of it there. sinks: whether the heads have some.
+    is_later: `later_flash` has put another in the place of SDPA's own for plain causal rows, which are looked at too.
+    No collective, and no random number of the run's is drawn."""
     try:
         wide, case = (
             _case(
@@ -62,16 +65,23 @@ def prove(
             )
             for case_dtype in (torch.float32, dtype)
         )
-        computed = [_whole(VarlenKernel(flash), case)]
-        if exchange is not None:
-            computed.append((in_ring if exchange == "ring" else gathered)(flash, case))
         plain, exact = (_whole(SdpaKernel(), inputs) for inputs in (case, wide))
+        checks = [("varlen", _whole(VarlenKernel(flash), case), plain, exact)]
+        if exchange is not None:
+            results = (in_ring if exchange == "ring" else gathered)(flash, case)
+            checks.append((f"varlen for {exchange}", results, plain, exact))
+        if is_later:
+            causal = Visibility(case.seen.queries, case.seen.keys, rows=len(case.q))
+            rows, wide = (inputs._replace(seen=causal) for inputs in (case, wide))
+            with sdpa_kernel(SDPBackend.MATH):
+                usual = _whole(SdpaKernel(), rows)
+            checks.append(("sdpa of plain rows", _whole(SdpaKernel(), rows), usual, _whole(SdpaKernel(), wide)))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # what a torch or a device does not have
         return does_not_run("varlen", error)
-    for name, results in zip(("varlen", f"varlen for {exchange}"), computed, strict=False):
-        for result, other, truth in zip(results, plain, exact, strict=True):
+    for name, results, others, truths in checks:
+        for result, other, truth in zip(results, others, truths, strict=True):
             off, usual = (float((values.float() - truth).abs().max()) for values in (result, other))
             if not off <= _TIMES * usual + torch.finfo(dtype).eps * float(truth.abs().max()):
                 return f"{name} gives other numbers than sdpa here: {off:.2e} from float32, sdpa {usual:.2e}"

@@ -7,10 +7,10 @@ dealing                         work of known costs, dealt to places
 randomness, top_p               random numbers by logical position; the tokens that top-p keeps, without a sort
 deterministic                   torch's deterministic algorithms, and cumulative sums under them
 ranks                           agreement of ranks: on errors, on values, on the content of files
+compiled, fused                 functions of tensors that torch.compile makes kernels of
 run_context                     the part of a run that methods and engines use
 files                           files that are whole or absent
 hub, model_directory            the hub's cache of models; names of a model directory's files
-rounds                          loops whose rounds are alike, which plans follow in part
 name_patterns                   patterns of parameter names; regular expressions for names, in bounded time
 import_paths                    the search path of users' code
 addresses, orphans              addresses to listen at; children that end with their parent

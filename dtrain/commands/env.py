@@ -11,7 +11,7 @@ from dtrain import __version__
 
 PACKAGES = (
     *("torch", "safetensors", "omegaconf", "torchdata", "tokenizers", "jinja2", "tqdm"),
-    *("tensorboard", "wandb", "pyarrow", "transformers", "fla-core"),
+    *("tensorboard", "wandb", "pyarrow", "transformers", "fla-core", "flash-attn-3", "flash-attn-4"),
 )
 
 

@@ -19,8 +19,7 @@ from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
 from dtrain.checkpoint.huggingface.read import candidate_names, read_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, base_of, is_adapter_directory, read_adapter_config
-from dtrain.checkpoint.peft.files import ADAPTER
+from dtrain.checkpoint.peft.config import ADAPTER, ADAPTER_CONFIG, base_of, is_adapter_directory, read_adapter_config
 from dtrain.checkpoint.peft.tensors import peft_names
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions
 from dtrain.data.images.reader import ImageReader

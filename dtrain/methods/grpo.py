@@ -30,7 +30,14 @@ from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe import key_aliases
 from dtrain.recipe.ranges import UP_TO_1
 from dtrain.recipe.rollouts import RolloutSection
-from dtrain.rl.checks import adapter_problems, answer_problems, graph_obstacles, graph_problems, image_problems
+from dtrain.rl.checks import (
+    adapter_problems,
+    answer_problems,
+    broadcast_problems,
+    graph_obstacles,
+    graph_problems,
+    image_problems,
+)
 from dtrain.rl.collect import (
     Collector,
     CompletionSampler,
@@ -180,6 +187,8 @@ class GrpoMethod(MethodWithReference):
             )
         if section.engine == "http" and section.server.weights == "adapter":
             errors += adapter_problems(section.server.kind, self.recipe.lora, self.recipe.model)
+        if section.engine == "http" and section.server.weights == "broadcast":
+            errors += broadcast_problems(section.server.kind, self.recipe.launch.device)
         size = section.prompts_per_step * section.group_size
         batch = size if self.recipe.train.global_batch == "auto" else self.recipe.train.batch
         steps = -(-size // batch) * section.updates_per_rollout if batch >= 1 else 0

@@ -3,7 +3,7 @@
 A parameter is stepped rows at a time, so that what a step allocates does not grow with it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dtrain.base.fused import Fused
+from dtrain.optim import moments
 from dtrain.optim.moments import BLOCK, KINDS, Int8, Plain, State, kind_of, round_bfloat16
 from dtrain.optim.offload import RING, StateOffloader, largest
-from dtrain.optim.places import Place, stream
+from dtrain.optim.places import Numbers, Place, element_bits, stream
 from dtrain.parallel.masters import Master
 from dtrain.parallel.placement import local_tensor
 
 AT_ONCE = 2**22  # elements: 16 MiB in float32
+MOMENTS = "exp_avg", "exp_avg_sq"
+FEW_BITS = torch.bfloat16, torch.int8, torch.uint8
 MASTER = "master"  # key of the masters among the state on the host, beside the keys of the moments
 
 
@@ -27,7 +31,7 @@ class _Stepped:
 
     name: str
     place: Place
-    moments: tuple[Plain, Plain]
+    moments: tuple[Plain, ...]
 
 
 class LowBitAdam(Optimizer):
@@ -64,7 +68,7 @@ class LowBitAdam(Optimizer):
             for parameter in group["params"]:
                 name, place = names[parameter], Place.of(parameter)
                 kind = KINDS[kind_of(name, parameter.shape, state)]
-                self._stepped[parameter] = _Stepped(name, place, (kind(place, "exp_avg"), kind(place, "exp_avg_sq")))
+                self._stepped[parameter] = _Stepped(name, place, tuple(kind(place, key) for key in MOMENTS))
 
     def placed(self, parameter: Tensor, key: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return the size of the whole tensor of state `key` of `parameter` [..], and where this rank's part begins;
@@ -117,34 +121,38 @@ class LowBitAdam(Optimizer):
         held = {key: _rows(state[key], place) for moment in stepped.moments for key in moment.keys}
         if isinstance(master := local_tensor(parameter), Master):
             held[MASTER], weights = weights, place.of_local(master.copy)
+        moment = stepped.moments[0]
+        if isinstance(moment, Int8) and not (moment.shares_blocks or moment.before or moment.after):
+            scales = {one.scales for one in stepped.moments if isinstance(one, Int8)}
+            held = {key: tensor[..., None] if key in scales else _in_blocks(tensor) for key, tensor in held.items()}
+            weights, gradients = _in_blocks(weights), _in_blocks(gradients)
         for rows in place.runs(AT_ONCE, BLOCK):  # int8 fills a row's last block up
             part = {key: tensor[rows] for key, tensor in held.items()}
             yield _Part(stepped, group, weights[rows], gradients[rows], part, rows, number, name)
 
     def _step_rows(self, part: "_Part", state: State) -> None:
-        (beta1, beta2), lr, decay = part.group["betas"], part.group["lr"], part.group["weight_decay"]
-        masters, moments = state.get(MASTER, part.weights), part.stepped.moments
-        values = masters.to(torch.promote_types(masters.dtype, torch.float32))
-        gradient = part.gradient.to(values.dtype)
-        first, second = (moment.read(state) for moment in moments)
-        if decay and self.decoupled:
-            values.mul_(1 - lr * decay)
-        elif decay:
-            gradient = gradient + values * decay
-        # Products and sums apart: torch's fused kernels round a tensor's ends otherwise than its middle.
-        first.mul_(beta1).add_(gradient * (1 - beta1))
-        second.mul_(beta2).add_((gradient * (1 - beta2)).mul_(gradient))
-        denominator = second.sqrt().mul_((1 - beta2**part.number) ** -0.5).add_(part.group["eps"])
-        values.sub_((first / denominator).mul_(lr / (1 - beta1**part.number)))
-        needs_bits = masters.dtype == torch.bfloat16 or any(type(moment) is not Plain for moment in moments)
-        bits = part.stepped.place.bits(part.rows, part.name, masters.device) if needs_bits else gradient
-        if masters.dtype == torch.bfloat16:
-            masters.copy_(round_bfloat16(values, bits))
-        elif masters is not part.weights:
-            part.weights.copy_(values)
-        for moment, kept, shift in zip(moments, (first, second), (16, 40), strict=True):
-            if type(moment) is not Plain:
-                moment.write(state, kept, bits >> shift)
+        group, place, moment = part.group, part.stepped.place, part.stepped.moments[0]
+        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+        shrinks = None if not decay else self.decoupled
+        factors = (
+            1 - lr * decay if self.decoupled else decay,
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            (1 - beta2**part.number) ** -0.5,
+            group["eps"],
+            lr / (1 - beta1**part.number),
+        )
+        scalars = tuple(torch.tensor(factor, dtype=torch.float64) for factor in factors)
+        numbers = place.numbers(part.rows, part.name)
+        arguments = part.weights, part.gradient, state, scalars, numbers, shrinks
+        if not isinstance(moment, Int8):
+            _step(*arguments)
+        elif moment.shares_blocks:
+            _step.function(*arguments, (moment.before, moment.after), moment.agree)
+        else:
+            _step(*arguments, (moment.before, moment.after))
 
 
 @dataclass(frozen=True)
@@ -162,6 +170,52 @@ class _Part:
     name: int
 
 
+@Fused
+def _step(
+    weights: Tensor,
+    gradient: Tensor,
+    state: State,
+    factors: tuple[Tensor, ...],
+    numbers: Numbers,
+    shrinks: bool | None,
+    edges: tuple[int, int] = (0, 0),
+    agree: Callable[[Tensor], None] | None = None,
+) -> None:
+    """Step rows of a parameter, each tensor as `moments.read` has it. factors: scalars of the host, which a kernel
+    takes by value. shrinks: the decay multiplies the weights; False: it is added to the gradient; None: there is none.
+    edges, agree: as `moments.write` has them."""
+    decay, beta1, rest1, beta2, rest2, correction, eps, rate = factors
+    masters = state.get(MASTER, weights)
+    values = masters.to(torch.promote_types(masters.dtype, torch.float32))
+    gradient = gradient.to(values.dtype)
+    first, second = (moments.read(state, key, edges) for key in MOMENTS)
+    if shrinks:
+        values.mul_(decay)
+    elif shrinks is not None:
+        gradient = gradient + values * decay
+    # Products and sums apart: torch's fused kernels round a tensor's ends otherwise than its middle.
+    first.mul_(beta1).add_(gradient * rest1)
+    second.mul_(beta2).add_((gradient * rest2).mul_(gradient))
+    denominator = second.sqrt().mul_(correction).add_(eps)
+    values.sub_((first / denominator).mul_(rate))
+    kept = [masters, *(state[key] for key in MOMENTS)]
+    bits = gradient
+    if any(tensor.dtype in FEW_BITS for tensor in kept):
+        bits = element_bits(values.shape, numbers, values.device)
+    if masters.dtype == torch.bfloat16:
+        masters.copy_(round_bfloat16(values, bits))
+    elif masters is not weights:
+        weights.copy_(values)
+    for key, moment, shift in zip(MOMENTS, (first, second), (16, 40), strict=True):
+        if state[key].dtype in FEW_BITS:
+            moments.write(state, key, moment, bits >> shift, edges, agree)
+
+
 def _rows(tensor: Tensor, place: Place) -> Tensor:
     """Return a tensor of the state, [..], as [held_rows, ..]: a scale for each block of a row, or the elements."""
     return tensor.view(place.held_rows, tensor.shape[-1] if tensor.dim() > 1 else 1)
+
+
+def _in_blocks(tensor: Tensor) -> Tensor:
+    """Return [held_rows, held_columns] as [held_rows, blocks, BLOCK]."""
+    return tensor.unflatten(1, (tensor.shape[1] // BLOCK, BLOCK))

@@ -1,8 +1,9 @@
 """Storage of a moment of a parameter between two steps: as it is, rounded to bfloat16, or in int8 by blocks.
 
 `read` gives some rows in float32, `write` takes them back; both see these rows of the state's tensors, wherever they
-lie. Values are rounded up or down at random, in such shares that the mean is the value itself: rounded to the nearest,
-a moment that changes by less than half a step of its grid would never change. The caller passes the random bits.
+lie, as [rows, held_columns], or where a rank holds whole blocks as [rows, blocks, BLOCK]. Values are rounded up or down
+at random, in such shares that the mean is the value itself: rounded to the nearest, a moment that changes by less than
+half a step of its grid would never change. The caller passes the random bits.
 
 int8 (after Dettmers et al., arXiv:2110.02861): blocks of `BLOCK` elements of a row of the whole tensor, each with its
 largest magnitude in float32. A first moment is sign·(code ÷ 127)² of that, a second moment (code ÷ 255)⁴: small values
@@ -10,6 +11,8 @@ of a block keep two digits or so, and the two moments' grids are alike, since an
 second moment above 0 is never rounded to 0. Where ranks share a row such that a border cuts a block, they agree on its
 largest magnitude, and each keeps those of the whole row.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,8 @@ from dtrain.optim.places import Place
 
 BLOCK = 256
 FEWEST = 4096  # elements of a whole tensor; smaller ones stay float32
+
+_GRIDS = {torch.int8: (127, 2), torch.uint8: (255, 4)}  # of a first moment and of a second: most, exponent
 
 State = dict[str, Tensor]
 
@@ -57,13 +62,6 @@ class Plain:
         """Keys of its tensors in the state."""
         return (self.key,)
 
-    def read(self, rows: State) -> Tensor:
-        """Return [rows, held_columns], the state itself or a copy."""
-        return rows[self.key]
-
-    def write(self, rows: State, values: Tensor, bits: Tensor) -> None:
-        """Keep `values` [rows, held_columns]; bits: int64 of that shape, of which 24 from the lowest are taken."""
-
 
 class Bfloat16(Plain):
     """Moment in bfloat16."""
@@ -72,22 +70,13 @@ class Bfloat16(Plain):
         """Override `Plain.allocate`: [..] in bfloat16."""
         return {self.key: torch.zeros_like(like, dtype=torch.bfloat16)}
 
-    def read(self, rows: State) -> Tensor:
-        """Override `Plain.read`: [rows, held_columns] in float32."""
-        return rows[self.key].float()
-
-    def write(self, rows: State, values: Tensor, bits: Tensor) -> None:
-        """Override `Plain.write`: [rows, held_columns]."""
-        rows[self.key].copy_(round_bfloat16(values, bits))
-
 
 class Int8(Plain):
     """Moment in codes of 8 bits and a float32 scale for each block."""
 
     def __init__(self, place: Place, key: str):
         super().__init__(place, key)
-        self.signed = key == "exp_avg"
-        self.grid = (127, 2) if self.signed else (255, 4)
+        self.dtype = torch.int8 if key == "exp_avg" else torch.uint8
         self.shares_blocks = bool(place.groups) and place.widest % BLOCK != 0
         self.first_block = 0 if self.shares_blocks else place.first_column // BLOCK
         end = place.columns if self.shares_blocks else place.first_column + place.held_columns
@@ -104,8 +93,7 @@ class Int8(Plain):
     def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
         """Override `Plain.allocate`: codes [..]; scales [held_rows, blocks], of a stack [matrices, rows, blocks]."""
         scales = torch.zeros(*self.place.stack[2], self.blocks, device=like.device)
-        codes = torch.zeros_like(like, dtype=torch.int8 if self.signed else torch.uint8)
-        return {self.key: codes, self.scales: scales}
+        return {self.key: torch.zeros_like(like, dtype=self.dtype), self.scales: scales}
 
     @property
     def scales(self) -> str:
@@ -115,36 +103,60 @@ class Int8(Plain):
     def keys(self) -> tuple[str, ...]:
         return self.key, self.scales
 
-    def read(self, rows: State) -> Tensor:
-        """Override `Plain.read`: [rows, held_columns] in float32."""
-        values = rows[self.key].float()
-        most, exponent = self.grid
-        values.mul_(1 / most)  # a GPU divides by a number that way, and a CPU does not
-        values = values * values.abs() if self.signed else _power(values, exponent)
-        return values.mul_(self._of_elements(rows[self.scales]))
+    def agree(self, scales: Tensor) -> None:
+        """Take the largest of `scales` [rows, blocks] over the ranks that share blocks. One all-reduce a group."""
+        for group in self.place.groups:
+            dist.all_reduce(scales, dist.ReduceOp.MAX, group=group)
 
-    def write(self, rows: State, values: Tensor, bits: Tensor) -> None:
-        """Override `Plain.write`: [rows, held_columns]. Where ranks share blocks, one all-reduce of the scales."""
-        sizes = values.abs()
-        scales = F.pad(sizes, (self.before, self.after)).view(len(values), self.blocks, BLOCK).amax(2)
-        if self.shares_blocks:
-            for group in self.place.groups:
-                dist.all_reduce(scales, dist.ReduceOp.MAX, group=group)
-        scales.clamp_(max=torch.finfo(scales.dtype).max)  # by an infinite scale all its block would be read as NaN
-        rows[self.scales].copy_(scales)
-        sizes.div_(self._of_elements(torch.where(scales > 0, scales, 1.0)))
-        share = (bits & 0xFFFFFF).float().mul_(2.0**-24)  # in [0, 1)
-        codes = _codes(sizes, share, *self.grid)
-        if self.signed:
-            codes.copysign_(values)
-        else:
-            codes = torch.where(values > 0, codes.clamp_(min=1), codes)
-        rows[self.key].copy_(codes)
 
-    def _of_elements(self, scales: Tensor) -> Tensor:
-        """Return a block's value [rows, blocks] for each held element: [rows, held_columns]."""
-        whole = scales.repeat_interleave(BLOCK, 1)
-        return whole[:, self.before : self.before + self.place.held_columns]
+def read(rows: State, key: str, edges: tuple[int, int] = (0, 0)) -> Tensor:
+    """Return moment `key` in the dtype of arithmetic, the state itself or a copy. edges: `Int8.before` and `after`."""
+    kept = rows[key]
+    if kept.dtype not in _GRIDS:
+        return kept.float() if kept.dtype == torch.bfloat16 else kept
+    most, exponent = _GRIDS[kept.dtype]
+    values = kept.float().mul_(1 / most)  # a GPU divides by a number that way, and a CPU does not
+    values = values * values.abs() if exponent == 2 else _power(values, exponent)
+    return values.mul_(_of_elements(rows[f"{key}_scale"], values, edges))
+
+
+def write(
+    rows: State,
+    key: str,
+    values: Tensor,
+    bits: Tensor,
+    edges: tuple[int, int] = (0, 0),
+    agree: Callable[[Tensor], None] | None = None,
+) -> None:
+    """Keep `values` as moment `key`, if it is of fewer bits; bits: int64 of their shape, of which 24 from the lowest
+    are taken. agree: `Int8.agree`, where ranks share blocks."""
+    kept = rows[key]
+    if kept.dtype == torch.bfloat16:
+        kept.copy_(round_bfloat16(values, bits))
+    if kept.dtype not in _GRIDS:
+        return
+    sizes = values.abs()
+    blocks = sizes if sizes.dim() == 3 else F.pad(sizes, edges).unflatten(1, (-1, BLOCK))
+    scales = blocks.amax(2, keepdim=sizes.dim() == 3)
+    if agree is not None:
+        agree(scales)
+    scales.clamp_(max=torch.finfo(scales.dtype).max)  # by an infinite scale all its block would be read as NaN
+    rows[f"{key}_scale"].copy_(scales)
+    sizes.div_(_of_elements(torch.where(scales > 0, scales, 1.0), values, edges))
+    share = (bits & 0xFFFFFF).float().mul_(2.0**-24)  # in [0, 1)
+    codes = _codes(sizes, share, *_GRIDS[kept.dtype])
+    if kept.dtype == torch.int8:
+        codes.copysign_(values)
+    else:
+        codes = torch.where(values > 0, codes.clamp_(min=1), codes)
+    kept.copy_(codes)
+
+
+def _of_elements(scales: Tensor, values: Tensor, edges: tuple[int, int]) -> Tensor:
+    """Return a block's value for each of `values` [rows, held_columns] or, as it is, [rows, blocks, BLOCK]."""
+    if values.dim() == 3:
+        return scales  # [rows, blocks, 1]
+    return scales.repeat_interleave(BLOCK, 1)[:, edges[0] : edges[0] + values.shape[1]]
 
 
 def _codes(sizes: Tensor, share: Tensor, most: int, exponent: int) -> Tensor:

@@ -4,8 +4,9 @@ The columns are the last dimension, the rows all others. A vector is a matrix of
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,15 +86,18 @@ class Place:
 
     def _indices(self, rows: slice, device: torch.device) -> Tensor:
         """Return the index in the whole parameter of each of some of the held rows, int64 [rows, 1]."""
-        held = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        run = max(self.held_of_matrix, 1)
-        return self.first_row + held // run * self.of_matrix + held % run
+        return row_indices(rows.stop - rows.start, self.numbers(rows, 0), device)[:, None]
+
+    def numbers(self, rows: slice, name: int) -> "Numbers":
+        """Return what `element_bits` needs of some of the held rows. name: of the sequence (`stream`)."""
+        run = (self.held_of_matrix, self.of_matrix) if self.held_of_matrix != self.of_matrix else ()
+        values = self.first_row, rows.start, self.columns, self.first_column, name, *run
+        return Numbers(*(torch.tensor(value) for value in values))
 
     def bits(self, rows: slice, name: int, device: torch.device) -> Tensor:
         """Return 64 random bits for each element of some of the held rows: int64 [rows, held_columns]. name: of the
         sequence (`stream`); an element's number in it is its index in the whole parameter."""
-        column = torch.arange(self.first_column, self.first_column + self.held_columns, device=device)
-        return bits(self._indices(rows, device) * self.columns + column, name)
+        return element_bits((rows.stop - rows.start, self.held_columns), self.numbers(rows, name), device)
 
     def few_bits(self, rows: slice, name: int, device: torch.device) -> Tensor:
         """Return 16 random bits for each element, as `bits`, at a quarter of its cost: int32 [rows, held_columns]."""
@@ -101,6 +105,35 @@ class Place:
         fours = self._indices(rows, device) * -(-self.columns // 4) + torch.arange(first, end, device=device)
         before = self.first_column - 4 * first
         return bits(fours, name).view(torch.int16)[:, before : before + self.held_columns].int()
+
+
+class Numbers(NamedTuple):
+    """Numbers of some of a place's rows, int64 scalars of the host, which a kernel takes by value. first_held: of these
+    rows; the last two are None where the place holds whole matrices; the others are as in `Place` and `Place.bits`."""
+
+    first_row: Tensor
+    first_held: Tensor
+    columns: Tensor
+    first_column: Tensor
+    name: Tensor
+    held_of_matrix: Tensor | None = None
+    of_matrix: Tensor | None = None
+
+
+def row_indices(rows: int, at: Numbers, device: torch.device) -> Tensor:
+    """Return the index in the whole parameter of each of so many held rows, int64 [rows]."""
+    held = torch.arange(rows, device=device) + at.first_held
+    if at.held_of_matrix is not None:  # a GPU divides slowly
+        held = held // at.held_of_matrix * at.of_matrix + held % at.held_of_matrix
+    return held + at.first_row
+
+
+def element_bits(shape: Sequence[int], at: Numbers, device: torch.device) -> Tensor:
+    """Return 64 random bits for each element of some of the held rows: int64 [rows, ..], [rows, held_columns]
+    flattened."""
+    columns = torch.arange(math.prod(shape[1:]), device=device).view(shape[1:]) + at.first_column
+    starts = (row_indices(shape[0], at, device) * at.columns).view(-1, *[1] * (len(shape) - 1))
+    return bits(starts + columns, at.name)
 
 
 def stream(seed: int, step: int, name: str) -> int:

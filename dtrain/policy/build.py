@@ -181,14 +181,14 @@ def choose_attention(
     """
     if not wants_varlen(recipe, precision, device.type):
         return choose_kernel("sdpa", device=device.type, documents=True, backward=True)
-    from dtrain.attention import check_varlen
+    from dtrain.attention import check_varlen, later_flash
     from dtrain.attention.varlen import VarlenKernel
 
     tp, kernel, exchanges = recipe.parallel.tp, VarlenKernel(), recipe.parallel.cp > 1
     window = config.sliding_window if SLIDING in config.layer_types else None
     sizes = dict.fromkeys((config.heads_of(kind).count, config.heads_of(kind).size) for kind in config.kv_heads)
 
-    def proof() -> str | None:
+    def proof(is_later: bool) -> str | None:
         problems = (
             check_varlen.prove(
                 kernel.flash,
@@ -200,12 +200,16 @@ def choose_attention(
                 device=device,
                 exchange=recipe.parallel.cp_rotate if exchanges else None,
                 sinks=config.has_sinks,
+                is_later=is_later,
             )
             for key_heads, head_dim in sizes
         )
         return next(filter(None, problems), None)
 
-    problem = next(filter(None, ranks.every(proof)), None)
+    def prove(is_later: bool) -> str | None:
+        return next(filter(None, ranks.every(lambda: proof(is_later))), None)
+
+    problem, kernel.note = later_flash.choose(device, prove, ranks)
     if problem is None:
         return kernel
     if recipe.model.attention == "varlen":

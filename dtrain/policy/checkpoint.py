@@ -25,7 +25,6 @@ from dtrain.checkpoint.dcp.training_state import (
 )
 from dtrain.checkpoint.huggingface.model_files import copy_companions
 from dtrain.checkpoint.huggingface.write import write_directory
-from dtrain.checkpoint.peft.files import AdapterFiles, write_adapter
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import Updater
@@ -161,6 +160,8 @@ class PolicyCheckpoint:
                 tower_in_files=not self.holds_base,
             )
             return
+        from dtrain.checkpoint.peft.files import write_adapter
+
         config, tensors = self._model.adapters.config, model_tensors(self._model)
         write_adapter(
             out,
@@ -180,6 +181,8 @@ class PolicyCheckpoint:
         adapters = self._model.adapters
         if adapters is None:
             return None
+        from dtrain.checkpoint.peft.files import AdapterFiles
+
         return lambda *step: AdapterFiles(adapters.config, self._model.config, self._base_name).beside(*step)
 
     @property

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from dtrain.base.batch import COMPLETED, IMAGE_STREAMS, Batch, document_lengths, next_tokens, trained_tokens
 from dtrain.checkpoint.huggingface.read import read_weights
-from dtrain.checkpoint.peft.files import read_adapter
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import LossScale, Updater, build_optimizer, build_scheduler
@@ -325,6 +324,8 @@ class Policy:
             return {"reference_logprobs": self.get_logprobs(batch, micro_batch_size)["logprobs"]}
 
     def _read_adapter(self, path: str) -> None:
+        from dtrain.checkpoint.peft.files import read_adapter  # a run without an adapter loads none of it
+
         read_adapter(self.model, path)
         weights_changed(self.model)
 

@@ -73,9 +73,9 @@ class Server:
     """A file with the key that the servers want. null: none."""
     weights: Literal["auto", "directory", "broadcast", "adapter"] = "auto"
     """How new weights reach the servers. directory: as safetensors in `weights_dir`, which the servers can read.
-    broadcast: over a process group made for it. With `lora` both send whole weights with the adapter merged. adapter:
-    the adapter alone, in `weights_dir`. auto: with `lora` the adapter, if all servers take it and have the base that is
-    trained; else directory."""
+    broadcast: over a process group, to vLLM over NCCL. With `lora` both send whole weights with the adapter merged.
+    adapter: the adapter alone, in `weights_dir`. auto: with `lora` the adapter, if all servers take it and have the
+    base that is trained; else directory."""
     weights_dir: str | None = None
     """A directory that the servers see under the same path. null: `weights` in the run's directory."""
 

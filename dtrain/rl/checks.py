@@ -129,6 +129,16 @@ def adapter_problems(kind: str, lora: Lora | None, model: Model) -> list[str]:
     return errors
 
 
+def broadcast_problems(kind: str, device: str) -> list[str]:
+    """Return what keeps `grpo.server.weights=broadcast` from servers of a kind. device: `launch.device`."""
+    if kind != "vllm" or device != "cpu":
+        return []
+    return [
+        "grpo.server.weights=broadcast to vLLM is by NCCL, from a GPU, and the run has launch.device=cpu: set "
+        "grpo.server.weights=directory"
+    ]
+
+
 def reward_problems(listed: Sequence[Reward]) -> list[str]:
     """Return what is wrong with `grpo.rewards`, a line each; each is a `recipe.rollouts.Reward`. Import paths are not
     looked up here: `dtrain.rl.rewards.find` does."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from dtrain.attention import kernels
 from dtrain.attention.check_varlen import prove
 from dtrain.attention.kernels import Visibility
 from dtrain.attention.packing import Packing
@@ -156,6 +157,18 @@ def test_a_kernel_that_computes_something_else_is_found_out(flash, exchange):
         assert prove(flash(), window=5, dtype=torch.bfloat16, **HEADS) is None
     if flash is OwnSumInBackward:
         assert "gives other numbers" in prove(flash(), window=5, dtype=torch.bfloat16, sinks=True, **HEADS)
+
+
+def test_plain_rows_are_looked_at_too_where_another_has_taken_the_place_of_sdpas_own(monkeypatch):
+    own, asked = kernels.scaled_dot_product_attention, {"window": None, "dtype": torch.bfloat16, "is_later": True}
+
+    def wrong(q, *arguments, **options):
+        is_replaced = torch.backends.cuda.flash_sdp_enabled() and q.dtype == torch.bfloat16
+        return own(q, *arguments, **options) * (1.25 if is_replaced else 1.0)
+
+    assert prove(WrittenFlash(), **asked, **HEADS) is None
+    monkeypatch.setattr(kernels, "scaled_dot_product_attention", wrong)
+    assert prove(WrittenFlash(), **asked, **HEADS).startswith("sdpa of plain rows gives other numbers")
 
 
 def test_what_a_device_does_not_have_is_said():

@@ -43,7 +43,7 @@ def choices(rank, root):
         assert kernel_of(half, cuda).name == "varlen"
         assert asked.pop() == {
             "heads": 4, "key_heads": 2, "head_dim": 16, "window": 6, "dtype": torch.bfloat16, "device": cuda,
-            "exchange": None, "sinks": False,
+            "exchange": None, "sinks": False, "is_later": False,
         }  # fmt: skip
         for other in (tiny_recipe(root, "train.dtype=float32"), tiny_recipe(root, "model.attention=sdpa")):
             assert kernel_of(other, cuda).name == "sdpa"

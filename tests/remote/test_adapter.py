@@ -152,7 +152,7 @@ def test_auto_says_which_way_and_why(vllm):
     def way(asked, config, **options):
         return training._choose_way(asked, config, engine, said.append, **options)
 
-    assert [way("auto", None), way("broadcast", None), said] == ["directory", "broadcast", []]
+    assert [way("auto", None), way("broadcast", None), said] == ["directory", "transfer", []]
     assert way("auto", AdapterConfig()) == "adapter" and len(said) == 2
     assert "start servers again that an earlier run gave others" in said.pop() and "the adapter alone" in said.pop()
     assert way("auto", AdapterConfig(dora=True)) == "directory"
@@ -161,7 +161,7 @@ def test_auto_says_which_way_and_why(vllm):
     assert "modules_to_save=['lm_head']" in said.pop()
     assert [way("directory", AdapterConfig()), way("broadcast", AdapterConfig()), said] == [
         "directory",
-        "broadcast",
+        "transfer",
         [],
     ]
     assert way("auto", AdapterConfig(), is_rounded=True) == "directory" and "lora.quantize=nf4 trains" in said.pop()

@@ -280,7 +280,7 @@ def test_vllm_reads_a_directory(vllm, tmp_path):
     engine.update_from_directory(tmp_path, 3)
     paths = [path for path, _ in vllm.calls]
     pause = "/pause?mode=keep&clear_cache=false"
-    caches = ["/reset_prefix_cache", "/reset_encoder_cache"]
+    caches = ["/reset_prefix_cache?reset_running_requests=true", "/reset_encoder_cache"]
     assert paths == [pause, "/collective_rpc", "/update_weight_version", *caches, "/resume"]
     assert vllm.calls[1][1] == {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
     assert engine.generate(requests_of(1, 1))[0].version == 3

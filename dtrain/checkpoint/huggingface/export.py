@@ -21,9 +21,8 @@ from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.huggingface.stored import BY_NAME
 from dtrain.checkpoint.huggingface.write import Layout, layout_of, write_entries
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
+from dtrain.checkpoint.peft.config import ADAPTER, ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
 from dtrain.checkpoint.peft.export import StoredAdapter
-from dtrain.checkpoint.peft.files import ADAPTER
 from dtrain.checkpoint.peft.tensors import is_of_tower, outputs_in
 from dtrain.models.building import build
 from dtrain.models.common.adapter_config import is_adapter, is_of_vision

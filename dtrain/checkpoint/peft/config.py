@@ -31,6 +31,7 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.config_fields import is_number
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER = "adapter"  # the folder of a step
 BASE = "base_model_name_or_path"
 _LONGEST = 200  # characters of a value that messages show
 

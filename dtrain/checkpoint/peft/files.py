@@ -23,14 +23,13 @@ from dtrain.checkpoint.huggingface.merged import WholeWeight, gathered, in_files
 from dtrain.checkpoint.huggingface.model_files import write_companions
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.huggingface.write import SafetensorsFile, write_files
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, peft_config, read_adapter_config
+from dtrain.checkpoint.peft.config import ADAPTER, ADAPTER_CONFIG, peft_config, read_adapter_config
 from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS, mismatches, peft_names
 from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.placement import local_slices, local_tensor
 
-ADAPTER = "adapter"  # the folder of a step
 Read = Callable[[str], Tensor]
 
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.attention.kernels import HALF, SdpaKernel, Visibility
 from dtrain.base.batch import Batch, pad_stream
-from dtrain.base.rounds import rounds
+from dtrain.base.fused import Fused, rounds, tensors_in
 from dtrain.parallel.context.batch import shard_sequence
 
 aten = torch.ops.aten
@@ -140,11 +140,18 @@ _backward = partial(_engine_run_backward, keep_graph=False, create_graph=False, 
 
 class PlannedDevice(TorchFunctionMode):
     """Function mode in which meta tensors say that they are on `device`, of type cpu or cuda. few: takes the rounds of
-    a loop (`base.rounds`), and returns those that are followed; None: all are."""
+    a loop (`base.rounds`), and returns those that are followed; None: all are. fuse: calls a function that is a kernel
+    on a GPU with its arguments."""
 
-    def __init__(self, device: torch.device, few: Callable[[Sequence[Any]], Iterable[Any]] | None = None):
+    def __init__(
+        self,
+        device: torch.device,
+        few: Callable[[Sequence[Any]], Iterable[Any]] | None = None,
+        fuse: Callable[..., Any] | None = None,
+    ):
         super().__init__()
         self.device, self._few = device, few
+        self._fuse = fuse if device.type == "cuda" else None
         self._nowhere: weakref.ref[Tensor] | None = None  # the last answer to where a meta tensor holds NaN
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -154,6 +161,9 @@ class PlannedDevice(TorchFunctionMode):
             return self._where(args[0])
         if func == _IS_CUDA:
             return self._where(args[0]).type == "cuda"
+        if isinstance(func, Fused):
+            with self:
+                return self._fuse(func.function, *args) if self._fuse is not None else func.function(*args)
         if func is functional.scaled_dot_product_attention:
             return attention(self.device.type, *args, **kwargs)
         if func is rounds:
@@ -226,17 +236,3 @@ def _is_plain(first: Any, second: Any) -> bool:
     if not isinstance(first, Tensor) or not first.is_meta or not first.is_contiguous():
         return False
     return not isinstance(second, Tensor) or (second.shape == first.shape and second.is_contiguous())
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of an operation's arguments or outputs; torch's own walk takes a tenth of a trace."""
-    if isinstance(value, Tensor):
-        return [value]
-    tensors: list[Tensor] = []
-    if isinstance(value, (list, tuple, dict)):  # noqa: UP038 (a union takes longer, and this is asked very often)
-        for item in value.values() if isinstance(value, dict) else value:
-            if isinstance(item, Tensor):
-                tensors.append(item)
-            elif isinstance(item, (list, tuple, dict)):  # noqa: UP038
-                tensors += tensors_in(item)
-    return tensors

@@ -111,11 +111,13 @@ class PlannedPolicy(Policy):
         optimizer.zero_grad()
         self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
 
+        is_fused = shards is not parameters or (type(optimizer) is LowBitAdam and self.device.type == "cuda")
+
         def before(*_: object) -> None:
             if shards is not parameters:
                 for name, parameter in parameters.items():
                     shards[name].grad = None if parameter.grad is None else local_tensor(parameter.grad)
-            self.tracer.counts_costs = shards is parameters  # torch's fused step reads and writes once what it has
+            self.tracer.counts_costs = not is_fused  # such a step reads and writes once what it has
 
         def after(*_: object) -> None:
             for parameter in parameters.values():

@@ -93,7 +93,7 @@ def trace_step(spec: RunSpec, config: ModelConfig, rank: int = 0) -> Trace:
     images = images_of(spec, len(rows), "meta")
     pixels = images.pixels if images is not None else []
     policy.see_all(pixels, LEFT_OUT)  # the host's, which are counted as its rows
-    with PlannedDevice(planned, tracer.few):
+    with PlannedDevice(planned, tracer.few, tracer.as_one_kernel):
         policy.init_optimizer(total_steps=10)
         with torch.cpu.stream(PlannedStream()), tracer:
             tracer.memory.begin(Phase("start"))

@@ -5,7 +5,7 @@ all-to-all takes in, the tensor of an all-reduce, what is sent to the next rank 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,9 +18,10 @@ from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry, mm_flop, sdpa_backward_flop, sdpa_flop
 
+from dtrain.base.fused import tensors_in
 from dtrain.commands.plan.fused import FusedBytes
 from dtrain.commands.plan.memory import MemoryTimeline, OpOverload
-from dtrain.commands.plan.planned_device import MetaKernels, flash_workspace, tensors_in
+from dtrain.commands.plan.planned_device import MetaKernels, flash_workspace
 from dtrain.parallel.mesh import Mesh
 
 _KINDS = {
@@ -166,6 +167,17 @@ class Tracer(MetaKernels):
             self.counts[self.current, "bytes", sent[0]] += sent[1]
         elif tensors and self.counts_costs:
             self._count_cost(func, args, kwargs, out, tensors)
+        return out
+
+    def as_one_kernel(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `function(*arguments)`, which reads and writes once what it takes and gives."""
+        counts, self.counts_costs = self.counts_costs, False
+        out = function(*arguments)
+        self.counts_costs = counts
+        if counts:
+            held = {id(tensor): tensor.nbytes for tensor in tensors_in((*arguments, out)) if tensor.is_meta}
+            self.counts[self.current, "kernels"] += 1
+            self.counts[self.current, "moved"] += sum(held.values())
         return out
 
     def few(self, rounds: Sequence[Any]) -> Iterator[Any]:

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.base.rounds import rounds
+from dtrain.base.fused import Fused, own, rounds
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Stats,
     VocabShard,
+    add_at_,
     add_product_,
     block,
     compute_dtype,
@@ -170,11 +171,11 @@ class _HiddenLogprobs(torch.autograd.Function):
             rows = _rows(hidden, index, some).to(tiles.operand)
             parts = []
             for ids in tiles.of_ids():
-                logits = head.logits_(product(rows, weight[ids].t(), out=tiles.memory(some, ids, 0)))
+                logits = product(rows, weight[ids].t(), out=tiles.memory(some, ids, 0))
                 column, here = _in_tile(local[some], is_mine[some], ids)
-                target_logit[some] += pick(logits, column, here, tiles.dtype).squeeze(1)
-                second = logits if head.fields > 2 else None
-                parts.append(part_stats(logits, tiles.memory(some, ids, 1), second, squares=head.squares))
+                part, at_target = _stats_of_tile(logits, tiles.memory(some, ids, 1), column, here, head)
+                parts.append(Stats(*part.unbind()))
+                target_logit[some] += at_target
             whole = parts[0]
             if len(parts) > 1:
                 whole, _ = merge(Stats(*torch.stack([part.pack() for part in parts], 1).unbind()))
@@ -204,6 +205,7 @@ class _HiddenLogprobs(torch.autograd.Function):
         tiles = _Tiles(head, len(lse), hidden, weight)
         by_logprob = torch.zeros_like(lse) if grad_logprobs is None else torch.where(valid, grad_logprobs, 0)
         by_logprob = by_logprob.to(tiles.dtype)[:, None]  # [T, 1]
+        entropy = None if grad_entropy is None else entropy[:, None]
         by_entropy = None if grad_entropy is None else torch.where(valid, grad_entropy, 0).to(tiles.dtype)[:, None]
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.zeros_like(hidden) if wants_hidden else None
@@ -215,22 +217,11 @@ class _HiddenLogprobs(torch.autograd.Function):
             rows_grad = torch.zeros_like(rows, dtype=tiles.dtype)
             for ids in tiles.of_ids():
                 part = weight[ids].to(tiles.operand)
-                logits = head.logits_(product(rows, part.t(), out=tiles.memory(some, ids, 0)))
-                slope = head.slope(logits)
-                # d log p_t / dz_v = [v = t] − p_v;  dH / dz_v = −p_v · (log p_v + H).
-                logp = logits.sub_(lse[some, None])
-                if by_entropy is None:
-                    grad = logp.exp_().mul_(-by_logprob[some])
-                else:
-                    p = torch.exp(logp, out=tiles.memory(some, ids, 1))
-                    factor = logp.add_(entropy[some, None]).mul_(-by_entropy[some])
-                    grad = p.mul_(factor.sub_(by_logprob[some]))
-                if grad.shape[1]:
-                    column, here = _in_tile(local[some], is_mine[some], ids)
-                    grad.scatter_add_(1, column, by_logprob[some] * here)
-                if slope is not None:
-                    grad.mul_(slope)
-                grad = grad.to(tiles.operand)
+                logits = product(rows, part.t(), out=tiles.memory(some, ids, 0))
+                at_target = _in_tile(local[some], is_mine[some], ids)
+                second = None if by_entropy is None else tiles.memory(some, ids, 1)
+                by = [None if one is None else one[some] for one in (by_logprob, by_entropy, entropy)]
+                grad = _gradient_of_tile(logits, second, lse[some, None], *by, *at_target, head, tiles.operand)
                 if hidden_grad is not None:
                     add_product_(rows_grad, grad, part)
                 if weight_grad is not None:
@@ -238,6 +229,51 @@ class _HiddenLogprobs(torch.autograd.Function):
             if hidden_grad is not None:
                 hidden_grad[some if index is None else index[some]] = rows_grad.to(hidden.dtype)
         return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
+
+
+@Fused
+def _stats_of_tile(
+    products: Tensor, scratch: Tensor, column: Tensor, here: Tensor, head: _Head
+) -> tuple[Tensor, Tensor]:
+    """Return the statistics of a tile's logits, from products [t, v], as `Stats.pack` has them, and the logits at
+    `column` [t, 1] where they are `here`, [t]. Overwrites products and scratch [t, v]."""
+    logits = head.logits_(own(products))
+    at_target = pick(logits, column, here, scratch.dtype).squeeze(1)
+    second = logits if head.fields > 2 else None
+    return part_stats(logits, own(scratch), second, squares=head.squares).pack(), at_target
+
+
+@Fused
+def _gradient_of_tile(
+    products: Tensor,
+    scratch: Tensor | None,
+    lse: Tensor,
+    by_logprob: Tensor,
+    by_entropy: Tensor | None,
+    entropy: Tensor | None,
+    column: Tensor,
+    here: Tensor,
+    head: _Head,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the gradient by products [t, v] in `dtype`. lse, by_logprob, by_entropy, entropy, column, here [t, 1].
+    Overwrites products and scratch [t, v].
+
+    d log p_t / dz_v = [v = t] − p_v;  dH / dz_v = −p_v · (log p_v + H).
+    """
+    logits = head.logits_(own(products))
+    slope = head.slope(logits)
+    logp = logits.sub_(lse)
+    if by_entropy is None:
+        grad = logp.exp_().mul_(-by_logprob)
+    else:
+        grad = torch.exp(logp, out=own(scratch))
+        factor = logp.add_(entropy).mul_(-by_entropy)
+        grad.mul_(factor.sub_(by_logprob))
+    add_at_(grad, column, by_logprob * here)
+    if slope is not None:
+        grad.mul_(slope)
+    return grad.to(dtype)
 
 
 class _Tiles:

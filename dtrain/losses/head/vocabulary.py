@@ -131,6 +131,14 @@ def pick(logits: Tensor, columns: Tensor, is_mine: Tensor, dtype: torch.dtype) -
     return torch.where(is_mine, logits.gather(-1, columns).to(dtype), 0)
 
 
+def add_at_(tile: Tensor, columns: Tensor, values: Tensor) -> None:
+    """tile [t, v] += values [t, 1] at columns [t, 1]; v may be 0."""
+    if torch.compiler.is_compiling():  # a scatter would be a kernel of its own
+        tile.add_(torch.where(torch.arange(tile.shape[1], device=tile.device) == columns, values, 0))
+    elif tile.shape[1]:
+        tile.scatter_add_(1, columns, values)
+
+
 @dataclass
 class Stats:
     """Statistics of every row [...]: maximum m and l = log Σ exp(z − m) over a part of the vocabulary; E = Σ p·log p
@@ -158,7 +166,8 @@ def weighted_sum_(values: Tensor, p: Tensor) -> Tensor:
     """Σ p·values [..., v] -> [...], a value of −inf at p = 0 counting as 0. Overwrites `values`."""
     products = values.mul_(p)
     total = products.sum(-1)
-    if total.is_cuda or total.isnan().any():  # where a look costs no synchronisation, the common case skips a pass
+    # Where a look costs no synchronisation, the common case skips a pass.
+    if torch.compiler.is_compiling() or total.is_cuda or total.isnan().any():
         total = torch.where(p == 0, 0, products).sum(-1)
     return total
 

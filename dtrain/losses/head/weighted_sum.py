@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.base.rounds import rounds
+from dtrain.base.fused import Fused, own, rounds
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Stats,
     VocabShard,
+    add_at_,
     add_product_,
     compute_dtype,
     merge_with_likeliest,
@@ -215,21 +216,11 @@ def _token_sums(
     correct = torch.zeros_like(total)
     for tile, rows in tokens.tiles():
         logits = product(rows, tokens.operand.t())  # [t, V/tp]
-        cap_slope = None
-        if softcap is not None:
-            logits = logits.div_(softcap).tanh_()
-            cap_slope = 1 - logits.square() if tokens.wants_gradient else None
-            logits = logits.mul_(softcap)
         local_target, is_mine = on_shard(targets[tile, None], shard.start, logits.shape[1])  # [t, 1]
-        summed = pick(logits, local_target, is_mine, tokens.dtype).t()  # [1, t]
-        if smoothing:
-            summed = torch.cat([summed, logits.sum(-1)[None]])
-        largest, is_likeliest = _largest(logits, local_target, is_mine, counts)
-        exponentials = logits.sub_(largest[:, None]).exp_()  # the logits' memory from here on
-        part = exponentials.sum(-1)
-        stats = Stats(largest, part.log())
+        wants = bool(smoothing), counts, tokens.wants_gradient
+        largest, part, summed, is_likeliest, *of_cap = _softmax(logits, local_target, is_mine, softcap, *wants)
         whole, log_share, summed, vocabulary, is_likeliest = merge_with_likeliest(
-            stats, logits.shape[1], shard.group, summed, is_likeliest
+            Stats(largest, part.log()), logits.shape[1], shard.group, summed, is_likeliest
         )
         logprobs = summed[0] - whole.m - whole.l
         values, slope = (logprobs, None) if loss is None else _with_slope(loss, logprobs)
@@ -244,15 +235,56 @@ def _token_sums(
         if not tokens.wants_gradient:
             continue
         # d(scale·logp + evenly·mean logp)/dlogits = scale·onehot + evenly/V − (scale + evenly)·softmax
-        grad = exponentials.mul_((-(scale + evenly) * log_share.exp() / part)[:, None])
-        if smoothing:
-            grad.add_((evenly / vocabulary)[:, None])
-        if grad.shape[1]:
-            grad.scatter_add_(-1, local_target, scale[:, None] * is_mine)
-        if cap_slope is not None:
-            grad.mul_(cap_slope)
-        tokens.add_gradient(grad, tile, rows)
+        of_rows = largest[:, None], (-(scale + evenly) * log_share.exp() / part)[:, None], local_target
+        of_rows += scale[:, None] * is_mine, (evenly / vocabulary)[:, None] if smoothing else None
+        tokens.add_gradient(_gradient(logits, of_rows, softcap, *of_cap, tokens.operand.dtype), tile, rows)
     return total, correct
+
+
+@Fused
+def _softmax(
+    products: Tensor, target: Tensor, is_mine: Tensor, softcap: float | None, sums: bool, counts: bool, has_slope: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]:
+    """Return max z [t] of z = softcap(products) [t, v], Σ exp(z − max z) [t], z at targets and with `sums` Σ z
+    [1 or 2, t], with `counts` 1 where the likeliest is the target's [1, t], with has_slope the softcap's slope [t, v],
+    and whether the products are left as they were: so they are, and without a slope, where this is compiled. Else
+    exp(z − max z) is in their memory."""
+    is_left = torch.compiler.is_compiling()
+    logits, slope = _capped(own(products), softcap, has_slope and not is_left)
+    summed = pick(logits, target, is_mine, logits.dtype).t()
+    if sums:
+        summed = torch.cat([summed, logits.sum(-1)[None]])
+    largest, is_likeliest = _largest(logits, target, is_mine, counts)
+    exponentials = logits.sub_(largest[:, None]).exp_()
+    return largest, exponentials.sum(-1), summed, is_likeliest, slope, is_left
+
+
+@Fused
+def _gradient(
+    left: Tensor, of_rows: tuple, softcap: float | None, slope: Tensor | None, is_left: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return (factor · exp(z − largest) + of_each, and at_target at the target) · the softcap's slope, [t, v], in
+    `dtype`. left [t, v], slope, is_left: as `_softmax` left and gave them. of_rows: the others, [t, 1]; of_each may be
+    None. Overwrites `left`."""
+    largest, factor, target, at_target, of_each = of_rows
+    grad = left if left.dtype == dtype else own(left)
+    if is_left:  # computed again is faster than written and read
+        grad, slope = _capped(grad, softcap, True)
+        grad.sub_(largest).exp_()
+    grad.mul_(factor)
+    if of_each is not None:
+        grad.add_(of_each)
+    add_at_(grad, target, at_target)
+    return (grad if slope is None else grad.mul_(slope)).to(dtype)
+
+
+def _capped(products: Tensor, softcap: float | None, wants_slope: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the logits [t, v], in the products' memory, and d logits / d product if it is wanted and not 1."""
+    if softcap is None:
+        return products, None
+    ratio = products.div_(softcap).tanh_()
+    slope = 1 - ratio.square() if wants_slope else None
+    return ratio.mul_(softcap), slope
 
 
 def _largest(logits: Tensor, target: Tensor, is_mine: Tensor, counts: bool) -> tuple[Tensor, Tensor | None]:

@@ -4,55 +4,21 @@ A region is handed tensors alone, so nothing of a micro-batch (its mask, its pac
 FSDP's hooks and activation checkpointing stay outside: it compiles alike under every kernel and mesh.
 """
 
-import shutil
-import warnings
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import Tensor
-from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch.utils._triton import has_triton
 
+from dtrain.base.compiled import Compiled
+from dtrain.base.compiled import obstacle as obstacle_on
 from dtrain.models.common.decoder import CausalLM, Layer
 
-# Of one region, over all layers: with and without gradients, of a policy, its reference and its teacher, for one row
-# and for several. torch's own limit is 8.
-GRAPHS = 32
-
-
-class Region:
-    """`function` of tensors [B, S, ..], compiled when it is first called. Where torch has compiled it `GRAPHS` times,
-    it warns and computes as `function` is written from then on."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
-        self.compiled: Callable[..., Any] | None = torch.compile(function, fullgraph=True)
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        """`function(*tensors)`; rows and tokens are sizes that vary."""
-        if self.compiled is None:
-            return self.function(*tensors)
-        # A setting of each thread, and autograd's compute again; torch 2.11 takes no limit for one torch.compile alone.
-        torch._dynamo.config.recompile_limit = GRAPHS
-        for tensor in tensors:
-            torch._dynamo.maybe_mark_dynamic(tensor, [0, 1])
-        try:
-            return self.compiled(*tensors)
-        except FailOnRecompileLimitHit:
-            self.compiled = None
-            warnings.warn(
-                f"train.compile: a part of the layers was compiled {GRAPHS} times over and runs uncompiled from here "
-                "on, slower: train.compile=false says so from the start",
-                stacklevel=2,
-            )
-            return self.function(*tensors)
+NAME = "train.compile=true (false says so from the start): a part of the layers"
 
 
 def compile_layers(model: CausalLM) -> None:
     """Give every layer of `model` its regions. No collective; nothing is compiled before the first forward."""
     for layer in cast(list[Layer], model.model.layers):
-        layer.regions = Region(layer.before), Region(layer.after)
+        layer.regions = Compiled(layer.before, NAME, 2), Compiled(layer.after, NAME, 2)
 
 
 def obstacle_of(model: CausalLM) -> str | None:
@@ -69,12 +35,4 @@ def obstacle_of(model: CausalLM) -> str | None:
 def obstacle(model: CausalLM, device: torch.device) -> str | None:
     """Return why layers of `model` are better not compiled for `device` on this machine, in words; None where nothing
     is in the way."""
-    problem = obstacle_of(model)
-    if problem is not None:
-        return problem
-    if device.type == "cuda" and not has_triton():
-        return "Triton, which comes with torch's CUDA builds, is not installed or does not know this GPU"
-    compilers = ("g++",) if device.type == "cpu" else ("cc", "gcc", "clang")
-    if not any(shutil.which(name) for name in compilers):
-        return f"there is no compiler ({' or '.join(compilers)}) on this machine"
-    return None
+    return obstacle_of(model) or obstacle_on(device.type)

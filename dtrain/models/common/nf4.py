@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.base.rounds import rounds
+from dtrain.base.fused import Fused, rounds
 from dtrain.models.common.decoder import CausalLM, Linear
 from dtrain.models.common.moe import ExpertLinear, products
 from dtrain.models.common.quantization_config import BLOCK
@@ -57,16 +57,22 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """`quantize`'s codes and scales -> [.., rows, columns] in `dtype`, each weight rounded to it once from float32.
     Beside the result it needs the memory of a tile."""
-    *lead, columns = *codes.shape[:-1], 2 * codes.shape[-1]
-    codes, scales = codes.flatten(0, -2), scales.flatten(0, -2)
-    whole = torch.empty(len(codes), columns, dtype=dtype, device=codes.device)
+    whole = torch.empty(*codes.shape[:-1], 2 * codes.shape[-1], dtype=dtype, device=codes.device)
+    parts = [(codes.reshape(-1, BLOCK // 2), scales.reshape(-1, 1), whole.view(-1, BLOCK))]
+    if not (torch.compiler.is_compiling() or _fill.compiles(codes)):
+        tile = (2**18 if codes.device.type == "cpu" else 2**22) // BLOCK  # a CPU's in its cache
+        parts = [*zip(*(tensor.split(tile) for tensor in parts[0]), strict=True)]
     pairs = _pairs(codes.device, codes.is_meta)
-    tile = max(1, (2**18 if codes.device.type == "cpu" else 2**22) // max(columns, 1))  # a CPU's in its cache
-    parts = list(zip(codes.split(tile), scales.split(tile), whole.split(tile), strict=True))
-    for part, bits, out in rounds(parts, codes):
-        levels = F.embedding(part.int(), pairs).view(-1, BLOCK)  # [blocks, 64]
-        out.copy_((levels * bits.view(torch.float32).reshape(-1, 1)).view_as(out))
-    return whole.view(*lead, columns)
+    for part in rounds(parts, codes):
+        _fill(*part, pairs)
+    return whole
+
+
+@Fused
+def _fill(codes: Tensor, scales: Tensor, whole: Tensor, pairs: Tensor) -> None:
+    """codes [blocks, 32], scales [blocks, 1] -> whole [blocks, 64]"""
+    levels = F.embedding(codes.int(), pairs).flatten(1)
+    whole.copy_(levels.mul_(scales.view(torch.float32)))
 
 
 def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:

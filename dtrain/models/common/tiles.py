@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from dtrain.base.rounds import rounds
+from dtrain.base.fused import rounds
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
 from dtrain.parallel.checkpointing import TileComputing
 from dtrain.parallel.placement import local_tensor

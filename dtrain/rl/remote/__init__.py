@@ -5,6 +5,7 @@ http, dialects          many requests to many servers; the requests of each kind
 image_routes            the requests of prompts with images
 http_client, tries      one HTTP call; those of it that failed
 publish                 new weights, or an adapter alone, by broadcast or through a directory
+weight_transfer, nccl   whole weights to vLLM over NCCL; this end of the group
 judge                   a reward: another model's points
 shared_directory        that directory, as trainer and servers share it
 """

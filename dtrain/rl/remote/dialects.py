@@ -15,13 +15,14 @@ dtrain  vLLM's completions with `prompt_index` and `sample_index`, so that the d
         is loaded in place of itself: completions under way go on with it, and say their oldest version.
 
 A dialect's `body` asks for samples of one prompt: requests that differ in their sample_index alone, which ascends by 1.
-`streams`: whether it can join a process group that dtrain makes; `pause`, `resume`: the posts before and after an
-update there. `names_versions`: whether each version of an adapter has a name of its own, by which a completion's
-version is known; `dora`, `towers`: whether it takes DoRA, and adapters of vision towers. `keeps_features`: whether
-features of images outlive the weights that they are of. `routed_fields`: the body's further fields that ask for
-experts; `routed`: of each completion in `read`'s order what the answer says of them, for `rl.routed`; `routed_start`:
-how to start a server that reports them. `load_adapter` gives the name to ask for. `read` raises RetryableError for an
-answer that may be better next time, and UserError, with the fix, for one that a setting of the server explains.
+`streams`: how it takes broadcast weights, by a process group that dtrain makes or by vLLM's weight transfer; `pause`,
+`resume`: the posts before and after an update there; `forget`: those before `resume` that drop what it has cached.
+`names_versions`: whether each version of an adapter has a name of its own, by which a completion's version is known;
+`dora`, `towers`: whether it takes DoRA, and adapters of vision towers. `keeps_features`: whether features of images
+outlive the weights that they are of. `routed_fields`: the body's further fields that ask for experts; `routed`: of each
+completion in `read`'s order what the answer says of them, for `rl.routed`; `routed_start`: how to start a server that
+reports them. `load_adapter` gives the name to ask for. `read` raises RetryableError for an answer that may be better
+next time, and UserError, with the fix, for one that a setting of the server explains.
 `image_routes` has the routes of prompts with images.
 """
 
@@ -63,9 +64,14 @@ class AdapterVersion:
 
 class Vllm:
     name = "vllm"
-    streams = False
+    streams = "transfer"
     pause: Sequence[Post] = [("/pause?mode=keep&clear_cache=false", {})]
     resume: Sequence[Post] = [("/resume", {})]
+    # Keys of the old weights, those of completions under way too, and what the old tower made of images.
+    forget: Sequence[Post] = [
+        ("/reset_prefix_cache?reset_running_requests=true", {}),
+        ("/reset_encoder_cache", {}),
+    ]
     names_versions = True
     dora = towers = keeps_features = False
     routed_fields: dict[str, Any] = {}  # all its answers have them, or none
@@ -116,8 +122,8 @@ class Vllm:
             if not self._try(call, "/collective_rpc", arguments):
                 raise UserError("it has no /collective_rpc: start it with VLLM_SERVER_DEV_MODE=1")
             self._try(call, "/update_weight_version", {"new_version": str(version)})
-            self._try(call, "/reset_prefix_cache", {})
-            self._try(call, "/reset_encoder_cache", {})  # what the old tower made of images
+            for post in self.forget:
+                self._try(call, *post)
         finally:
             for post in self.resume if was_paused else []:
                 call(*post)
@@ -171,8 +177,8 @@ class Vllm:
 
 class Dtrain(Vllm):
     name = "dtrain"
-    streams = True
-    pause = resume = ()  # it decodes nothing from the first bucket of an update to the last
+    streams = "broadcast"
+    pause = forget = resume = ()  # it decodes nothing from the first bucket of an update to the last
     names_versions = False
     dora = towers = True
     keeps_features = False
@@ -210,8 +216,9 @@ class Dtrain(Vllm):
 
 class Sglang:
     name = "sglang"
-    streams = True
+    streams = "broadcast"
     pause: Sequence[Post] = [("/pause_generation", {"mode": "retract"})]  # what is under way is read anew
+    forget: Sequence[Post] = ()  # an update does
     resume: Sequence[Post] = [("/continue_generation", {})]
     names_versions = True
     dora = towers = False

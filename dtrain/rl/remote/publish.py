@@ -1,5 +1,5 @@
 """Publishers of new weights to the servers of an `HttpEngine`: whole ones or an adapter by a shared directory, or whole
-ones by a broadcast.
+ones by a broadcast, which `weight_transfer` does for vLLM.
 
 All are collective over the run's ranks; only rank 0 has the engine, the others pass None. An error on rank 0 is a
 UserError on every rank, after all of them have gathered every weight: none is left in a collective.
@@ -86,11 +86,13 @@ class StreamPublisher(Publisher):
 
     device: where the tensors are; the group is nccl on CUDA, else gloo, and the servers' must be of the same kind. It
     meets at a free port of this machine's address on the way to the first server. For `dtrain serve`, and SGLang, whose
-    routes and group these are; vLLM's wants its own code on the trainer's side: use DirectoryPublisher there.
+    routes and group these are; `weight_transfer.TransferPublisher` is for vLLM.
 
     The group meets at the first `publish`, and anew where a server has gone or come back since. Building one is
     collective. Raises UserError for a server that takes no stream.
     """
+
+    way = "broadcast"
 
     def __init__(
         self,
@@ -113,6 +115,8 @@ class StreamPublisher(Publisher):
         Raises UserError where no server can take part, or one breaks off under way; such a server decodes nothing until
         it got a whole version."""
         info = source.prepare_refit_info(self.dtype)
+        # The widest dtypes first, so that each tensor lies at a multiple of its width, where servers view it.
+        info = dict(sorted(info.items(), key=lambda item: -item[1][1].itemsize))
         self.ranks.first(lambda: self._meet(info))
         parts = buckets(info, self.bucket_bytes)
         problem: Exception | None = None
@@ -120,22 +124,22 @@ class StreamPublisher(Publisher):
             full = [tensor for _, tensor in source.full_tensors(self.dtype, names)]
             if self.ranks.is_first and problem is None:
                 last = version if names is parts[-1] else None
-                problem = _attempt(self._send, info, names, full, last)
+                problem = attempt(self._send, info, names, full, last)
             del full
         self.ranks.first(lambda: self._conclude(version, problem))
 
     def close(self) -> None:
         """Leave the group. No collective."""
         for server in self._members:
-            _attempt(self._ask, server, "/destroy_weights_update_group", {"group_name": self._name})
+            attempt(self._ask, server, "/destroy_weights_update_group", {"group_name": self._name})
         self._group, self._members = None, []
 
     def _check(self) -> None:
         for server in self.engine.servers:
-            if not server.dialect.streams:
+            if server.dialect.streams != self.way:
                 raise UserError(
-                    f"{server.client.url} is a {server.dialect.name} server, which takes no streamed weights from "
-                    "dtrain; publish by a shared directory"
+                    f"{server.client.url} is a {server.dialect.name} server, which joins no group of the others' kind; "
+                    "give servers of one kind, or publish by a shared directory (grpo.server.weights=directory)"
                 )
 
     @property
@@ -158,14 +162,14 @@ class StreamPublisher(Publisher):
     def _tell_members(self, posts: Callable[[Dialect], Sequence[Post]]) -> Exception | None:
         """Post to every member, whatever others answer, and return the first error."""
         calls = [(server, *post) for server in self._members for post in posts(server.dialect)]
-        problems = [_attempt(self._ask, *call) for call in calls]
+        problems = [attempt(self._ask, *call) for call in calls]
         return next((problem for problem in problems if problem is not None), None)
 
     def _form(self, servers: list[ServerClient], info: Info) -> None:
         sizes = []
         for server in servers:
             if server.dialect.name == "dtrain":
-                self._ask(server, "/check_weights", _described(info, list(info)))
+                self._ask(server, "/check_weights", described(info, list(info)))
                 sizes.append(1)
             else:
                 sizes.append(int(self._ask(server, "/get_server_info").get("tp_size", 1)))
@@ -183,39 +187,50 @@ class StreamPublisher(Publisher):
         posts = []
         for index, server in enumerate(servers):
             body = {**meeting, "rank_offset": 1 + sum(sizes[:index])}
-            posts.append(_in_thread(self._ask, server, "/init_weights_update_group", body))
+            posts.append(in_thread(self._ask, server, "/init_weights_update_group", body))
         size = 1 + sum(sizes)
-        joined = _in_thread(partial(weight_group, address, port, 0, size, self.device, name=self._name))
+        joined = in_thread(partial(weight_group, address, port, 0, size, self.device, name=self._name))
         try:
-            _first_error([*posts, joined])
+            first_error([*posts, joined])
         except RuntimeError as error:  # torch's word for peers that do not come
             raise UserError(f"the servers did not meet at {address}:{port}: {error}") from error
         self._group, self._members = joined.result(), servers
 
     def _send(self, info: Info, names: list[str], full: list[Tensor], version: int | None) -> None:
-        body = {**_described(info, names), "group_name": self._name, "load_format": "flattened_bucket"}
-        if version is not None:
-            body["weight_version"] = str(version)
-        path = "/update_weights_from_distributed"
-        posts = [_in_thread(self._ask, server, path, body) for server in self._members]
+        post = self._bucket_post(info, names, version)
+        posts = [in_thread(self._ask, server, *post) for server in self._members]
         message = flatten(full)
         sent = self._group.broadcast(message, 0)
         try:
-            _first_error(posts)
+            first_error(posts)
         except UserError:
-            self._abandoned.append((self._group, sent, message))
-            self._group = None
+            self._abandon(sent, message)
             raise
         sent.wait()
 
+    def _bucket_post(self, info: Info, names: list[str], version: int | None) -> Post:
+        """Return the call that has a server take the message of these tensors. version: with the last one."""
+        body = {**described(info, names), "group_name": self._name, "load_format": "flattened_bucket"}
+        if version is not None:
+            body["weight_version"] = str(version)
+        return "/update_weights_from_distributed", body
+
+    def _abandon(self, sent: Any, message: Tensor) -> None:
+        self._abandoned.append((self._group, sent, message))
+        self._group = None
+
     def _conclude(self, version: int, problem: Exception | None) -> None:
-        resumed = self._tell_members(lambda dialect: dialect.resume)
-        problem = problem or resumed
+        finished = self._finish(version, problem)
+        problem = problem or finished
         for server in self.engine.servers:
             was_there = server in self._members
             server.record_update(version, None if was_there and problem is None else str(problem or "it was not there"))
         if problem is not None:
             raise UserError(f"version {version} of the weights did not reach the servers: {problem}")
+
+    def _finish(self, version: int, problem: Exception | None) -> Exception | None:
+        """Have the members go on after their last message; return the first error."""
+        return self._tell_members(lambda dialect: dialect.resume)
 
     def _ask(self, server: ServerClient, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return the answer to a call without a second try: a broadcast has none either. Raises UserError."""
@@ -236,7 +251,7 @@ class StreamPublisher(Publisher):
         return True
 
 
-def _described(info: Info, names: list[str]) -> dict[str, Any]:
+def described(info: Info, names: list[str]) -> dict[str, Any]:
     return {
         "names": names,
         "dtypes": [str(info[name][1]).removeprefix("torch.") for name in names],
@@ -244,7 +259,7 @@ def _described(info: Info, names: list[str]) -> dict[str, Any]:
     }
 
 
-def _attempt(act: Callable[..., Any], *arguments: Any) -> Exception | None:
+def attempt(act: Callable[..., Any], *arguments: Any) -> Exception | None:
     """Return why `act` failed, for reasons that lie with a server or the network; else None."""
     try:
         act(*arguments)
@@ -253,7 +268,7 @@ def _attempt(act: Callable[..., Any], *arguments: Any) -> Exception | None:
     return None
 
 
-def _in_thread(act: Callable[..., Any], *arguments: Any) -> Future:
+def in_thread(act: Callable[..., Any], *arguments: Any) -> Future:
     """Run `act` in a thread that nobody has to wait for; return its future outcome."""
     future: Future = Future()
 
@@ -267,7 +282,7 @@ def _in_thread(act: Callable[..., Any], *arguments: Any) -> Future:
     return future
 
 
-def _first_error(futures: list[Future]) -> None:
+def first_error(futures: list[Future]) -> None:
     """Wait for all, or raise the first error as it comes."""
     done, _ = wait(futures, MEETING.total_seconds() * 2, return_when=FIRST_EXCEPTION)
     for future in done:

@@ -19,8 +19,10 @@ from dtrain.recipe.rollouts import RolloutSection
 from dtrain.recipe.schema import Lora
 from dtrain.rl.remote.http import HttpEngine, wait_for
 from dtrain.rl.remote.publish import AdapterPublisher, DirectoryPublisher, StreamPublisher
+from dtrain.rl.remote.weight_transfer import TransferPublisher
 from dtrain.rl.routed import RoutedReader
 
+STREAMS: dict[str, type[StreamPublisher]] = {kind.way: kind for kind in (StreamPublisher, TransferPublisher)}
 MERGED = "grpo.server.weights=directory sends merged weights"
 
 
@@ -90,8 +92,8 @@ class OverHttp(RolloutEngine):
         if way == "adapter" and config is not None:
             adapters = self._publisher = AdapterPublisher(shared, base, config, engine)
             self._publish: Callable[[int], None] = lambda version: adapters.publish(policy.model, version)
-        elif way == "broadcast":
-            stream = self._publisher = StreamPublisher(engine, device=policy.device, dtype=dtype)
+        elif way in STREAMS:
+            stream = self._publisher = STREAMS[way](engine, device=policy.device, dtype=dtype)
             run.stack.callback(stream.close)
             self._publish = lambda version: stream.publish(policy.weights, version)
         else:
@@ -142,10 +144,13 @@ def _choose_way(
     has_tower: bool = False,
 ) -> str:
     """Return how weights travel: for `auto` the adapter alone where there is one and all servers take it, else a
-    directory of whole weights; says which, and why. is_rounded: whether the adapter is trained beside weights in 4
-    bits, which are not those that servers have; is_held: beside weights that are in the run's checkpoints alone;
-    has_tower: whether it is of a vision tower too. Raises UserError where `adapter` was asked for and cannot be."""
+    directory of whole weights; says which, and why. For `broadcast` the servers' way, of `STREAMS`. is_rounded: whether
+    the adapter is trained beside weights in 4 bits, which are not those that servers have; is_held: beside weights that
+    are in the run's checkpoints alone; has_tower: whether it is of a vision tower too. Raises UserError where `adapter`
+    was asked for and cannot be."""
     assert engine is not None, "rank 0 talks to the servers"
+    if requested == "broadcast":
+        return engine.servers[0].dialect.streams
     if config is None or requested not in ("auto", "adapter"):
         return "directory" if requested == "auto" else requested
     held = "its base is in this run's checkpoints alone (checkpoint.init_from, model.init), where no server finds it"

@@ -12,8 +12,7 @@ from dtrain.base.json_files import digest
 from dtrain.base.model_directory import CONFIG
 from dtrain.base.ranges import nearest
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, is_adapter_directory, read_adapter_config
-from dtrain.checkpoint.peft.files import ADAPTER
+from dtrain.checkpoint.peft.config import ADAPTER, ADAPTER_CONFIG, is_adapter_directory, read_adapter_config
 from dtrain.data import Cursor
 from dtrain.methods import model_keys, recipe_keys
 from dtrain.models.common.adapter_config import adaptable
