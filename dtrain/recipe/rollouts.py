@@ -189,9 +189,8 @@ class RolloutSection:
     """auto | true | false. true: a rank gathers the whole weights (its tensor-parallel part) once and keeps them while
     it generates. false: it gathers each layer for each token. auto: true where memory allows."""
     cuda_graphs: Annotated[bool | str, AUTO] = "auto"
-    """auto | true | false. engine=native on CUDA: each step of decoding is one captured graph, not some seventy kernels
-    a layer. Not under parallel.tp or ep; weights are gathered once; the first graph must draw what its kernels draw.
-    auto: kernel by kernel where that cannot be, and the run says why. true: an error then."""
+    """engine=native on CUDA: a step of decoding is one captured graph, and the first must draw what its kernels draw.
+    auto: kernel by kernel where that fails, under parallel.tp or ep, or without whole weights. true: refused there."""
     offload: bool = False
     """The optimizer's state, and with engine=http the weights, wait in host memory while completions are drawn."""
     show: Annotated[int, at_least(0)] = 2
