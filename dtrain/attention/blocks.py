@@ -183,9 +183,11 @@ class BlockByBlock(torch.autograd.Function):
     def backward(ctx, grad):
         q, kv, out, lse, sinks = ctx.saved_tensors
         grad = grad.contiguous()
-        q_grad, kv_grad, incoming = torch.zeros_like(q, dtype=lse.dtype), None, None
+        q_grad, kv_grad = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, kv))
+        incoming = None
         for held, step in zip([kv] if ctx.ring is None else ctx.ring.around(kv), ctx.steps, strict=True):
-            kv_grad = torch.zeros_like(kv, dtype=lse.dtype)
+            if incoming is not None:  # the sum before is on its way
+                kv_grad = torch.zeros_like(kv_grad)
             if step is not None:
                 ctx.attention.backward(grad, q, held, (out, lse), step, q_grad, kv_grad)
             if ctx.ring is not None:  # the gradient follows its keys: it travels while the next block is computed

@@ -82,9 +82,9 @@ def prove(
         return does_not_run("varlen", error)
     for name, results, others, truths in checks:
         for result, other, truth in zip(results, others, truths, strict=True):
-            off, usual = (float((values.float() - truth).abs().max()) for values in (result, other))
-            if not off <= _TIMES * usual + torch.finfo(dtype).eps * float(truth.abs().max()):
-                return f"{name} gives other numbers than sdpa here: {off:.2e} from float32, sdpa {usual:.2e}"
+            off, off_usually = (float((values.float() - truth).abs().max()) for values in (result, other))
+            if not off <= _TIMES * off_usually + torch.finfo(dtype).eps * float(truth.abs().max()):
+                return f"{name} gives other numbers than sdpa here: {off:.2e} from float32, sdpa {off_usually:.2e}"
     return None
 
 

@@ -24,12 +24,14 @@ def choose(device: torch.device, prove: Callable[[bool], str | None], ranks: Ran
     name, note = _activate(device)
     names = ranks.every(lambda: name)
     if len(set(names)) > 1:
-        name, note = _restore(name), note or f"FA2: {next(filter(None, names))} is not on every rank"
+        _restore(name)
+        name, note = None, note or f"FA2: {next(filter(None, names))} is not on every rank"
     if name is not None:
         problem = prove(True)
         if problem is None:
             return None, name
-        name, note = _restore(name), f"FA2: {name}: {problem}"
+        _restore(name)
+        note = f"FA2: {name}: {problem}"
     return prove(False), note
 
 

@@ -85,6 +85,7 @@ def _hidden(part: Visibility, dtype: torch.dtype, device: torch.device) -> Hidde
 
 class _Incoming(NamedTuple):
     tensor: Tensor
+    sent: Tensor  # held until it has left
     requests: list[dist.Work]
 
     def wait(self) -> Tensor:
@@ -108,8 +109,9 @@ class _Ring(NamedTuple):
         """Send to the next rank of the ring, receive from the one before."""
         group, size, rank = self.group, self.group.size(), self.group.rank()
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        sent = tensor.contiguous()
         operations = [
-            dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
             dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
         ]
-        return _Incoming(received, dist.batch_isend_irecv(operations))
+        return _Incoming(received, sent, dist.batch_isend_irecv(operations))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +16,16 @@ def deterministic_algorithms(environ: MutableMapping[str, str]) -> Iterator[None
     where one has no deterministic algorithm (`torch.use_deterministic_algorithms`).
     """
     was_on, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    switches: Any = torch.utils.deterministic
+    fills = switches.fill_uninitialized_memory
     environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]  # it costs a write of each
+    switches.fill_uninitialized_memory = False  # it writes all memory once more
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(was_on, warn_only=warned)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        switches.fill_uninitialized_memory = fills
 
 
 def cumsum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:

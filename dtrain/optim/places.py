@@ -123,7 +123,7 @@ class Numbers(NamedTuple):
 def row_indices(rows: int, at: Numbers, device: torch.device) -> Tensor:
     """Return the index in the whole parameter of each of so many held rows, int64 [rows]."""
     held = torch.arange(rows, device=device) + at.first_held
-    if at.held_of_matrix is not None:  # a GPU divides slowly
+    if at.held_of_matrix is not None and at.of_matrix is not None:  # a GPU divides slowly
         held = held // at.held_of_matrix * at.of_matrix + held % at.held_of_matrix
     return held + at.first_row
 

@@ -215,10 +215,10 @@ class Policy:
             seen = [] if updater is None or routing is None else [routing.seen()]
             zero = torch.zeros((), dtype=torch.float64, device=self.device)
             sums = [sum((values[name].detach().double() for values in measured), zero) for name in names]
-            of_step = all_reduced(torch.cat([torch.stack([loss.double(), *sums]), *seen]), self.mesh.dp_cp)
+            total = all_reduced(torch.cat([torch.stack([loss.double(), *sums]), *seen]), self.mesh.dp_cp)
             if updater is not None:
-                norm, of_step = updater.update(of_step)
-            totals.append(of_step)
+                norm, total = updater.update(total)
+            totals.append(total)
         whole = torch.stack(totals, 1).cpu()  # [1 + metrics (+ layers · experts), steps]
         return {
             "loads": {} if routing is None or updater is None else routing.measures(whole[1 + len(names) :]),

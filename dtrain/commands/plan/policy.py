@@ -214,7 +214,9 @@ def _build(
     return model
 
 
-def _planned_regions(layer: Layer, fused: FusedBytes, is_selective: bool) -> tuple[Callable[..., Any], ...]:
+def _planned_regions(
+    layer: Layer, fused: FusedBytes, is_selective: bool
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the parts of a layer as `models.common.compiled` compiles them: what they keep and move is counted."""
     before: Callable[..., Any] = layer.before
     after: Callable[..., Any] = layer.after

@@ -264,7 +264,7 @@ def _gradient_of_tile(
     logits = head.logits_(own(products))
     slope = head.slope(logits)
     logp = logits.sub_(lse)
-    if by_entropy is None:
+    if by_entropy is None or scratch is None or entropy is None:
         grad = logp.exp_().mul_(-by_logprob)
     else:
         grad = torch.exp(logp, out=own(scratch))

@@ -235,8 +235,13 @@ def _token_sums(
         if not tokens.wants_gradient:
             continue
         # d(scale·logp + evenly·mean logp)/dlogits = scale·onehot + evenly/V − (scale + evenly)·softmax
-        of_rows = largest[:, None], (-(scale + evenly) * log_share.exp() / part)[:, None], local_target
-        of_rows += scale[:, None] * is_mine, (evenly / vocabulary)[:, None] if smoothing else None
+        of_rows = (
+            largest[:, None],
+            (-(scale + evenly) * log_share.exp() / part)[:, None],
+            local_target,
+            scale[:, None] * is_mine,
+            (evenly / vocabulary)[:, None] if smoothing else None,
+        )
         tokens.add_gradient(_gradient(logits, of_rows, softcap, *of_cap, tokens.operand.dtype), tile, rows)
     return total, correct
 

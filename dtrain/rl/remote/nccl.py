@@ -5,6 +5,7 @@ that nobody else sees, where it leaves the id. Torch does not promise the key of
 """
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ class NcclRoot:
         self._store = dist.HashStore()
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = wait
-        self._group = dist.ProcessGroupNCCL(self._store, 0, world_size, options)
+        self._group: Any = dist.ProcessGroupNCCL(self._store, 0, world_size, options)
         self._sum = torch.zeros(1, device=device)
 
     @staticmethod

@@ -105,7 +105,11 @@ class TransferPublisher(StreamPublisher):
         world_size = 1 + sum(sizes)
         if world_size > MOST_RANKS:
             raise UserError(f"the servers have {sum(sizes)} GPUs, and one group takes {MOST_RANKS - 1}: {FIX[3:]}")
-        fields = {"world_size": world_size, "packed": True, "packed_buffer_size_bytes": self.bucket_bytes}
+        fields: dict[str, Any] = {
+            "world_size": world_size,
+            "packed": True,
+            "packed_buffer_size_bytes": self.bucket_bytes,
+        }
         # Calls over HTTP give up first: torch ends the whole process where a message of NCCL takes longer.
         root = self._root(world_size, self.device, timedelta(seconds=2 * self.engine.timeout))
         self._abandoned.append(root)  # until it is met: letting go of one would wait for `join`
