@@ -14,6 +14,9 @@ from dtrain.base.ranks import Ranks
 VERSIONS = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn")}
 """torch's name of a version, and the package that brings it, by the first number of a GPU's compute capability."""
 
+_refused: set[str] = set()
+"""Versions that a model of this process has refused: what is active serves all its models."""
+
 
 def choose(device: torch.device, prove: Callable[[bool], str | None], ranks: Ranks) -> tuple[str | None, str]:
     """Take the later version where every rank has it and it proves itself, else torch's own.
@@ -24,13 +27,13 @@ def choose(device: torch.device, prove: Callable[[bool], str | None], ranks: Ran
     name, note = _activate(device)
     names = ranks.every(lambda: name)
     if len(set(names)) > 1:
-        _restore(name)
+        _refuse(name)
         name, note = None, note or f"FA2: {next(filter(None, names))} is not on every rank"
     if name is not None:
         problem = prove(True)
         if problem is None:
             return None, name
-        _restore(name)
+        _refuse(name)
         note = f"FA2: {name}: {problem}"
     return prove(False), note
 
@@ -43,6 +46,8 @@ def _activate(device: torch.device) -> tuple[str | None, str]:
     name, package = VERSIONS.get(torch.cuda.get_device_capability(device)[0], ("", ""))
     if not name or find_spec(package) is None:
         return None, ""
+    if name in _refused:
+        return None, f"FA2: another model of this run has refused {name}"
     try:
         attention.activate_flash_attention_impl(name)
     except (ImportError, OSError, RuntimeError, AttributeError, ValueError) as error:  # another version of either
@@ -50,7 +55,8 @@ def _activate(device: torch.device) -> tuple[str | None, str]:
     return name, ""
 
 
-def _restore(name: str | None) -> None:
-    """Put torch's own back in the place of version `name`."""
+def _refuse(name: str | None) -> None:
+    """Put torch's own back in the place of version `name`, for good."""
     if name is not None:
+        _refused.add(name)
         attention.restore_flash_attention_impl()

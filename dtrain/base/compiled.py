@@ -10,6 +10,8 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._triton import has_triton
 
+from dtrain.base.gpus import C_COMPILERS
+
 # Of one function: for dtypes, for one row and for several, with and without gradients. torch's own limit is 8.
 GRAPHS = 32
 
@@ -18,7 +20,7 @@ def obstacle(device_type: str) -> str | None:
     """Return why nothing can be compiled for a type of device on this machine, in words; None where it can."""
     if device_type == "cuda" and not has_triton():
         return "Triton, which comes with torch's CUDA builds, is not installed or does not know this GPU"
-    compilers = ("g++",) if device_type == "cpu" else ("cc", "gcc", "clang")
+    compilers = ("g++",) if device_type == "cpu" else C_COMPILERS
     if not any(shutil.which(name) for name in compilers):
         return f"there is no compiler ({' or '.join(compilers)}) on this machine"
     return None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 class Fused:
     """`function` of tensors, of which all sizes but the last vary, compiled on a GPU that Triton knows; elsewhere, and
-    within what is compiled, as it is written. A function mode can take its calls: a plan counts one as one kernel."""
+    within what is compiled and under deterministic algorithms, as it is written. A function mode can take its calls: a plan counts one as one kernel."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -22,7 +22,7 @@ class Fused:
 
     def compiles(self, tensor: Tensor) -> bool:
         """Return whether a call with `tensor` [..] is compiled."""
-        if has_torch_function((tensor,)) or not tensor.is_cuda:
+        if has_torch_function((tensor,)) or not tensor.is_cuda or torch.are_deterministic_algorithms_enabled():
             return False
         if self._compiled is None:
             from dtrain.base.compiled import Compiled, obstacle

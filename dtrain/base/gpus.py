@@ -24,6 +24,7 @@ class Board(NamedTuple):
 
 
 OF_FREE = 0.8  # of a GPU's free memory
+C_COMPILERS = ("cc", "gcc", "clang")  # one of which Triton needs on a GPU's machine
 _FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 BOARDS = {
     name: Board(**{**entry, "tflops": tuple(rate or None for rate in entry["tflops"])})

@@ -27,7 +27,7 @@ from dtrain.models.common.decoder import CausalLM
 # Graphs held at a time: each takes a few MiB on the device for its kernels' arguments.
 MOST = 32
 
-# Share of a device's memory that may stay taken while the model trains: half of what a planned run leaves free.
+# Share of a device's memory that may stay taken while the model trains: half of what a choice of `auto` leaves free.
 KEPT = 1 / 20
 
 Replay = Callable[[], None]
@@ -98,26 +98,26 @@ class Steps:
         self._clear()
 
     def _clear(self) -> None:
-        self._held: dict[tuple[object, ...], Step] = {}  # the one last asked for stands last
+        self._held: dict[tuple[object, ...], Step] = {}  # the step last opened stands last
         self._maker: CudaGraphs | None = None
         self._store = KeyValues.of(self._model.config)
         self._copies: dict[int, nn.Parameter] = {}  # by place among the weights
 
     def rest(self) -> KeyValues:
         """Return an empty cache, before and after work. Steps and what they read stay, or all of it goes."""
-        held = [tensor for pool in self._store.pools for tensor in pool.tensors()]
-        taken = _nbytes([*held, *self._copies.values()]) + (0 if self._maker is None else self._maker.nbytes)
+        tensors = [tensor for pool in self._store.pools for tensor in pool.tensors()]
+        taken = _nbytes([*tensors, *self._copies.values()]) + (0 if self._maker is None else self._maker.nbytes)
         if taken > self._keeps:
             self._lose("what they read takes", taken)
         for pool in self._store.pools:
             pool.clear()
         return self._store
 
-    def _lose(self, what: str, taken: int) -> None:
+    def _lose(self, reason: str, taken: int) -> None:
         """Keep nothing from here on."""
         if self._keeps:
             sizes = f"{taken / 2**30:.2f} GiB, and at most {self._keeps / 2**30:.2f} GiB may stay"
-            self.lost = f"CUDA graphs are captured anew in each rollout: {what} {sizes}"
+            self.lost = f"CUDA graphs are captured anew in each rollout: {reason} {sizes}"
         self._keeps = 0
         self._clear()
 
@@ -184,6 +184,8 @@ class Steps:
         try:
             if not self._is_proved:
                 expected = step.result(partial(self._maker.rehearse, step.run))
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             self.give_up(f"a step of decoding is no graph: {_line(error)}")
             return None
@@ -247,15 +249,15 @@ class Step:
             for tensor, old in zip(state, before, strict=True):
                 tensor.copy_(old)
 
-    def difference(self, found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> str | None:
+    def difference(self, result: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> str | None:
         """Return how results of a step differ, None where they do by no more than rounding."""
-        if parted := int((found[0] != expected[0]).sum()):
-            return f"{parted} of {len(found[0])} rows drew another token"
+        if parted := int((result[0] != expected[0]).sum()):
+            return f"{parted} of {len(result[0])} rows drew another token"
         # Of logits in the weights' dtype; what is not a number in both is no difference.
         rounding = 8 * torch.finfo(next(self._model.parameters()).dtype).eps
-        if torch.allclose(found[1], expected[1], rtol=rounding, atol=rounding, equal_nan=True):
+        if torch.allclose(result[1], expected[1], rtol=rounding, atol=rounding, equal_nan=True):
             return None
-        return f"log-probabilities by up to {(found[1] - expected[1]).abs().max().item():.3g}"
+        return f"log-probabilities by up to {(result[1] - expected[1]).abs().max().item():.3g}"
 
     def run(self) -> None:
         """Take the step kernel by kernel."""

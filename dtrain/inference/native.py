@@ -117,11 +117,13 @@ class NativeEngine(RolloutEngine):
                     token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
                     images = no_images(token, self.model.config) if peers.run_tower else None
                     self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device), images)
-        mine_and_why = completions, None if self._steps is None else self._steps.obstacle
+        mine_and_why = completions, *((None, None) if self._steps is None else (self._steps.obstacle, self._steps.lost))
         everywhere = Ranks(self.mesh.dp_cp.get_group()).every(lambda: mine_and_why) if ranks > 1 else [mine_and_why]
-        self._without_graphs(next((obstacle for _, obstacle in everywhere if obstacle is not None), None))
+        if self._steps is not None:
+            self._steps.lost = next((lost for *_, lost in everywhere if lost is not None), None)
+        self._without_graphs(next((obstacle for _, obstacle, _ in everywhere if obstacle is not None), None))
         by_index: dict[int, Completion] = {}
-        for share, (drawn, _) in zip(shares, everywhere, strict=True):
+        for share, (drawn, *_) in zip(shares, everywhere, strict=True):
             if drawn is None:
                 raise Interrupted
             by_index.update(zip(share, drawn, strict=True))
@@ -146,12 +148,12 @@ class NativeEngine(RolloutEngine):
     def _engine(self, requests: Sequence[Request], peers: Peers | None = None) -> Engine:
         """Return this rank's engine, which can answer each of `requests`. Collective. Raises UserError."""
         chosen = choose_budget(self.model, self.device, self.mesh.size, self.mesh.tp.size())
+        tokens = chosen.tokens // (1 if self._steps is None else 2)  # graphs round up, at most twofold
         engine = Engine(
             self.model,
             decode=self._decode,
             max_rows=chosen.rows,
-            max_tokens=self._max_tokens
-            or self._least(chosen.tokens),  # the ranks of a tp group must let in the same rows
+            max_tokens=self._max_tokens or self._least(tokens),  # the ranks of a tp group must let in the same rows
             device=self.device,
             peers=peers,
             steps=self._steps,

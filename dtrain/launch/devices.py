@@ -116,7 +116,7 @@ def choose_device(wanted: str, place: RankPlace) -> "torch.device":
 
 
 def _hidden(environ: Mapping[str, str]) -> str | None:
-    """Why torch sees no GPU, as far as that shows without starting CUDA."""
+    """Return why torch sees no GPU, as far as that shows without starting CUDA."""
     import torch
 
     if torch.version.cuda is None:

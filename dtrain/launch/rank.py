@@ -80,8 +80,9 @@ def run_rank(
     recipe = with_compile(resumed(job.recipe) if place.attempt else job.recipe, device.type)
     chosen: tuple[str, ...] = ()
     if device.type == "cuda" and value_of(job.recipe, COMPILE) == AUTO:
-        (value,) = as_overrides({COMPILE: (has_triton := value_of(recipe, COMPILE))})
-        chosen = (f"{value} (auto): Triton is {'' if has_triton else 'not '}installed",)
+        (value,) = as_overrides({COMPILE: (is_able := value_of(recipe, COMPILE))})
+        why = f"Triton and a C compiler are {'' if is_able else 'not both '}installed"
+        chosen = (f"{value} (auto): {'run.deterministic=true' if recipe.run.deterministic else why}",)
     with ExitStack() as stack:
         planned = None
         wants_plan = device.type == "cuda" if recipe.metrics.plan == "auto" else recipe.metrics.plan
@@ -138,7 +139,7 @@ def run_rank(
 def _unfit_devices(
     recipe: Recipe, planned: Any, seen: list[DeviceFacts], devices: Sequence[DeviceFacts]
 ) -> Sequence[str]:
-    """Why the run cannot go on with the GPUs of its ranks, their memory included; what is only told, on stderr. seen:
+    """Return why the run cannot go on with the GPUs of its ranks, their memory included; remarks go to stderr. seen:
     gets the devices."""
     seen += devices
     reasons = problems(devices, recipe.train.dtype)

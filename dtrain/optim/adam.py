@@ -147,12 +147,14 @@ class LowBitAdam(Optimizer):
         scalars = tuple(torch.tensor(factor, dtype=torch.float64) for factor in factors)
         numbers = place.numbers(part.rows, part.name)
         arguments = part.weights, part.gradient, state, scalars, numbers, shrinks
+        # What visits the device lies in one buffer: several dtypes of a storage that a graph writes are refused.
+        step = _step if self._offloader is None else _step.function
         if not isinstance(moment, Int8):
-            _step(*arguments)
+            step(*arguments)
         elif moment.shares_blocks:
             _step.function(*arguments, (moment.before, moment.after), moment.agree)
         else:
-            _step(*arguments, (moment.before, moment.after))
+            step(*arguments, (moment.before, moment.after))
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,8 @@ class Experts(nn.Module):
         ranks, group = self.ep.size(), self.ep.get_group()
         each = [len(counts) // ranks] * ranks
         theirs = all_to_all(counts, each, each, group).view(ranks, -1)  # [ep, E/ep]
-        totals = torch.cat([counts.view(ranks, -1).sum(1), theirs.sum(1)])
-        both = on_host(totals, 2 * len(rows))
-        sends, receives = both[:ranks], both[ranks:]
+        both = torch.stack([counts.view(ranks, -1).sum(1), theirs.sum(1)])
+        sends, receives = [on_host(each, len(rows)) for each in both] if both.is_meta else both.tolist()
         numbers = torch.arange(len(counts) // ranks, device=counts.device).repeat(ranks)
         order = numbers.repeat_interleave(theirs.flatten(), output_size=sum(receives)).argsort(stable=True)  # [m]
         back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))

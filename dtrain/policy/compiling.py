@@ -22,6 +22,8 @@ def obstacle(recipe: PolicyConfig) -> str | None:
     """Return why layers are better not compiled, on whatever machine, in words; None where nothing is in the way."""
     if recipe.train.activation_checkpointing == "mlp":
         return "train.activation_checkpointing=mlp computes half of what is compiled again; set selective or full"
+    if recipe.run.deterministic:
+        return "run.deterministic=true: the compiler chooses the order of sums by the first sizes that it sees"
     if recipe.lora is not None and recipe.lora.dropout:
         return f"lora.dropout={recipe.lora.dropout} is drawn for each layer, which would be a graph of its own"
     return None

@@ -213,9 +213,7 @@ class Policy:
             metrics += measured
             names = list(measured[0])
             seen = [] if updater is None or routing is None else [routing.seen()]
-            zero = torch.zeros((), dtype=torch.float64, device=self.device)
-            sums = [sum((values[name].detach().double() for values in measured), zero) for name in names]
-            total = all_reduced(torch.cat([torch.stack([loss.double(), *sums]), *seen]), self.mesh.dp_cp)
+            total = self._summed(loss, measured, seen)
             if updater is not None:
                 norm, total = updater.update(total)
             totals.append(total)
@@ -232,6 +230,13 @@ class Policy:
             "rank": self.rank,
             "all_mb_metrics": {name: [values[name] for values in metrics] for name in names},
         }
+
+    def _summed(self, loss: Tensor, measured: Sequence[dict[str, Tensor]], seen: Sequence[Tensor]) -> Tensor:
+        """Return a step's loss, its metrics and `seen`, summed over micro-batches and ranks, float64 [n] on the
+        device. One all-reduce."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        sums = [sum((values[name].detach().double() for values in measured), zero) for name in measured[0]]
+        return all_reduced(torch.cat([torch.stack([loss.double(), *sums]), *seen]), self.mesh.dp_cp)
 
     def _counts(self, rows: Batch, batches: Sequence[MicroBatch]) -> Tensor:
         """Return the counts of a step's rows on this dp rank, int64 [6]: trained tokens, documents, tokens; pairs of a

@@ -4,10 +4,13 @@
 one of them. `train.compile`, which rounds otherwise, the kind of device decides.
 """
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, TypeVar
+
+from dtrain.base.gpus import C_COMPILERS
 
 Config = TypeVar("Config")
 
@@ -66,7 +69,9 @@ def settled(config: Config, dp: int = 1) -> Config:
 def with_compile(config: Config, device_type: str, is_here: bool = True) -> Config:
     """Return `config` with a value in place of `auto` for `train.compile` on devices of a type, of this machine or of
     one that has what it takes."""
-    is_able = device_type == "cuda" and not (is_here and find_spec("triton") is None)
+    has_compilers = find_spec("triton") is not None and any(map(shutil.which, C_COMPILERS))
+    is_able = device_type == "cuda" and (has_compilers or not is_here)
+    is_able &= not config.run.deterministic  # type: ignore[attr-defined]
     return changed(config, {COMPILE: is_able}) if value_of(config, COMPILE) == AUTO else config
 
 

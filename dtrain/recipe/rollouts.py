@@ -190,7 +190,8 @@ class RolloutSection:
     it generates. false: it gathers each layer for each token. auto: true where memory allows."""
     cuda_graphs: Annotated[bool | str, AUTO] = "auto"
     """engine=native on CUDA: a step of decoding is one captured graph, and the first must draw what its kernels draw.
-    auto: kernel by kernel where that fails, under parallel.tp or ep, or without whole weights. true: refused there."""
+    auto: kernel by kernel where that one differs or waits, under parallel.tp or ep, or without whole weights. true:
+    refused there. A capture that fails ends the run."""
     offload: bool = False
     """The optimizer's state, and with engine=http the weights, wait in host memory while completions are drawn."""
     show: Annotated[int, at_least(0)] = 2

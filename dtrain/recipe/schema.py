@@ -289,8 +289,8 @@ class Train:
     heads, one key head with its query heads at a time. Mixtures of experts are not tiled. The numbers are the same.
     auto: as `micro_batch`."""
     compile: Annotated[bool | str, AUTO] = False
-    """auto | true | false. torch.compile for each layer, without its attention. auto: on CUDA, where Triton is
-    installed."""
+    """auto | true | false. torch.compile for each layer, without its attention. auto: on CUDA, where Triton and a
+    C compiler are installed."""
     vision: Literal["frozen", "projector", "all"] = "frozen"
     """Trained part of a vision tower. projector: the part that maps its features to the text's embeddings. A frozen
     part stays as the model's files have it. `train_only` and `freeze` leave out more."""

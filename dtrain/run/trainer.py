@@ -221,7 +221,7 @@ class Trainer:
                 self.save(step, batch.cursor, wait=bool(last or signum))
                 saved = step
             if is_due or step % COLLECT_EVERY == 0:
-                gc.collect(2 if is_due else 1)  # all of it beside a save, which takes long anyway
+                gc.collect(2 if is_due or step % (25 * COLLECT_EVERY) == 0 else 1)  # all of it beside a save, or seldom
             if signum:
                 raise Stopped(signum, self._farewell(step, saved))
             if last:

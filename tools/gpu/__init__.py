@@ -1,4 +1,4 @@
-"""What `tools/check_gpu` does, part by part.
+"""Parts of `tools/check_gpu`.
 
 check       the parts in their order, and the text file
 ranks       processes with a GPU each, kept between the parts

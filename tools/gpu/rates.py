@@ -1,4 +1,4 @@
-"""Parts on what the device reaches: products, attention, the head, optimizers, nf4, and messages between GPUs.
+"""Parts on the rates of the device: products, attention, the head, optimizers, nf4, and messages between GPUs.
 
 Each rate stands beside its share of the board's figure (dtrain/base/gpus.toml) and the share that `dtrain plan` takes.
 """
@@ -178,7 +178,7 @@ def _nf4(lines: list[str], moved: float, device: "torch.device", width: int, inn
 
 
 def links(options: Options, run: Run, root: Path) -> Iterator[str]:
-    """What all-gather and reduce-scatter send between all GPUs."""
+    """Measure what all-gather and reduce-scatter send between all GPUs."""
     if options.world < 2:
         yield "--  one GPU: nothing to send to"
         return

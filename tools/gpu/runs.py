@@ -112,7 +112,7 @@ def opened(rank: int, size: int, recipe: Recipe) -> tuple[Any, Any, Callable[[],
 
 
 def proof_rank(rank: int, size: int, exchange: str | None, head_dim: int, window: int | None) -> str | None:
-    """Why variable-length attention is not to be used here; None where it proves itself."""
+    """Return why variable-length attention is not to be used here; None where it proves right."""
     import torch
 
     from dtrain.attention.check_varlen import prove

@@ -8,7 +8,7 @@ from tools.gpu.ranks import Run
 from tools.gpu.runs import WRONG, Options
 
 PATIENCE = 10.0  # seconds that the provoked hang waits in its collective
-ANSWERED = 90.0  # seconds in which it is to end
+ANSWER_SECONDS = 90.0  # seconds in which it is to end
 
 
 def hang(options: Options, run: Run, root: Path) -> Iterator[str]:
@@ -18,7 +18,7 @@ def hang(options: Options, run: Run, root: Path) -> Iterator[str]:
         return
     began = time.monotonic()
     try:
-        run(hang_rank, 2, timeout=ANSWERED, patience=PATIENCE / 3 if options.small else PATIENCE)
+        run(hang_rank, 2, timeout=ANSWER_SECONDS, patience=PATIENCE / 3 if options.small else PATIENCE)
     except (RuntimeError, AssertionError) as error:
         took, last = time.monotonic() - began, str(error).strip().splitlines()[-1]
         is_answered = "gave no result" not in str(error)

@@ -196,9 +196,8 @@ def _build(
     device: torch.device,
 ) -> CausalLM:
     """Build the model as `build_model`, without memory or values, its layers as written; where they are to be compiled,
-    the tracer counts bytes of their regions. Recomputed activations are not
-    compared with those of the forward: inside an operation nobody answers for the planned device, so the two would say
-    that they lie elsewhere."""
+    the tracer counts bytes of their regions. Recomputed activations are not compared with those of the forward: inside
+    an operation nobody answers for the planned device, so the two would say that they lie elsewhere."""
 
     def keep(model: CausalLM, written: PolicyConfig, device: torch.device) -> None:
         model.uncompiled = obstacle(recipe) if recipe.train.compile else None

@@ -175,9 +175,9 @@ class Tracer(MetaKernels):
         out = function(*arguments)
         self.counts_costs = counts
         if counts:
-            held = {id(tensor): tensor.nbytes for tensor in tensors_in((*arguments, out)) if tensor.is_meta}
+            sizes = {id(tensor): tensor.nbytes for tensor in tensors_in((*arguments, out)) if tensor.is_meta}
             self.counts[self.current, "kernels"] += 1
-            self.counts[self.current, "moved"] += sum(held.values())
+            self.counts[self.current, "moved"] += sum(sizes.values())
         return out
 
     def few(self, rounds: Sequence[Any]) -> Iterator[Any]:

@@ -156,8 +156,17 @@ class StreamPublisher(Publisher):
             self._form(alive, info)
         problem = self._tell_members(lambda dialect: dialect.pause)
         if problem is not None:
-            self._tell_members(lambda dialect: dialect.resume)
+            self._go_on()
             raise UserError(str(problem))
+
+    @property
+    def _patience(self) -> float:
+        """Return the seconds in which a call to a server, and a meeting, have ended."""
+        return max(2 * MEETING.total_seconds(), 2 * self.engine.timeout)
+
+    def _go_on(self) -> None:
+        """Have the members go on after a pause that others did not make."""
+        self._tell_members(lambda dialect: dialect.resume)
 
     def _tell_members(self, posts: Callable[[Dialect], Sequence[Post]]) -> Exception | None:
         """Post to every member, whatever others answer, and return the first error."""
@@ -191,7 +200,7 @@ class StreamPublisher(Publisher):
         size = 1 + sum(sizes)
         joined = in_thread(partial(weight_group, address, port, 0, size, self.device, name=self._name))
         try:
-            first_error([*posts, joined])
+            first_error([*posts, joined], self._patience)
         except RuntimeError as error:  # torch's word for peers that do not come
             raise UserError(f"the servers did not meet at {address}:{port}: {error}") from error
         self._group, self._members = joined.result(), servers
@@ -202,7 +211,7 @@ class StreamPublisher(Publisher):
         message = flatten(full)
         sent = self._group.broadcast(message, 0)
         try:
-            first_error(posts)
+            first_error(posts, self._patience)
         except UserError:
             self._abandon(sent, message)
             raise
@@ -282,11 +291,13 @@ def in_thread(act: Callable[..., Any], *arguments: Any) -> Future:
     return future
 
 
-def first_error(futures: list[Future]) -> None:
-    """Wait for all, or raise the first error as it comes."""
-    done, _ = wait(futures, MEETING.total_seconds() * 2, return_when=FIRST_EXCEPTION)
+def first_error(futures: list[Future], seconds: float) -> None:
+    """Wait for all, or raise the first error as it comes; a UserError after `seconds`."""
+    done, pending = wait(futures, seconds, return_when=FIRST_EXCEPTION)
     for future in done:
         future.result()
+    if pending:
+        raise UserError(f"the servers did not answer within {seconds:.0f} s")
 
 
 class AdapterPublisher(Publisher):

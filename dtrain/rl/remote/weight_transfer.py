@@ -120,7 +120,7 @@ class TransferPublisher(StreamPublisher):
             for index, server in enumerate(servers):
                 body = {"init_info": {**fields, "rank_offset": 1 + sum(sizes[:index])}}
                 posts.append(in_thread(self._ask, server, "/init_weight_transfer_engine", body))
-            first_error([*posts, joined])
+            first_error([*posts, joined], self._patience)
         except (UserError, RuntimeError) as error:
             raise UserError(f"the servers' GPUs did not meet this one over NCCL: {error}; {MEETING_HINT}") from error
         self._abandoned.remove(root)
@@ -136,8 +136,20 @@ class TransferPublisher(StreamPublisher):
         self._group = None
 
     def _finish(self, version: int, problem: Exception | None) -> Exception | None:
-        posts = [("/finish_weight_update", {"weight_version": str(version)})]
+        if problem is not None:
+            return problem
+        return next(filter(None, [self._end(server, version) for server in self._members]), None)
+
+    def _end(self, server: ServerClient, version: int) -> Exception | None:
+        """Have a server that got all of a version go on with it; return the first error."""
+        finish = ("/finish_weight_update", {"weight_version": str(version)})
+        for post in [finish, *server.dialect.forget, *server.dialect.resume]:
+            if (problem := attempt(self._ask, server, *post)) is not None:
+                return problem
+        return None
+
+    def _go_on(self) -> None:
         for server in self._members:
-            for post in [*posts, *server.dialect.forget, *server.dialect.resume]:
-                problem = problem or attempt(self._ask, server, *post)
-        return problem
+            if server.behind is None:  # others hold a part of a version
+                for post in server.dialect.resume:
+                    attempt(self._ask, server, *post)
