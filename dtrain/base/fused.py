@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Fused:
-    """`function` of tensors, of which all sizes but the last vary, compiled on a GPU that Triton knows. Elsewhere, within
-    what is compiled, and under deterministic algorithms it runs as it is written. A function mode can take its calls: a
-    plan counts one as one kernel."""
+    """`function` of tensors, of which all sizes but the last vary, compiled on a GPU that Triton knows. Elsewhere,
+    within what is compiled, and under deterministic algorithms it runs as it is written. A function mode can take its
+    calls: a plan counts one as one kernel."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function

@@ -138,7 +138,7 @@ def test_storages_go_and_come_one_layer_at_a_time(tmp_path):
     inputs, alive = [], []
 
     def see(layer, args):
-        if torch.is_grad_enabled() and not offload._in_backward():
+        if torch.is_grad_enabled() and not offload.in_backward():
             inputs.append(weakref.ref(args[0].untyped_storage()))
             alive.append(sum(reference() is not None for reference in inputs))
 

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch.nn import attention
 
-from dtrain.attention import check_varlen
+from dtrain.attention import check_varlen, later_flash
 from dtrain.attention.later_flash import choose
 from dtrain.base.ranks import Ranks
 from dtrain.models.read_config import read_config
@@ -52,6 +52,7 @@ def chosen(rank, root, wrongs):
     config, precision = read_config(recipe.model.path), choose_precision("bfloat16", "cuda")
     for wrong in wrongs:
         called: list[str] = []
+        later_flash._refused.clear()  # each is another process
         if wrong != "none":
             install(called, wrong)
         kernel = build.choose_attention(recipe, config, precision, device, 64)
