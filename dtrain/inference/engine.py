@@ -112,9 +112,8 @@ class Engine:
             raise ValueError("notes_experts is for a mixture of experts, without graphs")
         self.model = model
         self.device = device or next(model.parameters()).device
-        chosen = choose_budget(model, self.device)
-        tokens = chosen.tokens // 2 if steps else chosen.tokens  # graphs round rows and prompts up, at most twofold
-        self.budget = replace(chosen, rows=max_rows or chosen.rows, tokens=max_tokens or tokens)
+        chosen = choose_budget(model, self.device, with_graphs=steps is not None)
+        self.budget = replace(chosen, rows=max_rows or chosen.rows, tokens=max_tokens or chosen.tokens)
         self._decode_text = decode
         self._peers = peers or Peers()
         self._steps = steps

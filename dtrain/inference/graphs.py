@@ -92,7 +92,7 @@ class Steps:
         self.obstacle: str | None = None
         self.lost: str | None = None
         self._keeps = keeps
-        self._weights = [(held, name) for module in model.modules() for held in [module._parameters] for name in held]
+        self._weights = [(module._parameters, name) for module in model.modules() for name in module._parameters]
         self._model, self._device, self._make, self._insists = model, device, make, insists
         self._is_proved = False
         self._clear()
@@ -123,7 +123,7 @@ class Steps:
 
     def weights(self) -> list[nn.Parameter | None]:
         """Return the model's parameters as they are, gathered or not, module by module."""
-        return [held[name] for held, name in self._weights]
+        return [parameters[name] for parameters, name in self._weights]
 
     def refresh(self, before: Sequence[Tensor | None]) -> None:
         """Copy the weights that were gathered for a rollout to where graphs read them. before: `weights` ungathered."""
@@ -147,13 +147,13 @@ class Steps:
         now = self.weights()
         try:
             for place, copy in self._copies.items():
-                held, name = self._weights[place]
-                held[name] = copy
+                parameters, name = self._weights[place]
+                parameters[name] = copy
             yield
         finally:
             for place in self._copies:
-                held, name = self._weights[place]
-                held[name] = now[place]
+                parameters, name = self._weights[place]
+                parameters[name] = now[place]
 
     def addresses(self) -> list[int]:
         """Return the addresses of the weights that graphs read."""

@@ -248,13 +248,15 @@ class Budget:
     prefill: int
 
 
-def choose_budget(model: CausalLM, device: torch.device, ranks: int = 1, tp: int = 1) -> Budget:
+def choose_budget(
+    model: CausalLM, device: torch.device, ranks: int = 1, tp: int = 1, *, with_graphs: bool = False
+) -> Budget:
     """Return the budget of one of at most `ranks` engines that share a host, with its part of the heads under `tp`.
 
     Rows: decoding reads every weight once per step, whatever the rows, until the products are bound by arithmetic. A
     CPU is there at a few dozen rows, and more of them only push keys and values out of its caches; a GPU at some
     hundreds. Memory: that of `free_memory`; what layers of linear attention keep of rows and their prompts takes half
-    of it at most.
+    of it at most. with_graphs: these round rows and prompts up, at most twofold.
     """
     config = model.config
     dtype, free = next(model.parameters()).dtype, free_memory(device, ranks)
@@ -266,7 +268,8 @@ def choose_budget(model: CausalLM, device: torch.device, ranks: int = 1, tp: int
         state = config.layer_types.count(LINEAR) * (config.linear.state * wide + window) // tp
         rows = max(1, min(rows, free // 2 // (2 * state)))
         free -= rows * 2 * state
-    return Budget(rows, max(1, free // max(per_position, 1)), prefill)
+    tokens = max(1, free // max(per_position, 1))
+    return Budget(rows, tokens // 2 if with_graphs else tokens, prefill)
 
 
 def position_bytes(config: ModelConfig, dtype: torch.dtype, tp: int = 1) -> int:

@@ -147,13 +147,14 @@ class NativeEngine(RolloutEngine):
 
     def _engine(self, requests: Sequence[Request], peers: Peers | None = None) -> Engine:
         """Return this rank's engine, which can answer each of `requests`. Collective. Raises UserError."""
-        chosen = choose_budget(self.model, self.device, self.mesh.size, self.mesh.tp.size())
-        tokens = chosen.tokens // (1 if self._steps is None else 2)  # graphs round up, at most twofold
+        mesh, has_graphs = self.mesh, self._steps is not None
+        chosen = choose_budget(self.model, self.device, mesh.size, mesh.tp.size(), with_graphs=has_graphs)
         engine = Engine(
             self.model,
             decode=self._decode,
             max_rows=chosen.rows,
-            max_tokens=self._max_tokens or self._least(tokens),  # the ranks of a tp group must let in the same rows
+            max_tokens=self._max_tokens
+            or self._least(chosen.tokens),  # the ranks of a tp group must let in the same rows
             device=self.device,
             peers=peers,
             steps=self._steps,

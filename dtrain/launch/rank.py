@@ -80,8 +80,9 @@ def run_rank(
     recipe = with_compile(resumed(job.recipe) if place.attempt else job.recipe, device.type)
     chosen: tuple[str, ...] = ()
     if device.type == "cuda" and value_of(job.recipe, COMPILE) == AUTO:
-        (value,) = as_overrides({COMPILE: (is_able := value_of(recipe, COMPILE))})
-        why = f"Triton and a C compiler are {'' if is_able else 'not both '}installed"
+        is_compiled = value_of(recipe, COMPILE)
+        (value,) = as_overrides({COMPILE: is_compiled})
+        why = f"Triton and a C compiler are {'' if is_compiled else 'not both '}installed"
         chosen = (f"{value} (auto): {'run.deterministic=true' if recipe.run.deterministic else why}",)
     with ExitStack() as stack:
         planned = None

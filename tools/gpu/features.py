@@ -38,7 +38,7 @@ def features(options: Options, run: Run, root: Path) -> Iterator[str]:
         keys = (*THREE, f"model.path={path}", *keys)
         of_cpu = tiny_recipe(root, *keys, name=f"cpu-{file_name}")
         run(train_rank, 1, of_cpu, "cpu")
-        for size in (1, 2)[: 1 if options.small else options.world]:
+        for size in options.sizes(1 if options.small else 2):
             recipe = tiny_recipe(root, *keys, name=f"{file_name}-{size}")
             run(train_rank, size, recipe)
             bounds = ROUNDING if "train.dtype=float32" in keys else EXACT
@@ -61,7 +61,8 @@ def grpo(options: Options, run: Run, root: Path) -> Iterator[str]:
     """Steps of GRPO with the native engine: in float64 against the CPU, in bfloat16 the policies' mismatch."""
     of_cpu = tiny_grpo(root, *THREE, name="grpo-cpu")
     run(train_rank, 1, of_cpu, "cpu")
-    for size, mesh in ((1, ()), (2, ("parallel.tp=2",)))[options.small and options.world > 1 : options.world]:
+    for size in options.sizes(2):
+        mesh = ("parallel.tp=2",) if size == 2 else ()
         recipe = tiny_grpo(root, *THREE, *mesh, name=f"grpo-{size}")
         run(train_rank, size, recipe)
         yield compared(f"GRPO on {size}", rows_of(recipe), rows_of(of_cpu), EXACT)
@@ -75,7 +76,7 @@ def same_bits(options: Options, run: Run, root: Path) -> Iterator[str]:
     """Two runs, and one that is killed and resumed, in bfloat16 under `run.deterministic`: rows equal bit for bit."""
     steps, every = (12, 4) if options.small else (40, 10)
     keys = f"train.steps={steps}", f"checkpoint.every={every}", "train.dtype=bfloat16", "run.deterministic=true"
-    for size in sorted({1, options.world})[options.small and options.world > 1 :]:
+    for size in options.sizes(options.world):
         recipes = {name: tiny_recipe(root, *keys, name=f"{name}-{size}") for name in ("first", "second", "killed")}
         for name in ("first", "second"):
             run(train_rank, size, recipes[name], environ=CUBLAS)

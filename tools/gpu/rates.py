@@ -4,6 +4,7 @@ Each rate stands beside its share of the board's figure (dtrain/base/gpus.toml) 
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,13 +79,13 @@ def _attention(lines: list[str], board: Board | None, device: "torch.device", le
     q = torch.randn(1, 32, length, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
     k, v = (torch.randn(1, 32, length, 128, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2))
     flops = 2 * 32 * length**2 * 128  # of the visible half of two products
-    for name, backend, implementation in (
+    for name, backend, version in (
         ("FlashAttention-2", SDPBackend.FLASH_ATTENTION, None),
         ("FlashAttention-3", SDPBackend.FLASH_ATTENTION, "FA3"),
         ("cuDNN", SDPBackend.CUDNN_ATTENTION, None),
     ):
         try:
-            with _implementation(implementation), sdpa_kernel(backend):
+            with _flash_attention(version), sdpa_kernel(backend):
                 forward = _seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
                 gradients = partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
@@ -97,23 +98,19 @@ def _attention(lines: list[str], board: Board | None, device: "torch.device", le
         lines.append(f"ok  {name}: {ways}{taken}")
 
 
-class _implementation:
-    """Context in which torch's flash attention is that of a library, where `name` is not None. Raises ImportError."""
+@contextmanager
+def _flash_attention(version: str | None) -> Iterator[None]:
+    """Context in which torch's flash attention is that of a library, where there is a `version`. Raises ImportError."""
+    if version is None:
+        yield
+        return
+    from torch.nn import attention
 
-    def __init__(self, name: str | None):
-        self._name = name
-
-    def __enter__(self) -> None:
-        if self._name is not None:
-            from torch.nn.attention import activate_flash_attention_impl
-
-            activate_flash_attention_impl(self._name)
-
-    def __exit__(self, *error: object) -> None:
-        if self._name is not None:
-            from torch.nn.attention import restore_flash_attention_impl
-
-            restore_flash_attention_impl()
+    attention.activate_flash_attention_impl(version)
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl()
 
 
 def _elementwise(lines: list[str], board: Board | None, device: "torch.device", count: int) -> float:

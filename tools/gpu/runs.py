@@ -25,6 +25,11 @@ class Options:
     compiled: bool = True
     small: bool = False
 
+    def sizes(self, most: int) -> list[int]:
+        """Return numbers of ranks to run on: one, and all GPUs up to `most`; of small models the last alone."""
+        largest = min(self.world, most)
+        return [largest] if self.small or largest == 1 else [1, largest]
+
 
 # Shapes of Qwen3-0.6B and of four layers of Llama 3.1 8B.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
