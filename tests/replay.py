@@ -129,7 +129,7 @@ class Replays:
         self.device = device
         self.captured, self.replayed, self.nbytes = 0, 0, 0
 
-    def rehearse(self, step: Callable[[], None]) -> None:
+    def run_eagerly(self, step: Callable[[], None]) -> None:
         step()
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:

@@ -48,7 +48,7 @@ class CudaGraphs:
         # Holds the pool: torch does not enter one again that its last graph has left.
         self._first: torch.cuda.CUDAGraph | None = None
 
-    def rehearse(self, step: Callable[[], None]) -> None:
+    def run_eagerly(self, step: Callable[[], None]) -> None:
         """Take a step kernel by kernel. Raises RuntimeError where the host waits, which no graph can hold."""
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(action="ignore"):  # that it does not see every wait
@@ -183,7 +183,7 @@ class Steps:
         expected = None
         try:
             if not self._is_proved:
-                expected = step.result(partial(self._maker.rehearse, step.run))
+                expected = step.result(partial(self._maker.run_eagerly, step.run))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

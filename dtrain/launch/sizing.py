@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain.base.errors import UserError
 from dtrain.base.host_memory import host_memory
 from dtrain.launch.place import RankPlace
-from dtrain.recipe.automatic import Config, changed, open_keys, settled, value_of
+from dtrain.recipe.automatic import Config, changed, open_keys, value_of, without_auto
 from dtrain.recipe.world import dp_of
 from dtrain.run.spec import RunSpec, World
 
@@ -89,7 +89,7 @@ def sizing_by_plan(
 
 def _without_plan(recipe: Any, world_size: int) -> dict[str, Any]:
     """Return values that take little memory, where no plan can choose them."""
-    usual = settled(recipe, dp_of(recipe, world_size))
+    usual = without_auto(recipe, dp_of(recipe, world_size))
     values = {key: value_of(usual, key) for key in open_keys(recipe)}
     if recipe.parallel.cpu_offload:
         return values

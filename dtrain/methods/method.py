@@ -15,7 +15,7 @@ from dtrain.base.run_context import RunContext
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows
 from dtrain.policy import Batching, DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
-from dtrain.recipe.automatic import settled
+from dtrain.recipe.automatic import without_auto
 from dtrain.recipe.schema import Recipe
 from dtrain.recipe.world import automatic_batch
 
@@ -116,7 +116,7 @@ class Method:
     references = "start, base"
 
     def __init__(self, recipe: Recipe):
-        self.recipe = settled(recipe)
+        self.recipe = without_auto(recipe)
         self.section = recipe.section
 
     def form(self) -> "Method":

@@ -58,6 +58,15 @@ class Taken(NamedTuple):
     counted: Tensor | None
     images: RowImages | None = None
 
+    def of_step(self, rows: slice) -> tuple[Batch, RowImages | None]:
+        """Return the rows of one step that are counted, and their images."""
+        if self.counted is None:
+            images = None if self.images is None else self.images.of(range(len(self.images))[rows])
+            return {name: tensor[rows] for name, tensor in self.batch.items()}, images
+        kept = torch.arange(len(self.counted))[rows][self.counted[rows]]
+        images = None if self.images is None else self.images.of(kept.tolist())
+        return {name: tensor[kept] for name, tensor in self.batch.items()}, images
+
 
 def take(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Taken:
     """Return this dp rank's rows of a caller's batch, checked.

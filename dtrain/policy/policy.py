@@ -36,7 +36,7 @@ from dtrain.policy.precision import choose_precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Loss, Scorer
 from dtrain.policy.weights import WeightSender
-from dtrain.recipe.automatic import settled
+from dtrain.recipe.automatic import without_auto
 
 if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams
@@ -75,7 +75,7 @@ class Policy:
         build: Callable[..., CausalLM] = build_model,
     ):
         rank, device = self.rank, self.device = runtime.rank, runtime.device
-        recipe = settled(recipe, mesh.dp_size)
+        recipe = without_auto(recipe, mesh.dp_size)
         self.recipe, self.mesh = recipe, mesh
         self.precision = choose_precision(recipe.train.dtype, device.type, recipe.train.masters)
         model = self.model = build(recipe, config, mesh, self.precision, device)
@@ -183,22 +183,17 @@ class Policy:
             raise RuntimeError("Policy.train needs init_optimizer first; with eval_mode=True it does not")
         if gbs is not None and (gbs < 1 or gbs % self.mesh.dp_size):
             raise ValueError(f"gbs={gbs} must be a multiple of the {self.mesh.dp_size} data-parallel ranks")
-        batch, by_row, most_rows, counted, images = take(batch, self.mesh.dp, self.model.config.vocab_size)
+        taken = take(batch, self.mesh.dp, self.model.config.vocab_size)
         batching = self._batching(mbs)
-        per_step = gbs // self.mesh.dp_size if gbs else max(most_rows, 1)
+        per_step = gbs // self.mesh.dp_size if gbs else max(taken.most_rows, 1)
         totals, counts, metrics = [], [], []
         norm = lr = None
         routing = self.model.routing
         self.model.train(not eval_mode)
-        for start in range(0, max(most_rows, 1), per_step):
-            of_step = slice(start, start + per_step)
-            rows = {name: tensor[of_step] for name, tensor in batch.items()}
-            some = None if images is None else images.of(range(len(images))[of_step])
-            if counted is not None:
-                rows = {name: tensor[counted[of_step]] for name, tensor in rows.items()}
-                some = None if some is None else some.of(counted[of_step].nonzero().flatten().tolist())
-            most = min(per_step, most_rows - start)
-            batches, _ = micro_batches(rows, batching, most, self.mesh.dp, by_row, some)
+        for start in range(0, max(taken.most_rows, 1), per_step):
+            rows, images = taken.of_step(slice(start, start + per_step))
+            most = min(per_step, taken.most_rows - start)
+            batches, _ = micro_batches(rows, batching, most, self.mesh.dp, taken.by_row, images)
             counts.append(all_reduced(self._counts(rows, () if updater is None else batches), self.mesh.dp))
             # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
             tokens, sequences, *_ = counts[-1].clamp(min=1)

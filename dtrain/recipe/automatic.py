@@ -51,7 +51,7 @@ def open_keys(config: Any) -> list[str]:
     return [key for key in USUAL if value_of(config, key) == AUTO]
 
 
-def settled(config: Config, dp: int = 1) -> Config:
+def without_auto(config: Config, dp: int = 1) -> Config:
     """Return `config` with the usual values in place of `auto`, where no plan has decided.
 
     dp: data-parallel ranks. A micro-batch is then the largest one up to the usual size that divides a rank's rows.

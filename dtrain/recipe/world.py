@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtrain.base.ranges import plural
-from dtrain.recipe.automatic import settled
+from dtrain.recipe.automatic import without_auto
 from dtrain.recipe.schema import Recipe
 
 LARGEST_AUTO = 16
@@ -62,7 +62,7 @@ def sizes(recipe: Recipe, world_size: int) -> Sizes:
     if problems or not shape:
         raise ValueError("; ".join(problems))
     replicate, shard, cp, tp = shape
-    recipe = settled(recipe, replicate * shard)
+    recipe = without_auto(recipe, replicate * shard)
     unit, is_open = recipe.train.micro * replicate * shard, recipe.train.global_batch == "auto"
     total = -(-LARGEST_AUTO // unit) * unit if is_open else recipe.train.batch
     accumulation, rest = divmod(total, unit)
@@ -119,7 +119,7 @@ def _experts(ep: int, dp_shard: int, cp: int) -> list[str]:
 def batch_problems(recipe: Recipe, dp: int) -> list[str]:
     """Return the problem, with its fixes, where micro-batches of `dp` data-parallel ranks do not make up the global
     batch."""
-    recipe = settled(recipe, dp)
+    recipe = without_auto(recipe, dp)
     total, micro = recipe.train.batch, recipe.train.micro
     unit = micro * dp
     if total % unit == 0:

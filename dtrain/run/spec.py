@@ -31,7 +31,7 @@ from dtrain.methods import REWARD_MODEL, method_of
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.read_config import read_config
 from dtrain.recipe import Recipe, Sizes
-from dtrain.recipe.automatic import settled, with_compile
+from dtrain.recipe.automatic import with_compile, without_auto
 from dtrain.recipe.world import dp_of
 from dtrain.run.directory import RunDirectory
 
@@ -151,7 +151,7 @@ class RunSpec:
     def __post_init__(self) -> None:
         self.written = self.recipe
         recipe = with_compile(self.recipe, self.world.device_type, self.world.is_here)
-        recipe = self.recipe = settled(recipe, dp_of(recipe, self.world.size))
+        recipe = self.recipe = without_auto(recipe, dp_of(recipe, self.world.size))
         self.run, self.cache = RunDirectory(recipe.run.directory), recipe.cache
         self.method, data = method_of(recipe), recipe.data
         options = (data.chat_template, data.template_kwargs)

@@ -16,7 +16,7 @@ from dtrain.launch.devices import with_processes
 from dtrain.launch.place import RankPlace
 from dtrain.launch.sizing import machine_of, sized, sizing_by_plan
 from dtrain.methods import load_recipe
-from dtrain.recipe.automatic import USUAL, changed, open_keys, settled
+from dtrain.recipe.automatic import USUAL, changed, open_keys, without_auto
 from dtrain.run.directory import ABOUT
 from dtrain.run.sizing import MACHINE, Sizing, sizing_before, usual_sizing
 from dtrain.run.spec import RunSpec, World
@@ -33,7 +33,7 @@ LADDER = [
 
 
 def peak_of(recipe, values, micro=1):
-    return make_plan(changed(settled(recipe), {**values, "train.micro_batch": micro}), 1, H100).step.peak
+    return make_plan(changed(without_auto(recipe), {**values, "train.micro_batch": micro}), 1, H100).step.peak
 
 
 def memory_for(peak):
@@ -77,17 +77,18 @@ def test_where_nothing_fits_the_nearest_ways_are_named(tmp_path):
     ways = str(caught.value).split("what fits: ")[1].split(", or ")
     assert 1 <= len(ways) <= 2
     other = load_recipe(recipe, [*ways[0].split(" (peak")[0].split(), "train.activation_checkpointing=full"])
-    assert make_plan(settled(changed(other, {"train.micro_batch": 1})), other.launch.processes, H100).step.peak < least
+    by_one = without_auto(changed(other, {"train.micro_batch": 1}))
+    assert make_plan(by_one, other.launch.processes, H100).step.peak < least
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_what_visits_the_device_at_the_step_costs_the_time_of_its_link(tmp_path):
-    recipe = settled(tiny_recipe(tmp_path, *ROWS, "parallel.optimizer_offload=true"))
+    recipe = without_auto(tiny_recipe(tmp_path, *ROWS, "parallel.optimizer_offload=true"))
     plan = make_plan(recipe, 1, H100)
     assert plan.step.visiting == plan.trained_parameters * (8 + 4)  # two moments and a master, in float32
     assert plan.time.optimizer == pytest.approx(plan.step.visiting / (H100.host * 0.8))
-    assert make_plan(settled(tiny_recipe(tmp_path, *ROWS)), 1, H100).step.visiting == 0
+    assert make_plan(without_auto(tiny_recipe(tmp_path, *ROWS)), 1, H100).step.visiting == 0
 
 
 def test_small_models_on_a_cpu_need_no_plan(tmp_path):
@@ -154,7 +155,7 @@ def test_without_a_plan_little_memory_is_taken(tmp_path):
 @pytest.mark.processes
 def test_a_run_on_little_memory_has_its_sizes_from_the_plan(tmp_path, monkeypatch, capfd):
     recipe = tiny_recipe(tmp_path, *AUTO, "train.steps=2", "train.compile=auto")
-    small = changed(settled(recipe), {"train.micro_batch": 1, "launch.device": "cpu"})
+    small = changed(without_auto(recipe), {"train.micro_batch": 1, "launch.device": "cpu"})
     peak = make_plan(small, 1, H100).step.peak
     monkeypatch.setattr("dtrain.launch.sizing.host_memory", lambda *_: memory_for(peak))
     result = dtrain.run(recipe)
@@ -174,7 +175,7 @@ def test_layers_are_compiled_on_gpus_that_can(tmp_path, monkeypatch):
         monkeypatch.setattr("dtrain.recipe.automatic.find_spec", {"triton": spec}.get)
         assert RunSpec(recipe, World(1, device, is_here)).recipe.train.compile is is_compiled
     written = tiny_recipe(tmp_path, "train.compile=true")
-    assert RunSpec(written, World(1)).recipe.train.compile is True and settled(recipe).train.compile is False
+    assert RunSpec(written, World(1)).recipe.train.compile is True and without_auto(recipe).train.compile is False
 
 
 def test_processes_are_those_of_the_devices(monkeypatch):

@@ -105,7 +105,7 @@ class Wrong(Makers):
             return lambda: (replay(), self.change(step.__self__))
 
         replays.capture = wrongly
-        replays.rehearse = refuse if self.change is None else replays.rehearse
+        replays.run_eagerly = refuse if self.change is None else replays.run_eagerly
         return replays
 
 
