@@ -1,8 +1,8 @@
 """The native engine: requests to completions on the training mesh or on one device.
 
-request                the request to an engine, and the completion that it gives; stop texts
+request                the request to an engine, and the completion that it gives
 engine, native         continuous batching on one rank; on a mesh, its share of the requests
-sequence, images       state of one request; images of prompts as a batch
+sequence, images       state of one request, stop texts; images of prompts as a batch
 image_prompts          a prompt with images, as a server is sent it
 kv_cache               keys and values of running sequences, and the memory that they may take
 cached_attention       the attention of a forward over them

@@ -18,9 +18,9 @@ from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.cached_attention import Decode, Prefill
 from dtrain.inference.images import check_images, joined, no_images, rotary_shift
 from dtrain.inference.kv_cache import SMALLEST_SLOT, CachedPrompt, KeyValues, choose_budget, slot_size
-from dtrain.inference.request import Completion, PromptKey, Request
+from dtrain.inference.request import Completion, Request
 from dtrain.inference.sampling import Sampler, check_request
-from dtrain.inference.sequence import RunningSequence
+from dtrain.inference.sequence import PromptKey, RunningSequence
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images
 

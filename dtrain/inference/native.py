@@ -23,7 +23,8 @@ from dtrain.inference.cached_attention import Prefill
 from dtrain.inference.engine import Engine, Peers, at_rest
 from dtrain.inference.images import no_images
 from dtrain.inference.kv_cache import KeyValues, choose_budget
-from dtrain.inference.request import AskStop, Completion, PromptKey, Request, RolloutEngine
+from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
+from dtrain.inference.sequence import PromptKey
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.fsdp import unsharded
 from dtrain.parallel.mesh import Mesh
@@ -236,9 +237,11 @@ def share_out(requests: Sequence[Request], ranks: int) -> list[list[int]]:
     The work of a request is taken from its max_new_tokens, for nobody knows where it will stop. What is dealt are whole
     groups of equal prompts, or their halves, quarters and so on until the shares are even.
     """
+    if ranks == 1:
+        return [list(range(len(requests)))]
     groups: dict[PromptKey, list[int]] = {}
     for index, request in enumerate(requests):
-        groups.setdefault(request.prompt_key, []).append(index)
+        groups.setdefault(PromptKey.of(request), []).append(index)
     largest = max(map(len, groups.values()), default=1)
     best: tuple[float, list[list[int]]] | None = None
     parts = 1

@@ -1,9 +1,8 @@
-"""Requests to an engine and its completions: token ids in, token ids and log-probabilities out; their ends by stop
-texts. No torch."""
+"""Requests to an engine and its completions: token ids in, token ids and log-probabilities out. No torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,13 +31,6 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
 
-class PromptKey(NamedTuple):
-    """Identity of a prompt: its token ids, and the digest of its images, None without."""
-
-    ids: tuple[int, ...]
-    images: str | None
-
-
 @dataclass(frozen=True)
 class Request:
     """Request for one completion of one prompt.
@@ -57,10 +49,6 @@ class Request:
     routed: bool = False
     images: "Images | None" = None
     image_prompt: "ImagePrompt | None" = None
-
-    @property
-    def prompt_key(self) -> PromptKey:
-        return PromptKey(tuple(self.prompt), None if self.images is None else self.images.digest)
 
 
 @dataclass(frozen=True)
@@ -96,30 +84,3 @@ class RolloutEngine(Protocol):
 
     def expect(self, requests: Sequence[Request], version: int) -> None:
         """Take the requests that come next, for an engine that can draw ahead of time; others do nothing."""
-
-
-class StopTexts:
-    """Search for stop texts in the text of a completion's tokens, token by token. Nothing is encoded.
-
-    A character may be spread over several tokens: what a token adds is read as the difference between two decodings of
-    the last few tokens, and while its end is no whole character (U+FFFD) the next token is read together with it.
-    """
-
-    def __init__(self, texts: Sequence[str], decode: Callable[[list[int]], str]):
-        self._texts = tuple(texts)
-        self._decode = decode
-        self._longest = max(map(len, self._texts))
-        self._tail = ""  # the end of the text before `decoded`, which may begin a stop text
-        self._context, self._decoded = 0, 0  # tokens [context, decoded) are decoded again, only to be left out
-
-    def complete(self, ids: list[int]) -> bool:
-        """Return whether the last of a completion's tokens `ids` completes a stop text; called after each token."""
-        before = self._decode(ids[self._context : self._decoded])
-        text = self._decode(ids[self._context :])
-        seen = self._tail + text[len(before) :]
-        if any(stop in seen for stop in self._texts):
-            return True
-        if len(text) > len(before) and not text.endswith("\ufffd"):
-            self._context, self._decoded = self._decoded, len(ids)
-            self._tail = seen[max(0, len(seen) - self._longest + 1) :]
-        return False

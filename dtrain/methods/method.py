@@ -230,7 +230,7 @@ class Method:
         """Source of the batches."""
         return BatchSource(self)
 
-    @property
+    @cached_property
     def micro_rows(self) -> int | Batching:
         """Rows of a batch that make one micro-batch, or how else they are made. Completions are packed as they come: a
         micro-batch is one row of micro_batch · max_length tokens."""

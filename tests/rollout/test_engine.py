@@ -11,8 +11,9 @@ from dtrain.base.errors import UserError
 from dtrain.base.randomness import uniform
 from dtrain.inference import engine as engine_module
 from dtrain.inference.engine import Engine
-from dtrain.inference.request import Request, SamplingParams, StopTexts
+from dtrain.inference.request import Request, SamplingParams
 from dtrain.inference.sampling import random_key
+from dtrain.inference.sequence import StopTexts
 from tests.models.oracle import VARIANTS, VOCAB, make, save
 
 pytestmark = pytest.mark.slow

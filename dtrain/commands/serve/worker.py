@@ -29,6 +29,7 @@ from dtrain.commands.serve.protocol import Ask
 from dtrain.inference.engine import Engine, NotFinite
 from dtrain.inference.request import Request
 from dtrain.inference.scores import TokenScores, score_prompts
+from dtrain.inference.sequence import PromptKey
 from dtrain.models.common.adapters import AdapterState
 from dtrain.rl.routed import to_npy_text
 
@@ -242,7 +243,7 @@ class EngineThread(threading.Thread):
         Engines read a prompt once for all that are under way with it: a request waits while its prompt is in use by
         some that began with other weights.
         """
-        old = {row.request.prompt_key for row in self._rows.values() if row.version != self.version}
+        old = {PromptKey.of(row.request) for row in self._rows.values() if row.version != self.version}
         passed_over: deque[_Row] = deque()
         gone: set[Job] = set()
         with self._changed:  # who asks for the load finds each row here or there
@@ -251,7 +252,7 @@ class EngineThread(threading.Thread):
                 adapter = row.job.ask.adapter
                 if row.job.is_over:
                     continue
-                if row.request.prompt_key in old or (adapter != self._active and self._rows):
+                if PromptKey.of(row.request) in old or (adapter != self._active and self._rows):
                     passed_over.append(row)
                     if adapter != self._active:
                         break

@@ -14,7 +14,7 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of, loads
 from dtrain.base.ranges import nearest
-from dtrain.data.formats.image_parts import read_content, refuse_images, text_of, with_images
+from dtrain.data.formats.image_parts import COLUMN, read_content, refuse_images, text_of, with_images
 
 ENDINGS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}  # of data files
 IGNORE = -100  # a label without loss, as everywhere in the field
@@ -183,7 +183,7 @@ def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptComplet
         "text": lambda: Text(read_string(row["text"], "text")),
         "tokenized": lambda: _tokens(row),
     }[name]()
-    if not isinstance(sample, Conversation):
+    if row.get(COLUMN) and not isinstance(sample, Conversation):
         refuse_images(row, {"text": "texts", "tokenized": "token ids"}.get(name, "plain prompts"))
     return sample
 

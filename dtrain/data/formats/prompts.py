@@ -86,13 +86,15 @@ def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = Non
     """Return `row` of format `name` (a key of formats.PROMPT_FORMATS) in its one shape. Raises UserError."""
     require_keys(row, name, "prompts")
     if name == "tokenized":
-        refuse_images(row, "token ids")
+        if row.get(COLUMN):
+            refuse_images(row, "token ids")
         ids = read_integers(row["prompt_ids"], "prompt_ids")
         if not ids or min(ids) < 0:
             raise UserError("prompt_ids must hold one id at least, and none below 0")
         return Prompt(ids, _columns(row, "prompt_ids"))
     if name == "prompt_completion" and isinstance(row["prompt"], str):
-        refuse_images(row, "plain prompts")
+        if row.get(COLUMN):
+            refuse_images(row, "plain prompts")
         return Prompt(row["prompt"], _columns(row, "prompt", answer=row.get("completion")))
     messages, columns = _chat(row, name)
     instructions = row.get("system") or system

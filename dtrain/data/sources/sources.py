@@ -24,7 +24,7 @@ from dtrain.data.rows.cache import Samples, Source, open_cache
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources.files import entries, formats_of, read_chunks, resolve
 from dtrain.data.text import endings
-from dtrain.data.text.template import choose_template
+from dtrain.data.text.template import ChatTemplate, choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ ENCODERS = {
     "examples with labels": ("dtrain.data.formats.labels", "LabelledTextEncoder", ["label"]),
     "pairs with labels": ("dtrain.data.formats.labels", "LabelledPairEncoder", ["label"]),
 }
-TEMPLATED = {*CHAT_FORMATS, "prompt_completion", "preference", "question"}  # formats that the template may write
+# Formats that the template may write, and whose rows may have images.
+TEMPLATED = {*CHAT_FORMATS, "prompt_completion", "preference", "question"}
 FEWEST_PACKED = 16  # rows of a pass; with fewer, small data makes too few steps
 
 
@@ -55,6 +56,7 @@ def open_rows(
     prompts: "PromptOptions | None" = None,
     label: "Label | None" = None,
     tokenizer: Tokenizer,
+    template: ChatTemplate | None = None,
     seed: int = 0,
     epochs: int | None = None,
     cache_dir: str | Path | None = None,
@@ -70,12 +72,13 @@ def open_rows(
                 (replies that are wanted or not) or prompts
     prompts     how prompts are made, where the method trains on these
     label       the number of each row that is kept, where the method reads one
+    template    the chat template; None: that of section and tokenizer
     cache_dir   where section.cache_dir says nothing
 
     Every rank calls it: the first makes the cache, the others wait for it. Raises UserError.
     """
     train, cache_dir = split == "train", section.cache_dir or cache_dir
-    sources, encoder = _opened(section, tokenizer, split, kind, prompts, label, seed, cache_dir, say)
+    sources, encoder = _opened(section, tokenizer, template, split, kind, prompts, label, seed, cache_dir, say)
     samples = open_cache(
         sources,
         encoder,
@@ -156,6 +159,7 @@ def looks(section: Any, *, cache_dir: str | Path | None = None, **options: Any) 
 def _opened(
     section: Any,
     tokenizer: Tokenizer,
+    template: ChatTemplate | None = None,
     split: str = "train",
     kind: str = "examples",
     prompts: "PromptOptions | None" = None,
@@ -171,8 +175,11 @@ def _opened(
     if not train:
         sources = [replace(source, weight=1.0) for source in sources if source.weight]
     formats = {name for source in sources for name in source.formats}
-    images = image_reader(section, tokenizer, cache_dir)
-    encoder = _encoder(section, tokenizer, formats, tell, kind, prompts, label, images)
+    template = template or choose_template(
+        tokenizer.directory, tokenizer, section.chat_template, section.template_kwargs
+    )
+    images = None if formats.isdisjoint(TEMPLATED) else image_reader(section, tokenizer, cache_dir)
+    encoder = _encoder(section, tokenizer, template, formats, tell, kind, prompts, label, images)
     encoder.part = Part(section.val, seed, not train) if is_part else None
     return sources, encoder
 
@@ -220,6 +227,7 @@ def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | 
 def _encoder(
     section: Any,
     tokenizer: Tokenizer,
+    template: ChatTemplate | None,
     formats: set[str],
     say: Say,
     kind: str,
@@ -228,7 +236,6 @@ def _encoder(
     images: "ImageReader | None",
 ) -> RowEncoder:
     """Return the encoder of the section; prints the chat template's origin, and what loss_on means for plain rows."""
-    template = choose_template(tokenizer.directory, tokenizer, section.chat_template, section.template_kwargs)
     refuse_without_template(section.prompts_as, template, tokenizer.directory)
     limits = {"max_length": section.max_length, "too_long": section.too_long, "prompts_as": section.prompts_as or TEXT}
     limits["images"] = images

@@ -102,7 +102,7 @@ class ChatTemplate:
     def __reduce__(self):
         return ChatTemplate, (*self._arguments, self._control_tokens.texts)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of everything that decides what is written."""
         source, _, *others = self._arguments  # where it was found decides nothing

@@ -142,6 +142,7 @@ def row_options(spec: RunSpec, cache_dir: Path | None) -> dict[str, Any]:
         "label": method.label(),
         "seed": recipe.run.seed,
         "tokenizer": spec.source.tokenizer,
+        "template": spec.source.template,
         "cache_dir": cache_dir,
     }
 
