@@ -111,3 +111,7 @@ def _no_number(name: str) -> None:
 decoder = json.JSONDecoder(object_pairs_hook=_object)
 """For a reader that takes value after value from a text; it owes each one `check_shape`, and catches RecursionError."""
 _STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_number)
+
+
+def is_natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

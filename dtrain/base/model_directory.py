@@ -1,10 +1,12 @@
-"""Names of the files of a model's directory in Hugging Face format, and its index of weights. Imports no torch."""
+"""Names of the files of a model's directory in Hugging Face format, or of an adapter's in PEFT's; its index of weights,
+and the headers of these. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import LARGE, read_json
+from dtrain.base.json_files import LARGE, SMALL, is_natural, loads, read_json
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -12,6 +14,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 HELD = "dtrain.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 # What transformers and its like read beside config.json and the weights.
 _COMPANIONS = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
@@ -30,6 +34,11 @@ def has_vision(directory: Path) -> bool:
 def has_weights(directory: Path) -> bool:
     """Return whether a directory holds weights, in a file or by an index."""
     return any((directory / name).is_file() for name in (SINGLE, INDEX))
+
+
+def is_adapter_directory(path: str | Path) -> bool:
+    """Return whether a directory holds an adapter in PEFT's layout, and no model of its own."""
+    return (Path(path) / ADAPTER_CONFIG).is_file() and not has_weights(Path(path))
 
 
 def files_of_weights(directory: Path, single: str = SINGLE) -> Mapping[str, Sequence[str]] | None:
@@ -54,3 +63,26 @@ def indexed_files(directory: Path) -> dict[str, list[str]]:
             raise UserError(f"{directory / INDEX}: places {name} in {file!r}, which is no file of this directory")
         files.setdefault(file, []).append(name)
     return files
+
+
+def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return each tensor's dtype, shape and data_offsets in a safetensors file, and where data begin. UserError."""
+    try:
+        with path.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if not 0 < size <= SMALL:
+                raise ValueError(f"a header of {size} bytes")
+            header = loads(stream.read(size))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        for entry in entries.values():
+            begin, end = entry["data_offsets"]
+            if not (is_natural(begin) and is_natural(end) and begin <= end and isinstance(entry["shape"], list)):
+                raise ValueError("an entry of another form")
+        ends = [entry["data_offsets"][1] for entry in entries.values()]
+        if path.stat().st_size != 8 + size + max(ends, default=0):
+            raise ValueError("its header tells of another size")
+        return entries, 8 + size
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: cut short or damaged ({error}); download it again") from error

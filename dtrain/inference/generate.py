@@ -10,7 +10,7 @@ from torch import Tensor
 from dtrain import models
 from dtrain.base import hub
 from dtrain.base.errors import UserError
-from dtrain.base.model_directory import CONFIG, TOKENIZER, has_weights
+from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, TOKENIZER, has_weights, is_adapter_directory
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore, locate, step_of
 from dtrain.checkpoint.dcp.training_state import SCORE, model_tensors, training_tensors
@@ -19,7 +19,7 @@ from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
 from dtrain.checkpoint.huggingface.read import candidate_names, read_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.checkpoint.peft.config import ADAPTER, ADAPTER_CONFIG, base_of, is_adapter_directory, read_adapter_config
+from dtrain.checkpoint.peft.config import ADAPTER, base_of, read_adapter_config
 from dtrain.checkpoint.peft.tensors import peft_names
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions
 from dtrain.data.images.reader import ImageReader

@@ -24,7 +24,6 @@ from dtrain.checkpoint.dcp.training_state import (
     training_tensors,
 )
 from dtrain.checkpoint.huggingface.model_files import copy_companions
-from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import Updater
@@ -149,6 +148,8 @@ class PolicyCheckpoint:
         """
         dtype, template = self._dtype, self.chat_template
         if self._model.adapters is None or self._base_name is None:
+            from dtrain.checkpoint.huggingface.write import write_directory
+
             write_directory(
                 self._model,
                 out,

@@ -9,8 +9,6 @@ from torch import nn
 
 from dtrain.base.errors import UserError
 from dtrain.base.name_patterns import matched, unmatched
-from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
-from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.models.common.adapter_config import adaptable, is_adapter
 from dtrain.models.common.adapters import add_adapters
 from dtrain.models.common.decoder import CausalLM
@@ -29,6 +27,9 @@ def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) ->
     if recipe.lora is None:
         _freeze(model, _left_out(model, _names(model), recipe.train), dtype)
         return
+    from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
+    from dtrain.checkpoint.peft.config import adapter_of
+
     config = adapter_of(asdict(recipe.lora))
     if problem := config.dropout_problem(adaptable(model.config)):
         raise UserError(problem)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from dtrain.checkpoint.huggingface.merged import whole_weights, wider
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.placement import reshard_model
 from dtrain.policy.weight_buckets import BUCKET_BYTES, Info, buckets, flatten, weight_group
@@ -36,6 +35,8 @@ class WeightSender:
     def prepare_refit_info(self, dtype: torch.dtype | None = None) -> Info:
         """Return name → (shape, dtype) of the tensors that will be sent, in order, tied weights once; what must keep
         its precision is sent in float32 at least. No collective."""
+        from dtrain.checkpoint.huggingface.merged import whole_weights, wider  # training needs none of it
+
         dtype = dtype or self._dtype
         return {name: (weight.shape, wider(dtype, weight.exact)) for name, weight in whole_weights(self._model).items()}
 
@@ -43,6 +44,8 @@ class WeightSender:
     def full_tensors(self, dtype: torch.dtype | None = None, names: Sequence[str] | None = None) -> Iterator:
         """Yield (name, full tensor) of each weight, one in memory at a time, on this rank's device; in order of
         `prepare_refit_info`, or of `names`. An all-gather per sharded weight, and of an adapter's parts."""
+        from dtrain.checkpoint.huggingface.merged import whole_weights, wider
+
         reshard_model(self._model)
         dtype = dtype or self._dtype
         weights = whole_weights(self._model)

@@ -14,8 +14,7 @@ from typing import Any
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.hub import cached, download, is_id, look
 from dtrain.base.ranges import beside
-from dtrain.data.sources import urls
-from dtrain.data.sources.files import Pick, absent_ids, entries, is_url, paths_of
+from dtrain.data.sources.files import Pick, absent_ids, away, entries, is_url, paths_of
 from dtrain.methods import method_of, recipe_and_problems
 from dtrain.recipe import Recipe, redact, saved
 from dtrain.recipe.schema import DataSource, Source
@@ -172,5 +171,5 @@ def to_copy(recipe: Recipe) -> list[str]:
         + (f", {remote.size / 2**20:.1f} MiB" if remote.size is not None else "")
         for source, key in sources_of(recipe)
         for path in paths_of(source)
-        for remote in (urls.away(path, f"{key}.path", recipe.cache) if is_url(path) else ())
+        for remote in away(path, f"{key}.path", recipe.cache)
     ]

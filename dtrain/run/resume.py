@@ -17,14 +17,13 @@ from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.base.files import set_aside
 from dtrain.base.json_files import digest, read_json
+from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.base.ranks import Ranks, digests
 from dtrain.checkpoint.dcp.origin import Origin
 from dtrain.checkpoint.dcp.rng import random_state, set_random_state
 from dtrain.checkpoint.dcp.store import CheckpointStore, locate
 from dtrain.checkpoint.huggingface.model_files import read_model_config
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG
-from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
 from dtrain.data.sources.sources import packs_by_itself
 from dtrain.methods import REWARD_MODEL, Method, method_of, model_keys
 from dtrain.policy import Policy

@@ -10,10 +10,9 @@ pytest.importorskip("peft")
 
 from dtrain import models
 from dtrain.base.errors import UserError
+from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.merged import merge
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG
-from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
 from tests.adapters.by_peft import IDS, SHAPES, TIED, load_adapter, load_base, logits, save_adapter, save_base
 from tests.adapters.test_step_adapters import DORA, SAVED, equal, trained
 from tests.running import run

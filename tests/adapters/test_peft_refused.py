@@ -10,16 +10,10 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("peft")
 from dtrain import models
 from dtrain.base.errors import UserError
+from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter_directory
 from dtrain.checkpoint.huggingface.export import export
-from dtrain.checkpoint.peft.config import (
-    ADAPTER_CONFIG,
-    adapter_problems,
-    base_of,
-    is_adapter_directory,
-    read_adapter_config,
-)
+from dtrain.checkpoint.peft.config import adapter_problems, base_of, read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
-from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
 from dtrain.run.preflight import notes, preflight
 from tests.adapters.by_peft import save_adapter, save_base
 from tests.adapters.test_peft_files import change

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 pytest.importorskip("peft")
 
 from dtrain.base.errors import UserError
+from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.checkpoint.dcp.store import MANIFEST, CheckpointStore
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, read_adapter_config
-from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
+from dtrain.checkpoint.peft.config import read_adapter_config
 from tests.adapters.by_peft import load_adapter, load_base
 from tests.running import run
 from tests.tiny import save_weights, tiny_recipe, write_model

@@ -11,11 +11,11 @@ pytest.importorskip("peft")
 import peft
 
 from dtrain import models
+from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.checkpoint.dcp.training_state import model_tensors
 from dtrain.checkpoint.huggingface.export import export
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, adapter_problems, read_adapter_config
+from dtrain.checkpoint.peft.config import BASE, adapter_problems, read_adapter_config
 from dtrain.checkpoint.peft.files import write_adapter
-from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
 from dtrain.models.common.adapter_config import is_of_vision
 from dtrain.models.read_config import read_config
 from tests.adapters.by_peft import quietly

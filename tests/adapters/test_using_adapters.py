@@ -12,8 +12,8 @@ pytest.importorskip("peft")
 
 from dtrain import models
 from dtrain.base.errors import UserError
+from dtrain.base.model_directory import ADAPTER_CONFIG
 from dtrain.checkpoint.huggingface.export import export
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG
 from dtrain.commands.cli import main
 from dtrain.inference.generate import load
 from tests.adapters.test_step_adapters import DORA, SAVED, equal, trained

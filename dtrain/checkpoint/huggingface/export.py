@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
-from dtrain.base.model_directory import CONFIG, has_weights
+from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, has_weights, is_adapter_directory
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore, Sizes, locate
 from dtrain.checkpoint.dcp.training_state import SCORE, aliases, model_tensors
@@ -21,7 +21,7 @@ from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.huggingface.stored import BY_NAME
 from dtrain.checkpoint.huggingface.write import Layout, layout_of, write_entries
-from dtrain.checkpoint.peft.config import ADAPTER, ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
+from dtrain.checkpoint.peft.config import ADAPTER, BASE, base_of
 from dtrain.checkpoint.peft.export import StoredAdapter
 from dtrain.checkpoint.peft.tensors import is_of_tower, outputs_in
 from dtrain.models.building import build

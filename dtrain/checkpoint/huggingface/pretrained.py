@@ -4,9 +4,10 @@ from pathlib import Path
 
 import torch
 
+from dtrain.base.model_directory import is_adapter_directory
 from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
 from dtrain.checkpoint.huggingface.read import read_weights
-from dtrain.checkpoint.peft.config import base_of, is_adapter_directory, read_adapter_config
+from dtrain.checkpoint.peft.config import base_of, read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
 from dtrain.checkpoint.peft.tensors import outputs_in
 from dtrain.models.building import build

@@ -8,9 +8,8 @@ from typing import Any
 from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
-from dtrain.base.model_directory import files_of_weights
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
-from dtrain.checkpoint.peft.tensors import read_header
+from dtrain.base.model_directory import ADAPTER_CONFIG, files_of_weights, is_adapter_directory, read_header
+from dtrain.checkpoint.peft.config import BASE, base_of
 
 _COMPARED = 4096  # bytes of a tensor; training changes some of them
 

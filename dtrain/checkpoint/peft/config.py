@@ -12,11 +12,11 @@ from typing import Any
 
 from dtrain.base import hub
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import read_json
-from dtrain.base.model_directory import CONFIG, has_weights
+from dtrain.base.json_files import is_natural, read_json
+from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, is_adapter_directory
 from dtrain.base.name_patterns import endmatch, fullmatch, of_end, pattern_error
 from dtrain.checkpoint.peft import tensors
-from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS, PREFIX, is_natural
+from dtrain.checkpoint.peft.tensors import PREFIX
 from dtrain.models.common import adapter_config as adapters
 from dtrain.models.common.adapter_config import (
     ALL_LINEAR,
@@ -30,7 +30,6 @@ from dtrain.models.common.adapter_config import (
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.config_fields import is_number
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = "adapter"  # the folder of a step
 BASE = "base_model_name_or_path"
 _LONGEST = 200  # characters of a value that messages show
@@ -46,11 +45,6 @@ _CONVERT = (
     "save_pretrained(..., path_initial_model_for_weight_conversion=...), which gives an adapter of the unchanged base"
 )
 _STARTS = (True, False, "gaussian", "orthogonal", "eva")  # of A and B alone
-
-
-def is_adapter_directory(path: str | Path) -> bool:
-    """Return whether a directory holds an adapter in PEFT's layout, and no model of its own."""
-    return (Path(path) / ADAPTER_CONFIG).is_file() and not has_weights(Path(path))
 
 
 def adapter_of(section: Mapping[str, Any]) -> AdapterConfig:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dtrain.base.errors import UserError
 from dtrain.base.files import real, replace_text
 from dtrain.base.json_files import read_json
-from dtrain.base.model_directory import CONFIG
+from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import Sizes
 from dtrain.checkpoint.huggingface.file_rows import joints, places
@@ -19,9 +19,9 @@ from dtrain.checkpoint.huggingface.merged import WholeWeight, folded, merge, sto
 from dtrain.checkpoint.huggingface.model_files import write_companions
 from dtrain.checkpoint.huggingface.stored import DTYPES
 from dtrain.checkpoint.huggingface.write import write_files
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE, read_adapter_config
+from dtrain.checkpoint.peft.config import BASE, read_adapter_config
 from dtrain.checkpoint.peft.files import AdapterFiles, adapter_weights
-from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS, adapter_shapes, peft_names
+from dtrain.checkpoint.peft.tensors import adapter_shapes, peft_names
 from dtrain.models.common.adapter_config import AdapterConfig, adaptable, linears, shapes_of
 from dtrain.models.common.decoder import CausalLM
 

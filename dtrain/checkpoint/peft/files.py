@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dtrain.base.errors import UserError
 from dtrain.base.files import Record, checksum, real, replace_text
+from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import Sizes
 from dtrain.checkpoint.dcp.training_state import model_tensors
@@ -23,8 +24,8 @@ from dtrain.checkpoint.huggingface.merged import WholeWeight, gathered, in_files
 from dtrain.checkpoint.huggingface.model_files import write_companions
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.huggingface.write import SafetensorsFile, write_files
-from dtrain.checkpoint.peft.config import ADAPTER, ADAPTER_CONFIG, peft_config, read_adapter_config
-from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS, mismatches, peft_names
+from dtrain.checkpoint.peft.config import ADAPTER, peft_config, read_adapter_config
+from dtrain.checkpoint.peft.tensors import mismatches, peft_names
 from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM

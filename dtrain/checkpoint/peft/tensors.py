@@ -3,10 +3,9 @@
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from dtrain.base.errors import UserError, first
-from dtrain.base.json_files import SMALL, loads
+from dtrain.base.model_directory import ADAPTER_WEIGHTS, read_header
 from dtrain.checkpoint.huggingface.file_rows import joints, places, shape_in_files
 from dtrain.models.common.adapter_config import (
     ENDS,
@@ -20,7 +19,6 @@ from dtrain.models.common.adapter_config import (
 )
 from dtrain.models.common.config import STACKS, ModelConfig
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
 _FIRST, _SECOND = STACKS
@@ -63,29 +61,6 @@ def outputs_in(directory: Path) -> int | None:
 def is_of_tower(directory: Path) -> bool:
     """Return whether an adapter's file has tensors of a vision tower. Raises UserError."""
     return any(is_of_vision(name.removeprefix(PREFIX)) for name in stored_shapes(directory))
-
-
-def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return each tensor's dtype, shape and data_offsets in a safetensors file, and where data begin. UserError."""
-    try:
-        with path.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if not 0 < size <= SMALL:
-                raise ValueError(f"a header of {size} bytes")
-            header = loads(stream.read(size))
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        for entry in entries.values():
-            begin, end = entry["data_offsets"]
-            if not (is_natural(begin) and is_natural(end) and begin <= end and isinstance(entry["shape"], list)):
-                raise ValueError("an entry of another form")
-        ends = [entry["data_offsets"][1] for entry in entries.values()]
-        if path.stat().st_size != 8 + size + max(ends, default=0):
-            raise ValueError("its header tells of another size")
-        return entries, 8 + size
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: cut short or damaged ({error}); download it again") from error
 
 
 def mismatches(
@@ -147,7 +122,3 @@ def no_weights_problem(directory: Path) -> str:
             f"M.from_pretrained('{directory}').save_pretrained('{directory}-safetensors')\""
         )
     return f"{directory} has no {ADAPTER_WEIGHTS}: the adapter is not whole; copy or save it again"
-
-
-def is_natural(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -10,10 +10,9 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import LARGE, read_json, read_text
-from dtrain.base.model_directory import COMPANIONS, CONFIG, INDEX
+from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, COMPANIONS, CONFIG, INDEX
 from dtrain.checkpoint.huggingface.model_files import held_by
-from dtrain.checkpoint.peft.config import ADAPTER_CONFIG, BASE
-from dtrain.checkpoint.peft.tensors import ADAPTER_WEIGHTS
+from dtrain.checkpoint.peft.config import BASE
 from dtrain.commands.push.card import CURVE, Run, base_of_recipe, card, svg
 from dtrain.commands.report.run_files import RunFiles
 from dtrain.data.sources.hub import README, front_of

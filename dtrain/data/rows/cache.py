@@ -44,12 +44,12 @@ from dtrain.base.files import lock, publish, sync, write_new
 from dtrain.base.json_files import OWN, digest, read_json
 from dtrain.base.ranks import Ranks, digests, view
 from dtrain.data.formats.encoder import TOO_LONG, EncodedChunk, Part, RowEncoder
-from dtrain.data.rows.pool import Job, Pool
 from dtrain.data.sources.files import read_chunks
 
 if TYPE_CHECKING:
     from dtrain.data.images.records import ImageRecord
     from dtrain.data.rows.image_cache import ImageTable, ImageWriter
+    from dtrain.data.rows.pool import Job
 
 META = "meta.json"
 VERSION = 9
@@ -334,6 +334,8 @@ def _build(
         writer = _Writer(directory, stack, encoder)
         encode: Callable[[Iterable[Job]], Iterator[EncodedChunk]] = partial(starmap, encoder.encode_chunk)
         if size > SMALL and workers > 1:
+            from dtrain.data.rows.pool import Pool
+
             encode = stack.enter_context(Pool(encoder, workers)).encode
         packed = any(file.suffix == ".gz" for _, file in files)
         bar = stack.enter_context(
@@ -348,7 +350,7 @@ def _build(
         )
         at: deque[int] = deque()  # number of the file of each chunk on its way
 
-        def jobs() -> Iterator[Job]:
+        def jobs() -> Iterator["Job"]:
             formats = (name for source in sources for name in source.formats)
             for number, ((source, file), name) in enumerate(zip(files, formats, strict=True)):
                 for chunk in read_chunks(file):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dtrain.base import json_files
 from dtrain.base.errors import UserError
@@ -26,6 +26,9 @@ from dtrain.data.formats import formats
 from dtrain.data.formats.formats import ENDINGS, ending_of
 from dtrain.data.sources.chunk import CHUNK_BYTES, CHUNK_ROWS, ROW_BYTES, Chunk, refuse_doubled
 from dtrain.data.sources.columns import how_to_map, lacking, renamed
+
+if TYPE_CHECKING:
+    from dtrain.data.sources.urls import Remote
 
 _PLAIN_TEXT = 'plain text goes into a .jsonl, a line for each: {"text": "..."}'
 NO_SPACE = re.compile(r"\S|\Z")
@@ -60,6 +63,15 @@ class Pick(NamedTuple):
 def is_data_id(path: str) -> bool:
     """Return whether `path` reads as a dataset's id on the hub. A file of that name comes first."""
     return not any(path.lower().endswith((kind, f"{kind}.gz")) for kind in ENDINGS) and is_id(path)
+
+
+def away(path: str, key: str, cache_dir: Path) -> "list[Remote]":
+    """Return the files of a URL that are still to be copied, none of another path. Raises UserError."""
+    if not is_url(path):
+        return []
+    from dtrain.data.sources import urls
+
+    return urls.away(path, key, cache_dir)
 
 
 def entries(split: Any, key: str) -> list[tuple[Any, str]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.data import Rows, open_rows
-from dtrain.data.sources import columns, urls
-from dtrain.data.sources.files import Pick, absent_ids, entries, formats_of, is_data_id, is_url, kind_of, paths_of
+from dtrain.data.sources import columns
+from dtrain.data.sources.files import Pick, absent_ids, away, entries, formats_of, is_data_id, kind_of, paths_of
 from dtrain.data.sources.files import resolve as find_files
 from dtrain.recipe.schema import DataSource, Source
 from dtrain.run.host import Host, problems_of
@@ -100,7 +100,7 @@ def files_here(spec: RunSpec, source: Source, key: str) -> list[Path]:
 def _is_away(spec: RunSpec, path: str, key: str) -> bool:
     """Return whether a URL is still to be copied: its files are then there, and of a kind that is read. Raises
     UserError."""
-    remotes = urls.away(path, key, spec.cache) if is_url(path) else []
+    remotes = away(path, key, spec.cache)
     for remote in remotes:
         kind_of(remote.copy, key)
     return bool(remotes)

@@ -8,12 +8,10 @@ from pathlib import Path
 
 from dtrain import models
 from dtrain.base.errors import UserError
-from dtrain.base.model_directory import INDEX, files_of_weights, has_weights
+from dtrain.base.model_directory import INDEX, files_of_weights, has_weights, is_adapter_directory, read_header
 from dtrain.base.name_patterns import unmatched
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
-from dtrain.checkpoint.peft.config import base_of, is_adapter_directory
-from dtrain.checkpoint.peft.tensors import read_header
 from dtrain.models.common import quantization_config
 from dtrain.models.common.adapter_config import modules
 from dtrain.models.common.config import ModelConfig
@@ -91,6 +89,8 @@ def config_with_tower(spec: RunSpec) -> ModelConfig:
 
 
 def _is_an_adapter(directory: Path) -> str:
+    from dtrain.checkpoint.peft.config import base_of
+
     try:
         base, why = str(base_of(directory)), ""
     except UserError as error:

@@ -5,10 +5,9 @@ from functools import partial
 
 from dtrain import models
 from dtrain.base.errors import UserError
-from dtrain.base.model_directory import TOKENIZER
+from dtrain.base.model_directory import TOKENIZER, is_adapter_directory
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.checkpoint.peft.config import is_adapter_directory
 from dtrain.methods import REWARD_MODEL, TEACHER
 from dtrain.models.common.config import ModelConfig
 from dtrain.run.host import Host, problems_of

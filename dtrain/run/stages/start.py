@@ -5,17 +5,17 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
-from dtrain.base.model_directory import CONFIG
+from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, is_adapter_directory
 from dtrain.base.ranges import nearest
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.checkpoint.peft.config import ADAPTER, ADAPTER_CONFIG, is_adapter_directory, read_adapter_config
 from dtrain.data import Cursor
 from dtrain.methods import model_keys, recipe_keys
-from dtrain.models.common.adapter_config import adaptable
+from dtrain.models.common.adapter_config import AdapterConfig, adaptable
 from dtrain.policy.checkpoint import weights_of
 from dtrain.run import resume
 from dtrain.run.host import Host
@@ -143,17 +143,9 @@ def _check_weights(spec: RunSpec) -> None:
     trained beside other weights."""
     assert spec.start.weights is not None and spec.model is not None
     (store, step), adapters = spec.start.weights, spec.model.adapters
-    state, folder = store.read_state(step), store.path(step) / ADAPTER
-    if adapters is not None and (folder / ADAPTER_CONFIG).is_file():
-        layers = adaptable(spec.model_config)
-        differing = [key for key, _, _ in config.diff(state["recipe"], spec.recipe) if key == "lora.quantize"]
-        if read_adapter_config(folder).adapted(layers) != adapters.config.adapted(layers):
-            differing.append("its layers, ranks or scales (lora.target, rank, alpha, rslora and the patterns)")
-        if differing:
-            raise UserError(
-                f"{resume.INIT}: {folder} is an adapter that was trained with other settings: {', '.join(differing)}. "
-                "Set them as its run has them"
-            )
+    state = store.read_state(step)
+    if adapters is not None:
+        _check_adapter(spec, adapters.config, state["recipe"], store.path(step))
     weights = weights_of(spec.model, store, step)
     saved, ours = state.get("identities", {}).get("model.weights"), spec.identities.get("model.weights")
     if not weights.is_whole and "model.config" in spec.identities and saved != ours:
@@ -162,6 +154,23 @@ def _check_weights(spec: RunSpec) -> None:
             "of model.path: set model.path to the model that its run began from"
         )
     store.refuse_misfit(step, weights.wanted, weights.cast)
+
+
+def _check_adapter(spec: RunSpec, ours: AdapterConfig, saved: Mapping[str, Any], directory: Path) -> None:
+    """Check that the adapter of a step, if it has one, means what ours does. Raises UserError."""
+    from dtrain.checkpoint.peft.config import ADAPTER, read_adapter_config
+
+    folder, layers = directory / ADAPTER, adaptable(spec.model_config)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return
+    differing = [key for key, _, _ in config.diff(saved, spec.recipe) if key == "lora.quantize"]
+    if read_adapter_config(folder).adapted(layers) != ours.adapted(layers):
+        differing.append("its layers, ranks or scales (lora.target, rank, alpha, rslora and the patterns)")
+    if differing:
+        raise UserError(
+            f"{resume.INIT}: {folder} is an adapter that was trained with other settings: {', '.join(differing)}. "
+            "Set them as its run has them"
+        )
 
 
 def _compare(spec: RunSpec, host: Host) -> list[str]:
