@@ -153,7 +153,7 @@ def test_names_that_are_imported_late_are_those_that_type_checkers_see(name):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     ]
     homes = {alias.name: node.module for node in seen.body for alias in node.names}
-    assert homes.keys() == module._HOMES.keys()
+    assert set(homes) == set(getattr(module, "_late", module.__all__))
     for late, home in homes.items():
         assert getattr(module, late) is getattr(importlib.import_module(home), late)
     with pytest.raises(AttributeError, match="gone"):

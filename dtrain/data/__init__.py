@@ -11,8 +11,10 @@ images     images in rows: files, sizes, pixels as a model takes them
 Names are imported when they are used, so that what needs no torch loads none.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+# ruff: noqa: F401
+from typing import TYPE_CHECKING
+
+from dtrain.base.exports import late_names
 
 if TYPE_CHECKING:
     from dtrain.data.formats.prompts import PromptOptions
@@ -21,20 +23,13 @@ if TYPE_CHECKING:
     from dtrain.data.text.template import choose_template
     from dtrain.data.text.tokenizer import Tokenizer
 
-__all__ = ["Batches", "Cursor", "GlobalBatch", "PromptOptions", "Rows", "Tokenizer", "choose_template", "open_rows"]
-_HOMES = {
-    "Batches": "rows.rows",
-    "GlobalBatch": "rows.rows",
-    "PromptOptions": "formats.prompts",
-    "Cursor": "rows.rows",
-    "Rows": "rows.rows",
-    "open_rows": "sources.sources",
-    "choose_template": "text.template",
-    "Tokenizer": "text.tokenizer",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __all__ = late_names(
+    __name__,
+    {
+        "formats.prompts": "PromptOptions",
+        "rows.rows": "Batches Cursor GlobalBatch Rows",
+        "sources.sources": "open_rows",
+        "text.template": "choose_template",
+        "text.tokenizer": "Tokenizer",
+    },
+)

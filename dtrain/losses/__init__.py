@@ -10,8 +10,9 @@ Names are imported when they are used: the tables of options are read where no t
 """
 
 # ruff: noqa: F401
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dtrain.base.exports import late_names
 
 if TYPE_CHECKING:
     from dtrain.losses.head.filtered import apply_top_k_top_p, filtered_logprobs_from_hidden_states
@@ -118,17 +119,8 @@ _MODULES = {
     "preference.losses": "combined_preference_loss length_desensitised_weights preference_loss preference_rewards "
     "preference_weights running_mean",
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value  # looked up once
-    return value
+__getattr__, __all__ = late_names(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+    return [*globals(), *__all__]

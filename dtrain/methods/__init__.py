@@ -7,8 +7,9 @@ precompute                   dpo: the reference's sums, once
 rollouts, student            rollouts as the source of batches; distill: those that the student draws
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from dtrain.base.exports import late_names
 from dtrain.methods.registry import (
     METHODS,
     REWARD_MODEL,
@@ -26,7 +27,7 @@ from dtrain.methods.registry import (
 if TYPE_CHECKING:
     from dtrain.methods.method import Method
 
-_HOMES = {"Method": "method"}
+__getattr__, _late = late_names(__name__, {"method": "Method"})
 __all__ = [
     "METHODS",
     "REWARD_MODEL",
@@ -41,11 +42,3 @@ __all__ = [
     "recipe_keys",
     "translate_recipe",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dtrain.methods import method
-
-    return getattr(method, name)

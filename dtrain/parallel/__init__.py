@@ -15,24 +15,13 @@ Names are imported when they are used: `dtrain.parallel.fits` is read where no t
     parallelize              models onto meshes, for users
 """
 
-from importlib import import_module
-from typing import Any
+from dtrain.base.exports import late_names
 
-_HOMES = {
-    "PARALLIZE_FUNCTIONS": "parallelize",
-    "RotaryEmbedParallel": "parallelize",
-    "_parallelize_gemma3": "parallelize",
-    "_parallelize_llama": "parallelize",
-    "_parallelize_model": "parallelize",
-    "_parallelize_qwen": "parallelize",
-    "clip_grad_by_total_norm_": "placement",
-    "get_grad_norm": "placement",
-    "to_local_if_dtensor": "parallelize",
-}
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __all__ = late_names(
+    __name__,
+    {
+        "parallelize": "PARALLIZE_FUNCTIONS RotaryEmbedParallel _parallelize_gemma3 _parallelize_llama "
+        "_parallelize_model _parallelize_qwen to_local_if_dtensor",
+        "placement": "clip_grad_by_total_norm_ get_grad_norm",
+    },
+)

@@ -15,8 +15,9 @@ weights, weight_buckets  full tensors for an engine; the buckets in which they t
 worker                the policy under NeMo-RL's name and keywords, which training never loads
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from dtrain.base.exports import late_names
 from dtrain.policy.batching import Batching, DynamicShapes, Fixed, Packed
 from dtrain.policy.offloader import get_cpu_state_dict, unshard_fsdp2_model
 from dtrain.policy.policy import Policy
@@ -36,11 +37,4 @@ __all__ = [
     "get_cpu_state_dict",
     "unshard_fsdp2_model",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "DTensorPolicyWorker":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dtrain.policy.worker import DTensorPolicyWorker
-
-    return DTensorPolicyWorker
+__getattr__, _late = late_names(__name__, {"worker": "DTensorPolicyWorker"})

@@ -11,8 +11,10 @@ reader, records          images of chats: image tokens in the text, streams and 
 Names are imported when they are used: what decodes nothing loads neither torch nor Pillow.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+# ruff: noqa: F401
+from typing import TYPE_CHECKING
+
+from dtrain.base.exports import late_names
 
 if TYPE_CHECKING:
     from dtrain.data.images.decoding import MOST_PIXELS, Header
@@ -22,33 +24,14 @@ if TYPE_CHECKING:
     from dtrain.data.images.reading import read_processor
     from dtrain.data.images.records import ImageRecord
 
-__all__ = [
-    "MOST_PIXELS",
-    "Header",
-    "ImageBytes",
-    "ImageProcessor",
-    "ImageReader",
-    "ImageRecord",
-    "ImageTokens",
-    "Layout",
-    "read_image",
-    "read_processor",
-]
-_HOMES = {
-    "MOST_PIXELS": "decoding",
-    "Header": "decoding",
-    "ImageBytes": "files",
-    "read_image": "files",
-    "ImageProcessor": "processor",
-    "ImageTokens": "processor",
-    "ImageReader": "reader",
-    "ImageRecord": "records",
-    "Layout": "processor",
-    "read_processor": "reading",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __all__ = late_names(
+    __name__,
+    {
+        "decoding": "MOST_PIXELS Header",
+        "files": "ImageBytes read_image",
+        "processor": "ImageProcessor ImageTokens Layout",
+        "reader": "ImageReader",
+        "reading": "read_processor",
+        "records": "ImageRecord",
+    },
+)

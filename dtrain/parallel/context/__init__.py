@@ -8,8 +8,9 @@ Names are imported when they are used.
 """
 
 # ruff: noqa: F401
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dtrain.base.exports import late_names
 
 if TYPE_CHECKING:
     from dtrain.parallel.context.batch import cut_streams, gather_tokens, shard_tokens
@@ -21,21 +22,11 @@ if TYPE_CHECKING:
         make_cp_batch_and_ctx,
     )
 
-_HOMES = {
-    "_build_position_ids": "train_context",
-    "_shard_thd_chunk_for_te": "thd",
-    "create_context_parallel_ctx": "train_context",
-    "cut_streams": "batch",
-    "gather_tokens": "batch",
-    "get_train_context": "train_context",
-    "make_cp_batch_and_ctx": "train_context",
-    "make_cp_batch_for_te": "thd",
-    "shard_tokens": "batch",
-}
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __all__ = late_names(
+    __name__,
+    {
+        "batch": "cut_streams gather_tokens shard_tokens",
+        "thd": "_shard_thd_chunk_for_te make_cp_batch_for_te",
+        "train_context": "_build_position_ids create_context_parallel_ctx get_train_context make_cp_batch_and_ctx",
+    },
+)
