@@ -1,5 +1,6 @@
-"""Names that a package hands out, each imported from its module when it is used."""
+"""Names that a package hands out, each imported from its module when it is first used."""
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -13,6 +14,8 @@ def late_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str]
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{homes[name]}"), name)
+        value = getattr(import_module(f"{package}.{homes[name]}"), name)
+        setattr(sys.modules[package], name, value)  # looked up once
+        return value
 
     return load, list(homes)

@@ -14,7 +14,6 @@ from torch import Tensor
 from dtrain.attention.kernels import choose_kernel
 from dtrain.base.randomness import key, uniform
 from dtrain.models.common.adapter_config import AdapterConfig
-from dtrain.models.common.adapters import add_adapters
 from dtrain.models.common.config import SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.moe import share_routing
@@ -48,6 +47,8 @@ def build(
         model.routing = share_routing(model, config.experts.count)
     hold_in(model, dtype)
     if adapter is not None:
+        from dtrain.models.common.adapters import add_adapters
+
         model.adapters = add_adapters(model, adapter)
     if device.type != "meta":
         model.to_empty(device=device)

@@ -20,7 +20,6 @@ from dtrain.attention.kernels import HALF, Kernel, SdpaKernel, choose_kernel
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.read import read_weights
-from dtrain.models.common.adapters import init_adapters
 from dtrain.models.common.config import SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.apply import apply_plan, find_plan
@@ -66,6 +65,8 @@ def build_model(
         if config.has_new_head:
             models.init_weights(model, recipe.run.seed, only="score.*")
     if recipe.lora is not None:
+        from dtrain.models.common.adapters import init_adapters
+
         init_adapters(model, recipe.run.seed)
     place_masters(model, recipe, precision, device)
     return model

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from dtrain.checkpoint.dcp.training_state import frozen_names, model_tensors
 from dtrain.models.common.adapter_config import is_adapter
-from dtrain.models.common.adapters import adapters_off
 from dtrain.parallel.placement import local_tensor, on_its_device, reshard_model, weights_changed
 
 
@@ -35,6 +34,8 @@ class Reference:
     def in_place(self) -> Iterator[None]:
         """Context in which the model holds the reference's weights; after it, its own again, errors included. Shard by
         shard the two are swapped, so that no third copy exists."""
+        from dtrain.models.common.adapters import adapters_off  # a run without a reference needs none of it
+
         if self._is_in:
             raise RuntimeError("the reference is in the model already: use_reference_model() does not nest")
         self._swap()

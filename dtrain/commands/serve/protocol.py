@@ -7,7 +7,8 @@ the draws those of the native engine; and `images` beside token ids. No torch.
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -194,6 +195,17 @@ def _image_parts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+@contextmanager
+def _answered(field: str, images: Sequence[str] = ()) -> Iterator[None]:
+    """Turn a UserError into an ApiError of `field`, or of the image that it is of. images: where they stand."""
+    try:
+        yield
+    except ImageError as error:
+        raise ApiError(400, f"{images[error.number]}: {error}", images[error.number]) from error
+    except UserError as error:
+        raise ApiError(400, str(error), field) from error
+
+
 def _with_pixels(ask: "Ask", images: "Images | None") -> "Ask":
     """Return `ask` with the images of its one prompt."""
     if images is None:
@@ -246,7 +258,7 @@ class Parser:
         if not is_ids(fields["prompt"][0]) or len(fields["prompt"]) > 1 or fields["echo"]:
             raise ApiError(400, "images are of one prompt of token ids, which has their tokens, without echo", "images")
         names = [f"images[{number}]" for number in range(len(fields["images"]))]
-        try:
+        with _answered("images", names):
             chats = self.chats.within(fields["mm_processor_kwargs"].get("max_pixels"))
             prompt = ChatPrompt(fields["prompt"][0], chats.lay_out_all(fields["images"]))
             self._check_room(prompt, names)
@@ -256,10 +268,6 @@ class Parser:
                 fix = "serve the very model that the prompt is for"
                 raise ApiError(400, f"{problem}, those of an image in a row ({sizes}): {fix}", "images")
             images = chats.images_of(prompt)
-        except ImageError as error:
-            raise ApiError(400, f"{names[error.number]}: {error}", names[error.number]) from error
-        except UserError as error:
-            raise ApiError(400, str(error), "images") from error
         return _with_pixels(ask, images)
 
     def _echoing(self, ask: Ask, fields: Mapping[str, Any]) -> Ask:
@@ -285,7 +293,7 @@ class Parser:
             name = f"chat_template_kwargs.{unknown[0][:64]}"
             raise ApiError(400, f"{name} is no variable that this model's chat template reads", "chat_template_kwargs")
         parts = _image_parts(fields["messages"])
-        try:
+        with _answered("messages", parts):
             messages, _ = read_messages(fields["messages"], "messages")
             self._check_size(sum(map(_characters, messages)), "messages")
             prompt = self.chats.encode(Prompt(messages, tools=read_tools(fields), variables=variables))
@@ -296,10 +304,6 @@ class Parser:
                 most = max(0, self.max_length - len(prompt.ids))
             ask = self._ask(fields, [tuple(prompt.ids)], most, fields["logprobs"], chat=True)
             images = self.chats.images_of(prompt)
-        except ImageError as error:
-            raise ApiError(400, f"{parts[error.number]}: {error}", parts[error.number]) from error
-        except UserError as error:
-            raise ApiError(400, str(error), "messages") from error
         return _with_pixels(ask, images)
 
     def _check_room(self, prompt: ChatPrompt, parts: Sequence[str]) -> None:
@@ -344,10 +348,8 @@ class Parser:
 
     def _prompt(self, prompt: str | list[int], specials: bool) -> tuple[int, ...]:
         self._check_size(len(prompt) if isinstance(prompt, str) else 0, "prompt")
-        try:
+        with _answered("prompt"):
             ids = self.tokenizer.encode(prompt, specials) if isinstance(prompt, str) else prompt
-        except UserError as error:
-            raise ApiError(400, str(error), "prompt") from error
         if not ids:
             raise ApiError(400, "prompt has no token: a completion needs one at least to follow", "prompt")
         self._check_ids(ids, "prompt")

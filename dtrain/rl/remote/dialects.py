@@ -81,11 +81,7 @@ class Vllm:
         body = {
             "model": adapter or model,
             "prompt": list(requests[0].prompt),
-            "n": len(requests),
-            "max_tokens": requests[0].sampling.max_new_tokens,
-            **sampling_fields(requests[0].sampling),
-            "ignore_eos": True,  # the stop tokens are those of the request
-            "seed": derived_seed(requests[0]),  # vLLM adds a sample's index
+            **draws_of_vllm(requests),
             "logprobs": 0,
             "return_tokens_as_token_ids": True,
             "return_token_ids": True,
@@ -341,6 +337,18 @@ def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
         "repetition_penalty": 1.0,  # a model's generation_config.json may say otherwise
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_ids),
+    }
+
+
+def draws_of_vllm(requests: Sequence[Request]) -> dict[str, Any]:
+    """Return the fields by which vLLM draws the samples of one prompt."""
+    first = requests[0]
+    return {
+        **sampling_fields(first.sampling),
+        "n": len(requests),
+        "max_tokens": first.sampling.max_new_tokens,
+        "ignore_eos": True,  # the stop tokens are those of the request
+        "seed": derived_seed(first),  # vLLM adds a sample's index
     }
 
 

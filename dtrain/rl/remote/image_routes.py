@@ -16,7 +16,7 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.inference.image_prompts import ImagePrompt
 from dtrain.inference.request import Completion, Request
-from dtrain.rl.remote.dialects import DIALECTS, Post, choices_of, completion_of, derived_seed, sampling_fields
+from dtrain.rl.remote.dialects import DIALECTS, Post, choices_of, completion_of, draws_of_vllm
 from dtrain.rl.remote.http_client import ClientError
 
 OTHER_PROMPT = "it read another prompt than the trainer has: "
@@ -25,13 +25,16 @@ FIX_CHAT = "with the run's chat template (--chat-template, without --default-cha
 
 
 class ImageRoute:
-    """Way to ask a kind of server for completions of prompts with images."""
+    """Way to ask a kind of server for completions of prompts with images. server: whose answers it reads. needs_ids:
+    whether it asks with one placeholder for each image."""
 
     path: str
+    server: str
+    needs_ids = False
 
     def takes(self, prompt: ImagePrompt) -> bool:
         """Return whether it can ask for this prompt."""
-        return True
+        return not self.needs_ids or prompt.short_ids is not None
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         """Return the path and the body that ask for samples of one prompt, as a dialect's. Raises UserError."""
@@ -43,7 +46,7 @@ class ImageRoute:
 
     def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
         """Return the completions, as a dialect does."""
-        raise NotImplementedError
+        return DIALECTS[self.server].read(answer, requests)
 
 
 class VllmRoute(ImageRoute):
@@ -78,29 +81,19 @@ class VllmTokens(VllmRoute):
     """Token ids and images to vLLM."""
 
     path = "/inference/v1/generate"
+    needs_ids = True
 
     def without_ids(self) -> Exception:
         return ClientError(404, "this release of vLLM has no images beside token ids")
 
-    def takes(self, prompt: ImagePrompt) -> bool:
-        return prompt.short_ids is not None
-
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
-        first, prompt = requests[0], _prompt(requests[0])
+        prompt = _prompt(requests[0])
         assert prompt.short_ids is not None, "`takes` says so"
-        sampling = {
-            **sampling_fields(first.sampling),
-            "n": len(requests),
-            "max_tokens": first.sampling.max_new_tokens,
-            "ignore_eos": True,
-            "seed": derived_seed(first),  # vLLM adds a sample's index
-            "logprobs": 0,
-        }
         return self.path, {
             "model": adapter or model,
             "token_ids": list(prompt.short_ids),
             "content_parts": [{"type": "image_url", "url": uri} for uri in prompt.uris()],
-            "sampling_params": sampling,
+            "sampling_params": {**draws_of_vllm(requests), "logprobs": 0},
             "return_token_ids": True,
         }
 
@@ -112,15 +105,11 @@ class VllmChat(VllmRoute):
     fix = f", {FIX_CHAT}"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
-        first, prompt = requests[0], _prompt(requests[0])
+        prompt = _prompt(requests[0])
         body = {
             "model": adapter or model,
             "messages": prompt.chat(),
-            "n": len(requests),
-            "max_tokens": first.sampling.max_new_tokens,
-            **sampling_fields(first.sampling),
-            "ignore_eos": True,
-            "seed": derived_seed(first),
+            **draws_of_vllm(requests),
             "logprobs": True,
             "top_logprobs": 0,
             "return_tokens_as_token_ids": True,
@@ -135,9 +124,8 @@ class SglangTokens(ImageRoute):
     """Token ids and images to SGLang."""
 
     path = "/generate"
-
-    def takes(self, prompt: ImagePrompt) -> bool:
-        return prompt.short_ids is not None
+    server = "sglang"
+    needs_ids = True
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         prompt = _prompt(requests[0])
@@ -155,14 +143,12 @@ class SglangTokens(ImageRoute):
         if count not in (None, len(request.prompt)):
             raise UserError(f"{OTHER_PROMPT}it has {count} tokens there and {len(request.prompt)} here. {FIX_IMAGES}")
 
-    def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
-        return DIALECTS["sglang"].read(answer, requests)
-
 
 class DtrainTokens(ImageRoute):
     """Token ids and images to `dtrain serve`, which refuses a prompt whose image tokens are not its images'."""
 
     path = "/v1/completions"
+    server = "dtrain"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         prompt = _prompt(requests[0])
@@ -171,9 +157,6 @@ class DtrainTokens(ImageRoute):
         if prompt.max_pixels is not None:
             body["mm_processor_kwargs"] = {"max_pixels": prompt.max_pixels}
         return self.path, body
-
-    def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
-        return DIALECTS["dtrain"].read(answer, requests)
 
 
 ROUTES: Mapping[str, Sequence[ImageRoute]] = {
