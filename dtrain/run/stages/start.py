@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
@@ -156,7 +155,7 @@ def _check_weights(spec: RunSpec) -> None:
     store.refuse_misfit(step, weights.wanted, weights.cast)
 
 
-def _check_adapter(spec: RunSpec, ours: AdapterConfig, saved: Mapping[str, Any], directory: Path) -> None:
+def _check_adapter(spec: RunSpec, ours: AdapterConfig, saved: str, directory: Path) -> None:
     """Check that the adapter of a step, if it has one, means what ours does. Raises UserError."""
     from dtrain.checkpoint.peft.config import ADAPTER, read_adapter_config
 
