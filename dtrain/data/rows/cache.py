@@ -328,19 +328,17 @@ def _build(
 ) -> dict[str, Any]:
     files = [(number, file) for number, source in enumerate(sources) for file in source.files]
     size = sum(file.stat().st_size for _, file in files)
-    workers = num_workers or _cores()
     per_source = [0] * len(sources)
     with ExitStack() as stack:
         writer = _Writer(directory, stack, encoder)
         encode: Callable[[Iterable[Job]], Iterator[EncodedChunk]] = partial(starmap, encoder.encode_chunk)
-        if size > SMALL and workers > 1:
+        if size > SMALL and (workers := num_workers or _cores()) > 1:
             from dtrain.data.rows.pool import Pool
 
             encode = stack.enter_context(Pool(encoder, workers)).encode
-        packed = any(file.suffix == ".gz" for _, file in files)
         bar = stack.enter_context(
             tqdm(
-                total=None if packed else size,
+                total=None if any(file.suffix == ".gz" for _, file in files) else size,
                 desc=f"tokenising {label}",
                 unit="B",
                 unit_scale=True,
