@@ -101,7 +101,7 @@ def shard_with_policies(
         unit.set_modules_to_forward_prefetch([following])
     # The head's weight is read inside these; unregistered, they would see this rank's shard and give wrong numbers.
     register_fsdp_forward_method(head, "with_weight")  # for nothing where it is no unit
-    for name in ("with_head", "hidden_states", "next_logits"):
+    for name in ("with_head", "next_logits"):
         register_fsdp_forward_method(model, name)
 
 

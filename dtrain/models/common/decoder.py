@@ -278,8 +278,7 @@ class Decoder(Stack):
         tokens: int | None = None,
         images: Images | None = None,
     ) -> Tensor:
-        """`CausalLM.hidden_states`, cut as the modules' styles say: [B, S, D]. tokens: of a row, without what sequence
-        parallel has padded; None: all."""
+        """Override `Stack.states`; arguments as in `CausalLM.forward`."""
         config, device, kernel = self.config, input_ids.device, self.kernel
         bare = cache is not None and cache.bare
         hidden = self._embed(input_ids, bare)  # [B, S, D]
@@ -448,10 +447,6 @@ class CausalLM(ParallelModel):
         """
         return self.logits(self.model(input_ids, position_ids, seq_ids, cache, images=images))
 
-    def hidden_states(self, *inputs: Any, **named: Any) -> Tensor:
-        """[B, S, D] after the final norm; arguments as in `forward`."""
-        return self.model(*inputs, **named)
-
     def logits(self, hidden: Tensor, bare: bool = False) -> Tensor:
         """hidden [..., D] after the final norm -> logits [..., V], a classifier's [..., labels]; bare: `Cached`'s."""
         logits = (self.head.forward if bare else self.head)(hidden)
@@ -480,7 +475,6 @@ class CausalLM(ParallelModel):
         without whole logits. packing: of the whole rows, for a decoder that `takes_packing`. Under FSDP it must be
         registered as a forward method, or the head's weight is one rank's shard. The caller applies
         config.final_logit_softcapping."""
-        # Not self.hidden_states: registered too, it may give the root's weights back, and a tied head's are needed yet.
         hidden = self.model(input_ids, position_ids, seq_ids, packing=packing, images=images)
         return self.head.with_weight(fn, hidden)
 
