@@ -107,7 +107,7 @@ def by_dtype(rank, config, options):
 
 
 def test_one_function_for_every_model(tmp_path):
-    config = config_of(tmp_path)
+    config = config_of(tmp_path, tied=False)
     each = (
         {"param_dtype": torch.float32, "sequence_parallel": True, "activation_checkpointing": True},
         {"param_dtype": torch.float32, "cpu_offload": True},
