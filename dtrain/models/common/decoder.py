@@ -281,7 +281,7 @@ class Decoder(Stack):
         """Override `Stack.states`; arguments as in `CausalLM.forward`."""
         config, device, kernel = self.config, input_ids.device, self.kernel
         bare = cache is not None and cache.bare
-        hidden = self._embed(input_ids, bare)  # [B, S, D]
+        hidden = self._embedded((self.embed_tokens.forward if bare else self.embed_tokens)(input_ids))  # [B, S, D]
         placed = None
         if images is not None:
             if not self.vision:
@@ -361,8 +361,8 @@ class Decoder(Stack):
         """`tables` of positions [B or 1, S], for layers with this rope; a family may add what else these take."""
         return tables(rope, head_dim, positions, dtype, held)
 
-    def _embed(self, input_ids: Tensor, bare: bool) -> Tensor:
-        hidden = (self.embed_tokens.forward if bare else self.embed_tokens)(input_ids)
+    def _embedded(self, hidden: Tensor) -> Tensor:
+        """[B, S, D] as they were looked up -> as the first layer takes them"""
         return hidden if self.embed_scale is None else hidden * rounded(self.embed_scale, hidden.dtype)
 
 
