@@ -76,19 +76,21 @@ def expected(model, sizes, recipe, eval_mode):
     shards, replicas, cp, tp = sizes.dp_shard * sizes.cp, sizes.dp_replicate, sizes.cp, sizes.tp
     backward = not eval_mode
     found = Counter()
-    if shards > 1:  # layers and the root, each a unit
+    untied = not model.tie_word_embeddings
+    units = layers + 1 + 2 * untied  # layers, the root, and where they are not tied embedding and head
+    if shards > 1:
         gathers = {
-            "default": layers + 1 + backward * (layers - 1),
-            True: (layers + 1) * (1 + backward),
-            False: layers + 1,
+            "default": units + backward * (layers - 1),
+            True: units + backward * (units - untied),  # the embedding once
+            False: units,
         }
         # Without a backward nothing between the micro-batches gives back what is kept: it is gathered once.
-        kept = {"default": 2, True: 0, False: layers + 1}[recipe.parallel.reshard_after_forward]
+        kept = {"default": 2 + untied, True: 0, False: units}[recipe.parallel.reshard_after_forward]
         per_pass = gathers[recipe.parallel.reshard_after_forward]
         found["all-gather"] += micro * per_pass if backward else micro * (per_pass - kept) + kept
-        found["reduce-scatter"] += backward * (layers + 1)
+        found["reduce-scatter"] += backward * units
     if replicas > 1:
-        found["all-reduce"] += backward * (layers + 1)
+        found["all-reduce"] += backward * units
     if tp > 1:
         crossings = micro * (2 * layers + 1) * (1 + backward)
         if recipe.parallel.sequence_parallel:
@@ -166,6 +168,7 @@ MESHES = {
 MODELS = {
     "qwen3": ("qwen3", {}),
     "llama, all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, untied": ("llama", {"tied": False}),
     "gemma3": ("gemma3", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
     "qwen2": ("qwen2", {}),
 }
@@ -196,6 +199,12 @@ CASES = (
     ("tp2, again", "gemma3", False),
     ("tp2+sp cp2, again", "gemma3", False),
     ("cp3 ring, again", "llama, all biases", False),
+    *(
+        (mesh, "llama, untied", False)
+        for mesh in ("dp3, given back", "dp2, kept", "dp_replicate2 dp2", "dp2 tp2", "dp2 cp2")
+    ),
+    ("dp2, again", "llama, untied", False),
+    ("dp2", "llama, untied", True),
 )
 
 
@@ -211,7 +220,7 @@ def test_a_step_sends_what_the_table_says(tmp_path, ranks):
         size, options = MESHES[mesh]
         if size == ranks:
             family, changes = MODELS[model]
-            path = write_model(tmp_path / family, family, **changes)
+            path = write_model(tmp_path / model, family, **changes)
             recipe = tiny_recipe(tmp_path, f"model.path={path}", "train.global_batch=24", *options)
             batch = 2 * recipe.train.micro_batch * config.sizes(recipe, ranks).dp
             recipe = tiny_recipe(tmp_path, f"model.path={path}", f"train.global_batch={batch}", *options)

@@ -204,12 +204,6 @@ class Gemma4Layer(Layer):
         return after(hidden, attended, *(() if own is None else (own,))), keys
 
 
-class PerLayerEmbedding(VocabEmbedding):
-    """Columns for each layer, of every token of the vocabulary: most of a small model's weights."""
-
-    gathered_alone = True
-
-
 class Gemma4Decoder(Decoder):
     """A decoder whose layers hand on keys and values, and have embeddings of their own."""
 
@@ -217,7 +211,7 @@ class Gemma4Decoder(Decoder):
         super().__init__(config, Gemma4Layer, OlmoRMSNorm, embed_scale=config.hidden_size**0.5)
         if config.per_layer is not None:
             width = config.num_hidden_layers * config.per_layer.size
-            self.embed_tokens_per_layer = PerLayerEmbedding(config.per_layer.vocab, width, config.pad_token_id)
+            self.embed_tokens_per_layer = VocabEmbedding(config.per_layer.vocab, width, config.pad_token_id)
             self.per_layer_model_projection = Linear(config.hidden_size, width, bias=False)
             self.per_layer_projection_norm = OlmoRMSNorm(config.per_layer.size, config.rms_norm_eps)
 

@@ -41,8 +41,8 @@ class GraniteDecoder(Decoder):
         """Override `Decoder.states`: [B, S, D]"""
         return super().states(*args, **kwargs) / self.config.logits_scaling
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
-        return self.embed_tokens(input_ids) * self.config.embedding_multiplier
+    def _embedded(self, hidden: Tensor) -> Tensor:
+        return hidden * self.config.embedding_multiplier
 
 
 class GraniteForCausalLM(CausalLM):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -21,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 from dtrain.parallel.experts import expert_parameters
 from dtrain.parallel.placement import local_tensor, reshard_model
-from dtrain.parallel.tensor import LocalParameters, ParallelModel, exact_modules
+from dtrain.parallel.tensor import ParallelModel, ScoreHead, VocabEmbedding, exact_modules
 
 
 class _Unit(FSDPModule):
@@ -53,15 +54,16 @@ def shard_with_policies(
     reshard_after_forward: bool | str = "default",
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Shard `model` in place: every decoder layer a unit, and the root (embedding, norm, head) one. A module that says
-    `gathered_alone` is a unit of its own, which holds its weights no longer than its forward.
+    """Shard `model` in place: every decoder layer a unit, an embedding and the head each one where they are not tied to
+    each other, and the root one of what is left: the last norm, with a tied pair.
 
     mesh: one dimension, or (replicate, shard) for HSDP; expert_mesh: the same of experts that lie over ep, whose layer
     then has two messages where it has one. By default a layer is gathered before its forward and again
     before its backward (one all-gather each, the next layer's on its way while one computes), its gradient
-    reduce-scattered after, and under HSDP all-reduced over the replicas. The last layer and the root stay gathered
-    between the two: the last of the forward are the first of the backward. reshard_after_forward True gives up those
-    too, False keeps all: one all-gather, and the whole model in memory.
+    reduce-scattered after, and under HSDP all-reduced over the replicas. The last layer, the head and the root stay
+    gathered between the two: the last of the forward are the first of the backward. An embedding is gathered for its
+    forward alone, for its backward reads ids. reshard_after_forward True gives up the former too, False keeps all: one
+    all-gather, and the whole model in memory.
 
     Gradients are summed: the loss already divides by the count of the global batch. A frozen parameter that one rank
     holds whole, in the dtype of computation, is left as it is: FSDP would copy it for every forward.
@@ -74,22 +76,32 @@ def shard_with_policies(
     exact = MixedPrecisionPolicy(param_dtype=wide, reduce_dtype=wide, cast_forward_inputs=False)
     for wide_module in exact_modules(model).values():
         own_unit(wide_module, mesh, exact, offload, False)
-    for module in model.modules():
-        if isinstance(module, LocalParameters) and module.gathered_alone:
-            own_unit(module, mesh, precision, offload, reshard_after_forward is not False)
+    head = model.head
+    embeddings = [module for module in model.modules() if isinstance(module, VocabEmbedding)]
+    lookups = []
+    for embedding in embeddings:
+        if embedding.weight is not head.weight:
+            # In the weights' dtype: what comes between it and the layers is not the unit's.
+            plain = replace(precision, output_dtype=None)
+            lookups.append(own_unit(embedding, mesh, plain, offload, reshard_after_forward is not False))
+            lookups[-1].set_unshard_in_backward(False)
     # The layers of a vision tower, whose order of gathers FSDP finds out by itself.
     for module in model.model.vision_layers:
         own_unit(module, mesh, precision, offload, reshard_after_forward is not False)
     layers = list(model.model.layers)
     default = reshard_after_forward == "default"
     reshards = [layer is not layers[-1] if default else bool(reshard_after_forward) for layer in layers]
+    is_tied = len(lookups) < len(embeddings)
+    ends = [model] if is_tied or isinstance(head, ScoreHead) else [head, model]  # a classifier's head is small
+    reshards += [reshard_after_forward is True] * len(ends)
     units = []
-    for module, reshard in [*zip(layers, reshards, strict=True), (model, reshard_after_forward is True)]:
+    for module, reshard in zip([*layers, *ends], reshards, strict=True):
         units.append(own_unit(module, mesh, precision, offload, reshard))
-    for unit, following in pairwise([units[-1], *units[:-1]]):
+    for unit, following in pairwise([units[-1], *lookups, *units[:-1]]):
         unit.set_modules_to_forward_prefetch([following])
     # The head's weight is read inside these; unregistered, they would see this rank's shard and give wrong numbers.
-    for name in ("with_head", "hidden_states", "next_logits"):
+    register_fsdp_forward_method(head, "with_weight")  # for nothing where it is no unit
+    for name in ("with_head", "next_logits"):
         register_fsdp_forward_method(model, name)
 
 

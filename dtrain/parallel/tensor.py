@@ -56,12 +56,10 @@ class LocalParameters(nn.Module):
     """A module that computes with its parameters as `local(name)` gives them.
 
     `local_views` holds a LocalView for each parameter that a style has placed; without one it is the parameter itself.
-    keeps_precision: its parameters are held, and computed with, in float32 at least. gathered_alone: FSDP gathers them
-    for its forward alone.
+    keeps_precision: its parameters are held, and computed with, in float32 at least.
     """
 
     keeps_precision = False
-    gathered_alone = False
     local_views: dict[str, LocalView] = {}  # replaced on the instance, never changed
 
     def reset_parameters(self) -> None:
@@ -73,6 +71,11 @@ class LocalParameters(nn.Module):
         parameter = getattr(self, name)
         view = self.local_views.get(name)
         return parameter if view is None else view(parameter)
+
+    def with_weight(self, fn: Callable[[Tensor, Tensor], Any], hidden: Tensor) -> Any:
+        """`fn(hidden, local("weight"))`'s result: how a loss reads a head's weight. Where FSDP makes the module a unit,
+        a registered forward method."""
+        return fn(hidden, self.local("weight"))
 
 
 def exact_modules(model: nn.Module) -> dict[str, LocalParameters]:
@@ -243,11 +246,15 @@ class Stack(nn.Module):
 
 
 class ParallelModel(nn.Module):
-    """The interface of a model to this package: its plan (module pattern -> style), its sizes and its decoder."""
+    """The interface of a model to this package: its plan (module pattern -> style), its sizes, decoder and head."""
 
     plan: Mapping[str, str]
     config: ModelSizes
     model: Stack
+
+    @property
+    def head(self) -> "VocabHead | ScoreHead":
+        raise NotImplementedError
 
 
 Style = Callable[[Any, TensorParallel], None]

@@ -25,8 +25,8 @@ class Teacher:
     """Teacher: the model at `path`, of any size, with the policy's vocabulary. Collective.
 
     Its weights lie on the mesh as the policy's do (FSDP2, tensor and context parallel, the same plan), in the dtype of
-    computation: no optimizer, no gradient, no master copy. A forward gathers one layer at a time, and embedding and
-    head while the student's loss reads the head; nothing stays gathered after it.
+    computation: no optimizer, no gradient, no master copy. A forward gathers one layer at a time, and the head
+    (tied: with the embedding) while the student's loss reads it; nothing stays gathered after it.
     Raises UserError where the model cannot be read, or is cut over tp in another way than the policy's.
     build: what makes the model, with `build_model`'s arguments.
     """

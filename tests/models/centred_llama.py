@@ -35,8 +35,8 @@ class CentredDecoder(Decoder):
         super().__init__(config, CentredLayer, CentredNorm)
         self.embed_norm = CentredNorm(config.hidden_size, config.rms_norm_eps)
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
-        return self.embed_norm(super()._embed(input_ids))
+    def _embedded(self, hidden: Tensor) -> Tensor:
+        return self.embed_norm(super()._embedded(hidden))
 
 
 class CentredLlamaForCausalLM(CausalLM):

@@ -135,7 +135,7 @@ def a_model_of_ours(rank, directory, name, variant):
     ctx, batch = make_cp_batch_and_ctx(mesh, batch)
 
     def loss_of(ids, positions):
-        logits = model.logits(model.hidden_states(ids, positions)) if variant == "hidden" else model(ids, positions)
+        logits = model.logits(model.model(ids, positions)) if variant == "hidden" else model(ids, positions)
         return logits, (logits * shard_sequence(up, rank, 2)).sum()
 
     with ctx():

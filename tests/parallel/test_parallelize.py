@@ -69,21 +69,23 @@ def on_a_mesh(rank, family, config, sizes, sequence, checkpointing):
     assert_gradients(model, {name: gradient / 3 for name, gradient in expected.items()}, rtol=1e-5)
 
 
-ON_MESHES = (  # sizes, sequence parallel, checkpointing, family
-    ((1, 2, 1), False, False, "llama"),
-    ((1, 2, 2), True, True, "gemma3"),
-    ((2, 1, 2), False, True, "qwen2"),
-    ((1, 1, 4), True, False, "qwen3"),
+ON_MESHES = (  # sizes, sequence parallel, checkpointing, family, whether embedding and head are tied
+    ((1, 2, 1), False, False, "llama", True),
+    ((1, 2, 2), True, True, "gemma3", True),
+    ((2, 1, 2), False, True, "qwen2", True),
+    ((1, 1, 4), True, False, "qwen3", True),
+    ((2, 2, 1), False, True, "llama", False),
+    ((1, 2, 2), True, False, "qwen3", False),
 )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_families_on_meshes_have_the_gradients_of_one_process(tmp_path, ranks):
     cases = {}
-    for sizes, sequence, checkpointing, family in ON_MESHES:
+    for sizes, sequence, checkpointing, family, tied in ON_MESHES:
         if math.prod(sizes) == ranks:
-            config = config_of(tmp_path / family, family)
-            cases[f"{family} on {sizes}"] = family, config, sizes, sequence, checkpointing
+            config = config_of(tmp_path / family, family, tied=tied)
+            cases[f"{family} on {sizes}, tied={tied}"] = family, config, sizes, sequence, checkpointing
     run_cases(on_a_mesh, ranks, cases)
 
 
@@ -105,7 +107,7 @@ def by_dtype(rank, config, options):
 
 
 def test_one_function_for_every_model(tmp_path):
-    config = config_of(tmp_path)
+    config = config_of(tmp_path, tied=False)
     each = (
         {"param_dtype": torch.float32, "sequence_parallel": True, "activation_checkpointing": True},
         {"param_dtype": torch.float32, "cpu_offload": True},

@@ -139,7 +139,9 @@ def used_outside(rank, config, fsdp):
     for module in (model.lm_head, model.model.norm, model.model.layers[0].mlp):
         with pytest.raises(RuntimeError, match="outside the forward of its FSDP root"):
             module(hidden)
-    model.hidden_states(torch.arange(6)[None])  # registered with FSDP: gathers what it needs
+    model.with_head(
+        lambda hidden, weight: hidden @ weight.t(), torch.arange(6)[None]
+    )  # registered: gathers what it needs
     return True
 
 

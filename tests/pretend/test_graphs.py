@@ -8,6 +8,7 @@ from tests.pretend.runs import rows_of, train_on_card
 from tests.pretend.test_methods import grpo
 from tests.pretend.test_sft import EXACT, assert_close, on_cpu
 from tests.pretend.worlds import run_pretend
+from tests.tiny import write_model
 
 GRAPHS = "grpo.cuda_graphs=true", "grpo.sampling.max_new_tokens=12"
 
@@ -29,11 +30,12 @@ def train_and_count(rank, recipe, size):
     ids=["fsdp", "lora"],
 )
 def test_a_run_with_graphs(tmp_path, size, keys, like):
+    keys = f"model.path={write_model(tmp_path / 'model', tied=False)}", *keys
     card = grpo(tmp_path, *GRAPHS, *keys, *(like or ()), name="card")
     replays = run_pretend(train_and_count, size, card, size)
     assert all(count > 10 for count in replays), replays
     if like is not None:
-        assert_close(rows_of(card), on_cpu(grpo(tmp_path, GRAPHS[1], *like, name="cpu")), EXACT)
+        assert_close(rows_of(card), on_cpu(grpo(tmp_path, GRAPHS[1], *keys, *like, name="cpu")), EXACT)
 
 
 def captures_of_rollouts(rank, recipe, size):
@@ -98,8 +100,10 @@ def test_a_step_that_waits_is_not_captured(tmp_path):
     assert_close(*rows, EXACT)
 
 
-def test_what_cannot_be_captured_is_refused(tmp_path):
-    hooks = Mutant("dtrain.models.common.decoder", "(layer.forward if bare else layer)(hidden", "layer(hidden")
-    recipe = grpo(tmp_path, *GRAPHS, "train.dtype=bfloat16", name="card")
+@pytest.mark.parametrize("module", ["layer", "self.embed_tokens", "self.head"])
+def test_what_cannot_be_captured_is_refused(tmp_path, module):
+    hooks = Mutant("dtrain.models.common.decoder", f"({module}.forward if bare else {module})", module)
+    model = write_model(tmp_path / "model", tied=False)
+    recipe = grpo(tmp_path, *GRAPHS, f"model.path={model}", "train.dtype=bfloat16", name="card")
     with pytest.raises(AssertionError, match="a stream waits"):
         run_pretend(train_and_count, 1, recipe, 1, mutants=[hooks])

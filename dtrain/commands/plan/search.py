@@ -108,12 +108,12 @@ class _ClosedForms:
         width = sum(max(1, layer.count / world.tp) * layer.size for layer in heads) / max(keeping, 1)
         keys = 2 * tokens * world.cp * width * compute  # of a layer, on the mean
         gathers = 1 if recipe.parallel.reshard_after_forward is False else 2
-        passes = world.accumulation
+        passes, units = world.accumulation, layers + (1 if config.tie_word_embeddings else 3)
         in_layers = passes * (4 + again) * layers  # all-reduces over tp
         messages = [
-            ("fsdp", "all-gather", shards, passes * gathers * (layers + 1), passes * gathers * whole),
-            ("fsdp", "reduce-scatter", shards, layers + 1, trained * reduce),
-            ("dp_replicate", "all-reduce", world.dp_replicate, layers + 1, trained / shards * reduce),
+            ("fsdp", "all-gather", shards, passes * (units + (gathers - 1) * layers), passes * gathers * whole),
+            ("fsdp", "reduce-scatter", shards, units, trained * reduce),
+            ("dp_replicate", "all-reduce", world.dp_replicate, units, trained / shards * reduce),
             ("tp", "all-reduce", world.tp, in_layers, in_layers * tokens * config.hidden_size * compute),
             ("cp", "all-gather", world.cp, passes * (2 + again) * layers, passes * (2 + again) * keeping * keys),
         ]

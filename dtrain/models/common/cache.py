@@ -13,7 +13,7 @@ class Cached(Protocol):
 
     positions: [B or 1, S], the rotary positions of the tokens, but for images that have their own. last: [B], which of
     the S is each row's last one that counts; None where S is 1. turns: the rotary frequencies on the device, by what
-    they are made from; the model fills it. bare: whether layers are called without their hooks, which no graph can
+    they are made from; the model fills it. bare: whether modules are called without their hooks, which no graph can
     hold.
     """
 

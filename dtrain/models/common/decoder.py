@@ -278,10 +278,10 @@ class Decoder(Stack):
         tokens: int | None = None,
         images: Images | None = None,
     ) -> Tensor:
-        """`CausalLM.hidden_states`, cut as the modules' styles say: [B, S, D]. tokens: of a row, without what sequence
-        parallel has padded; None: all."""
+        """Override `Stack.states`; arguments as in `CausalLM.forward`."""
         config, device, kernel = self.config, input_ids.device, self.kernel
-        hidden = self._embed(input_ids)  # [B, S, D]
+        bare = cache is not None and cache.bare
+        hidden = self._embedded((self.embed_tokens.forward if bare else self.embed_tokens)(input_ids))  # [B, S, D]
         placed = None
         if images is not None:
             if not self.vision:
@@ -331,7 +331,7 @@ class Decoder(Stack):
             (rotary[kind], masks[kind], cache, *((real,) if layer.is_sparse and real is not None else ()))
             for layer, kind in zip(cast(list[Layer], list(self.layers)), config.layer_types, strict=True)
         ]
-        return self.norm(self.through(hidden, input_ids, handed, cache is not None and cache.bare, placed))
+        return self.norm(self.through(hidden, input_ids, handed, bare, placed))
 
     def through(
         self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool, placed: PlacedFeatures | None = None
@@ -361,8 +361,8 @@ class Decoder(Stack):
         """`tables` of positions [B or 1, S], for layers with this rope; a family may add what else these take."""
         return tables(rope, head_dim, positions, dtype, held)
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
-        hidden = self.embed_tokens(input_ids)
+    def _embedded(self, hidden: Tensor) -> Tensor:
+        """[B, S, D] as they were looked up -> as the first layer takes them"""
         return hidden if self.embed_scale is None else hidden * rounded(self.embed_scale, hidden.dtype)
 
 
@@ -447,13 +447,9 @@ class CausalLM(ParallelModel):
         """
         return self.logits(self.model(input_ids, position_ids, seq_ids, cache, images=images))
 
-    def hidden_states(self, *inputs: Any, **named: Any) -> Tensor:
-        """[B, S, D] after the final norm; arguments as in `forward`."""
-        return self.model(*inputs, **named)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., D] after the final norm -> logits [..., V], of a classifier its outputs [..., labels]."""
-        logits = self.head(hidden)
+    def logits(self, hidden: Tensor, bare: bool = False) -> Tensor:
+        """hidden [..., D] after the final norm -> logits [..., V], a classifier's [..., labels]; bare: `Cached`'s."""
+        logits = (self.head.forward if bare else self.head)(hidden)
         cap = self.config.final_logit_softcapping if self.config.labels is None else None
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -464,7 +460,7 @@ class CausalLM(ParallelModel):
         hidden = self.model(input_ids, cache=cache, images=images)  # [B, S, D]
         if cache.last is not None:
             hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), cache.last, None]
-        return gather_vocabulary(self.logits(hidden[:, 0]))
+        return gather_vocabulary(self.logits(hidden[:, 0], cache.bare))
 
     def with_head(
         self,
@@ -479,9 +475,8 @@ class CausalLM(ParallelModel):
         without whole logits. packing: of the whole rows, for a decoder that `takes_packing`. Under FSDP it must be
         registered as a forward method, or the head's weight is one rank's shard. The caller applies
         config.final_logit_softcapping."""
-        # Not self.hidden_states: registered too, it may give the root's weights back, and the head's are needed yet.
         hidden = self.model(input_ids, position_ids, seq_ids, packing=packing, images=images)
-        return fn(hidden, self.head.local("weight"))
+        return self.head.with_weight(fn, hidden)
 
     def checkpoint_names(self, name: str) -> list[str]:
         """The names that parameter `name` may have in a checkpoint's files, the likeliest first."""
