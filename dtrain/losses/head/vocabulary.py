@@ -183,10 +183,16 @@ def part_stats(logits: Tensor, scratch: Tensor, second: Tensor | None = None, *,
     if not logits.shape[-1]:
         zero = torch.zeros(rows, dtype=dtype, device=logits.device)
         return Stats(zero - float("inf"), zero, None if second is None else zero, zero if squares else None)
-    m = logits.amax(-1).to(dtype)
+    largest = logits.amax(-1, keepdim=True).to(dtype)
+    m = largest.squeeze(-1)
     dead = m == -float("inf")
-    logp = torch.log_softmax(logits, -1, dtype=dtype, out=scratch)  # one fused kernel: max, exp, sum, subtract
-    stats = Stats(m, -logp.amax(-1).masked_fill_(dead, 0))
+    if torch.compiler.is_compiling():  # these operations it knows as one pass
+        logp = logits.to(dtype) - largest
+        stats = Stats(m, logp.exp().sum(-1, keepdim=True).squeeze(-1).log().masked_fill(dead, 0))
+        logp = logp - stats.l[..., None]
+    else:
+        logp = torch.log_softmax(logits, -1, dtype=dtype, out=scratch)  # one fused kernel: max, exp, sum, subtract
+        stats = Stats(m, -logp.amax(-1).masked_fill_(dead, 0))
     if second is not None:
         p = torch.exp(logp, out=second)
         stats.neg_entropy = weighted_sum_(logp, p).masked_fill_(dead, 0)
