@@ -132,8 +132,8 @@ def pick(logits: Tensor, columns: Tensor, is_mine: Tensor, dtype: torch.dtype) -
 
 
 def add_at_(tile: Tensor, columns: Tensor, values: Tensor) -> None:
-    """tile [t, v] += values [t, 1] at columns [t, 1]; v may be 0."""
-    if torch.compiler.is_compiling():  # a scatter would be a kernel of its own
+    """tile [t, v] += values [t, k] at columns [t, k]; v may be 0."""
+    if torch.compiler.is_compiling() and columns.shape[1] == 1:  # a scatter would be a kernel of its own
         tile.add_(torch.where(torch.arange(tile.shape[1], device=tile.device) == columns, values, 0))
     elif tile.shape[1]:
         tile.scatter_add_(1, columns, values)

@@ -85,11 +85,6 @@ class TiledSum:
             tile = slice(start, start + self.rows)
             yield tile, self.hidden.index_select(0, self.index[tile]).to(self.operand.dtype)
 
-    def memory(self, count: int) -> list[Tensor]:
-        """For `count` tiles of logits, [at most rows, V/tp] each, uninitialised."""
-        shape = min(self.rows, len(self.index)), len(self.weight)
-        return [torch.empty(shape, dtype=self.dtype, device=self.hidden.device) for _ in range(count)]
-
     def add_gradient(self, grad: Tensor, tile: slice, hidden: Tensor) -> None:
         """Add a tile's gradients: grad [t, V/tp] is that of the sum by the logits; hidden [t, D] as of `tiles`."""
         grad = grad.to(self.operand.dtype)
