@@ -156,7 +156,7 @@ class Stats:
 
 def fill_rows_(tile: Tensor, dead: Tensor, value: float = 0.0) -> None:
     """Sets the rows of tile [..., v] to `value` where dead [...], whatever they hold."""
-    if tile.is_cuda:
+    if torch.compiler.is_compiling() or tile.is_cuda:
         tile.masked_fill_(dead.unsqueeze(-1), value)
     elif dead.any():  # on the CPU a look is free, and a pass over the tile is not
         tile[dead] = value
