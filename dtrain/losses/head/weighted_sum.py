@@ -45,7 +45,8 @@ def dft(logprobs: Tensor) -> Tensor:
 
 def head_tile_rows(columns: int, device_type: str) -> int:
     """Tokens of a tile of logits [tokens, columns] that is a product with the head's weight."""
-    return tile_rows(columns, device_type, blocks=4, least=64)
+    rows = tile_rows(columns, device_type, blocks=4, least=64)
+    return rows if device_type == "cpu" or rows < 128 else round(rows / 128) * 128  # whole blocks of a GPU's products
 
 
 def tile_rows_of(weight: Tensor, shard: VocabShard) -> int:
