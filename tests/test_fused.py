@@ -6,21 +6,23 @@ Inductor's C++ stands in for its Triton, of which each is one kernel: it splits 
 import shutil
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch._inductor import metrics as generated
 
-from dtrain.base import compiled
+from dtrain.base import compiled, top_p
 from dtrain.base.compiled import Compiled
 from dtrain.base.fused import Fused
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice
 from dtrain.commands.plan.step import plan_step
-from dtrain.losses.head import logprobs, weighted_sum
+from dtrain.commands.plan.tracer import Tracer
+from dtrain.losses.head import filtered, kl, logprobs, topk, weighted_sum
 from dtrain.models.common import nf4
-from dtrain.optim import adam
+from dtrain.optim import adam, muon, sums
 from tests.pretend.worlds import run_pretend
 from tests.tiny import tiny_recipe, write_model
 
@@ -113,14 +115,150 @@ def test_a_compiled_head_is_exact_in_float64_whatever_of_it_is_compiled(compile_
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
 
 
-@needs_compiler
+def divergences():
+    """Return divergences from a teacher of other width and their gradients: the KLs, the Jensen-Shannon divergence, and
+    on its likeliest tokens; float64, by tiles."""
+    torch.manual_seed(0)
+    hidden, weight, *teacher = (torch.randn(n, d, dtype=torch.float64) for d in (8, 12) for n in (21, 50))
+    inputs, index, options = (hidden.requires_grad_(), weight.requires_grad_()), torch.arange(21), {"rows_per_tile": 8}
+    models = kl.HeadInput(*inputs, 3.0), kl.HeadInput(*teacher, 3.0)
+    logits, ids = topk.topk_logits_from_hidden_states(models[1], 7, index)
+    found = []
+    for share in (1.0, 0.3, 0.4):  # from the third on a compiler may take it for a variable
+        mixed = {"forward_share": share, "temperature": 1.5, **options}
+        found.append(kl.kl_sum_from_hidden_states(*models, index, **mixed))
+        found.append(topk.topk_kl_sum_from_hidden_states(models[0], logits, ids, index, **mixed))
+    found.append(kl.jsd_sum_from_hidden_states(*models, index, beta=0.3, **options))
+    gradients = [gradient for one in found for gradient in torch.autograd.grad(one.total, inputs)]
+    return [*(value.detach() for one in found for value in one), *gradients]
+
+
+def filtered_values():
+    """Return log-probabilities under filters with their gradients, and the mask of a search for the likeliest."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (21, 50))
+    targets, index, found = torch.randint(0, 50, (21,)), torch.arange(21), []
+    for top_k, share in ((9, 1.0), (None, 0.9)):
+        rule = logprobs.TrainingSamplingParams(top_k, share, 0.7)
+        values = filtered.filtered_logprobs_from_hidden_states(hidden, weight, targets, rule, index=index)
+        total = torch.where(values.isinf(), 0, values).sin().sum()
+        found += [values.detach(), *torch.autograd.grad(total, (hidden, weight))]
+    return [*found, top_p.kept_by_top_p(hidden.detach() @ weight.detach().t(), 0.7)]
+
+
+OF_PAIRS = kl._stats_of_pair, kl._kl_sums, kl._kl_gradient, kl._jsd_sums, kl._jsd_gradient
+OF_TOPK = topk._stats_of_tile, topk._gradient_of_tile
+OF_FILTERED = filtered._at_target, filtered._gradient, top_p._with_digit, top_p._down_to
+PARTS = {
+    "pairs": (divergences, OF_PAIRS),
+    "statistics": (divergences, (OF_PAIRS[0], OF_TOPK[0])),
+    "sums": (divergences, (OF_PAIRS[1], OF_PAIRS[3])),
+    "gradients": (divergences, (OF_PAIRS[2], OF_PAIRS[4], OF_TOPK[1])),
+    "top k": (divergences, OF_TOPK),
+    "filtered": (filtered_values, OF_FILTERED),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.slow
-def test_the_heads_gradient_is_one_kernel(compile_here):
-    expected, before = losses(), generated.generated_kernel_count
-    compile_here(weighted_sum._gradient)
-    for mine, theirs in zip(losses(), expected, strict=True):
+def test_other_heads_are_exact_in_float64_whatever_of_them_is_compiled(compile_here, part):
+    values, functions = PARTS[part]
+    expected = values()
+    compile_here(*functions, backend="aot_eager")
+    for mine, theirs in zip(values(), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+    assert not any(function._compiled.is_written for function in functions)
+
+
+GRADIENTS = {
+    "labels": (losses, weighted_sum._gradient),
+    "jsd": (divergences, kl._jsd_gradient),
+    "filtered": (filtered_values, filtered._gradient),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("head", GRADIENTS)
+@pytest.mark.slow
+def test_the_heads_gradient_is_one_kernel(compile_here, head):
+    values, gradient = GRADIENTS[head]
+    expected, before = values(), generated.generated_kernel_count
+    compile_here(gradient)
+    for mine, theirs in zip(values(), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
     assert generated.generated_kernel_count - before == 1
+
+
+def counted(loss, vocab=100_000, tokens=4096):
+    """Return the kernels of a tile, and the bytes a logit that are no product's, of a loss of hidden states and a
+    head's weight: [tokens, D] and [vocab, D] of a student and of a teacher, on a planned GPU."""
+    one = SimpleNamespace(size=lambda: 1)
+    tracer = Tracer(SimpleNamespace(tp=one, ep=None, fsdp=SimpleNamespace(ndim=1)), on_host=False)
+    student, teacher = (
+        [torch.empty(n, 8, dtype=torch.bfloat16, device="meta", requires_grad=grad) for n in (tokens, vocab)]
+        for grad in (True, False)
+    )
+    index = torch.arange(tokens, device="meta")
+    with PlannedDevice(torch.device("cuda", 0), tracer.few, tracer.as_one_kernel), tracer:
+        loss(kl.HeadInput(*student), kl.HeadInput(*teacher), index).backward()
+    tiles = -(-tokens // weighted_sum.head_tile_rows(vocab, "cuda"))
+    return tracer.counts[None, "kernels"] / tiles, tracer.counts[None, "moved"] / tokens / vocab
+
+
+def on_topk(student, teacher, index):
+    logits, ids = (torch.empty(len(index), 64, dtype=kind, device="meta") for kind in (torch.float32, torch.int64))
+    return topk.topk_kl_sum_from_hidden_states(student, logits, ids, index, forward_share=0.3).total
+
+
+def under(top_k, share):
+    def loss(student, teacher, index):
+        rule = logprobs.TrainingSamplingParams(top_k, share, 0.7)
+        return filtered.filtered_logprobs_from_hidden_states(*student[:2], index, rule, index=index).sum()
+
+    return loss
+
+
+MOVED = {  # kernels of a tile, and bytes a logit
+    "labels": (lambda s, t, i: weighted_sum.token_loss_sums(*s[:2], i, i, weighted_sum.nll).loss, 40, 11),
+    "kl": (lambda s, t, i: kl.kl_sum_from_hidden_states(s, t, i).total, 24, 39),
+    "mixed": (lambda s, t, i: kl.kl_sum_from_hidden_states(s, t, i, forward_share=0.3, temperature=2).total, 24, 39),
+    "jsd": (lambda s, t, i: kl.jsd_sum_from_hidden_states(s, t, i).total, 24, 39),
+    "top k": (on_topk, 105, 19),
+    "filtered by top p": (under(None, 0.9), 160, 370),
+}
+
+
+@pytest.mark.parametrize("head", MOVED)
+def test_a_plan_counts_few_kernels_and_bytes_of_a_head(head):
+    loss, kernels, moved = MOVED[head]
+    found = counted(loss)
+    assert found[0] <= kernels and found[1] <= moved, found
+
+
+def rounded(matrix, gradients):
+    """Return bfloat16 weights and momenta after steps of Muon, and sums of gradients, [64, 512] each."""
+    weight = nn.Parameter(matrix.clone())
+    optimizer = muon.Muon([{"params": [weight], "weight_decay": 0.1}], names={weight: "w"}, lr=0.02, seed=3)
+    summed = nn.Parameter(matrix.clone())
+    adding = sums.GradientSums([("w", summed)], 5)
+    for number, gradient in enumerate(gradients):
+        weight.grad = gradient.clone()
+        optimizer.step()
+        adding.begin(0, number, number == len(gradients) - 1)
+        (summed.float() * gradient.float()).sum().backward()
+    adding.finish()
+    return [weight.detach(), optimizer.state[weight]["momentum_buffer"], summed.grad]
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_compiled_steps_of_muon_and_sums_of_gradients_are_one_kernel_and_have_the_same_bits(compile_here):
+    torch.manual_seed(0)
+    matrix, *gradients = (torch.randn(64, 512).bfloat16() for _ in range(4))
+    expected, before = rounded(matrix, gradients), generated.generated_kernel_count
+    compile_here(muon._average, muon._step, sums._add)
+    assert_equal(rounded(matrix, gradients), expected)
+    assert generated.generated_kernel_count - before == 3
 
 
 def test_what_cannot_be_compiled_runs_as_written_and_is_said_once(compile_here):

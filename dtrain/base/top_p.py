@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from dtrain.base.fused import Fused
+
 _INTEGER = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
 _INTEGER[torch.float16] = torch.int16
 _BITS = 2  # found in one pass where there is much to sum, each trial value another time
@@ -20,21 +22,28 @@ def last_kept(values: Tensor, probabilities: Tensor, share: Tensor) -> Tensor:
     """Return [n, 1] of values [n, V], any float dtype: the largest v for which the probabilities [n, V] of all tokens
     with values ≥ v sum to at least `share` [n, 1] float64, at most the sum of all. NaN where a row has NaN."""
     integer = _INTEGER[values.dtype]
-    width = torch.iinfo(integer).bits
     step = _SMALL[1] if values.numel() <= _SMALL[0] else _BITS
-    digits = torch.arange(1, 2**step, device=values.device)  # [trials]
     share = share.clamp(min=torch.finfo(torch.float64).tiny)
     order = torch.zeros(len(values), 1, dtype=torch.int64, device=values.device)  # from 0 up
     # Below the place of −inf are NaNs, which nothing is larger than: as trial values they count as −inf.
     least = -1 - int(torch.tensor(math.inf, dtype=values.dtype).view(integer))
-    for shift in range(width - step, -1, -step):
-        trial = _value_of(order | (digits << shift), integer, values.dtype, least)  # [n, trials], ascending
-        masses = [
-            torch.where(values >= threshold, probabilities, 0).sum(-1, keepdim=True, dtype=torch.float64)
-            for threshold in trial.split(1, 1)
-        ]
-        order = order | ((torch.cat(masses, 1) >= share).sum(-1, keepdim=True) << shift)
+    for shift in range(torch.iinfo(integer).bits - step, -1, -step):
+        order = _with_digit(order, torch.tensor(shift), values, probabilities, share, step, least)
     return _value_of(order, integer, values.dtype)
+
+
+@Fused
+def _with_digit(
+    order: Tensor, shift: Tensor, values: Tensor, probabilities: Tensor, share: Tensor, step: int, least: int
+) -> Tensor:
+    """Return `order` [n, 1] with the next `step` bits of the place, from bit `shift` on, a scalar of the host."""
+    digits = torch.arange(1, 2**step, device=values.device)  # [trials]
+    trial = _value_of(order | (digits << shift), _INTEGER[values.dtype], values.dtype, least)  # [n, trials], ascending
+    masses = [
+        torch.where(values >= threshold, probabilities, 0).sum(-1, keepdim=True, dtype=torch.float64)
+        for threshold in trial.split(1, 1)
+    ]
+    return order | ((torch.cat(masses, 1) >= share).sum(-1, keepdim=True) << shift)
 
 
 def _value_of(order: Tensor, integer: torch.dtype, dtype: torch.dtype, least: int | None = None) -> Tensor:
@@ -52,10 +61,15 @@ def kept_by_top_p(logits: Tensor, top_p: float) -> Tensor:
     p = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     whole = p.sum(-1, keepdim=True, dtype=torch.float64)
     share = whole.clamp(max=top_p)
-    last = last_kept(logits, p, share)
+    return _down_to(last_kept(logits, p, share), logits, p, share) | (whole < top_p)  # by rounding
+
+
+@Fused
+def _down_to(last: Tensor, logits: Tensor, p: Tensor, share: Tensor) -> Tensor:
+    """Return the mask [n, V] of what is above `last` [n, 1], and of what equals it as long as the sum is short of
+    `share` [n, 1]."""
     above, equal = logits > last, logits == last
     before = torch.where(above, p, 0).sum(-1, keepdim=True, dtype=torch.float64)
     each = torch.where(equal, p, 0).amax(-1, keepdim=True).to(torch.float64)
     places = equal.cumsum(-1) - 1  # [n, V], among the equal ones
-    nucleus = above | (equal & ((before + places * each < share) | (places == 0)))
-    return nucleus | (whole < top_p)  # by rounding
+    return above | (equal & ((before + places * each < share) | (places == 0)))

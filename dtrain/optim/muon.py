@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtrain.base.fused import Fused
 from dtrain.optim.adam import AT_ONCE, LowBitAdam
 from dtrain.optim.moments import round_bfloat16
-from dtrain.optim.places import stream
+from dtrain.optim.places import Numbers, element_bits, stream
 from dtrain.parallel.placement import cut_by, local_tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -119,11 +120,8 @@ class Muon(LowBitAdam):
         state["step"] += 1
         assert parameter.grad is not None
         average = place.of_local(state["momentum_buffer"])
-        gradient = place.of_local(parameter.grad).to(average.dtype)
-        average.mul_(group["momentum"]).add_(gradient * (1 - group["momentum"]))
-        if not group["nesterov"]:
-            return average
-        return (gradient * (1 - group["momentum"])).add_(average * group["momentum"])
+        ahead = _average(average, place.of_local(parameter.grad), group["momentum"], group["nesterov"])
+        return average if ahead is None else ahead
 
     def _gather(
         self, parameter: nn.Parameter, part: Tensor, owner: int, groups: list[dist.ProcessGroup]
@@ -148,12 +146,30 @@ class Muon(LowBitAdam):
         rate = lr * scale(group["adjust_lr_fn"], place.rows, place.columns)
         weights, update = place.of_local(parameter), whole[place.slices]
         name = stream(self.seed, int(self.state[parameter]["step"].item()), stepped.name)
+        factors = tuple(torch.tensor(one, dtype=torch.float64) for one in (1 - lr * group["weight_decay"], rate))
         for rows in place.runs(AT_ONCE):
-            values = weights[rows].to(update.dtype)
-            values.mul_(1 - lr * group["weight_decay"]).sub_(update[rows] * rate)
-            if weights.dtype == torch.bfloat16:
-                values = round_bfloat16(values, place.bits(rows, name, weights.device))
-            weights[rows] = values
+            _step(weights[rows], update[rows], factors, place.numbers(rows, name))
+
+
+@Fused
+def _average(average: Tensor, gradient: Tensor, momentum: float, nesterov: bool) -> Tensor | None:
+    """Move the momentum `average` [..] by a gradient, and with `nesterov` return where the next such move would take
+    it."""
+    part = gradient.to(average.dtype) * (1 - momentum)
+    average.mul_(momentum).add_(part)
+    return part.add_(average * momentum) if nesterov else None
+
+
+@Fused
+def _step(weights: Tensor, update: Tensor, factors: tuple[Tensor, Tensor], numbers: Numbers) -> None:
+    """Step rows of a matrix by their part of an update. factors: of the weights and of the update, scalars of the host,
+    which a kernel takes by value. numbers: of the bits that bfloat16 is rounded by."""
+    shrink, rate = factors
+    values = weights.to(update.dtype)
+    values.mul_(shrink).sub_(update * rate)
+    if weights.dtype == torch.bfloat16:
+        values = round_bfloat16(values, element_bits(values.shape, numbers, values.device))
+    weights.copy_(values)
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:

@@ -84,12 +84,8 @@ class Place:
         for start in range(0, self.held_rows, size):
             yield slice(start, min(start + size, self.held_rows))
 
-    def _indices(self, rows: slice, device: torch.device) -> Tensor:
-        """Return the index in the whole parameter of each of some of the held rows, int64 [rows, 1]."""
-        return row_indices(rows.stop - rows.start, self.numbers(rows, 0), device)[:, None]
-
     def numbers(self, rows: slice, name: int) -> "Numbers":
-        """Return what `element_bits` needs of some of the held rows. name: of the sequence (`stream`)."""
+        """Return what `element_bits` and `few_bits` need of some of the held rows. name: of the sequence (`stream`)."""
         run = (self.held_of_matrix, self.of_matrix) if self.held_of_matrix != self.of_matrix else ()
         values = self.first_row, rows.start, self.columns, self.first_column, name, *run
         return Numbers(*(torch.tensor(value) for value in values))
@@ -100,11 +96,8 @@ class Place:
         return element_bits((rows.stop - rows.start, self.held_columns), self.numbers(rows, name), device)
 
     def few_bits(self, rows: slice, name: int, device: torch.device) -> Tensor:
-        """Return 16 random bits for each element, as `bits`, at a quarter of its cost: int32 [rows, held_columns]."""
-        first, end = self.first_column // 4, -(-(self.first_column + self.held_columns) // 4)
-        fours = self._indices(rows, device) * -(-self.columns // 4) + torch.arange(first, end, device=device)
-        before = self.first_column - 4 * first
-        return bits(fours, name).view(torch.int16)[:, before : before + self.held_columns].int()
+        """Return 16 random bits for each element, the lowest of whole numbers [rows, held_columns]."""
+        return few_bits((rows.stop - rows.start, self.held_columns), self.numbers(rows, name), device)
 
 
 class Numbers(NamedTuple):
@@ -134,6 +127,19 @@ def element_bits(shape: Sequence[int], at: Numbers, device: torch.device) -> Ten
     columns = torch.arange(math.prod(shape[1:]), device=device).view(shape[1:]) + at.first_column
     starts = (row_indices(shape[0], at, device) * at.columns).view(-1, *[1] * (len(shape) - 1))
     return bits(starts + columns, at.name)
+
+
+def few_bits(shape: tuple[int, int], at: Numbers, device: torch.device) -> Tensor:
+    """Return 16 random bits for each element, the lowest of whole numbers [rows, held_columns]: four elements of a row
+    share 64 bits, which a CPU draws once and a kernel for each."""
+    fours = row_indices(shape[0], at, device)[:, None] * ((at.columns + 3) // 4)
+    if torch.compiler.is_compiling():
+        columns = torch.arange(shape[1], device=device) + at.first_column
+        return bits(fours + (columns >> 2), at.name) >> ((columns & 3) * 16)
+    first, before = divmod(int(at.first_column), 4)
+    end = first - (-(before + shape[1]) // 4)
+    drawn = bits(fours + torch.arange(first, end, device=device), at.name)
+    return drawn.view(torch.int16)[:, before : before + shape[1]].int()
 
 
 def stream(seed: int, step: int, name: str) -> int:

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from dtrain.base.fused import Fused
 from dtrain.optim.adam import AT_ONCE
 from dtrain.optim.moments import round_bfloat16
-from dtrain.optim.places import Place, stream
+from dtrain.optim.places import Numbers, Place, few_bits, stream
 
 
 class GradientSums:
@@ -46,9 +47,15 @@ class GradientSums:
             kept, new = place.of_local(total), place.of_local(parameter.grad)
             bits_of = stream(self._seed, self._step, f"{name} {self._index}")
             for rows in place.runs(AT_ONCE):
-                bits = place.few_bits(rows, bits_of, kept.device)
-                kept[rows] = round_bfloat16(kept[rows].float() + new[rows].float(), bits)
+                _add(kept[rows], new[rows], place.numbers(rows, bits_of))
             parameter.grad = total
         if not self._is_last and parameter.grad is not None:
             self._sums[parameter] = parameter.grad
             parameter.grad = None
+
+
+@Fused
+def _add(total: Tensor, new: Tensor, numbers: Numbers) -> None:
+    """Add rows of a gradient to those of its sum, [rows, held_columns] each."""
+    bits = few_bits((total.shape[0], total.shape[1]), numbers, total.device)
+    total.copy_(round_bfloat16(total.float() + new.float(), bits))

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from dtrain.base.fused import Fused
 from dtrain.base.top_p import kept_by_top_p
 from dtrain.losses.head.logprobs import TrainingSamplingParams, need_top_k_or_top_p_filtering
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Group,
     VocabShard,
+    add_at_,
     add_product_,
     compute_dtype,
     fill_rows_,
@@ -35,6 +37,7 @@ _CHUNK = {"cpu": 256, "cuda": 2048}
 
 # Rows sorted at once: a sort holds values and indices of all of them.
 ROWS_PER_SORT = 256
+_ROWS = 512  # filtered at once: a block of a GPU's works on each, and there are more than it runs at a time
 
 
 def filtered_logprobs_from_hidden_states(
@@ -217,16 +220,15 @@ class SampledLogprob(torch.autograd.Function):
         exchange = Exchange(logits.shape[-1], group, logits.device)
         rule = _Rule(top_k, top_p, sum(exchange.columns))
         target = target.flatten()
-        rows = logits.reshape(len(target), logits.shape[-1])
+        rows = logits.detach().reshape(len(target), logits.shape[-1])
         step = len(rows) if chunk_size is None else chunk_size * max(logits.shape[:-2].numel(), 1)
         logprobs = torch.zeros(target.shape, dtype=compute_dtype(logits.dtype), device=logits.device)
         saves = ctx.needs_input_grad[0]
         softmax = None
         for chunk, mine in exchange.chunks(len(rows), step):
-            logp = rule.log_softmax(exchange.whole_rows(rows[chunk]))
-            logprobs[mine] = rule.at_target(logp, target[mine])
-            if saves and chunk_size is None:
-                softmax = logp.exp_()
+            whole = exchange.whole_rows(rows[chunk])
+            softmax = torch.empty_like(whole, dtype=logprobs.dtype) if saves and chunk_size is None else None
+            logprobs[mine] = rule.logprobs(whole, target[mine], softmax)
         if exchange.size > 1:
             dist.all_reduce(logprobs, group=group)
         if saves:
@@ -246,12 +248,13 @@ class SampledLogprob(torch.autograd.Function):
         rows = saved.reshape(-1 if ctx.from_softmax else count, saved.shape[-1])
         grad = torch.empty(count, ctx.shape[-1], dtype=ctx.dtype, device=saved.device)
         for chunk, mine in exchange.chunks(count, ctx.step):
-            p = rows if ctx.from_softmax else rule.log_softmax(exchange.whole_rows(rows[chunk])).exp_()
-            g = upstream[mine, None]
-            full = p * -g
-            fill_rows_(full, g.squeeze(1) == 0)
-            full.scatter_add_(-1, torch.where(g == 0, 0, target[mine, None]), g)
-            grad[chunk] = exchange.shards(full.to(ctx.dtype), chunk.stop - chunk.start)
+            p = rows
+            if not ctx.from_softmax:
+                whole = exchange.whole_rows(rows[chunk])
+                p = torch.empty_like(whole, dtype=upstream.dtype)
+                rule.logprobs(whole, target[mine], p)
+            full = _gradient(p, upstream[mine, None], target[mine, None], ctx.dtype)
+            grad[chunk] = exchange.shards(full, chunk.stop - chunk.start)
         return grad.view(ctx.shape), *[None] * 5
 
 
@@ -260,21 +263,40 @@ class _Rule:
 
     def __init__(self, top_k: int | None, top_p: float, vocabulary: int):
         self.top_k, self.top_p, self.vocabulary = top_k, top_p, vocabulary
+        self.filters = need_top_k_or_top_p_filtering(TrainingSamplingParams(top_k, top_p))
 
     def valid(self, target: Tensor) -> Tensor:
         return (target >= 0) & (target < self.vocabulary)
 
-    def log_softmax(self, logits: Tensor) -> Tensor:
-        """[n, V] -> log p over the tokens that stay, −inf for the others."""
-        logp = torch.empty(logits.shape, dtype=compute_dtype(logits.dtype), device=logits.device)
-        for start in range(0, len(logits), ROWS_PER_SORT):
-            rows = slice(start, start + ROWS_PER_SORT)
-            left, _ = apply_top_k_top_p(logits[rows], self.top_k, self.top_p)
-            torch.log_softmax(left, -1, dtype=logp.dtype, out=logp[rows])
-        return logp
-
-    def at_target(self, logp: Tensor, target: Tensor) -> Tensor:
-        """log p(target) [n]; 0 where the target is no token."""
+    def logprobs(self, logits: Tensor, target: Tensor, softmax: Tensor | None) -> Tensor:
+        """Return log p(target) [n] over the tokens of logits [n, V] that stay, −inf for the others, 0 where the target
+        is no token. softmax [n, V]: p is written there."""
         valid = self.valid(target)
-        chosen = logp.gather(-1, torch.where(valid, target, 0).unsqueeze(-1)).squeeze(-1)
+        columns = torch.where(valid, target, 0).unsqueeze(-1)
+        chosen = torch.empty(target.shape, dtype=compute_dtype(logits.dtype), device=logits.device)
+        for start in range(0, len(logits), _ROWS):
+            rows = slice(start, start + _ROWS)
+            left = kept(logits[rows], self.top_k, self.top_p) if self.filters else None
+            chosen[rows] = _at_target(logits[rows], left, columns[rows], None if softmax is None else softmax[rows])
         return torch.where(valid, chosen, 0)
+
+
+@Fused
+def _at_target(logits: Tensor, left: Tensor | None, columns: Tensor, softmax: Tensor | None) -> Tensor:
+    """Return log p at columns [n, 1] over the tokens that are `left` of logits [n, V], [n]. p is written to softmax."""
+    some = logits if left is None else logits.masked_fill(~left, -float("inf"))
+    logp = torch.log_softmax(some, -1, dtype=compute_dtype(logits.dtype), out=softmax)
+    chosen = logp.gather(-1, columns).squeeze(-1)
+    if softmax is not None:
+        logp.exp_()
+    return chosen
+
+
+@Fused
+def _gradient(p: Tensor, upstream: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return upstream · (onehot − p) [n, V] in `dtype`, 0 in rows of upstream 0. upstream, target [n, 1]."""
+    full = p * -upstream
+    is_off = upstream == 0
+    fill_rows_(full, is_off.squeeze(1))
+    add_at_(full, torch.where(is_off, 0, target), upstream)
+    return full.to(dtype)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dtrain.base.fused import Fused, own
 from dtrain.losses.head.logprobs import Scaling
 from dtrain.losses.head.vocabulary import (
     WHOLE,
@@ -74,23 +75,19 @@ def kl_sum_from_hidden_states(
     sizes.
     """
     check_share(forward_share)
-
-    def of_tile(students: Stats, teachers: Stats, wants_gradient: bool, q: Tensor, gap: Tensor, p: Tensor) -> _OfTile:
-        """Return the two divergences; `gap` and `p` hold log q and log p of the part alone."""
-        torch.exp(gap, out=q)
-        gap.sub_(p)  # log q − log p
-        p.exp_()
-        forward, reverse = -torch.linalg.vecdot(p, gap), torch.linalg.vecdot(q, gap)  # no tensor of products between
-        forward, reverse, student_share, teacher_share, log_ratio = _merge(students, teachers, forward, reverse, group)
-        sums = torch.stack([forward.sum(), reverse.sum()])
-        if not wants_gradient:
-            return sums, None
-        # dKL(p||q)/dz = q − p;  dKL(q||p)/dz = q · (log q − log p − KL(q||p)).
-        offset = (log_ratio - reverse) * (1 - forward_share) + forward_share
-        grad = gap.mul_(1 - forward_share).add_(offset[:, None]).mul_(q).mul_(student_share[:, None])
-        return sums, grad.addcmul_(p, teacher_share[:, None], value=-forward_share)
-
     group = (shard or WHOLE).group
+
+    def of_tile(pair: _Pair, stats: Tensor, scalings: _Scalings, dtype: torch.dtype | None) -> _OfTile:
+        """Return the two divergences."""
+        (forward, reverse), left = _kl_sums(pair, stats, scalings)
+        forward, reverse, student_share, teacher_share, log_ratio = _merge(*_both(stats), forward, reverse, group)
+        sums = torch.stack([forward.sum(), reverse.sum()])
+        if dtype is None:
+            return sums, None
+        offset = (log_ratio - reverse) * (1 - forward_share) + forward_share
+        of_rows = torch.stack([offset, student_share, teacher_share], 1)
+        return sums, _kl_gradient(left, stats, scalings, of_rows, forward_share, dtype)
+
     tokens, sums = _sums_over_tiles(student, teacher, index, temperature, shard, rows_per_tile, of_tile, 2)
     forward, reverse = sums.unbind()
     return KlSums(tokens.with_gradient(forward_share * forward + (1 - forward_share) * reverse), forward, reverse)
@@ -113,33 +110,23 @@ def jsd_sum_from_hidden_states(
     token and tile. Four tiles of logits are held at once. Raises ValueError for a beta outside (0, 1).
     """
     check_beta(beta)
+    group = (shard or WHOLE).group
 
-    def of_tile(
-        students: Stats, teachers: Stats, wants_gradient: bool, mixed: Tensor, log_q: Tensor, log_p: Tensor, q: Tensor
-    ) -> _OfTile:
-        """The KL in either direction and the divergence."""
+    def of_tile(pair: _Pair, stats: Tensor, scalings: _Scalings, dtype: torch.dtype | None) -> _OfTile:
+        """Return the KL in either direction and the divergence."""
+        shares = None
         if group_size(group) > 1:
-            log_student, log_teacher, _ = gather_pair(students, teachers, group)
-            log_q.add_(log_student[group_rank(group), :, None])  # of the whole vocabulary
-            log_p.add_(log_teacher[group_rank(group), :, None])
-        torch.add(log_q, math.log1p(-beta), out=mixed)
-        torch.logaddexp(mixed, torch.add(log_p, math.log(beta), out=q), out=mixed)
-        above = torch.sub(log_q, mixed, out=mixed)  # log q − log m
-        torch.exp(log_q, out=q)
-        gap = log_p.sub_(log_q)  # log p − log q
-        reverse, by_student = -torch.linalg.vecdot(q, gap), torch.linalg.vecdot(q, above)
-        p = log_q.add_(gap).exp_()
-        forward = torch.linalg.vecdot(p, gap)
-        by_teacher = torch.linalg.vecdot(p, gap.add_(above))  # log p − log m
-        parts = torch.stack([forward, reverse, by_student, by_teacher])
+            log_student, log_teacher, _ = gather_pair(*_both(stats), group)
+            shares = torch.stack([log_student[group_rank(group)], log_teacher[group_rank(group)]], 1)
+        parts, left = _jsd_sums(pair, stats, shares, scalings, beta)
         if group_size(group) > 1:
             parts = all_gather(parts[None], 0, group).sum(0)
         forward, reverse, by_student, by_teacher = parts
         sums = torch.stack([forward.sum(), reverse.sum(), (beta * by_teacher + (1 - beta) * by_student).sum()])
-        # d/dz = (1 − beta) · q · (log q − log m − KL(q || m)): what the mixture's own change adds sums to nothing.
-        return sums, above.sub_(by_student[:, None]).mul_(q).mul_(1 - beta) if wants_gradient else None
+        if dtype is None:
+            return sums, None
+        return sums, _jsd_gradient(left, stats, shares, scalings, by_student[:, None], beta, dtype)
 
-    group = (shard or WHOLE).group
     tokens, sums = _sums_over_tiles(student, teacher, index, temperature, shard, rows_per_tile, of_tile, 3)
     forward, reverse, total = sums.unbind()
     return KlSums(tokens.with_gradient(total), forward, reverse)
@@ -155,7 +142,18 @@ def check_beta(beta: float) -> None:
         raise ValueError(f"beta={beta}: the teacher's share of the mixture lies between 0 and 1")
 
 
-_OfTile = tuple[Tensor, Tensor | None]  # sums over the tile's tokens [2 or 3], and the gradient by the logits [t, V/tp]
+class _Pair(NamedTuple):
+    """Tile of the student and the teacher, [t, V/tp] each: log q and log p of this rank's part alone, and the slope of
+    the student's logits by the products; or with `is_left` the products, from which a kernel has these at once."""
+
+    student: Tensor
+    teacher: Tensor
+    slope: Tensor | float | None
+    is_left: bool
+
+
+_Scalings = tuple[Scaling, Scaling]  # the student's and the teacher's
+_OfTile = tuple[Tensor, Tensor | None]  # sums over the tile's tokens [2 or 3], and the gradient by products [t, V/tp]
 
 
 def _sums_over_tiles(
@@ -165,39 +163,161 @@ def _sums_over_tiles(
     temperature: float,
     shard: VocabShard | None,
     rows: int | None,
-    of_tile: Callable[..., _OfTile],
+    of_tile: Callable[[_Pair, Tensor, _Scalings, torch.dtype | None], _OfTile],
     count: int,
 ) -> tuple[TiledSum, Tensor]:
     """Return the student's tokens, which have the gradients of all tiles, and the `count` sums over tiles of `rows`
     (None: as many as fit).
 
-    of_tile: takes the statistics of the student and the teacher in this rank's part, whether there is a gradient, and
-    count + 1 tensors [t, V/tp]: memory, log q and log p of the part alone, and more memory. The gradient is written
-    over them. Raises ValueError for vocabularies of two sizes.
+    of_tile: takes a tile, its statistics as `_stats_of_pair` has them, the scalings, and the dtype of the gradient,
+    None for no gradient. Raises ValueError for vocabularies of two sizes.
     """
     if len(student.weight) != len(teacher.weight):
         held = len(student.weight), len(teacher.weight)
         raise ValueError(f"the student's head has {held[0]} tokens here, the teacher's {held[1]}")
-    scaling, others_scaling = Scaling(temperature, student.softcap), Scaling(temperature, teacher.softcap)
+    scalings = Scaling(temperature, student.softcap), Scaling(temperature, teacher.softcap)
     rows = rows or tile_rows_of(student.weight, shard or WHOLE)
     dtype = torch.promote_types(compute_dtype(student.hidden.dtype), teacher.hidden.dtype)
     tokens = TiledSum(student.hidden, student.weight, index, rows, dtype)
     with torch.no_grad():
         others = TiledSum(teacher.hidden, teacher.weight, index, rows, dtype)
         sums = torch.zeros(count, dtype=dtype, device=tokens.hidden.device)
-        memory = tokens.memory(count + 1)
-        for tile, mine in tokens.tiles():
+
+        def add(tile: slice, mine: Tensor) -> None:  # a function: nothing of a tile lives on in the next
             theirs = others.hidden.index_select(0, index[tile]).to(others.operand.dtype)
-            scratch, log_q, log_p, *more = (tensor[: len(mine)] for tensor in memory)  # [t, V/tp]
-            logits = scaling.logits_(product(mine, tokens.operand.t(), out=scratch))
-            slope = scaling.slope(logits) if tokens.wants_gradient else None
-            students = part_stats(logits, log_q)
-            teachers = part_stats(others_scaling.logits_(product(theirs, others.operand.t(), out=scratch)), log_p)
-            values, grad = of_tile(students, teachers, tokens.wants_gradient, scratch, log_q, log_p, *more)
-            sums += values
+            products = product(mine, tokens.operand.t()), product(theirs, others.operand.t())
+            stats, pair = _stats_of_pair(*products, scalings, tokens.wants_gradient)
+            del products
+            values, grad = of_tile(pair, stats, scalings, tokens.operand.dtype if tokens.wants_gradient else None)
+            sums.add_(values)
             if grad is not None:
-                tokens.add_gradient(grad if slope is None else grad.mul_(slope), tile, mine)
+                tokens.add_gradient(grad, tile, mine)
+
+        for tile, mine in tokens.tiles():
+            add(tile, mine)
     return tokens, sums
+
+
+@Fused
+def _stats_of_pair(products: Tensor, others: Tensor, scalings: _Scalings, wants_slope: bool) -> tuple[Tensor, _Pair]:
+    """Return `Stats.m` and `l` of the student's and of the teacher's logits in this rank's part, [t, 4], and the tile,
+    which takes the memory of `products` [t, V/tp]. others: the teacher's."""
+    is_left = torch.compiler.is_compiling()
+    logits = scalings[0].logits_(own(products))
+    slope = scalings[0].slope(logits) if wants_slope and not is_left else None
+    log_q, log_p = torch.empty_like(logits), logits
+    students = part_stats(logits, log_q)
+    teachers = part_stats(scalings[1].logits_(own(others)), log_p)
+    stats = torch.stack([students.m, students.l, teachers.m, teachers.l], 1)
+    return stats, _Pair(products, others, None, True) if is_left else _Pair(log_q, log_p, slope, False)
+
+
+def _both(stats: Tensor) -> tuple[Stats, Stats]:
+    """Return the student's and the teacher's of statistics [t, 4]."""
+    m, l, of_teacher, l_of_teacher = stats.unbind(1)  # noqa: E741
+    return Stats(m, l), Stats(of_teacher, l_of_teacher)
+
+
+def _logprobs(
+    pair: _Pair, stats: Tensor, scalings: _Scalings, shares: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | float | None]:
+    """Return log q and log p of this rank's part alone to compute in, or with the logarithms of its shares [t, 2] of
+    the whole vocabulary, and the slope of the student's logits by the products."""
+    log_q, log_p, slope = own(pair.student), own(pair.teacher), pair.slope
+    if pair.is_left:
+        scalings[0].logits_(log_q)
+        slope = scalings[0].slope(log_q)
+        log_q.sub_(stats[:, 0:1]).sub_(stats[:, 1:2])
+        scalings[1].logits_(log_p).sub_(stats[:, 2:3]).sub_(stats[:, 3:4])
+    if shares is not None:
+        log_q.add_(shares[:, 0:1])
+        log_p.add_(shares[:, 1:2])
+    return log_q, log_p, slope
+
+
+@Fused
+def _kl_sums(pair: _Pair, stats: Tensor, scalings: _Scalings) -> tuple[Tensor, tuple]:
+    """Return KL(p || q) and KL(q || p) of this rank's part alone, [2, t], and what `_kl_gradient` takes."""
+    log_q, log_p, slope = _logprobs(pair, stats, scalings)
+    q, gap, p = _kl_terms(log_q, log_p)
+    sums = torch.stack([-_dot(p, gap), _dot(q, gap)])
+    return sums, pair if torch.compiler.is_compiling() else (q, gap, p, slope)
+
+
+@Fused
+def _kl_gradient(
+    left: tuple, stats: Tensor, scalings: _Scalings, of_rows: Tensor, forward_share: float, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient by products [t, V/tp] in `dtype`. of_rows [t, 3]: what log q − log p of the part alone lacks,
+    with the share of the forward KL in it, and the part's share of q and of p.
+
+    dKL(p||q)/dz = q − p;  dKL(q||p)/dz = q · (log q − log p − KL(q||p)).
+    """
+    if isinstance(left, _Pair):
+        log_q, log_p, slope = _logprobs(left, stats, scalings)
+        left = *_kl_terms(log_q, log_p), slope
+    q, gap, p, slope = left
+    offset, student_share, teacher_share = of_rows.split(1, 1)
+    grad = gap.mul_(1 - forward_share).add_(offset).mul_(q).mul_(student_share)
+    grad.addcmul_(p.mul_(-forward_share), teacher_share)  # torch 2.13 compiles addcmul's own `value` wrongly
+    return (grad if slope is None else grad.mul_(slope)).to(dtype)
+
+
+def _kl_terms(log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, log q − log p and p, the last two in the memory of log q and log p [t, V/tp]."""
+    q = log_q.exp()
+    return q, log_q.sub_(log_p), log_p.exp_()
+
+
+@Fused
+def _jsd_sums(
+    pair: _Pair, stats: Tensor, shares: Tensor | None, scalings: _Scalings, beta: float
+) -> tuple[Tensor, tuple]:
+    """Return KL(p || q), KL(q || p), KL(q || m) and KL(p || m), this rank's part of their sums over the vocabulary
+    [4, t], and what `_jsd_gradient` takes."""
+    log_q, log_p, slope = _logprobs(pair, stats, scalings, shares)
+    q, above = _beside_mixture(log_q, log_p, beta)
+    gap = log_p.sub_(log_q)  # log p − log q
+    reverse, by_student = -_dot(q, gap), _dot(q, above)
+    p = log_q.add_(gap).exp_()
+    forward = _dot(p, gap)
+    by_teacher = _dot(p, gap.add_(above))  # log p − log m
+    sums = torch.stack([forward, reverse, by_student, by_teacher])
+    return sums, pair if torch.compiler.is_compiling() else (q, above, slope)
+
+
+@Fused
+def _jsd_gradient(
+    left: tuple,
+    stats: Tensor,
+    shares: Tensor | None,
+    scalings: _Scalings,
+    by_student: Tensor,
+    beta: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the gradient by products [t, V/tp] in `dtype`; by_student [t, 1] is KL(q || m).
+
+    d/dz = (1 − beta) · q · (log q − log m − KL(q || m)): what the mixture's own change adds sums to nothing.
+    """
+    if isinstance(left, _Pair):
+        log_q, log_p, slope = _logprobs(left, stats, scalings, shares)
+        left = *_beside_mixture(log_q, log_p, beta), slope
+    q, above, slope = left
+    grad = above.sub_(by_student).mul_(q).mul_(1 - beta)
+    return (grad if slope is None else grad.mul_(slope)).to(dtype)
+
+
+def _beside_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Return q and log q − log m, [t, V/tp] each."""
+    mixed, q = log_q + math.log1p(-beta), log_p + math.log(beta)
+    torch.logaddexp(mixed, q, out=mixed)
+    return torch.exp(log_q, out=q), torch.sub(log_q, mixed, out=mixed)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return Σ a·b over the last dimension, without a tensor of products between."""
+    return (a * b).sum(-1) if torch.compiler.is_compiling() else torch.linalg.vecdot(a, b)
 
 
 def gather_pair(students: Stats, teachers: Stats, group: Group, *more: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain.base.fused import Fused, own
 from dtrain.losses.head.kl import HeadInput, check_share, forward_kl, generalized_jsd, reverse_kl
 from dtrain.losses.head.logprobs import Scaling
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Group,
+    Stats,
     VocabShard,
+    add_at_,
     compute_dtype,
     group_size,
     merge_over,
@@ -123,14 +126,12 @@ def _topk_kl_sums(
 ) -> Tensor:
     """Return the divergence and the probability inside [2]; its gradient is left with `tokens`."""
     sums = torch.zeros(2, dtype=tokens.dtype, device=tokens.hidden.device)
-    memory = tokens.memory(2 + needs_entropy)
-    for tile, mine in tokens.tiles():
-        scratch, held, *third = (tensor[: len(mine)] for tensor in memory)  # [t, V/tp]
-        logits = scaling.logits_(product(mine, tokens.operand.t(), out=held))
-        slope = scaling.slope(logits) if tokens.wants_gradient else None
-        columns, is_mine = on_shard(ids[tile], shard.start, logits.shape[1])  # [t, K]
-        at_ids = pick(logits, columns, is_mine, tokens.dtype)
-        stats = part_stats(logits, scratch, *third)  # scratch: log p, or third: p, of the part alone
+
+    def add(tile: slice, mine: Tensor) -> None:  # a function: nothing of a tile lives on in the next
+        columns, is_mine = on_shard(ids[tile], shard.start, len(tokens.operand))  # [t, K]
+        logits = product(mine, tokens.operand.t())
+        part, at_ids, left = _stats_of_tile(logits, columns, is_mine, scaling, needs_entropy, tokens.wants_gradient)
+        stats = Stats(*part.unbind(1))
         whole, log_share, summed, _ = merge_over(stats, logits.shape[1], shard.group, at_ids.t())
         at_ids, share = summed.t() - whole.m[:, None], log_share.exp()  # with the maximum at 0, as l has it
         leaves = [leaf.detach().requires_grad_() for leaf in (at_ids, whole.l, whole.neg_entropy) if leaf is not None]
@@ -139,21 +140,69 @@ def _topk_kl_sums(
             slopes = torch.autograd.grad(values.sum(), leaves, allow_unused=True, materialize_grads=True)
         by_ids, by_lse, *by_entropy = slopes
         inside = (at_ids - whole.l[:, None]).exp().sum()
-        sums += torch.stack([values.detach().sum(), inside])
+        sums.add_(torch.stack([values.detach().sum(), inside]))
         if not tokens.wants_gradient:
-            continue
-        # d lse / dz = p;  d Σ p·log p / dz = p · (log p − Σ p·log p).
+            return
+        of_rows = [by_lse * share]
         if whole.neg_entropy is not None:
-            factor = logits.sub_((whole.m + whole.l + whole.neg_entropy)[:, None]).mul_(by_entropy[0][:, None])
-            grad = factor.add_(by_lse[:, None]).mul_(third[0]).mul_(share[:, None])
-        else:
-            grad = scratch.exp_().mul_((by_lse * share)[:, None])
-        if grad.shape[1]:
-            grad.scatter_add_(1, columns, torch.where(is_mine, by_ids, 0))
-        if slope is not None:
-            grad.mul_(slope)
-        tokens.add_gradient(grad, tile, mine)
+            of_rows = [by_lse, share, by_entropy[0], whole.m + whole.l + whole.neg_entropy]
+        at_columns = torch.where(is_mine, by_ids, 0)
+        more = part, torch.stack(of_rows, 1), columns, at_columns, scaling, tokens.operand.dtype
+        tokens.add_gradient(_gradient_of_tile(logits, left, *more), tile, mine)
+
+    for tile, mine in tokens.tiles():
+        add(tile, mine)
     return sums
+
+
+@Fused
+def _stats_of_tile(
+    products: Tensor, columns: Tensor, is_mine: Tensor, scaling: Scaling, needs_entropy: bool, wants_gradient: bool
+) -> tuple[Tensor, Tensor, tuple]:
+    """Return the statistics of a tile's logits, from products [t, V/tp]: m, l and with needs_entropy E [t, 2 or 3]; the
+    logits at `columns` [t, K], 0 where they are not mine; and p of the part alone and the logits' slope, where this is
+    compiled nothing. Turns products into logits else."""
+    logits = scaling.logits_(own(products))
+    logp = torch.empty_like(logits)
+    p = torch.empty_like(logits) if needs_entropy else None
+    at_ids = pick(logits, columns, is_mine, logits.dtype)
+    stats = part_stats(logits, logp, p).pack().t()
+    if torch.compiler.is_compiling() or not wants_gradient:
+        return stats, at_ids, ()
+    return stats, at_ids, (logp.exp_() if p is None else p, scaling.slope(logits))
+
+
+@Fused
+def _gradient_of_tile(
+    logits: Tensor,
+    left: tuple,
+    stats: Tensor,
+    of_rows: Tensor,
+    columns: Tensor,
+    at_columns: Tensor,
+    scaling: Scaling,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the gradient by products [t, V/tp] in `dtype`. logits, left, stats: as `_stats_of_tile` left and gave
+    them. of_rows [t, 1 or 4]: what p is multiplied by; or the gradients by lse and by Σ p·log p, this part's share
+    between them, and lse + Σ p·log p. at_columns [t, K]: what is added there.
+
+    d lse / dz = p;  d Σ p·log p / dz = p · (log p − Σ p·log p).
+    """
+    logits = own(logits)
+    if left:
+        p, slope = left
+    else:
+        scaling.logits_(logits)
+        slope = scaling.slope(logits)
+        p = logits.sub(stats[:, 0:1]).sub_(stats[:, 1:2]).exp_()
+    if of_rows.shape[1] == 1:
+        grad = p.mul_(of_rows)
+    else:
+        by_lse, share, by_entropy, offset = of_rows.split(1, 1)
+        grad = logits.sub_(offset).mul_(by_entropy).add_(by_lse).mul_(p).mul_(share)
+    add_at_(grad, columns, at_columns)
+    return (grad if slope is None else grad.mul_(slope)).to(dtype)
 
 
 def topk_over(logits: Tensor, k: int, group: Group, start: int | Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:

@@ -132,8 +132,8 @@ def pick(logits: Tensor, columns: Tensor, is_mine: Tensor, dtype: torch.dtype) -
 
 
 def add_at_(tile: Tensor, columns: Tensor, values: Tensor) -> None:
-    """tile [t, v] += values [t, 1] at columns [t, 1]; v may be 0."""
-    if torch.compiler.is_compiling():  # a scatter would be a kernel of its own
+    """tile [t, v] += values [t, k] at columns [t, k]; v may be 0."""
+    if torch.compiler.is_compiling() and columns.shape[1] == 1:  # a scatter would be a kernel of its own
         tile.add_(torch.where(torch.arange(tile.shape[1], device=tile.device) == columns, values, 0))
     elif tile.shape[1]:
         tile.scatter_add_(1, columns, values)
@@ -156,7 +156,7 @@ class Stats:
 
 def fill_rows_(tile: Tensor, dead: Tensor, value: float = 0.0) -> None:
     """Sets the rows of tile [..., v] to `value` where dead [...], whatever they hold."""
-    if tile.is_cuda:
+    if torch.compiler.is_compiling() or tile.is_cuda:
         tile.masked_fill_(dead.unsqueeze(-1), value)
     elif dead.any():  # on the CPU a look is free, and a pass over the tile is not
         tile[dead] = value
@@ -183,10 +183,16 @@ def part_stats(logits: Tensor, scratch: Tensor, second: Tensor | None = None, *,
     if not logits.shape[-1]:
         zero = torch.zeros(rows, dtype=dtype, device=logits.device)
         return Stats(zero - float("inf"), zero, None if second is None else zero, zero if squares else None)
-    m = logits.amax(-1).to(dtype)
+    largest = logits.amax(-1, keepdim=True).to(dtype)
+    m = largest.squeeze(-1)
     dead = m == -float("inf")
-    logp = torch.log_softmax(logits, -1, dtype=dtype, out=scratch)  # one fused kernel: max, exp, sum, subtract
-    stats = Stats(m, -logp.amax(-1).masked_fill_(dead, 0))
+    if torch.compiler.is_compiling():  # these operations it knows as one pass
+        logp = logits.to(dtype) - largest
+        stats = Stats(m, logp.exp().sum(-1, keepdim=True).squeeze(-1).log().masked_fill(dead, 0))
+        logp = logp - stats.l[..., None]
+    else:
+        logp = torch.log_softmax(logits, -1, dtype=dtype, out=scratch)  # one fused kernel: max, exp, sum, subtract
+        stats = Stats(m, -logp.amax(-1).masked_fill_(dead, 0))
     if second is not None:
         p = torch.exp(logp, out=second)
         stats.neg_entropy = weighted_sum_(logp, p).masked_fill_(dead, 0)

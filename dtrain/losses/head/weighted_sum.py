@@ -45,7 +45,8 @@ def dft(logprobs: Tensor) -> Tensor:
 
 def head_tile_rows(columns: int, device_type: str) -> int:
     """Tokens of a tile of logits [tokens, columns] that is a product with the head's weight."""
-    return tile_rows(columns, device_type, blocks=4, least=64)
+    rows = tile_rows(columns, device_type, blocks=4, least=64)
+    return rows if device_type == "cpu" or rows < 128 else round(rows / 128) * 128  # whole blocks of a GPU's products
 
 
 def tile_rows_of(weight: Tensor, shard: VocabShard) -> int:
@@ -84,11 +85,6 @@ class TiledSum:
         for start in rounds(range(0, len(self.index), self.rows), self.hidden):
             tile = slice(start, start + self.rows)
             yield tile, self.hidden.index_select(0, self.index[tile]).to(self.operand.dtype)
-
-    def memory(self, count: int) -> list[Tensor]:
-        """For `count` tiles of logits, [at most rows, V/tp] each, uninitialised."""
-        shape = min(self.rows, len(self.index)), len(self.weight)
-        return [torch.empty(shape, dtype=self.dtype, device=self.hidden.device) for _ in range(count)]
 
     def add_gradient(self, grad: Tensor, tile: slice, hidden: Tensor) -> None:
         """Add a tile's gradients: grad [t, V/tp] is that of the sum by the logits; hidden [t, D] as of `tiles`."""
