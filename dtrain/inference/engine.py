@@ -5,6 +5,7 @@ cache yet, once each whatever the number of their samples, and decodes one token
 leave. What a completion is does not depend on what else is in the batch, but for rounding.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +17,13 @@ from torch import Tensor
 
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.cached_attention import Decode, Prefill
+from dtrain.inference.check_varlen_decode import choose
 from dtrain.inference.images import check_images, joined, no_images, rotary_shift
 from dtrain.inference.kv_cache import SMALLEST_SLOT, CachedPrompt, KeyValues, choose_budget, slot_size
 from dtrain.inference.request import Completion, PromptKey, Request
 from dtrain.inference.sampling import Sampler, check_request
 from dtrain.inference.sequence import RunningSequence
-from dtrain.inference.varlen_decode import SlotFlash, VarlenDecode, choose
+from dtrain.inference.varlen_decode import SlotFlash, VarlenDecode
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images
 
@@ -94,8 +96,8 @@ class Engine:
     A request is let in only when its whole length fits, so that none is ever thrown out.
     steps: decodes by captured graphs, for a model that is whole on its device and whose weights are gathered; rows then
     have slots for all their tokens from the beginning. notes_experts: keeps where the tokens of prompts went, so that
-    requests may ask for it; of a mixture of experts, without graphs. flash: attends in place of products; by default
-    where it proves itself here, and `note` says why it does not.
+    requests may ask for it; of a mixture of experts, without graphs. flash: attends in place of products; "auto" where
+    it proves itself on the device, or a line on the standard error stream says why it does not.
     """
 
     def __init__(
@@ -121,9 +123,11 @@ class Engine:
         self._peers = peers or Peers()
         self._steps = steps
         self._notes_experts = notes_experts
-        self._flash, self.note = (
-            choose(model.config, next(model.parameters()).dtype, self.device) if isinstance(flash, str) else (flash, "")
-        )
+        if isinstance(flash, str):
+            flash, note = choose(model.config, next(model.parameters()).dtype, self.device)
+            if note:
+                print(f"note: {note}", file=sys.stderr)
+        self._flash = flash
         self._look_every = _LOOK_EVERY.get(self.device.type, _LOOK_EVERY_ELSEWHERE)
         self._tickets = 0
         self._sequences: dict[Ticket, RunningSequence] = {}  # unfinished ones

@@ -106,7 +106,9 @@ class Steps:
 
     def rest(self, flash: SlotFlash | None = None) -> KeyValues:
         """Return an empty cache, before and after work. Steps and what they read stay, or all of it goes. flash: of the
-        cache, always the same."""
+        cache; with another one than before nothing stays."""
+        if self._store is not None and self._store.flash is not flash:
+            self._clear()
         pools = [] if self._store is None else self._store.pools
         tensors = [tensor for pool in pools for tensor in pool.tensors()]
         taken = _nbytes([*tensors, *self._copies.values()]) + (0 if self._maker is None else self._maker.nbytes)

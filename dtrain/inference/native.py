@@ -19,8 +19,8 @@ from dtrain.base.dealing import deal
 from dtrain.base.errors import Interrupted
 from dtrain.base.gpus import free_memory
 from dtrain.base.ranks import Ranks
-from dtrain.inference import varlen_decode
 from dtrain.inference.cached_attention import Prefill
+from dtrain.inference.check_varlen_decode import choose
 from dtrain.inference.engine import Engine, Peers, at_rest
 from dtrain.inference.images import no_images
 from dtrain.inference.kv_cache import KeyValues, choose_budget
@@ -68,9 +68,9 @@ class NativeEngine(RolloutEngine):
         self._unshard = unshard
         self._max_tokens = max_tokens
         dtype = dtype or next(model.parameters()).dtype
-        self._flash, note = varlen_decode.choose(model.config, dtype, device, mesh.tp.size())
+        self._flash, note = choose(model.config, dtype, device, mesh.tp.size())
         if note:
-            say(f"note: decoding attends by products: {note}")
+            say(f"note: {note}")
         self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
 
     @torch.no_grad()

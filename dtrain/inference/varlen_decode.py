@@ -9,6 +9,7 @@ left to `Decode`'s products.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -16,11 +17,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from dtrain.attention.check_varlen import difference, does_not_run
-from dtrain.attention.kernels import HALF
-from dtrain.inference.cached_attention import Decode, Own, Part, members_of
+from dtrain.inference.cached_attention import Decode, Own, members_of
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two
-from dtrain.models.common.config import SLIDING, ModelConfig
+from dtrain.inference.parts import Part
 
 FEWEST = 16  # rows of a prompt that a step which is fixed has room for: with their heads about a tile of the kernel
 
@@ -103,16 +102,18 @@ class VarlenDecode(Decode):
                 longest = max(FEWEST, power_of_two(longest) if longest else 0)
             if not groups or not order:
                 continue
-            ends = torch.tensor([0, *map(len, groups)], device=self._device).cumsum(0, dtype=torch.int32)
-            lengths = torch.tensor(used, dtype=torch.int32, device=self._device)
-            self._prompts.append(_Prompts(pool, self._index(order), ends, lengths, longest))
+            ends = list(accumulate(map(len, groups), initial=0))
+            ends_and_used = (torch.tensor(some, dtype=torch.int32, device=self._device) for some in (ends, used))
+            self._prompts.append(_Prompts(pool, self._index(order), *ends_and_used, longest))
             start += len(order)
         for row in set(range(self.rows)).difference(live):
             places[row] = places[live[0]]  # a number, whichever: what lies behind the segments may be none
         self._places = self._index(places)  # [R] where each row is found in what all pools gave
         most = max((own.pool.capacity for own in self._own), default=0)
         longest = max((prompts.pool.capacity for prompts in self._prompts), default=0)
-        self._hiding = {window for window in self._kinds if window is not None and window < longest + most}
+        # A window hides nothing where it has room for prompt and row; prompts' memory is laid by their own size alone.
+        room = longest + max(most, longest)
+        self._hiding = {window for window in self._kinds if window is not None and window < room}
         if self._hiding:
             super()._lay_prompts(store, prompts, live, fixed)
         else:
@@ -220,91 +221,3 @@ def _partial_of(part: Part) -> Partial:
     """Return a part [R, kv, rep, ..] of products; its log-sum-exp is -inf where nothing is seen."""
     out = part.total / part.weight.clamp(min=torch.finfo(part.weight.dtype).tiny)
     return out.transpose(1, 2), (part.most + part.weight.log()).transpose(1, 2)
-
-
-def choose(config: ModelConfig, dtype: torch.dtype, device: torch.device, tp: int = 1) -> tuple[SlotFlash | None, str]:
-    """Return the flash attention that a model's rows are to be decoded with, in `dtype` on a rank's `device`, or None
-    and why products take its place: "" where nothing else was to be had. No collective. tp: ranks that share the heads.
-    """
-    if device.type != "cuda" or dtype not in HALF:
-        return None, ""
-    flash, window = SlotFlash(), config.sliding_window if SLIDING in config.layer_types else None
-    for heads in dict.fromkeys(config.heads_of(kind) for kind in config.kv_heads):
-        problem = prove(
-            flash,
-            heads=config.num_attention_heads // tp,
-            key_heads=max(1, heads.count // tp),
-            head_dim=heads.size,
-            window=window,
-            dtype=dtype,
-            device=device,
-            sinks=config.has_sinks,
-        )
-        if problem is not None:
-            return None, problem
-    return flash, ""
-
-
-_PROMPTS = ((1, 3), (37, 1), (130, 2), (25, 1))  # lengths, and rows of each
-_ROWS = ((64, 0), (64, 1), (512, 130), (64, 62), (512, 400), (512, 70), (64, 33))  # slots, and own tokens
-_WIDEST = 100  # a window that hides something of these
-
-
-def prove(
-    flash: SlotFlash,
-    *,
-    heads: int,
-    key_heads: int,
-    head_dim: int,
-    window: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    sinks: bool = False,
-) -> str | None:
-    """Return why `flash` is not to be used for such heads here; None where it computes what the products do, over rows
-    and prompts of several lengths. No collective, and no random number of the run's is drawn."""
-    windows = [None] if window is None else [None, min(window, _WIDEST)]
-    sizes = heads, key_heads, head_dim, sinks
-
-    def numbers(flash: SlotFlash | None, some: torch.dtype) -> list[Tensor]:
-        return _numbers(KeyValues(windows, flash=flash), *sizes, some, device)
-
-    try:
-        results = numbers(flash, dtype)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # what a torch or a device does not have
-        return does_not_run("varlen_attn", error)
-    return difference("varlen_attn", "products", results, numbers(None, dtype), numbers(None, torch.float32))
-
-
-@torch.no_grad()
-def _numbers(
-    store: KeyValues, heads: int, key_heads: int, head_dim: int, sinks: bool, dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
-    """Return the attention [rows, 1, H, hd] of each layer in a step, over slots that are full of numbers."""
-    draw = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw).to(torch.bfloat16).to(device, dtype)
-
-    prompts, of_rows = [], []
-    for length, rows in _PROMPTS:
-        prompts.append(store.new_prompt(length))
-        of_rows += prompts[-1:] * rows
-    owners = dict(enumerate(of_rows))
-    for row, (capacity, added) in enumerate(_ROWS):
-        store.new_row(row, capacity).length = added
-    kind = Decode if store.flash is None else VarlenDecode
-    decode = kind(store, [owners[slot.owner] for slot in store.rows_in_order()], device, fixed=True)
-    decode.begin()
-    outputs = []
-    for layer in range(len(store.windows)):
-        q, k, v = (random(decode.rows, 1, count, head_dim) for count in (heads, key_heads, key_heads))
-        for pool in store.pools:
-            for tensor in pool.layer(layer, k):
-                tensor.copy_(random(*tensor.shape))
-        scores = torch.linspace(-1.0, 3.0, heads, device=device, dtype=dtype) if sinks else None
-        outputs.append(decode.attend(layer, q, k, v, head_dim**-0.5, sinks=scores)[decode.places])
-    decode.end()
-    return outputs

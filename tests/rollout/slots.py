@@ -8,15 +8,15 @@ from dtrain.inference.varlen_decode import SlotFlash
 
 
 class WrittenSlotFlash(SlotFlash):
-    """`SlotFlash` as one operation, which a recording takes as it is; `wrong` times its output."""
+    """`SlotFlash` as one operation, which a recording takes as it is. factor: of its output."""
 
-    def __init__(self, wrong=1.0):
-        self.calls, self._wrong = 0, wrong
+    def __init__(self, factor=None):
+        self.calls, self._factor = 0, factor
 
     def __call__(self, q, k, v, slots, scale):
         self.calls += 1
         out, lse = _over_slots(q, k, v, *slots, scale)
-        return out * self._wrong, lse
+        return out if self._factor is None else out * self._factor, lse
 
 
 @torch.library.custom_op("dtrain_tests::over_slots", mutates_args=())
