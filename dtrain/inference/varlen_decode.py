@@ -10,7 +10,7 @@ left to `Decode`'s products.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,19 +41,11 @@ class SlotFlash:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, slots: Slots, scale: float) -> tuple[Tensor, Tensor]:
         # Splits of the keys are left to the kernel: as the products of other layers, it may round by how many rows
         # there are. FlashAttention-2 never splits here; 3 does, but for deterministic algorithms.
+        ends, longest = (slots.query_ends, slots.key_ends), (slots.longest_query, slots.longest_key)
+        options: dict[str, Any] = {"return_aux": AuxRequest(lse=True), "scale": scale, "seqused_k": slots.used}
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return varlen_attn(
-                q,
-                k,
-                v,
-                slots.query_ends,
-                slots.key_ends,
-                slots.longest_query,
-                slots.longest_key,
-                return_aux=AuxRequest(lse=True),
-                scale=scale,
-                seqused_k=slots.used,
-            )
+            out, lse = varlen_attn(q, k, v, *ends, *longest, **options)
+        return out, lse
 
 
 Partial = tuple[Tensor, Tensor]  # over some of the keys: output [R, rep, kv, hd] and log-sum-exp [R, rep, kv, 1]
@@ -103,8 +95,8 @@ class VarlenDecode(Decode):
             if not groups or not order:
                 continue
             ends = list(accumulate(map(len, groups), initial=0))
-            ends_and_used = (torch.tensor(some, dtype=torch.int32, device=self._device) for some in (ends, used))
-            self._prompts.append(_Prompts(pool, self._index(order), *ends_and_used, longest))
+            on_device = [torch.tensor(some, dtype=torch.int32, device=self._device) for some in (ends, used)]
+            self._prompts.append(_Prompts(pool, self._index(order), on_device[0], on_device[1], longest))
             start += len(order)
         for row in set(range(self.rows)).difference(live):
             places[row] = places[live[0]]  # a number, whichever: what lies behind the segments may be none
