@@ -10,17 +10,25 @@ Letters: R rows, G prompts of a pool, n rows of the largest group, kv key heads,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dtrain.attention.blocks import CpuFlash
 from dtrain.attention.kernels import KERNELS, Visibility, additive
 from dtrain.attention.linear.layer import LinearMask
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two, rounded, slot_size
-from dtrain.inference.parts import Part, cat, join, partial_over, with_sinks
 
 FEW = 8  # rows, for which a step takes as long as for one
+
+
+class Part(NamedTuple):
+    """Attention over some of the keys: Σ w·v, Σ w [..., 1] and the largest score m [..., 1], w = exp(score − m)."""
+
+    total: Tensor
+    weight: Tensor
+    most: Tensor
 
 
 class Prefill:
@@ -292,11 +300,11 @@ class Decode:
             keys, values = own.pool.layer(layer, k)
             seen = slice(len(own.indices)), slice(None), slice(view.keys)
             bias = view.bias(q.dtype)[:, None, None]  # [rows, 1, 1, L]
-            parts.append(partial_over(grouped[own.rows], keys[seen], values[seen], bias))
-        added = cat(parts)
+            parts.append(_partial(grouped[own.rows], keys[seen], values[seen], bias))
+        added = _cat(parts)
         if sinks is not None:
-            added = with_sinks(added, sinks.view(key_heads, -1, 1))
-        return join(added, self._over_prompts(layer, grouped, k)).to(q.dtype).flatten(1, 2)[:, None]
+            added = _with_sinks(added, sinks.view(key_heads, -1, 1))
+        return _join(added, self._over_prompts(layer, grouped, k)).to(q.dtype).flatten(1, 2)[:, None]
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write k and v [R, 1, kv, hd] into the rows' slots."""
@@ -322,7 +330,7 @@ class Decode:
             bias = view.bias(grouped.dtype)[:, None, :, None]  # [G, 1, 1 or n, 1, L]
             if bias.shape[2] > 1:
                 bias = bias.expand(-1, -1, -1, grouped.shape[2], -1)
-            parts.append(partial_over(queries, keys[seen], values[seen], bias.flatten(2, 3)))
+            parts.append(_partial(queries, keys[seen], values[seen], bias.flatten(2, 3)))
         return self._by_row(parts)
 
     def _by_row(self, parts: Sequence[Part]) -> Part:
@@ -336,7 +344,7 @@ class Decode:
             return Part(*(term[groups, :, index] for term in split[0]))
         # [G · n, kv, rep, x] of all pools together
         flat = [Part(*(term.transpose(1, 2).flatten(0, 1) for term in part)) for part in split]
-        return Part(*(term[self._back] for term in cat(flat)))
+        return Part(*(term[self._back] for term in _cat(flat)))
 
 
 class _View:
@@ -384,3 +392,44 @@ def members_of(store: KeyValues, prompts: Sequence[KVSlot], rows: Sequence[int])
     for row, prompt in zip(rows, prompts, strict=True):
         members[prompt].append(row)
     return members
+
+
+def _partial(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Part:
+    """Return attention over these keys: q [B, kv, m, hd], scaled; k, v [B, kv, L, hd]; bias [B, 1, 1 or m, L]. In
+    max(float32, the dtype); products of half precision are summed in float32, as the fused kernels do.
+    """
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    lowest = torch.finfo(torch.float32 if half else q.dtype).min
+    if half and q.device.type == "cpu":
+        out, lse = CpuFlash().forward(q, k, v, bias.expand(-1, 1, q.shape[2], -1), 1.0)
+        return Part(out, torch.ones_like(lse)[..., None], lse.clamp(min=lowest)[..., None])
+    scores = _products(q, k.transpose(-1, -2), half).add_(bias)
+    most = scores.amax(-1, keepdim=True).clamp_(min=lowest)  # -inf where nothing is seen
+    weights = scores.sub_(most).exp_()
+    return Part(_products(weights.to(v.dtype), v, half), weights.sum(-1, keepdim=True), most)
+
+
+def _products(a: Tensor, b: Tensor, half: bool) -> Tensor:
+    """Return a [B, kv, m, x] @ b [B, kv, x, n], in float32 where they are of half precision."""
+    flat = a.flatten(0, 1), b.flatten(0, 1)
+    return (torch.bmm(*flat, out_dtype=torch.float32) if half else torch.bmm(*flat)).unflatten(0, a.shape[:2])
+
+
+def _join(first: Part, second: Part) -> Tensor:
+    """Return the softmax average over the keys of both parts."""
+    most = torch.maximum(first.most, second.most)
+    shares = (first.most - most).exp_(), (second.most - most).exp_()
+    weight = first.weight * shares[0] + second.weight * shares[1]
+    return (first.total * shares[0]).addcmul_(second.total, shares[1]).div_(weight)
+
+
+def _with_sinks(part: Part, sinks: Tensor) -> Part:
+    """Return part [R, kv, rep, ..] with one more key of every query, of score `sinks` [kv, rep, 1] and value zero."""
+    sinks = sinks.to(part.most.dtype)
+    most = torch.maximum(part.most, sinks)
+    share = (part.most - most).exp_()
+    return Part(part.total * share, part.weight * share + (sinks - most).exp_(), most)
+
+
+def _cat(parts: Sequence[Part]) -> Part:
+    return parts[0] if len(parts) == 1 else Part(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from dtrain.inference.cached_attention import Decode, Own, members_of
+from dtrain.inference.cached_attention import Decode, Own, Part, members_of
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two
-from dtrain.inference.parts import Part
 
 FEWEST = 16  # rows of a prompt that a step which is fixed has room for: with their heads about a tile of the kernel
 
