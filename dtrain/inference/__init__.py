@@ -6,6 +6,8 @@ sequence, images       state of one request, stop texts; images of prompts as a 
 image_prompts          a prompt with images, as a server is sent it
 kv_cache               keys and values of running sequences, and the memory that they may take
 cached_attention       the attention of a forward over them
+varlen_decode          that of a decoding step by variable-length flash attention
+check_varlen_decode    the check of a device before that is used
 graphs                 a decoding step as a CUDA graph
 sampling               the next token
 generate               completions in one call

@@ -8,7 +8,7 @@ and all that a step reads and writes lies where it lay in the step before.
 Letters: R rows, G prompts of a pool, n rows of the largest group, kv key heads, rep query heads of each, L keys.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ from dtrain.attention.blocks import CpuFlash
 from dtrain.attention.kernels import KERNELS, Visibility, additive
 from dtrain.attention.linear.layer import LinearMask
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two, rounded, slot_size
+
+FEW = 8  # rows, for which a step takes as long as for one
 
 
 class Part(NamedTuple):
@@ -115,16 +117,17 @@ class Decode:
         self._slots = store.rows_in_order()
         self._device = device
         self._heads: dict[int, Tensor] = {}  # [kv, 1] by the number of key heads, from the first step on
-        self._own: list[_Own] = []
+        self._own: list[Own] = []
         live: list[int] = []
         start = 0
         for _, pool in sorted(store.rows.items()):
             if used := len(pool.slots):
-                count = rounded(used) if fixed else used
+                # Of few rows, as many as there is memory for: the last ones of a rollout go through few shapes.
+                count = max(rounded(used), min(FEW, pool.min_slots)) if fixed else used
                 pool.min_slots = max(pool.min_slots, count if fixed else 0)
-                reach = slot_size(max(slot.length for slot in pool.slots) + 1) if fixed else None
                 indices = torch.arange(count, device=device)
-                self._own.append(_Own(pool, slice(start, start + count), indices, reach))
+                reach = self._reach(pool) if fixed else None
+                self._own.append(Own(pool, slice(start, start + count), indices, reach))
                 live += range(start, start + used)
                 start += count
         self.rows = start  # R
@@ -141,11 +144,13 @@ class Decode:
         # A row without a sequence stays at its slot's beginning, which the next sequence there overwrites.
         self._step: Tensor | int = torch.tensor(step, device=device) if fixed else 1
 
+    def _reach(self, pool: KVSlotPool) -> int | None:
+        """Return how many keys of the rows of a pool a step that is fixed looks at; None: as many as there are."""
+        return slot_size(max(slot.length for slot in pool.slots) + 1)
+
     def _lay_prompts(self, store: KeyValues, prompts: Sequence[KVSlot], live: list[int], fixed: bool) -> None:
         """Set tables of the rows that go on from each prompt, and of where each row finds what its prompt gave."""
-        members: dict[KVSlot, list[int]] = {slot: [] for pool in store.prompts.values() for slot in pool.slots}
-        for row, prompt in zip(live, prompts, strict=True):
-            members[prompt].append(row)
+        members = members_of(store, prompts, live)
         self._shared: list[_Shared] = []
         groups_of, index_of, offset_of = ([0] * self.rows for _ in range(3))
         offset = 0
@@ -240,6 +245,10 @@ class Decode:
     def begin(self) -> None:
         """Prepare positions and masks before the forward of a step."""
         self.positions = (self._before + self._added)[:, None]  # [R, 1]
+        self._view_rows()
+        self._view_prompts(self._kinds)
+
+    def _view_rows(self) -> None:
         for own in self._own:
             added = self._added[own.rows]
             longest = own.reach or max(slot.length for slot in own.pool.slots) + 1
@@ -248,9 +257,12 @@ class Decode:
                 seen = min(longest, size)
                 columns = torch.arange(seen, device=self._device)
                 # A window's positions are a ring: once all are written, they hold just what the token sees.
-                own.views[window] = _View(seen, columns <= added[:, None], added if longest <= size else added % size)
+                own.columns[window] = added if longest <= size else added % size
+                own.views[window] = _View(seen, columns <= added[:, None])
+
+    def _view_prompts(self, kinds: Mapping[int | None, int]) -> None:
         for shared in self._shared:
-            for window, layer in self._kinds.items():
+            for window, layer in kinds.items():
                 size = shared.pool.sizes[layer]
                 columns = torch.arange(min(shared.longest, size), device=self._device)
                 stored = shared.lengths.clamp(max=size)[:, None, None]  # [G, 1, 1]
@@ -263,9 +275,11 @@ class Decode:
     def end(self) -> None:
         """Count one token more in the cache for every row, after the forward."""
         self._added += self._step
-        parts: list[_Own | _Shared] = [*self._own, *self._shared]
+        parts: list[Own | _Shared] = [*self._own, *self._shared]
         for part in parts:
             part.views.clear()
+        for own in self._own:
+            own.columns.clear()
 
     def lengthen(self) -> None:
         """Count one token more in the slots, on the host, after a step."""
@@ -277,22 +291,34 @@ class Decode:
     ) -> Tensor:
         """Write keys and values, and return the attention: q [R, 1, H, hd], k and v [R, 1, kv, hd] → [R, 1, H, hd]."""
         window, heads, key_heads = self._windows[layer], q.shape[2], k.shape[2]
+        if not held:
+            self._write(layer, k, v)
         grouped = (q[:, 0] * scale).unflatten(1, (key_heads, heads // key_heads))  # [R, kv, rep, hd]
         parts = []
         for own in self._own:
             view = own.views[window]
             keys, values = own.pool.layer(layer, k)
-            if not held:
-                keys[own.indices, :, view.columns] = k[own.rows, 0]
-                values[own.indices, :, view.columns] = v[own.rows, 0]
             seen = slice(len(own.indices)), slice(None), slice(view.keys)
             bias = view.bias(q.dtype)[:, None, None]  # [rows, 1, 1, L]
             parts.append(_partial(grouped[own.rows], keys[seen], values[seen], bias))
-        added, parts = _cat(parts), []
+        added = _cat(parts)
         if sinks is not None:
             added = _with_sinks(added, sinks.view(key_heads, -1, 1))
+        return _join(added, self._over_prompts(layer, grouped, k)).to(q.dtype).flatten(1, 2)[:, None]
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write k and v [R, 1, kv, hd] into the rows' slots."""
+        for own in self._own:
+            columns = own.columns[self._windows[layer]]
+            for tensor, fresh in zip(own.pool.layer(layer, k), (k, v), strict=True):
+                tensor[own.indices, :, columns] = fresh[own.rows, 0]
+
+    def _over_prompts(self, layer: int, grouped: Tensor, k: Tensor) -> Part:
+        """Return the attention of scaled queries [R, kv, rep, hd] to their prompts; k: as `KVSlotPool.layer` has it."""
+        window, key_heads = self._windows[layer], grouped.shape[1]
         if key_heads not in self._heads:
-            self._heads[key_heads] = torch.arange(key_heads, device=q.device)[:, None]
+            self._heads[key_heads] = torch.arange(key_heads, device=grouped.device)[:, None]
+        parts = []
         for shared in self._shared:
             view = shared.views[window]
             keys, values = shared.pool.layer(layer, k)
@@ -301,11 +327,11 @@ class Decode:
             queries = grouped
             if not self._is_sorted:
                 queries = grouped[shared.table[:, None], self._heads[key_heads]].flatten(2, 3)  # [G, kv, n · rep, hd]
-            bias = view.bias(q.dtype)[:, None, :, None]  # [G, 1, 1 or n, 1, L]
+            bias = view.bias(grouped.dtype)[:, None, :, None]  # [G, 1, 1 or n, 1, L]
             if bias.shape[2] > 1:
-                bias = bias.expand(-1, -1, -1, heads // key_heads, -1)
+                bias = bias.expand(-1, -1, -1, grouped.shape[2], -1)
             parts.append(_partial(queries, keys[seen], values[seen], bias.flatten(2, 3)))
-        return _join(added, self._by_row(parts)).to(q.dtype).flatten(1, 2)[:, None]
+        return self._by_row(parts)
 
     def _by_row(self, parts: Sequence[Part]) -> Part:
         """Reorder parts [G, kv, n · rep, x] of each pool of prompts to [R, kv, rep, x]."""
@@ -323,10 +349,10 @@ class Decode:
 
 class _View:
     """View of a part that the layers of one kind have in one step: the first `keys` positions, those that are `visible`
-    [..., L]; and the `columns` that the rows write."""
+    [..., L]."""
 
-    def __init__(self, keys: int, visible: Tensor, columns: Tensor | None = None):
-        self.keys, self.columns = keys, columns
+    def __init__(self, keys: int, visible: Tensor):
+        self.keys = keys
         self._visible = visible
         self._bias: Tensor | None = None
 
@@ -337,14 +363,15 @@ class _View:
 
 
 @dataclass
-class _Own:
+class Own:
     """The rows of one pool: consecutive ones, in its first slots. reach: the number of keys that a step looks at, None
-    for as many as there are."""
+    for as many as there are. columns: where a step writes, by window."""
 
     pool: KVSlotPool
     rows: slice
     indices: Tensor
     reach: int | None
+    columns: dict[int | None, Tensor] = field(default_factory=dict)
     views: dict[int | None, _View] = field(default_factory=dict)
 
 
@@ -357,6 +384,14 @@ class _Shared:
     lengths: Tensor  # [G]
     longest: int
     views: dict[int | None, _View] = field(default_factory=dict)
+
+
+def members_of(store: KeyValues, prompts: Sequence[KVSlot], rows: Sequence[int]) -> dict[KVSlot, list[int]]:
+    """Return the rows that go on from each prompt of the cache; prompts: of each of `rows`."""
+    members: dict[KVSlot, list[int]] = {slot: [] for pool in store.prompts.values() for slot in pool.slots}
+    for row, prompt in zip(rows, prompts, strict=True):
+        members[prompt].append(row)
+    return members
 
 
 def _partial(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Part:

@@ -5,6 +5,7 @@ cache yet, once each whatever the number of their samples, and decodes one token
 leave. What a completion is does not depend on what else is in the batch, but for rounding.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,13 @@ from torch import Tensor
 
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.cached_attention import Decode, Prefill
+from dtrain.inference.check_varlen_decode import choose
 from dtrain.inference.images import check_images, joined, no_images, rotary_shift
 from dtrain.inference.kv_cache import SMALLEST_SLOT, CachedPrompt, KeyValues, choose_budget, slot_size
 from dtrain.inference.request import Completion, Request
 from dtrain.inference.sampling import Sampler, check_request
 from dtrain.inference.sequence import PromptKey, RunningSequence
+from dtrain.inference.varlen_decode import SlotFlash, VarlenDecode
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images
 
@@ -93,7 +96,8 @@ class Engine:
     A request is let in only when its whole length fits, so that none is ever thrown out.
     steps: decodes by captured graphs, for a model that is whole on its device and whose weights are gathered; rows then
     have slots for all their tokens from the beginning. notes_experts: keeps where the tokens of prompts went, so that
-    requests may ask for it; of a mixture of experts, without graphs.
+    requests may ask for it; of a mixture of experts, without graphs. flash: attends in place of products; "auto" where
+    it proves itself on the device, or a line on the standard error stream says why it does not.
     """
 
     def __init__(
@@ -107,6 +111,7 @@ class Engine:
         peers: Peers | None = None,
         steps: "Steps | None" = None,
         notes_experts: bool = False,
+        flash: SlotFlash | str | None = "auto",
     ):
         if notes_experts and (model.routing is None or steps is not None):
             raise ValueError("notes_experts is for a mixture of experts, without graphs")
@@ -118,6 +123,11 @@ class Engine:
         self._peers = peers or Peers()
         self._steps = steps
         self._notes_experts = notes_experts
+        if isinstance(flash, str):
+            flash, note = choose(model.config, next(model.parameters()).dtype, self.device)
+            if note:
+                print(f"note: {note}", file=sys.stderr)
+        self._flash = flash
         self._look_every = _LOOK_EVERY.get(self.device.type, _LOOK_EVERY_ELSEWHERE)
         self._tickets = 0
         self._sequences: dict[Ticket, RunningSequence] = {}  # unfinished ones
@@ -128,7 +138,8 @@ class Engine:
     def _clear(self) -> None:
         """Drop cache and rows: an engine without work holds no memory but what its steps keep, for weights and batch
         change between calls."""
-        self._store = KeyValues.of(self.model.config) if self._steps is None else self._steps.rest()
+        steps, config = self._steps, self.model.config
+        self._store = KeyValues.of(config, self._flash) if steps is None else steps.rest(self._flash)
         self._waiting: dict[PromptKey, deque[RunningSequence]] = {}  # by prompt, the first that came first
         self._prompts: dict[PromptKey, CachedPrompt] = {}  # in the cache
         self._held = 0  # positions that prompts and rows may come to fill
@@ -338,7 +349,8 @@ class Engine:
 
     def _decoding_of(self, rows: list[RunningSequence]) -> DecodingRows:
         prompts = [self._prompts[row.prompt].slot for row in rows]
-        decode = Decode(self._store, prompts, self.device, fixed=self._steps is not None)
+        kind = Decode if self._flash is None else VarlenDecode
+        decode = kind(self._store, prompts, self.device, fixed=self._steps is not None)
         if self._steps is None or decode.live is None:
             return DecodingRows(decode, self._sampler(rows))
         every = [rows[0]] * decode.rows  # what is drawn for the others is not read

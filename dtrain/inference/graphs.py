@@ -22,6 +22,7 @@ from dtrain.base.errors import UserError
 from dtrain.inference.cached_attention import Decode
 from dtrain.inference.kv_cache import KeyValues
 from dtrain.inference.sampling import Sampler
+from dtrain.inference.varlen_decode import SlotFlash
 from dtrain.models.common.decoder import CausalLM
 
 # Graphs held at a time: each takes a few MiB on the device for its kernels' arguments.
@@ -100,15 +101,21 @@ class Steps:
     def _clear(self) -> None:
         self._held: dict[tuple[object, ...], Step] = {}  # the step last opened stands last
         self._maker: CudaGraphs | None = None
-        self._store = KeyValues.of(self._model.config)
+        self._store: KeyValues | None = None
         self._copies: dict[int, nn.Parameter] = {}  # by place among the weights
 
-    def rest(self) -> KeyValues:
-        """Return an empty cache, before and after work. Steps and what they read stay, or all of it goes."""
-        tensors = [tensor for pool in self._store.pools for tensor in pool.tensors()]
+    def rest(self, flash: SlotFlash | None = None) -> KeyValues:
+        """Return an empty cache, before and after work. Steps and what they read stay, or all of it goes. flash: of the
+        cache; with another one than before nothing stays."""
+        if self._store is not None and self._store.flash is not flash:
+            self._clear()
+        pools = [] if self._store is None else self._store.pools
+        tensors = [tensor for pool in pools for tensor in pool.tensors()]
         taken = _nbytes([*tensors, *self._copies.values()]) + (0 if self._maker is None else self._maker.nbytes)
         if taken > self._keeps:
             self._lose("what they read takes", taken)
+        if self._store is None:
+            self._store = KeyValues.of(self._model.config, flash)
         for pool in self._store.pools:
             pool.clear()
         return self._store

@@ -7,9 +7,9 @@ sliding window keep no more than a later token can see. Layers of linear attenti
 that `attention.linear` goes on from, of one size whatever the length; a row begins with its prompt's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from dtrain.base.gpus import free_memory
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
+
+if TYPE_CHECKING:
+    from dtrain.inference.varlen_decode import SlotFlash
 
 SMALLEST_SLOT = 32
 
@@ -51,15 +54,17 @@ class KVSlot:
 class KVSlotPool:
     """Slots of one capacity: per layer keys and values [slots, kv, n, hd], n the capacity or what the layer keeps.
 
-    kept: the most positions that each layer keeps, None for all. Memory comes with the first write to a layer, in the
-    dtype and on the device of what is written, and grows with the slots in use.
+    kept: the most positions that each layer keeps, None for all. by_position: layers that are views of memory
+    [slots, n, kv, hd], the heads of a position side by side. Memory comes with the first write to a layer, in the dtype
+    and on the device of what is written, and grows with the slots in use.
     """
 
-    def __init__(self, capacity: int, kept: Sequence[int | None]):
+    def __init__(self, capacity: int, kept: Sequence[int | None], by_position: Container[int] = ()):
         self.capacity = capacity
         self.slots: list[KVSlot] = []  # by index
         self.min_slots = 0  # slots that there is room for, used or not
         self.sizes = [capacity if most is None else min(capacity, most) for most in kept]  # positions, by layer
+        self._by_position = by_position
         self._linear: set[int] = set()  # layers that keep states
         self._layers: list[tuple[Tensor, ...] | None] = [None] * len(kept)
 
@@ -85,12 +90,18 @@ class KVSlotPool:
         if held is None or held[0].shape[0] < used:
             # Zeros, not whatever the memory holds: a NaN that is hidden would still be one after the product.
             count = used if held is None else max(used, held[0].shape[0] * 3 // 2)
-            fresh = tuple(like.new_zeros((count, *shape)) for shape, like in kinds)
+            fresh = tuple(self._zeros(index, (count, *shape), like) for shape, like in kinds)
             if held is not None:
                 for new, old in zip(fresh, held, strict=True):
                     new[: old.shape[0]] = old
             held = self._layers[index] = fresh
         return held
+
+    def _zeros(self, index: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        if index in self._linear or index not in self._by_position:
+            return like.new_zeros(shape)
+        slots, heads, positions, size = shape
+        return like.new_zeros((slots, positions, heads, size)).transpose(1, 2)
 
     def held(self, index: int) -> tuple[Tensor, ...]:
         """Return the states of a layer of linear attention, grown to every slot in use. Raises ValueError without."""
@@ -175,33 +186,40 @@ class KVSlotPool:
 
 class KeyValues:
     """Pools of one engine, for a model whose layers have these windows (None: a layer that sees everything).
-    bidirectional: of each layer, whether the tokens of an image see one another; by default nowhere."""
+    bidirectional: of each layer, whether the tokens of an image see one another; by default nowhere. flash: what rows
+    attend to the keys of their slots with; None: products."""
 
-    def __init__(self, windows: Sequence[int | None], bidirectional: Sequence[bool] | None = None):
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        bidirectional: Sequence[bool] | None = None,
+        flash: "SlotFlash | None" = None,
+    ):
         self.windows = tuple(windows)
         self.bidirectional = tuple(bidirectional or [False] * len(windows))
+        self.flash = flash
         self.prompts: dict[int, KVSlotPool] = {}  # by capacity
         self.rows: dict[int, KVSlotPool] = {}
         # The first token after a prompt sees window - 1 of it; one slot stays, so that no tensor is empty.
         self._prompt_keeps = [None if window is None else max(window - 1, 1) for window in windows]
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "KeyValues":
+    def of(cls, config: ModelConfig, flash: "SlotFlash | None" = None) -> "KeyValues":
         """Return an empty cache for a model."""
         windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
-        return cls(windows, [kind in config.bidirectional for kind in config.layer_types])
+        return cls(windows, [kind in config.bidirectional for kind in config.layer_types], flash)
 
     @property
     def pools(self) -> list[KVSlotPool]:
         return [*self.prompts.values(), *self.rows.values()]
 
     def new_prompt(self, length: int, rotary_shift: int = 0) -> KVSlot:
-        slot = _pool(self.prompts, slot_size(length), self._prompt_keeps).take()
+        slot = self._pool(self.prompts, slot_size(length)).take()
         slot.length, slot.rotary_shift = length, rotary_shift
         return slot
 
     def new_row(self, owner: Any = None, capacity: int = SMALLEST_SLOT) -> KVSlot:
-        slot = _pool(self.rows, capacity, self.windows).take()
+        slot = self._pool(self.rows, capacity).take()
         slot.owner = owner
         return slot
 
@@ -210,7 +228,7 @@ class KeyValues:
         moved = False
         for capacity, pool in sorted(self.rows.items(), reverse=True):
             if full := [slot for slot in pool.slots if slot.length == capacity]:
-                _pool(self.rows, 2 * capacity, self.windows).receive(full)
+                self._pool(self.rows, 2 * capacity).receive(full)
                 moved = True
         return moved
 
@@ -222,9 +240,17 @@ class KeyValues:
         """Return every row, pool by pool and slot by slot: the order in which `Decode` wants them."""
         return [slot for _, pool in sorted(self.rows.items()) for slot in pool.slots]
 
-
-def _pool(pools: dict[int, KVSlotPool], capacity: int, kept: Sequence[int | None]) -> KVSlotPool:
-    return pools.setdefault(capacity, KVSlotPool(capacity, kept))
+    def _pool(self, pools: dict[int, KVSlotPool], capacity: int) -> KVSlotPool:
+        if capacity not in pools:
+            is_of_prompts = pools is self.prompts
+            by_position = {
+                layer
+                for layer, window in enumerate(self.windows)
+                # What a window hides a part of is left to products.
+                if self.flash is not None and not (is_of_prompts and window is not None and window < 2 * capacity)
+            }
+            pools[capacity] = KVSlotPool(capacity, self._prompt_keeps if is_of_prompts else self.windows, by_position)
+        return pools[capacity]
 
 
 @dataclass

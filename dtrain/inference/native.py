@@ -20,6 +20,7 @@ from dtrain.base.errors import Interrupted
 from dtrain.base.gpus import free_memory
 from dtrain.base.ranks import Ranks
 from dtrain.inference.cached_attention import Prefill
+from dtrain.inference.check_varlen_decode import choose
 from dtrain.inference.engine import Engine, Peers, at_rest
 from dtrain.inference.images import no_images
 from dtrain.inference.kv_cache import KeyValues, choose_budget
@@ -41,8 +42,9 @@ class NativeEngine(RolloutEngine):
 
     decode: token ids → text; needed for stop texts only. unshard: whether FSDP's weights are gathered once for a whole
     rollout; "auto" where they take at most half of the memory that is free. max_tokens: of each rank, as `Engine` has
-    it. steps: as `Engine` has it; not under tp. Where weights are not gathered once, or another rank found an obstacle,
-    a rollout goes without, and `say` says so once. offloader: moves the optimizer's state to host memory meanwhile.
+    it. dtype: that layers compute in; the parameters', by default. steps: as `Engine` has it; not under tp. Where
+    weights are not gathered once, or another rank found an obstacle, a rollout goes without, and `say` says so once.
+    offloader: moves the optimizer's state to host memory meanwhile.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class NativeEngine(RolloutEngine):
         decode: Callable[[list[int]], str] | None = None,
         unshard: bool | str = "auto",
         max_tokens: int | None = None,
+        dtype: torch.dtype | None = None,
         steps: "Steps | None" = None,
         offloader: PolicyOffloader | None = None,
         say: Callable[[str], None] = print,
@@ -65,6 +68,10 @@ class NativeEngine(RolloutEngine):
         self._decode = decode
         self._unshard = unshard
         self._max_tokens = max_tokens
+        dtype = dtype or next(model.parameters()).dtype
+        self._flash, note = choose(model.config, dtype, device, mesh.tp.size())
+        if note:
+            say(f"note: {note}")
         self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
 
     @torch.no_grad()
@@ -159,6 +166,7 @@ class NativeEngine(RolloutEngine):
             device=self.device,
             peers=peers,
             steps=self._steps,
+            flash=self._flash,
         )
         for index, request in enumerate(requests):
             engine.check(request, f"request {index}")

@@ -72,6 +72,7 @@ def open_engine(
         policy.device,
         decode=partial(tokenizer.decode, skip_special_tokens=True),
         unshard=section.unshard,
+        dtype=policy.precision.compute,
         steps=steps,
         offloader=policy.offloader if section.offload else None,
         say=run.metrics.say,

@@ -117,8 +117,9 @@ class Kernels:
     ):  # fmt: skip
         """q [T, H, hd], k and v [K, kv, hd] with cumulative lengths; or [B, S, .., hd] without.
 
-        Gives the output like q, and its log-sum-exp, float32, [H, T] or [B, H, S]."""
-        _require(dropout == 0 and seqused_k is None and alibi_slopes is None and block_table is None, "not pretended")
+        Gives the output like q, and its log-sum-exp, float32, [H, T] or [B, H, S]. seqused_k: the first keys of each
+        segment that are seen, [n] int32."""
+        _require(dropout == 0 and alibi_slopes is None and block_table is None, "not pretended")
         _refuse_flash(q, k, v)
         window = _window(causal, window_size_left, window_size_right, max_q, max_k)
         out = torch.empty_like(q)
@@ -130,6 +131,8 @@ class Kernels:
             lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
             self._note("kernel", f"varlen flash head {q.shape[-1]} window {window}")
             runs = list(self._runs(q, k, ends_q, ends_k, max_q, max_k))
+            if seqused_k is not None:
+                runs = self._used(runs, seqused_k)
             pieces = ((out[a], lse[:, a], q[a], k[b], v[b]) for a, b in runs)
         for to, to_lse, *parts in pieces:
             one, one_lse = _attend(*(_heads_first(self._host(part)) for part in parts), window, None, scale)
@@ -186,6 +189,18 @@ class Kernels:
         _require(len(starts[0]) == len(starts[1]) > 1, "cu_seqlens of queries and keys differ in length")
         for (a, b), (c, d) in zip(*([*zip(one[:-1], one[1:], strict=True)] for one in starts), strict=True):
             yield slice(a, b), slice(c, d)
+
+    def _used(self, runs, used) -> list[tuple[slice, slice]]:
+        _require(used.dtype == torch.int32, "seqused_k must have dtype int32")
+        _require(used.is_contiguous() and used.shape == (len(runs),), "seqused_k must be contiguous")
+        counts = self._library.values(used).tolist()
+        held = [keys.stop - keys.start for _, keys in runs]
+        _require(all(n <= most for n, most in zip(counts, held, strict=True)), "keys beyond a segment would be read")
+        return [
+            (queries, slice(keys.start, keys.start + n))
+            for (queries, keys), n in zip(runs, counts, strict=True)
+            if queries.stop > queries.start
+        ]
 
     def scaled_dot_product_flash_attention(self, q, k, v, dropout=0.0, causal=False, debug=False, *, scale=None):
         """q [B, H, Q, hd], k and v [B, kv, K, hd]."""

@@ -1,0 +1,98 @@
+"""The check of a device before a decoding step attends by `varlen_decode.SlotFlash`: a small step of all that will be
+asked of it, against the numbers of `cached_attention.Decode`'s products."""
+
+import torch
+from torch import Tensor
+
+from dtrain.attention.check_varlen import difference, does_not_run
+from dtrain.attention.kernels import HALF
+from dtrain.inference.cached_attention import Decode
+from dtrain.inference.kv_cache import KeyValues
+from dtrain.inference.varlen_decode import SlotFlash, VarlenDecode
+from dtrain.models.common.config import SLIDING, ModelConfig
+
+_PROMPTS = ((1, 3), (37, 1), (130, 2), (25, 1))  # lengths, and rows of each
+_ROWS = ((64, 0), (64, 1), (512, 130), (64, 62), (512, 400), (512, 70), (64, 33))  # sizes of slots, and own tokens
+_WIDEST = 100  # a window that hides something of these
+
+
+def choose(config: ModelConfig, dtype: torch.dtype, device: torch.device, tp: int = 1) -> tuple[SlotFlash | None, str]:
+    """Return what a model's rows are to attend with when they are decoded, computing in `dtype`; or None, and a note on
+    why products do, "" where nothing else was to be had. tp: ranks that share the heads. No collective."""
+    if device.type != "cuda" or dtype not in HALF:
+        return None, ""
+    flash, window = SlotFlash(), config.sliding_window if SLIDING in config.layer_types else None
+    for heads in dict.fromkeys(config.heads_of(kind) for kind in config.kv_heads):
+        problem = prove(
+            flash,
+            heads=config.num_attention_heads // tp,
+            key_heads=max(1, heads.count // tp),
+            head_dim=heads.size,
+            window=window,
+            dtype=dtype,
+            device=device,
+            sinks=config.has_sinks,
+        )
+        if problem is not None:
+            return None, f"decoding attends by products: {problem}"
+    return flash, ""
+
+
+def prove(
+    flash: SlotFlash,
+    *,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    sinks: bool = False,
+) -> str | None:
+    """Return why `flash` is not to be used for such heads here; None where it computes what the products do, over rows
+    and prompts of several lengths. No collective, and no random number of the run's is drawn."""
+    windows = [None] if window is None else [None, min(window, _WIDEST)]
+    sizes = heads, key_heads, head_dim, sinks
+
+    def numbers(flash: SlotFlash | None, some: torch.dtype) -> list[Tensor]:
+        return _numbers(KeyValues(windows, flash=flash), *sizes, some, device)
+
+    try:
+        results = numbers(flash, dtype)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # what a torch or a device does not have
+        return does_not_run("varlen_attn", error)
+    return difference("varlen_attn", "products", results, numbers(None, dtype), numbers(None, torch.float32))
+
+
+@torch.no_grad()
+def _numbers(
+    store: KeyValues, heads: int, key_heads: int, head_dim: int, sinks: bool, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Return the attention [rows, 1, H, hd] of each layer in a step, over slots that are full of numbers."""
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(torch.bfloat16).to(device, dtype)
+
+    prompts, of_rows = [], []
+    for length, rows in _PROMPTS:
+        prompts.append(store.new_prompt(length))
+        of_rows += prompts[-1:] * rows
+    owners = dict(enumerate(of_rows))
+    for row, (capacity, added) in enumerate(_ROWS):
+        store.new_row(row, capacity).length = added
+    kind = Decode if store.flash is None else VarlenDecode
+    decode = kind(store, [owners[slot.owner] for slot in store.rows_in_order()], device, fixed=True)
+    decode.begin()
+    outputs = []
+    for layer in range(len(store.windows)):
+        q, k, v = (random(decode.rows, 1, count, head_dim) for count in (heads, key_heads, key_heads))
+        for pool in store.pools:
+            for tensor in pool.layer(layer, k):
+                tensor.copy_(random(*tensor.shape))
+        scores = torch.linspace(-1.0, 3.0, heads, device=device, dtype=dtype) if sinks else None
+        outputs.append(decode.attend(layer, q, k, v, head_dim**-0.5, sinks=scores)[decode.places])
+    decode.end()
+    return outputs

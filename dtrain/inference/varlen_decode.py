@@ -1,0 +1,214 @@
+"""Attention of a decoding step by torch's variable-length flash attention, on CUDA in half precision.
+
+A segment of keys is a slot of a pool, of which the first ones are seen: how many lies on the device, so that a step
+reads no more keys than there are, and its graph serves rows of any length. A segment of queries is a row's, or those of
+all rows that go on from a prompt, whose keys are then read once; in it stand the query heads of each key head. Both
+results are joined by their log-sum-exp. Where a window may hide a part of a prompt, each row's another, its keys are
+left to `Decode`'s products.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+from dtrain.inference.cached_attention import Decode, Own, Part, members_of
+from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two
+
+FEWEST = 16  # rows of a prompt that a step which is fixed has room for: with their heads about a tile of the kernel
+
+
+class Slots(NamedTuple):
+    """Segments. query_ends, key_ends: [n + 1] int32, where each begins and the last one ends; queries may stand behind
+    the last one. used: [n] int32, the keys that are seen of each. longest_query, longest_key: of a segment, or more."""
+
+    query_ends: Tensor
+    key_ends: Tensor
+    used: Tensor
+    longest_query: int
+    longest_key: int
+
+
+class SlotFlash:
+    """The operation: q [T, kv, hd], k and v [K, kv, hd] → [T, kv, hd], and the log-sum-exp [kv, T], float32."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, slots: Slots, scale: float) -> tuple[Tensor, Tensor]:
+        # Splits of the keys are left to the kernel: as the products of other layers, it may round by how many rows
+        # there are. FlashAttention-2 never splits here; 3 does, but for deterministic algorithms.
+        ends, longest = (slots.query_ends, slots.key_ends), (slots.longest_query, slots.longest_key)
+        options: dict[str, Any] = {"return_aux": AuxRequest(lse=True), "scale": scale, "seqused_k": slots.used}
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out, lse = varlen_attn(q, k, v, *ends, *longest, **options)
+        return out, lse
+
+
+Partial = tuple[Tensor, Tensor]  # over some of the keys: output [R, rep, kv, hd] and log-sum-exp [R, rep, kv, 1]
+
+
+@dataclass
+class _Prompts:
+    """The prompts of one pool. order: the rows that go on from each, prompt by prompt, int64; ends: [G + 1] int32,
+    where each prompt's rows begin in it; used: [G] int32; longest: the most rows of one, or more."""
+
+    pool: KVSlotPool
+    order: Tensor
+    ends: Tensor
+    used: Tensor
+    longest: int
+
+
+class VarlenDecode(Decode):
+    """Decode whose store has `flash`."""
+
+    def __init__(self, store: KeyValues, prompts: Sequence[KVSlot], device: torch.device, *, fixed: bool = False):
+        assert store.flash is not None
+        self._flash = store.flash
+        self._constants: dict[tuple[int, int], Tensor] = {}
+        self._segments: dict[tuple[object, ...], Slots] = {}  # of a step, as layers ask for them
+        super().__init__(store, prompts, device, fixed=fixed)
+
+    def _reach(self, pool: KVSlotPool) -> int | None:
+        return None
+
+    def _lay_prompts(self, store: KeyValues, prompts: Sequence[KVSlot], live: list[int], fixed: bool) -> None:
+        self._prompts: list[_Prompts] = []
+        members, places, start = members_of(store, prompts, live), [0] * self.rows, 0
+        for pool in store.prompts.values():
+            groups, used = [members[slot] for slot in pool.slots], [slot.length for slot in pool.slots]
+            order = [row for rows in groups for row in rows]
+            for place, row in enumerate(order, start):
+                places[row] = place
+            longest = max(map(len, groups), default=0)
+            if fixed:
+                # Empty segments are next to nothing: as many as the pool has ever had, that few shapes occur.
+                pool.min_slots = max(pool.min_slots, power_of_two(len(groups)) if groups else 0)
+                more = pool.min_slots - len(groups)
+                groups, used = groups + [[]] * more, used + [1] * more
+                order += [0] * (self.rows - len(order))
+                longest = max(FEWEST, power_of_two(longest) if longest else 0)
+            if not groups or not order:
+                continue
+            ends = list(accumulate(map(len, groups), initial=0))
+            on_device = [torch.tensor(some, dtype=torch.int32, device=self._device) for some in (ends, used)]
+            self._prompts.append(_Prompts(pool, self._index(order), on_device[0], on_device[1], longest))
+            start += len(order)
+        for row in set(range(self.rows)).difference(live):
+            places[row] = places[live[0]]  # a number, whichever: what lies behind the segments may be none
+        self._places = self._index(places)  # [R] where each row is found in what all pools gave
+        most = max((own.pool.capacity for own in self._own), default=0)
+        longest = max((prompts.pool.capacity for prompts in self._prompts), default=0)
+        # A window hides nothing where it has room for prompt and row; prompts' memory is laid by their own size alone.
+        room = longest + max(most, longest)
+        self._hiding = {window for window in self._kinds if window is not None and window < room}
+        if self._hiding:
+            super()._lay_prompts(store, prompts, live, fixed)
+        else:
+            self._shared, self._is_sorted, self._back = [], False, self._places
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        prompts = ((each.pool.capacity, len(each.used), len(each.order), each.longest) for each in self._prompts)
+        return *super().shape, *prompts
+
+    def addresses(self) -> list[int]:
+        prompts = [tensor for each in self._prompts for tensor in each.pool.keys_and_values()]
+        return super().addresses() + [tensor.data_ptr() for tensor in prompts]
+
+    def _tensors(self) -> list[Tensor]:
+        prompts = [tensor for each in self._prompts for tensor in (each.order, each.ends, each.used)]
+        return [*super()._tensors(), self._places, *prompts]
+
+    def _view_rows(self) -> None:
+        for own in self._own:
+            added = self._added[own.rows]
+            for window, layer in self._kinds.items():
+                size = own.pool.sizes[layer]
+                # A window's positions are a ring: once all are written, they hold just what the token sees.
+                own.columns[window] = added if size == own.pool.capacity else added % size
+
+    def _view_prompts(self, kinds: Mapping[int | None, int]) -> None:
+        super()._view_prompts({window: layer for window, layer in kinds.items() if window in self._hiding})
+
+    def end(self) -> None:
+        super().end()
+        self._segments.clear()
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Write keys and values, and return the attention: q [R, 1, H, hd], k and v [R, 1, kv, hd] → [R, 1, H, hd]."""
+        if not held:
+            self._write(layer, k, v)
+        grouped = q[:, 0].unflatten(1, (k.shape[2], -1))  # [R, kv, rep, hd]
+        window, rep = self._windows[layer], grouped.shape[2]
+        queries = grouped.transpose(1, 2).contiguous()
+        out, lse = _cat(
+            self._over(queries[own.rows], own.pool.layer(layer, k), self._slots_of_rows(own, window, rep), scale)
+            for own in self._own
+        )
+        if sinks is not None:
+            out, lse = _with_sinks(out, lse, sinks.view(k.shape[2], -1).t()[..., None])
+        if window in self._hiding:
+            other, other_lse = _partial_of(self._over_prompts(layer, grouped * scale, k))
+        else:
+            several = _cat(
+                self._over(queries[each.order], each.pool.layer(layer, k), self._slots_of_prompts(each, rep), scale)
+                for each in self._prompts
+            )
+            other, other_lse = (term[self._places] for term in several)
+        share = (lse - other_lse).sigmoid()
+        whole = torch.lerp(other.to(share.dtype), out.to(share.dtype), share).transpose(1, 2)  # [R, kv, rep, hd]
+        return whole.to(q.dtype, memory_format=torch.contiguous_format).flatten(1, 2)[:, None]
+
+    def _over(self, queries: Tensor, keys_and_values: Sequence[Tensor], slots: Slots, scale: float) -> Partial:
+        """Return the attention of queries [r, rep, kv, hd] to the first keys of the first slots of a pool."""
+        count, rep = len(slots.used), queries.shape[1]
+        k, v = (tensor[:count].transpose(1, 2).flatten(0, 1) for tensor in keys_and_values)  # [count · n, kv, hd]
+        out, lse = self._flash(queries.flatten(0, 1), k, v, slots, scale)
+        return out.unflatten(0, (-1, rep)), lse.t().unflatten(0, (-1, rep))[..., None]
+
+    def _slots_of_rows(self, own: Own, window: int | None, rep: int) -> Slots:
+        key = own.pool, window, rep
+        if key not in self._segments:
+            count, size = len(own.indices), own.pool.sizes[self._kinds[window]]
+            used = (self._added[own.rows] + 1).clamp(max=size).to(torch.int32)
+            self._segments[key] = Slots(self._ends(count, rep), self._ends(count, size), used, max(2, rep), size)
+        return self._segments[key]
+
+    def _slots_of_prompts(self, prompts: _Prompts, rep: int) -> Slots:
+        key = prompts.pool, None, rep
+        if key not in self._segments:
+            capacity = prompts.pool.capacity
+            ends, longest = self._ends(len(prompts.used), capacity), max(2, prompts.longest * rep)
+            self._segments[key] = Slots(prompts.ends * rep, ends, prompts.used, longest, capacity)
+        return self._segments[key]
+
+    def _ends(self, count: int, size: int) -> Tensor:
+        """Return the ends [count + 1] of segments of one size; made in the first step, for all."""
+        if (count, size) not in self._constants:
+            self._constants[count, size] = torch.arange(
+                0, count * size + 1, size, dtype=torch.int32, device=self._device
+            )
+        return self._constants[count, size]
+
+
+def _cat(parts: Iterable[Partial]) -> Partial:
+    outs, sums = zip(*parts, strict=True)
+    return (outs[0], sums[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(sums))
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Partial:
+    """Return the partial with one more key of every query, of score `sinks` [rep, kv, 1] and value zero."""
+    sinks = sinks.to(lse.dtype)
+    return out * (lse - sinks).sigmoid(), torch.logaddexp(lse, sinks)
+
+
+def _partial_of(part: Part) -> Partial:
+    """Return a part [R, kv, rep, ..] of products; its log-sum-exp is -inf where nothing is seen."""
+    out = part.total / part.weight.clamp(min=torch.finfo(part.weight.dtype).tiny)
+    return out.transpose(1, 2), (part.most + part.weight.log()).transpose(1, 2)

@@ -1,0 +1,50 @@
+"""Decoding on the pretend card in half precision: variable-length attention over slots where it proves itself."""
+
+import torch
+
+from dtrain.inference.check_varlen_decode import choose, prove
+from dtrain.inference.varlen_decode import SlotFlash
+from dtrain.models.read_config import read_config
+from tests.pretend.mutants import Mutant
+from tests.pretend.runs import rows_of, train_on_card
+from tests.pretend.test_methods import grpo
+from tests.pretend.worlds import run_pretend
+from tests.rollout.test_varlen_decode import launches
+from tests.tiny import tiny_recipe
+
+HALF = torch.bfloat16
+
+
+def chosen(rank, root):
+    """Return what is said of a tiny model, of heads that are too large, and of a torch that knows no `seqused_k`; and
+    the launches of a layer."""
+    device, config = torch.device("cuda", rank), read_config(tiny_recipe(root).model.path)
+    flash, note = choose(config, HALF, device)
+    sizes = {"heads": 4, "key_heads": 2, "window": 40, "dtype": HALF, "device": device}
+    counts = launches(None, device, HALF), launches(SlotFlash(), device, HALF)
+    return type(flash), note, prove(SlotFlash(), head_dim=512, **sizes), counts
+
+
+def test_it_proves_itself_where_it_is(tmp_path):
+    ((kind, note, problem, counts),) = run_pretend(chosen, 1, tmp_path)
+    assert (kind, note) == (SlotFlash, "")
+    assert problem == "varlen_attn does not run here: FlashAttention only supports head dimension at most 256"
+    assert counts == (37, 14)  # and each of the two calls makes the state of a generator, as one kernel more
+
+
+REFUSED = Mutant("dtrain.inference.check_varlen_decode", "if problem is not None:", "if problem := 'too old':")
+
+
+def decoded(rank, recipe):
+    return train_on_card(rank, recipe, 1).count("kernel", within="inference/varlen_decode.py")
+
+
+def test_a_rollout_by_graphs(tmp_path):
+    """What trains measures the same of both: attention by varlen_attn, and by products where it is refused."""
+    counts = []
+    for name, mutants in (("flash", []), ("products", [REFUSED])):
+        keys = "train.dtype=bfloat16", "grpo.cuda_graphs=true", "grpo.sampling.max_new_tokens=12"
+        recipe = grpo(tmp_path, *keys, name=name)
+        counts += run_pretend(decoded, 1, recipe, mutants=mutants)
+        assert max(row["mismatch_kl"] for row in rows_of(recipe)) < 2e-5
+    assert counts[0] > counts[1]  # those of the proof
