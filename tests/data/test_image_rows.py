@@ -13,6 +13,7 @@ from dtrain.base.errors import UserError
 from dtrain.data import Batches, Tokenizer, open_rows
 from dtrain.data.images.reader import ImageReader
 from dtrain.data.images.records import ImageRecord
+from dtrain.data.sources.sources import looks
 from dtrain.recipe.schema import Data, DataSource
 from tests.data.images.makers import encoded, picture, png_that_claims
 from tests.data.makers import write_jsonl
@@ -37,6 +38,16 @@ def rows_of(model: Path, file: Path, cache: Path | None = None, kind: str = "exa
     say = (lambda line: None) if lines is None else lines.append
     tokenizer = Tokenizer.from_directory(model)
     return open_rows(section, tokenizer=tokenizer, cache_dir=cache, progress=False, say=say, kind=kind, epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("row", "reads_images"),
+    [({"text": QUESTION}, False), ({"input_ids": [1, 2]}, False), ({"messages": [ANSWER]}, True)],
+)
+def test_rows_that_have_no_messages_read_no_images(models, tmp_path, row, reads_images):
+    section = Data(train=DataSource(path=str(write_jsonl(tmp_path / "rows.jsonl", [row]))))
+    (look,) = looks(section, tokenizer=Tokenizer.from_directory(models["qwen3-vl"]))
+    assert (look.encoder.images is not None) == reads_images
 
 
 def only(model: Path, directory: Path, row: dict, name: str = "rows.jsonl", **options):

@@ -10,6 +10,7 @@ from dtrain.base.errors import UserError
 from dtrain.commands.preview import preview
 from dtrain.data.formats.labels import Label
 from dtrain.data.sources.sources import open_rows
+from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.methods import load_recipe
 from dtrain.run.host import DryHost
@@ -54,6 +55,12 @@ def test_says_what_it_found_chose_and_left_out(tmp_path, model):
     assert f"1 rows left out without a trained token: {file}:6 (no trained token)" in said
     _, said = opened(model, section(train=split(str(file)), too_long="drop", cache_dir=str(tmp_path / "own")))
     assert "1 rows dropped, longer than data.max_length=64" in said and (tmp_path / "own").is_dir()
+
+
+def test_a_template_that_is_handed_in_is_not_chosen_again(tmp_path, model):
+    data = section(train=split(str(write_jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}] * 5))))
+    _, said = opened(model, data, template=ChatTemplate(templates.QWEN3, "the run's", {}), cache_dir=tmp_path / "cache")
+    assert "chat template: the run's" in said
 
 
 def test_weighted_sources(tmp_path, model):
