@@ -150,7 +150,7 @@ def written_in_place(rank, config):
 
 
 def test_weights_written_in_place_after_an_evaluation_are_seen(tmp_path):
-    run_world(written_in_place, 2, config_of(tmp_path))
+    run_cases(written_in_place, 2, {f"tied={tied}": (config_of(tmp_path, tied=tied),) for tied in (True, False)})
 
 
 def without_fsdp(model, batch):

@@ -106,8 +106,8 @@ def test_json_is_all_that_is_printed_and_config_json_all_that_is_read(tmp_path, 
     flops = plan["flops_per_token"] * plan["tokens"]
     assert plan["tokens"] == 128 * 8192 and plan["mfu"] == pytest.approx(flops / 4 / 1024 / 989e12)
     lanes = {(lane["dimension"], lane["kind"]): lane for lane in plan["traffic"] if lane["dimension"] != "all"}
-    assert lanes["fsdp", "all-gather"]["count"] == 80 + 1 + 79  # README's table
-    assert lanes["fsdp", "reduce-scatter"]["count"] == lanes["dp_replicate", "all-reduce"]["count"] == 80 + 1
+    assert lanes["fsdp", "all-gather"]["count"] == 80 + 3 + 79  # README's table
+    assert lanes["fsdp", "reduce-scatter"]["count"] == lanes["dp_replicate", "all-reduce"]["count"] == 80 + 3
     assert plan["estimate"]["is_estimate"] and plan["estimate"]["step_time"] > flops / 1024 / 989e12
 
 
