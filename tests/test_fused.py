@@ -146,7 +146,7 @@ def filtered_values():
     return [*found, top_p.kept_by_top_p(hidden.detach() @ weight.detach().t(), 0.7)]
 
 
-OF_PAIRS = kl._stats_of_pair, kl._kl_sums, kl._kl_gradient, kl._jsd_sums, kl._jsd_gradient
+OF_PAIRS = kl._pair, kl._kl_sums, kl._kl_gradient, kl._jsd_sums, kl._jsd_gradient
 OF_TOPK = topk._stats_of_tile, topk._gradient_of_tile
 OF_FILTERED = filtered._at_target, filtered._gradient, top_p._with_digit, top_p._down_to
 PARTS = {

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice
 from dtrain.losses.head.logprobs import logprobs_from_hidden_states
 from dtrain.losses.head.vocabulary import add_product_
-from dtrain.losses.head.weighted_sum import weighted_logprob_sum
+from dtrain.losses.head.weighted_sum import head_tile_rows, weighted_logprob_sum
 
 N, V, D = 4096, 30_000, 64
 
@@ -42,6 +42,12 @@ def test_a_gpu_adds_to_the_weights_gradient_in_place(loss):
         loss(hidden, weight, torch.zeros(N, dtype=torch.int64, device="meta")).backward()
     assert made.count == 1, "the accumulator"
     assert weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("vocab", [32_000, 128_256, 151_936, 262_144])
+def test_a_gpus_tile_is_half_a_gib_of_whole_blocks_of_a_product(vocab):
+    rows = head_tile_rows(vocab, "cuda")
+    assert rows % 128 == 0 and 0.95 < rows * vocab * 4 / 2**29 < 1.05
 
 
 def test_a_cpu_adds_in_the_products_dtype():

@@ -3,7 +3,8 @@ straight from their hidden states and heads: the logits of either exist one tile
 
 The weights are known before (each token counts the same), so the gradient is formed in the forward as in
 `weighted_sum`: three matrix products of the student's head and one of the teacher's, where computing the tiles again in
-a backward would take four and two. Three tiles of logits are held at once.
+a backward would take four and two. Three tiles of logits are held at once, two where their operations are compiled:
+then these read each twice, and write the gradient.
 
 `forward_kl`, `reverse_kl`, `mixed_kl` and `generalized_jsd` are the same of log-probabilities.
 """
@@ -77,16 +78,16 @@ def kl_sum_from_hidden_states(
     check_share(forward_share)
     group = (shard or WHOLE).group
 
-    def of_tile(pair: _Pair, stats: Tensor, scalings: _Scalings, dtype: torch.dtype | None) -> _OfTile:
+    def of_tile(pair: _Pair, dtype: torch.dtype | None) -> _OfTile:
         """Return the two divergences."""
-        (forward, reverse), left = _kl_sums(pair, stats, scalings)
-        forward, reverse, student_share, teacher_share, log_ratio = _merge(*_both(stats), forward, reverse, group)
+        (forward, reverse), left = _kl_sums(pair)
+        forward, reverse, student_share, teacher_share, log_ratio = _merge(*_both(pair), forward, reverse, group)
         sums = torch.stack([forward.sum(), reverse.sum()])
         if dtype is None:
             return sums, None
         offset = (log_ratio - reverse) * (1 - forward_share) + forward_share
         of_rows = torch.stack([offset, student_share, teacher_share], 1)
-        return sums, _kl_gradient(left, stats, scalings, of_rows, forward_share, dtype)
+        return sums, _kl_gradient(left, of_rows, forward_share, dtype)
 
     tokens, sums = _sums_over_tiles(student, teacher, index, temperature, shard, rows_per_tile, of_tile, 2)
     forward, reverse = sums.unbind()
@@ -112,20 +113,20 @@ def jsd_sum_from_hidden_states(
     check_beta(beta)
     group = (shard or WHOLE).group
 
-    def of_tile(pair: _Pair, stats: Tensor, scalings: _Scalings, dtype: torch.dtype | None) -> _OfTile:
+    def of_tile(pair: _Pair, dtype: torch.dtype | None) -> _OfTile:
         """Return the KL in either direction and the divergence."""
         shares = None
         if group_size(group) > 1:
-            log_student, log_teacher, _ = gather_pair(*_both(stats), group)
+            log_student, log_teacher, _ = gather_pair(*_both(pair), group)
             shares = torch.stack([log_student[group_rank(group)], log_teacher[group_rank(group)]], 1)
-        parts, left = _jsd_sums(pair, stats, shares, scalings, beta)
+        parts, left = _jsd_sums(pair, shares, beta)
         if group_size(group) > 1:
             parts = all_gather(parts[None], 0, group).sum(0)
         forward, reverse, by_student, by_teacher = parts
         sums = torch.stack([forward.sum(), reverse.sum(), (beta * by_teacher + (1 - beta) * by_student).sum()])
         if dtype is None:
             return sums, None
-        return sums, _jsd_gradient(left, stats, shares, scalings, by_student[:, None], beta, dtype)
+        return sums, _jsd_gradient(left, shares, by_student[:, None], beta, dtype)
 
     tokens, sums = _sums_over_tiles(student, teacher, index, temperature, shard, rows_per_tile, of_tile, 3)
     forward, reverse, total = sums.unbind()
@@ -144,15 +145,17 @@ def check_beta(beta: float) -> None:
 
 class _Pair(NamedTuple):
     """Tile of the student and the teacher, [t, V/tp] each: log q and log p of this rank's part alone, and the slope of
-    the student's logits by the products; or with `is_left` the products, from which a kernel has these at once."""
+    the student's logits by the products; or with `is_left` the products, from which a kernel has these at once. stats:
+    `Stats.m` and `l` of the student's logits in that part, and of the teacher's, [t, 4]."""
 
     student: Tensor
     teacher: Tensor
     slope: Tensor | float | None
     is_left: bool
+    stats: Tensor
+    scalings: tuple[Scaling, Scaling]
 
 
-_Scalings = tuple[Scaling, Scaling]  # the student's and the teacher's
 _OfTile = tuple[Tensor, Tensor | None]  # sums over the tile's tokens [2 or 3], and the gradient by products [t, V/tp]
 
 
@@ -163,14 +166,14 @@ def _sums_over_tiles(
     temperature: float,
     shard: VocabShard | None,
     rows: int | None,
-    of_tile: Callable[[_Pair, Tensor, _Scalings, torch.dtype | None], _OfTile],
+    of_tile: Callable[[_Pair, torch.dtype | None], _OfTile],
     count: int,
 ) -> tuple[TiledSum, Tensor]:
     """Return the student's tokens, which have the gradients of all tiles, and the `count` sums over tiles of `rows`
     (None: as many as fit).
 
-    of_tile: takes a tile, its statistics as `_stats_of_pair` has them, the scalings, and the dtype of the gradient,
-    None for no gradient. Raises ValueError for vocabularies of two sizes.
+    of_tile: takes a tile and the dtype of its gradient, None for no gradient. Raises ValueError for vocabularies of two
+    sizes.
     """
     if len(student.weight) != len(teacher.weight):
         held = len(student.weight), len(teacher.weight)
@@ -186,9 +189,9 @@ def _sums_over_tiles(
         def add(tile: slice, mine: Tensor) -> None:  # a function: nothing of a tile lives on in the next
             theirs = others.hidden.index_select(0, index[tile]).to(others.operand.dtype)
             products = product(mine, tokens.operand.t()), product(theirs, others.operand.t())
-            stats, pair = _stats_of_pair(*products, scalings, tokens.wants_gradient)
+            pair = _pair(*products, scalings, tokens.wants_gradient)
             del products
-            values, grad = of_tile(pair, stats, scalings, tokens.operand.dtype if tokens.wants_gradient else None)
+            values, grad = of_tile(pair, tokens.operand.dtype if tokens.wants_gradient else None)
             sums.add_(values)
             if grad is not None:
                 tokens.add_gradient(grad, tile, mine)
@@ -199,9 +202,8 @@ def _sums_over_tiles(
 
 
 @Fused
-def _stats_of_pair(products: Tensor, others: Tensor, scalings: _Scalings, wants_slope: bool) -> tuple[Tensor, _Pair]:
-    """Return `Stats.m` and `l` of the student's and of the teacher's logits in this rank's part, [t, 4], and the tile,
-    which takes the memory of `products` [t, V/tp]. others: the teacher's."""
+def _pair(products: Tensor, others: Tensor, scalings: tuple[Scaling, Scaling], wants_slope: bool) -> _Pair:
+    """Return the tile of products [t, V/tp], whose memory it takes, and of the teacher's, `others`."""
     is_left = torch.compiler.is_compiling()
     logits = scalings[0].logits_(own(products))
     slope = scalings[0].slope(logits) if wants_slope and not is_left else None
@@ -209,26 +211,26 @@ def _stats_of_pair(products: Tensor, others: Tensor, scalings: _Scalings, wants_
     students = part_stats(logits, log_q)
     teachers = part_stats(scalings[1].logits_(own(others)), log_p)
     stats = torch.stack([students.m, students.l, teachers.m, teachers.l], 1)
-    return stats, _Pair(products, others, None, True) if is_left else _Pair(log_q, log_p, slope, False)
+    tile = (products, others, None) if is_left else (log_q, log_p, slope)
+    return _Pair(*tile, is_left, stats, scalings)
 
 
-def _both(stats: Tensor) -> tuple[Stats, Stats]:
-    """Return the student's and the teacher's of statistics [t, 4]."""
-    m, l, of_teacher, l_of_teacher = stats.unbind(1)  # noqa: E741
+def _both(pair: _Pair) -> tuple[Stats, Stats]:
+    """Return the statistics of the student and of the teacher, [t] each."""
+    m, l, of_teacher, l_of_teacher = pair.stats.unbind(1)  # noqa: E741
     return Stats(m, l), Stats(of_teacher, l_of_teacher)
 
 
-def _logprobs(
-    pair: _Pair, stats: Tensor, scalings: _Scalings, shares: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | float | None]:
+def _logprobs(pair: _Pair, shares: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | float | None]:
     """Return log q and log p of this rank's part alone to compute in, or with the logarithms of its shares [t, 2] of
     the whole vocabulary, and the slope of the student's logits by the products."""
     log_q, log_p, slope = own(pair.student), own(pair.teacher), pair.slope
     if pair.is_left:
-        scalings[0].logits_(log_q)
-        slope = scalings[0].slope(log_q)
-        log_q.sub_(stats[:, 0:1]).sub_(stats[:, 1:2])
-        scalings[1].logits_(log_p).sub_(stats[:, 2:3]).sub_(stats[:, 3:4])
+        scaling, of_teacher = pair.scalings
+        m, l, m_of_teacher, l_of_teacher = pair.stats.split(1, 1)  # noqa: E741
+        slope = scaling.slope(scaling.logits_(log_q))
+        log_q.sub_(m).sub_(l)
+        of_teacher.logits_(log_p).sub_(m_of_teacher).sub_(l_of_teacher)
     if shares is not None:
         log_q.add_(shares[:, 0:1])
         log_p.add_(shares[:, 1:2])
@@ -236,25 +238,23 @@ def _logprobs(
 
 
 @Fused
-def _kl_sums(pair: _Pair, stats: Tensor, scalings: _Scalings) -> tuple[Tensor, tuple]:
+def _kl_sums(pair: _Pair) -> tuple[Tensor, tuple]:
     """Return KL(p || q) and KL(q || p) of this rank's part alone, [2, t], and what `_kl_gradient` takes."""
-    log_q, log_p, slope = _logprobs(pair, stats, scalings)
+    log_q, log_p, slope = _logprobs(pair)
     q, gap, p = _kl_terms(log_q, log_p)
     sums = torch.stack([-_dot(p, gap), _dot(q, gap)])
     return sums, pair if torch.compiler.is_compiling() else (q, gap, p, slope)
 
 
 @Fused
-def _kl_gradient(
-    left: tuple, stats: Tensor, scalings: _Scalings, of_rows: Tensor, forward_share: float, dtype: torch.dtype
-) -> Tensor:
+def _kl_gradient(left: tuple, of_rows: Tensor, forward_share: float, dtype: torch.dtype) -> Tensor:
     """Return the gradient by products [t, V/tp] in `dtype`. of_rows [t, 3]: what log q − log p of the part alone lacks,
     with the share of the forward KL in it, and the part's share of q and of p.
 
     dKL(p||q)/dz = q − p;  dKL(q||p)/dz = q · (log q − log p − KL(q||p)).
     """
     if isinstance(left, _Pair):
-        log_q, log_p, slope = _logprobs(left, stats, scalings)
+        log_q, log_p, slope = _logprobs(left)
         left = *_kl_terms(log_q, log_p), slope
     q, gap, p, slope = left
     offset, student_share, teacher_share = of_rows.split(1, 1)
@@ -270,12 +270,10 @@ def _kl_terms(log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @Fused
-def _jsd_sums(
-    pair: _Pair, stats: Tensor, shares: Tensor | None, scalings: _Scalings, beta: float
-) -> tuple[Tensor, tuple]:
+def _jsd_sums(pair: _Pair, shares: Tensor | None, beta: float) -> tuple[Tensor, tuple]:
     """Return KL(p || q), KL(q || p), KL(q || m) and KL(p || m), this rank's part of their sums over the vocabulary
     [4, t], and what `_jsd_gradient` takes."""
-    log_q, log_p, slope = _logprobs(pair, stats, scalings, shares)
+    log_q, log_p, slope = _logprobs(pair, shares)
     q, above = _beside_mixture(log_q, log_p, beta)
     gap = log_p.sub_(log_q)  # log p − log q
     reverse, by_student = -_dot(q, gap), _dot(q, above)
@@ -287,21 +285,13 @@ def _jsd_sums(
 
 
 @Fused
-def _jsd_gradient(
-    left: tuple,
-    stats: Tensor,
-    shares: Tensor | None,
-    scalings: _Scalings,
-    by_student: Tensor,
-    beta: float,
-    dtype: torch.dtype,
-) -> Tensor:
+def _jsd_gradient(left: tuple, shares: Tensor | None, by_student: Tensor, beta: float, dtype: torch.dtype) -> Tensor:
     """Return the gradient by products [t, V/tp] in `dtype`; by_student [t, 1] is KL(q || m).
 
     d/dz = (1 − beta) · q · (log q − log m − KL(q || m)): what the mixture's own change adds sums to nothing.
     """
     if isinstance(left, _Pair):
-        log_q, log_p, slope = _logprobs(left, stats, scalings, shares)
+        log_q, log_p, slope = _logprobs(left, shares)
         left = *_beside_mixture(log_q, log_p, beta), slope
     q, above, slope = left
     grad = above.sub_(by_student).mul_(q).mul_(1 - beta)
