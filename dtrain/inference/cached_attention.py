@@ -162,7 +162,7 @@ class Decode:
             lengths = [slot.length for slot in pool.slots]
             longest = max(lengths)
             if fixed:
-                count, longest = power_of_two(count), pool.capacity
+                count, longest = count if count == 1 else max(FEW, power_of_two(count)), pool.capacity
                 more = power_of_two(len(groups)) - len(groups)
                 groups, lengths = groups + [[]] * more, lengths + [1] * more
                 pool.min_slots = max(pool.min_slots, len(groups))

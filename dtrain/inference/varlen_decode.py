@@ -20,7 +20,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from dtrain.inference.cached_attention import Decode, Own, Part, members_of
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two
 
-FEWEST = 16  # rows of a prompt that a step which is fixed has room for: with their heads about a tile of the kernel
+FEWEST = 16  # prompts, and rows of one, that a step which is fixed has room for: what is empty takes next to nothing
 
 
 class Slots(NamedTuple):
@@ -68,7 +68,6 @@ class VarlenDecode(Decode):
     def __init__(self, store: KeyValues, prompts: Sequence[KVSlot], device: torch.device, *, fixed: bool = False):
         assert store.flash is not None
         self._flash = store.flash
-        self._constants: dict[tuple[int, int], Tensor] = {}
         self._segments: dict[tuple[object, ...], Slots] = {}  # of a step, as layers ask for them
         super().__init__(store, prompts, device, fixed=fixed)
 
@@ -84,14 +83,13 @@ class VarlenDecode(Decode):
             for place, row in enumerate(order, start):
                 places[row] = place
             longest = max(map(len, groups), default=0)
-            if fixed:
-                # Empty segments are next to nothing: as many as the pool has ever had, that few shapes occur.
-                pool.min_slots = max(pool.min_slots, power_of_two(len(groups)) if groups else 0)
-                more = pool.min_slots - len(groups)
-                groups, used = groups + [[]] * more, used + [1] * more
+            if fixed and (pool.slots or pool.tensors()):  # all pools that there have been, that few shapes occur
+                pool.min_slots = max(pool.min_slots, len(groups))
+                more = max(FEWEST, power_of_two(pool.min_slots)) - len(groups)
+                groups, used = groups + [[]] * more, used + [0] * more
                 order += [0] * (self.rows - len(order))
-                longest = max(FEWEST, power_of_two(longest) if longest else 0)
-            if not groups or not order:
+                longest = max(FEWEST, power_of_two(longest))
+            elif not order:
                 continue
             ends = list(accumulate(map(len, groups), initial=0))
             on_device = [torch.tensor(some, dtype=torch.int32, device=self._device) for some in (ends, used)]
@@ -166,10 +164,10 @@ class VarlenDecode(Decode):
         return whole.to(q.dtype, memory_format=torch.contiguous_format).flatten(1, 2)[:, None]
 
     def _over(self, queries: Tensor, keys_and_values: Sequence[Tensor], slots: Slots, scale: float) -> Partial:
-        """Return the attention of queries [r, rep, kv, hd] to the first keys of the first slots of a pool."""
-        count, rep = len(slots.used), queries.shape[1]
-        k, v = (tensor[:count].transpose(1, 2).flatten(0, 1) for tensor in keys_and_values)  # [count · n, kv, hd]
+        """Return the attention of queries [r, rep, kv, hd] to the first keys of the slots of a pool."""
+        k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in keys_and_values)  # [slots · n, kv, hd]
         out, lse = self._flash(queries.flatten(0, 1), k, v, slots, scale)
+        rep = queries.shape[1]
         return out.unflatten(0, (-1, rep)), lse.t().unflatten(0, (-1, rep))[..., None]
 
     def _slots_of_rows(self, own: Own, window: int | None, rep: int) -> Slots:
@@ -177,24 +175,19 @@ class VarlenDecode(Decode):
         if key not in self._segments:
             count, size = len(own.indices), own.pool.sizes[self._kinds[window]]
             used = (self._added[own.rows] + 1).clamp(max=size).to(torch.int32)
-            self._segments[key] = Slots(self._ends(count, rep), self._ends(count, size), used, max(2, rep), size)
+            ends = torch.arange(count + 1, dtype=torch.int32, device=self._device)
+            self._segments[key] = Slots(ends * rep, ends * size, used, max(2, rep), size)
         return self._segments[key]
 
     def _slots_of_prompts(self, prompts: _Prompts, rep: int) -> Slots:
         key = prompts.pool, None, rep
         if key not in self._segments:
-            capacity = prompts.pool.capacity
-            ends, longest = self._ends(len(prompts.used), capacity), max(2, prompts.longest * rep)
+            capacity, longest = prompts.pool.capacity, max(2, prompts.longest * rep)
+            ends = torch.arange(len(prompts.used) + 1, dtype=torch.int32, device=self._device)
+            # Segments of no prompt may lie behind the last slot: of no key.
+            ends = ends.clamp(max=len(prompts.pool.tensors()[0])) * capacity
             self._segments[key] = Slots(prompts.ends * rep, ends, prompts.used, longest, capacity)
         return self._segments[key]
-
-    def _ends(self, count: int, size: int) -> Tensor:
-        """Return the ends [count + 1] of segments of one size; made in the first step, for all."""
-        if (count, size) not in self._constants:
-            self._constants[count, size] = torch.arange(
-                0, count * size + 1, size, dtype=torch.int32, device=self._device
-            )
-        return self._constants[count, size]
 
 
 def _cat(parts: Iterable[Partial]) -> Partial:

@@ -40,7 +40,7 @@ def _over_slots(
     assert used.dtype == torch.int32 and used.is_contiguous() and len(used) == len(ends[0]) - 1 == len(ends[1]) - 1
     assert ends[0][-1] <= len(q) and ends[1][-1] <= len(k)
     assert longest_query >= max(2, int(query_ends.diff().max())) and longest_key >= int(key_ends.diff().max())
-    assert int(used.min()) >= 1 and bool((used <= key_ends.diff()).all())
+    assert bool(((used >= 1) | (query_ends.diff() == 0)).all()) and bool((used <= key_ends.diff()).all())
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.full_like(q, math.nan)
     lse = torch.full((q.shape[1], len(q)), math.nan, dtype=wide, device=q.device)

@@ -166,7 +166,7 @@ class Short(WrittenSlotFlash):
     """Does not see the last key of a segment that has several."""
 
     def __call__(self, q, k, v, slots, scale):
-        return super().__call__(q, k, v, slots._replace(used=(slots.used - 1).clamp(min=1)), scale)
+        return super().__call__(q, k, v, slots._replace(used=slots.used - (slots.used > 1).int()), scale)
 
 
 class Whole(WrittenSlotFlash):
