@@ -48,8 +48,10 @@ class MemoryTimeline:
 
     def see(self, tensor: Tensor, part: str | None = None) -> Allocation:
         """Return the storage of `tensor` [...], which is counted from now on."""
-        storage = tensor.untyped_storage()
         key = storage_key(tensor)
+        if key in self._live and key not in self._resized:
+            return self._live[key][1]
+        storage = tensor.untyped_storage()
         if key not in self._live:
             allocation = Allocation(self.part if part is None else part)
             self._live[key] = weakref.ref(storage, lambda _: self._freed(key)), allocation
@@ -85,8 +87,12 @@ class MemoryTimeline:
 
     def poll(self) -> None:
         """Check the storages whose sizes change without an operation."""
-        for key, (reference, allocation) in [*self._filled.items()]:
-            storage = reference()
+        looked_at = [
+            (key, storage, allocation)
+            for key, (reference, allocation) in self._filled.items()
+            if (storage := reference()) is None or storage.nbytes() != allocation.size or not allocation.size
+        ]
+        for key, storage, allocation in looked_at:
             if storage is not None and storage.nbytes() != allocation.size:
                 allocation.part = "gathered parameters"
                 self._resize(allocation, storage.nbytes())

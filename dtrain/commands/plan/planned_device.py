@@ -8,10 +8,6 @@ choose the kernels and tiles that they would choose there. Whatever is made insi
 and none holds NaN. FSDP is to be set up before: a machine that plans has no such device to open streams on. Attention
 and the fused norm are computed by what the device's kernels would be, where torch's choice for meta tensors holds
 scores [B, H, S, S]; for the backward they keep what those keep: q, k, v, the output and its log-sum-exp [B, H, S].
-
-`MetaKernels` does what meta tensors cannot: a collective leaves its output as it is, and what the host reads of a
-tensor is one, or True: a step takes the path of a finite gradient norm. A collective of host tensors is the fake
-group's, where every rank holds what this one does.
 """
 
 import weakref
@@ -22,15 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.attention.kernels import HALF, SdpaKernel, Visibility
 from dtrain.base.batch import Batch, pad_stream
-from dtrain.base.fused import Fused, rounds, tensors_in
+from dtrain.base.fused import Fused, rounds
+from dtrain.commands.plan.meta_kernels import META
 from dtrain.parallel.context.batch import shard_sequence
 
 aten = torch.ops.aten
@@ -129,7 +124,6 @@ class _FusedRmsNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
 
 
-_META = torch.device("meta")
 _HOST = torch.device("cpu", 0)  # what real tensors answer, to tell the host from a planned CPU
 _DEVICE = Tensor.device.__get__
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]  # a property; torch's stub says bool
@@ -205,34 +199,4 @@ class PlannedStream(torch.cpu.Stream):
 def _as_meta(value: Any) -> Any:
     """Return meta for an argument that names the planned device, as tensors or the policy say it; for FSDP's "cpu" too.
     The host is the device of a real tensor, or "cpu", or nothing."""
-    return _META if isinstance(value, torch.device) and value != _HOST else value
-
-
-class MetaKernels(TorchDispatchMode):
-    """Dispatch mode that answers operations that have no kernel for meta tensors."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: nothing here is compiled, and torch need not guard each operation against it."""
-        return False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is aten._local_scalar_dense.default and args[0].is_meta:
-            return torch.ones((), dtype=args[0].dtype).item()
-        if func.namespace == "c10d" and any(tensor.is_meta for tensor in tensors_in(args)):
-            work = FakeWork().boxed()  # what an in-place collective returns: its outputs where it has some, and a Work
-            return work if len(func._schema.returns) == 1 else (args[0], work)
-        with torch._C.DisableTorchFunction():  # torch's own kernels for meta tensors ask where these are, too
-            if func in _ELEMENTWISE and not kwargs and _is_plain(*args):
-                return torch.empty_like(args[0], dtype=torch.result_type(*args))
-            return func(*args, **(kwargs or {}))
-
-
-_ELEMENTWISE = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor}  # whose kernels for meta are written in Python
-
-
-def _is_plain(first: Any, second: Any) -> bool:
-    """Return whether the result of two operands has the shape and the strides of the first."""
-    if not isinstance(first, Tensor) or not first.is_meta or not first.is_contiguous():
-        return False
-    return not isinstance(second, Tensor) or (second.shape == first.shape and second.is_contiguous())
+    return META if isinstance(value, torch.device) and value != _HOST else value
