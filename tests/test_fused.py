@@ -15,8 +15,8 @@ from torch._inductor import metrics as generated
 from dtrain.base import compiled
 from dtrain.base.compiled import Compiled
 from dtrain.base.fused import Fused
-from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.meta_kernels import MetaKernels
+from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.planned_device import PlannedDevice
 from dtrain.commands.plan.step import plan_step
 from dtrain.losses.head import logprobs, weighted_sum

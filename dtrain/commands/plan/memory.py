@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,14 @@ class MemoryTimeline:
         """Count `size` bytes that live as long as an operation: before its outputs are seen, or beside them."""
         workspace = Allocation(self.part)
         self._events += [(workspace, size), (workspace, -size)]
+
+    def mark(self) -> int:
+        """Return the number of changes so far."""
+        return len(self._events)
+
+    def most_since(self, mark: int) -> int:
+        """Return the most bytes that were there since `mark` beside those before it."""
+        return max(accumulate((event[1] for event in self._events[mark:] if not isinstance(event, Phase)), initial=0))
 
     def total(self) -> int:
         """Return the bytes that live now."""

@@ -28,7 +28,7 @@ class Operands:
     def __init__(self, args: tuple, kwargs: dict[str, Any]):
         self.args, self.kwargs = args, kwargs
         self.tensors: list[Tensor] = []
-        self.key = self._key((args, *kwargs.items()))
+        self.key = self._key((args, kwargs))
 
     def _key(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -36,6 +36,8 @@ class Operands:
             return value.shape, value.stride(), value.dtype
         if isinstance(value, (list, tuple)):  # noqa: UP038 (a union takes longer, and this is asked very often)
             return tuple([self._key(item) for item in value])
+        if isinstance(value, dict):
+            return tuple([(name, self._key(item)) for name, item in value.items()])
         return type(value), value  # 1 and 1.0 are equal
 
 
@@ -79,7 +81,7 @@ class MetaKernels(TorchDispatchMode):
         if func.namespace == "c10d" and any(tensor.is_meta for tensor in tensors):
             work = FakeWork().boxed()  # what an in-place collective returns: its outputs where it has some, and a Work
             return work if len(func._schema.returns) == 1 else (args[0], work)
-        if func.namespace != "aten" or not all(tensor.is_meta for tensor in tensors):
+        if func.namespace not in ("aten", "torch_attn") or not all(tensor.is_meta for tensor in tensors):
             return func(*args, **operands.kwargs)
         key = func, operands.key
         if (results := self._results.get(key)) is not None:

@@ -1,7 +1,7 @@
 """Tensors without memory that stand in for those of the planned device.
 
 They are torch's meta tensors: shapes, dtypes and autograd, no bytes and no arithmetic. Two modes make a training step
-run on them as it would run on the device.
+run on them as it would run on the device: `PlannedDevice`, and `meta_kernels.MetaKernels` below it.
 
 `PlannedDevice` answers where a tensor is: a meta tensor says the planned device, so that dtrain and torch's optimizers
 choose the kernels and tiles that they would choose there. Whatever is made inside on that device is a meta tensor too,
@@ -127,6 +127,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 _HOST = torch.device("cpu", 0)  # what real tensors answer, to tell the host from a planned CPU
 _DEVICE = Tensor.device.__get__
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]  # a property; torch's stub says bool
+_ACCESS = type(_DEVICE)
 
 
 _backward = partial(_engine_run_backward, keep_graph=False, create_graph=False, allow_unreachable=True)
@@ -149,12 +150,12 @@ class PlannedDevice(TorchFunctionMode):
         self._nowhere: weakref.ref[Tensor] | None = None  # the last answer to where a meta tensor holds NaN
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if isinstance(func, _ACCESS):  # every other call
+            if func == _DEVICE:
+                return self._where(args[0])
+            return self._where(args[0]).type == "cuda" if func == _IS_CUDA else func(*args)
         kwargs = kwargs or {}
         kwargs.pop("pin_memory", None)  # this machine may have no device to pin for
-        if func == _DEVICE:
-            return self._where(args[0])
-        if func == _IS_CUDA:
-            return self._where(args[0]).type == "cuda"
         if isinstance(func, Fused):
             with self:
                 return self._fuse(func.function, *args) if self._fuse is not None else func.function(*args)
@@ -169,10 +170,10 @@ class PlannedDevice(TorchFunctionMode):
             # in but the engine's own would ask the mode again.
             with self:
                 return _backward(args[:1], grad_tensors=(torch.empty_like(args[0]),), inputs=(), accumulate_grad=True)
-        if func is torch.autograd.grad and len(args) == 3:  # a tile's, within a backward; as above
-            outputs, inputs, gradients = args
+        if func is torch.autograd.grad and isinstance(gradients := kwargs.get("grad_outputs"), list):
+            # A tile's, within a backward; as above.
             with self:
-                return _backward(outputs, grad_tensors=gradients, inputs=inputs, accumulate_grad=False)
+                return _backward(args[0], grad_tensors=tuple(gradients), inputs=args[1], accumulate_grad=False)
         if func is Tensor.pin_memory and args[0].is_meta:
             return args[0]
         if func is Tensor.isnan and args[0].is_meta:

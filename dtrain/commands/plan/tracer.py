@@ -145,10 +145,11 @@ class Tracer(MetaKernels):
         self.is_forward = False
         self.counts_costs = True
         self.fused: FusedBytes | None = None  # where layers are compiled
+        self._workspaces: dict[tuple, int] = {}  # bytes that functions take while they run
         self._collectives = CollectiveReader(mesh)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
+        if DTensor in types:
             return NotImplemented  # it comes again as operations on plain tensors
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -183,9 +184,18 @@ class Tracer(MetaKernels):
         return out
 
     def as_one_kernel(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(*arguments)`, which reads and writes once what it takes and gives."""
+        """Return `function(*arguments)`, which reads and writes once what it takes and gives. One that only writes into
+        its arguments is run once for tensors of such shapes."""
         counts, self.counts_costs = self.counts_costs, False
-        out = function(*arguments)
+        key, out = (function, torch.is_grad_enabled(), Operands(arguments, {}).key), None
+        self.memory.poll()
+        if key in self._workspaces:
+            self.memory.within_operation(self._workspaces[key])
+        else:
+            mark = self.memory.mark()
+            out = function(*arguments)
+            if out is None and not torch.is_grad_enabled():
+                self._workspaces[key] = self.memory.most_since(mark)
         self.counts_costs = counts
         if counts:
             sizes = {id(tensor): tensor.nbytes for tensor in tensors_in((*arguments, out)) if tensor.is_meta}
