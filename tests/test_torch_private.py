@@ -63,9 +63,8 @@ HOMES = {
     ),
     "commands/plan/fused.py": "_C._current_autograd_node _get_sequence_nr _sequence_nr",
     "commands/plan/memory.py": "OpOverload",
-    "commands/plan/planned_device.py": (
-        "FakeWork TorchDispatchMode _C.DisableTorchFunction _engine_run_backward _schema"
-    ),
+    "commands/plan/meta_kernels.py": "FakeWork TorchDispatchMode _C.DisableTorchFunction _schema",
+    "commands/plan/planned_device.py": "_engine_run_backward",
     "commands/plan/step.py": "fake_pg",
     "commands/plan/tracer.py": "_resolve_process_group",
     "launch/devices.py": "_C._accelerator_setAllocatorSettings",

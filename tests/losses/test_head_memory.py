@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice
+from dtrain.commands.plan.meta_kernels import MetaKernels
+from dtrain.commands.plan.planned_device import PlannedDevice
 from dtrain.losses.head.logprobs import logprobs_from_hidden_states
 from dtrain.losses.head.vocabulary import add_product_
 from dtrain.losses.head.weighted_sum import head_tile_rows, weighted_logprob_sum

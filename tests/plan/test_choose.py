@@ -210,7 +210,7 @@ class Planned:
 def test_few_combinations_are_planned_and_each_once(tmp_path, monkeypatch, fitting):
     planned = Planned([90 if place < fitting else 10 for place in range(6)], held=10)
     monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
     recipe = tiny_recipe(tmp_path, *AUTO, *ROWS, "parallel.optimizer_offload=false", "train.micro_batch=1")
     choose(resolve_plan(recipe, 1, "cuda", H100), 50, H100)
     assert len(planned.seen) == len({*planned.seen}) <= 4
@@ -220,9 +220,30 @@ def test_few_combinations_are_planned_and_each_once(tmp_path, monkeypatch, fitti
 def test_nothing_is_planned_that_holds_too_much_alike(tmp_path, monkeypatch):
     planned = Planned([90] * 6, held=80)
     monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
     recipe = tiny_recipe(tmp_path, *AUTO, *ROWS, "parallel.optimizer_offload=false", "train.micro_batch=1")
     with pytest.raises(TooLarge, match="the least that was planned takes"):
         choose(resolve_plan(recipe, 1, "cuda", H100), 50, H100)
     assert {length for _, length, _ in planned.seen} == {512}  # shorter rows hold as much
     assert [place for place, _, adapted in planned.seen if not adapted][:2] == [2, 5]  # then more devices, of two on
+
+
+def test_nothing_is_planned_beside_the_least_where_that_takes_too_much(tmp_path, monkeypatch):
+    planned = Planned([90] * 6, held=10)
+    monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    recipe = tiny_recipe(tmp_path, *AUTO, *ROWS, "train.micro_batch=1")
+    with pytest.raises(TooLarge, match="the least that was planned takes"):
+        choose(resolve_plan(recipe, 1, "cuda", H100), 50, H100)
+    as_it_is = [place for place, length, adapted in planned.seen if length == 512 and not adapted]
+    assert as_it_is == [2, 5]  # what comes and goes is as large on more devices
+
+
+def test_the_offload_of_the_optimizer_is_not_planned_where_it_saves_too_little(tmp_path, monkeypatch):
+    planned = Planned([90, 90, 90, 90, 40, 10], held=10)
+    monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    recipe = tiny_recipe(tmp_path, *AUTO, *ROWS, "train.micro_batch=1")
+    choose(resolve_plan(recipe, 1, "cuda", H100), 50, H100)
+    # With the offload: the first 5, which is the least, and the second 4.
+    assert [place for place, *_ in planned.seen] == [2, 5, 4, 3, 4, 5]

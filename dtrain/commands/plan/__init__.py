@@ -5,6 +5,7 @@
     images                  the images of its rows, by the first rows of the data
     policy                  the policy that steps, on tensors without memory
     planned_device          how tensors without memory answer as the planned device's would
+    meta_kernels            operations on them
     tracer                  sees every operation of the step, and counts its cost and its messages
     regions                 compiled parts of layers, which keep what the compiler keeps
     memory, fused           the step's allocations; what compiled regions move

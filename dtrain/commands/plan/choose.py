@@ -1,7 +1,8 @@
 """Choice of what a recipe leaves to `auto`: micro-batch, checkpointing, reduction and offload, for a device's memory.
 
 The method. Whatever needs less memory costs time. `_ladder` has the combinations in the order of their times; each
-needs less memory than the one before. A bisection finds the first whose planned step fits with one row a micro-batch.
+needs less memory than the one before. A bisection finds the first whose planned step fits with one row a micro-batch,
+unless even the one of the least memory does not.
 The optimizer's state goes to the host where nothing else fits, or where that is faster than tiles.
 Then the micro-batch grows as far as it makes the step faster and fits. Where it stays too small to hide what its passes
 send, the last combination is compared by the estimate too. A choice is a function of recipe, world and device alone.
@@ -20,7 +21,7 @@ from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.host_memory import host_memory
 from dtrain.commands.plan.hardware import GPUS, USABLE, Hardware, estimate
 from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan
-from dtrain.commands.plan.step import Step, plan_steps
+from dtrain.commands.plan.step import Step, plan_steps, traces_of
 from dtrain.commands.plan.units import gib
 from dtrain.policy.build import LONGEST_UNDER_MASK, wants_varlen
 from dtrain.policy.config import PolicyConfig
@@ -33,7 +34,6 @@ FREE = 0.1
 """Share of a device's memory that a choice leaves free."""
 LAUNCH = 6e-6  # seconds in which the host starts a kernel
 HIDING = 2  # times what a pass sends and starts that its computing should take
-_PROCESSES = 2  # of a planned step
 
 MICRO_BATCH, OFFLOAD = "train.micro_batch", "parallel.optimizer_offload"
 
@@ -97,6 +97,7 @@ class _Search:
         self.micros = self.micros if MICRO_BATCH in self.keys else []
         self.least = self.micros[0] if self.micros else self.spec.recipe.train.micro
         self.known: dict[tuple, _Tried] = {}  # what was planned, by combination and micro-batch
+        self.ladder, self.offloaded = self._ladder(), self._ladder(is_offloaded=True)
 
     def _has_a_kernel(self, micro: int) -> bool:
         """Return whether attention of a micro-batch needs no mask that is too large: packed completions are one row."""
@@ -106,11 +107,10 @@ class _Search:
         return micro == 1 or not is_under_mask or length <= LONGEST_UNDER_MASK
 
     def choice(self) -> Choice:
-        ladder = self._ladder()
-        untiled = [values for values in ladder if values.get("train.tile", "none") == "none"]
-        tried = self._first_that_fits(ladder, first=len(untiled) - 1)
-        if tried is None or tried.values.get("train.tile", "none") != "none":
-            offloaded = self._ladder(is_offloaded=True)
+        ladder, offloaded = self.ladder, self.offloaded
+        quick = [values for values in ladder if not _is_tiled(values) and not values.get("train.activation_offload")]
+        tried = self._first_that_fits(ladder, first=len(quick) - 1)
+        if tried is None or _is_tiled(tried.values):
             other = self._first_that_fits(offloaded, first=len(offloaded) - 1)
             if tried is None or (other is not None and other.time < tried.time):
                 ladder, tried = offloaded or ladder, other
@@ -179,21 +179,36 @@ class _Search:
 
     def _first_that_fits(self, ladder: Sequence[Values], first: int) -> _Tried | None:
         """Return the first combination that fits with the least micro-batch; as many are planned at once as there are
-        processors for. None fits where what they hold alike is too much: they differ in what comes and goes. first: the
-        place to begin at, where one is planned at a time: with less work for a plan, or what most probably decides."""
+        processors for. first: the place to begin at, with those before it: what most probably decides."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        width, low, high, fitting = max(1, cores // _PROCESSES), 0, len(ladder), None
+        width, high, fitting = max(1, cores // traces_of(self.spec)), len(ladder), None
+        low = 1 + max((place for place, values in enumerate(ladder) if self._is_too_much(values)), default=-1)
         while low < high:
-            count = min(width, high - low)
-            places = sorted({low + (high - low) * (number + 1) // (count + 1) for number in range(count)})
-            if width == 1 and low <= first < high:
-                places = [first]
-            for place, tried in zip(places, self._tried([(ladder[at], self.least) for at in places]), strict=True):
-                if self._fits(tried):
-                    fitting, high = tried, place
-                    break
-                low = len(ladder) if tried.step.held > self.budget else place + 1
+            places = range(max(low, first + 1 - width), first + 1)
+            if not low <= first < high:
+                count = min(width, high - low)
+                places = sorted({low + (high - low) * (number + 1) // (count + 1) for number in range(count)})
+            every = self._tried([(ladder[place], self.least) for place in places])
+            fits = [self._fits(tried) for tried in every]
+            if any(fits):
+                number = fits.index(True)
+                fitting, high, low = every[number], places[number], places[number - 1] + 1 if number else low
+            else:
+                low = len(ladder) if fitting is None and self._is_hopeless(every[-1]) else places[-1] + 1
         return fitting
+
+    def _is_too_much(self, values: Values) -> bool:
+        """Return whether a combination is known to take too much: by its plan, or by the one with the optimizer's state
+        on the device, where there is at most this state, the masters and what they are rounded to for it to save."""
+        known = self.known.get((*{**values, OFFLOAD: False}.items(), self.least))
+        return known is not None and known.step.peak - known.step.state - 2 * known.step.trained > self.budget
+
+    def _is_hopeless(self, tried: _Tried) -> bool:
+        """Return whether none fits beside one that does not: what they hold alike is too much, or the least of all."""
+        if tried.step.held > self.budget:
+            return True
+        (least,) = self._tried([((self.offloaded or self.ladder)[-1], self.least)])
+        return least.step.peak > self.budget
 
     def _with_more_rows(self, tried: _Tried, last: Values) -> _Tried:
         """Return the fastest of `tried` with more rows a micro-batch, and of the `last` combination where these are
@@ -254,19 +269,26 @@ class _Search:
 
     def _ways(self, tried: _Tried) -> Iterator[tuple[str, int]]:
         """Yield overrides with which what was `tried` fits, each with its peak: the nearest first. Those that hold too
-        much alike are not planned: shorter rows hold as much, more ranks at least their share."""
-        values, held = tried.values, tried.step.held
+        much alike are not planned: shorter rows hold as much, more ranks at least their share. What comes and goes
+        shrinks with a row, masks with its square, and not with more ranks."""
+        values, held, others = tried.values, tried.step.held, tried.step.peak - tried.step.held
         recipe, world = self.recipe, self.world_size
         lora, length, nproc = recipe.lora or Lora(), recipe.data.max_length, "launch.nproc"
+        nf4 = replace(lora, quantize="nf4")
+        masks = not wants_varlen(self.spec.recipe, self.spec.precision, self.spec.world.device_type)
         groups = [
             [("lora={}", replace(recipe, lora=lora), world)] if recipe.lora is None else [],
-            [("lora.quantize=nf4", replace(recipe, lora=replace(lora, quantize="nf4")), world)],
+            [("lora.quantize=nf4", replace(recipe, lora=nf4), world)] if nf4 != recipe.lora else [],
             [
                 (f"data.max_length={length // part}", changed(recipe, {"data.max_length": length // part}), world)
                 for part in (2, 4, 8)
-                if held <= self.budget
+                if held + others / part ** (2 if masks else 1) <= self.budget
             ],
-            [(f"{nproc}={world * times}", recipe, world * times) for times in (2, 4, 8) if held <= times * self.budget],
+            [
+                (f"{nproc}={world * times}", recipe, world * times)
+                for times in (2, 4, 8)
+                if held / times + others <= self.budget
+            ],
         ]
         for group in groups:
             for overrides, other, ranks in group:
@@ -294,3 +316,7 @@ class _Search:
         if usual:
             yield f"{', '.join(as_overrides(usual))} (auto)"
         yield f"planned peak {gib(tried.step.peak)} of {gib(self.memory)}"
+
+
+def _is_tiled(values: Values) -> bool:
+    return values.get("train.tile", "none") != "none"

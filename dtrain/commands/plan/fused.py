@@ -7,21 +7,23 @@ outside. What only such operations of one call see is not counted. The backward 
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtrain.commands.plan.memory import Allocation
+from dtrain.commands.plan.memory import Allocation, OpOverload
 from dtrain.parallel.activation_offload import in_backward
 
 
 class FusedBytes:
-    """Counts the bytes of regions. Calls have numbers, that of a forward n, of its backward −n; None is outside."""
+    """Counts the bytes of regions. Calls have numbers, that of a forward n, of its backward −n; None is outside. watch:
+    gets each operation of a region that keeps what the compiler keeps, with its tensors and its results."""
 
     def __init__(self) -> None:
         self.call: int | None = None
+        self.watch: Callable[[OpOverload, Sequence[Tensor], Sequence[Tensor]], None] | None = None
         self._begins, self._ends = [0], [0]  # of a forward's nodes in autograd's sequence, by the number of the call
         self._made: dict[int, tuple[Allocation, int]] = {}  # what was made and not counted, and in which call
         self._read: dict[int, Allocation] = {}  # counted in the call that was last

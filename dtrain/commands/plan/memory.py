@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -48,8 +49,10 @@ class MemoryTimeline:
 
     def see(self, tensor: Tensor, part: str | None = None) -> Allocation:
         """Return the storage of `tensor` [...], which is counted from now on."""
-        storage = tensor.untyped_storage()
         key = storage_key(tensor)
+        if key in self._live and key not in self._resized:
+            return self._live[key][1]
+        storage = tensor.untyped_storage()
         if key not in self._live:
             allocation = Allocation(self.part if part is None else part)
             self._live[key] = weakref.ref(storage, lambda _: self._freed(key)), allocation
@@ -63,6 +66,14 @@ class MemoryTimeline:
         """Count `size` bytes that live as long as an operation: before its outputs are seen, or beside them."""
         workspace = Allocation(self.part)
         self._events += [(workspace, size), (workspace, -size)]
+
+    def mark(self) -> int:
+        """Return the number of changes so far."""
+        return len(self._events)
+
+    def most_since(self, mark: int) -> int:
+        """Return the most bytes that were there since `mark` beside those before it."""
+        return max(accumulate((event[1] for event in self._events[mark:] if not isinstance(event, Phase)), initial=0))
 
     def total(self) -> int:
         """Return the bytes that live now."""
@@ -85,8 +96,12 @@ class MemoryTimeline:
 
     def poll(self) -> None:
         """Check the storages whose sizes change without an operation."""
-        for key, (reference, allocation) in [*self._filled.items()]:
-            storage = reference()
+        looked_at = [
+            (key, storage, allocation)
+            for key, (reference, allocation) in self._filled.items()
+            if (storage := reference()) is None or storage.nbytes() != allocation.size or not allocation.size
+        ]
+        for key, storage, allocation in looked_at:
             if storage is not None and storage.nbytes() != allocation.size:
                 allocation.part = "gathered parameters"
                 self._resize(allocation, storage.nbytes())

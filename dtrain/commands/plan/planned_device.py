@@ -1,17 +1,13 @@
 """Tensors without memory that stand in for those of the planned device.
 
 They are torch's meta tensors: shapes, dtypes and autograd, no bytes and no arithmetic. Two modes make a training step
-run on them as it would run on the device.
+run on them as it would run on the device: `PlannedDevice`, and `meta_kernels.MetaKernels` below it.
 
 `PlannedDevice` answers where a tensor is: a meta tensor says the planned device, so that dtrain and torch's optimizers
 choose the kernels and tiles that they would choose there. Whatever is made inside on that device is a meta tensor too,
 and none holds NaN. FSDP is to be set up before: a machine that plans has no such device to open streams on. Attention
 and the fused norm are computed by what the device's kernels would be, where torch's choice for meta tensors holds
 scores [B, H, S, S]; for the backward they keep what those keep: q, k, v, the output and its log-sum-exp [B, H, S].
-
-`MetaKernels` does what meta tensors cannot: a collective leaves its output as it is, and what the host reads of a
-tensor is one, or True: a step takes the path of a finite gradient norm. A collective of host tensors is the fake
-group's, where every rank holds what this one does.
 """
 
 import weakref
@@ -22,15 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.attention.kernels import HALF, SdpaKernel, Visibility
 from dtrain.base.batch import Batch, pad_stream
-from dtrain.base.fused import Fused, rounds, tensors_in
+from dtrain.base.fused import Fused, rounds
+from dtrain.commands.plan.meta_kernels import META
 from dtrain.parallel.context.batch import shard_sequence
 
 aten = torch.ops.aten
@@ -129,10 +124,10 @@ class _FusedRmsNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
 
 
-_META = torch.device("meta")
 _HOST = torch.device("cpu", 0)  # what real tensors answer, to tell the host from a planned CPU
 _DEVICE = Tensor.device.__get__
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]  # a property; torch's stub says bool
+_ACCESS = type(_DEVICE)
 
 
 _backward = partial(_engine_run_backward, keep_graph=False, create_graph=False, allow_unreachable=True)
@@ -155,12 +150,12 @@ class PlannedDevice(TorchFunctionMode):
         self._nowhere: weakref.ref[Tensor] | None = None  # the last answer to where a meta tensor holds NaN
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if isinstance(func, _ACCESS):  # every other call
+            if func == _DEVICE:
+                return self._where(args[0])
+            return self._where(args[0]).type == "cuda" if func == _IS_CUDA else func(*args)
         kwargs = kwargs or {}
         kwargs.pop("pin_memory", None)  # this machine may have no device to pin for
-        if func == _DEVICE:
-            return self._where(args[0])
-        if func == _IS_CUDA:
-            return self._where(args[0]).type == "cuda"
         if isinstance(func, Fused):
             with self:
                 return self._fuse(func.function, *args) if self._fuse is not None else func.function(*args)
@@ -175,10 +170,10 @@ class PlannedDevice(TorchFunctionMode):
             # in but the engine's own would ask the mode again.
             with self:
                 return _backward(args[:1], grad_tensors=(torch.empty_like(args[0]),), inputs=(), accumulate_grad=True)
-        if func is torch.autograd.grad and len(args) == 3:  # a tile's, within a backward; as above
-            outputs, inputs, gradients = args
+        if func is torch.autograd.grad and isinstance(gradients := kwargs.get("grad_outputs"), list):
+            # A tile's, within a backward; as above.
             with self:
-                return _backward(outputs, grad_tensors=gradients, inputs=inputs, accumulate_grad=False)
+                return _backward(args[0], grad_tensors=tuple(gradients), inputs=args[1], accumulate_grad=False)
         if func is Tensor.pin_memory and args[0].is_meta:
             return args[0]
         if func is Tensor.isnan and args[0].is_meta:
@@ -205,34 +200,4 @@ class PlannedStream(torch.cpu.Stream):
 def _as_meta(value: Any) -> Any:
     """Return meta for an argument that names the planned device, as tensors or the policy say it; for FSDP's "cpu" too.
     The host is the device of a real tensor, or "cpu", or nothing."""
-    return _META if isinstance(value, torch.device) and value != _HOST else value
-
-
-class MetaKernels(TorchDispatchMode):
-    """Dispatch mode that answers operations that have no kernel for meta tensors."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: nothing here is compiled, and torch need not guard each operation against it."""
-        return False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is aten._local_scalar_dense.default and args[0].is_meta:
-            return torch.ones((), dtype=args[0].dtype).item()
-        if func.namespace == "c10d" and any(tensor.is_meta for tensor in tensors_in(args)):
-            work = FakeWork().boxed()  # what an in-place collective returns: its outputs where it has some, and a Work
-            return work if len(func._schema.returns) == 1 else (args[0], work)
-        with torch._C.DisableTorchFunction():  # torch's own kernels for meta tensors ask where these are, too
-            if func in _ELEMENTWISE and not kwargs and _is_plain(*args):
-                return torch.empty_like(args[0], dtype=torch.result_type(*args))
-            return func(*args, **(kwargs or {}))
-
-
-_ELEMENTWISE = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor}  # whose kernels for meta are written in Python
-
-
-def _is_plain(first: Any, second: Any) -> bool:
-    """Return whether the result of two operands has the shape and the strides of the first."""
-    if not isinstance(first, Tensor) or not first.is_meta or not first.is_contiguous():
-        return False
-    return not isinstance(second, Tensor) or (second.shape == first.shape and second.is_contiguous())
+    return META if isinstance(value, torch.device) and value != _HOST else value

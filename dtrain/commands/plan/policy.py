@@ -15,7 +15,8 @@ from dtrain.attention.kernels import Kernel
 from dtrain.attention.varlen import VarlenKernel
 from dtrain.commands.plan.fused import FusedBytes
 from dtrain.commands.plan.memory import LEFT_OUT, MemoryTimeline, Phase
-from dtrain.commands.plan.planned_device import MetaKernels, PlannedSdpa
+from dtrain.commands.plan.meta_kernels import MetaKernels
+from dtrain.commands.plan.planned_device import PlannedSdpa
 from dtrain.commands.plan.regions import PlannedRegion
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.methods import Method
@@ -220,9 +221,9 @@ def _planned_regions(
     before: Callable[..., Any] = layer.before
     after: Callable[..., Any] = layer.after
     if is_selective:
-        before = PlannedRegion(before)
+        before = PlannedRegion(before, fused)
         as_written = partial(selective, contexts=AS_WRITTEN, determinism_check="none")
-        after = as_written(after) if layer.is_sparse else PlannedRegion(after)
+        after = as_written(after) if layer.is_sparse else PlannedRegion(after, fused)
     return fused.region(before), after if layer.is_sparse else fused.region(after)
 
 

@@ -6,14 +6,15 @@ from which it computes again what else it reads; so it keeps no product that a r
 rotation or a residual sum takes. What is computed again is written once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from dtrain.commands.plan.planned_device import MetaKernels, tensors_in
+from dtrain.commands.plan.fused import FusedBytes
+from dtrain.commands.plan.memory import OpOverload
 from dtrain.parallel.activation_offload import storage_key
 from dtrain.parallel.selective import KEPT_COMPILED
 
@@ -21,16 +22,18 @@ from dtrain.parallel.selective import KEPT_COMPILED
 class PlannedRegion:
     """`function` of a layer, of tensors [B, S, ..] without values."""
 
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
+    def __init__(self, function: Callable[..., Any], fused: FusedBytes):
+        self.function, self.fused = function, fused
 
     def __call__(self, *tensors: Tensor) -> Any:
         """`function(*tensors)`, its collectives included."""
         if not torch.is_grad_enabled():
             return self.function(*tensors)
         seen = _Operations()
-        with saved_tensors_hooks(seen.pack, _unpack), seen:
+        self.fused.watch = seen.after
+        with saved_tensors_hooks(seen.pack, _unpack):
             outputs = self.function(*tensors)
+        self.fused.watch = None
         seen.end()
         return outputs
 
@@ -45,33 +48,28 @@ class _Again:
         self.bytes: Tensor | None = None
 
 
-class _Operations(MetaKernels):
-    """Dispatch mode that knows from which storages each one was computed. Storages have numbers, in their order."""
+class _Operations:
+    """Knows from which storages each one was computed. Storages have numbers, in their order."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._numbers: dict[int, int] = {}  # by storage
         self._sources: list[set[int]] = []
         self._kept: dict[int, Tensor] = {}  # what may be kept: inputs, parameters and results
         self._again: dict[int, _Again] = {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
-            return NotImplemented  # DTensors: it comes again as operations on plain tensors
-        inputs = {storage_key(tensor): tensor for tensor in tensors_in((args, kwargs))}
+    def after(self, func: OpOverload, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Take a finished operation, no view, of `tensors` and with `results`, each [..]."""
+        inputs = {storage_key(tensor): tensor for tensor in tensors}
         for key, tensor in inputs.items():
             if key not in self._numbers:
                 self._add(key, set(), tensor)
         sources = {self._numbers[key] for key in inputs}
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        for tensor in tensors_in(out):
+        for tensor in results:
             key = storage_key(tensor)
-            if key in inputs:  # a view, or written in place
+            if key in inputs:  # written in place
                 self._sources[self._numbers[key]] |= sources - {self._numbers[key]}
             else:
                 self._add(key, sources, tensor if func in KEPT_COMPILED else None)
-        return out
 
     def _add(self, key: int, sources: set[int], kept: Tensor | None) -> None:
         number = self._numbers[key] = len(self._sources)

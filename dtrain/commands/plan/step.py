@@ -247,6 +247,11 @@ def plan_steps(specs: Sequence[RunSpec], *, rank: int = 0, whole: bool = False) 
     return steps
 
 
+def traces_of(spec: RunSpec) -> int:
+    """Return how many traces a step takes, as many processes side by side."""
+    return len(_cuts(spec, whole=False))
+
+
 def _cuts(spec: RunSpec, whole: bool) -> list[ModelConfig]:
     """Return the model of `spec` with the numbers of layers that are traced: all of them, or two numbers."""
     config = spec.model_config

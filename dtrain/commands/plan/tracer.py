@@ -21,7 +21,8 @@ from torch.utils.flop_counter import flop_registry, mm_flop, sdpa_backward_flop,
 from dtrain.base.fused import tensors_in
 from dtrain.commands.plan.fused import FusedBytes
 from dtrain.commands.plan.memory import MemoryTimeline, OpOverload
-from dtrain.commands.plan.planned_device import MetaKernels, flash_workspace
+from dtrain.commands.plan.meta_kernels import MetaKernels, Operands
+from dtrain.commands.plan.planned_device import flash_workspace
 from dtrain.parallel.mesh import Mesh
 
 _KINDS = {
@@ -144,24 +145,37 @@ class Tracer(MetaKernels):
         self.is_forward = False
         self.counts_costs = True
         self.fused: FusedBytes | None = None  # where layers are compiled
+        self._workspaces: dict[tuple, int] = {}  # bytes that functions take while they run
         self._collectives = CollectiveReader(mesh)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
+        if DTensor in types:
             return NotImplemented  # it comes again as operations on plain tensors
-        kwargs = kwargs or {}
-        self.memory.poll()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def before_view(self, tensor: Tensor) -> None:
+        """Override `MetaKernels.before_view`: all that it costs is the memory of `tensor`."""
+        (self.memory if tensor.is_meta else self.host).see(tensor)
+
+    def computed(self, func: OpOverload, operands: Operands) -> Any:
+        """Override `MetaKernels.computed`: counts its cost."""
+        args, kwargs, memory = operands.args, operands.kwargs, self.memory
+        memory.poll()
         if self.on_host and func is torch.ops.c10d._reduce_scatter_base_.default and args[0].shape != args[1].shape:
-            self.memory.within_operation(args[1].untyped_storage().nbytes())
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        everything = tensors_in((args, kwargs, out))
+            memory.within_operation(args[1].untyped_storage().nbytes())
+        out = super().computed(func, operands)
+        results = tensors_in(out)
+        everything = [*operands.tensors, *results]
         tensors = [tensor for tensor in everything if tensor.is_meta]
-        self.memory.after(func, tensors)
+        memory.after(func, tensors)
         if (read := _FLASH_BACKWARD.get(func.overloadpacket)) is not None:
-            self.memory.within_operation(flash_workspace(*read(args)))
-        for tensor in everything:
-            if not tensor.is_meta:
-                self.host.see(tensor)
+            memory.within_operation(flash_workspace(*read(args)))
+        if len(tensors) < len(everything):
+            for tensor in everything:
+                if not tensor.is_meta:
+                    self.host.see(tensor)
+        if self.fused is not None and self.fused.watch is not None:
+            self.fused.watch(func, operands.tensors, results)
         if sent := self._collectives.read(func, args, out, self.current is not None):
             self.counts[self.current, "messages", sent[0]] += 1
             self.counts[self.current, "bytes", sent[0]] += sent[1]
@@ -170,9 +184,18 @@ class Tracer(MetaKernels):
         return out
 
     def as_one_kernel(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(*arguments)`, which reads and writes once what it takes and gives."""
+        """Return `function(*arguments)`, which reads and writes once what it takes and gives. One that only writes into
+        its arguments is run once for tensors of such shapes."""
         counts, self.counts_costs = self.counts_costs, False
-        out = function(*arguments)
+        key, out = (function, torch.is_grad_enabled(), Operands(arguments, {}).key), None
+        self.memory.poll()
+        if key in self._workspaces:
+            self.memory.within_operation(self._workspaces[key])
+        else:
+            mark = self.memory.mark()
+            out = function(*arguments)
+            if out is None and not torch.is_grad_enabled():
+                self._workspaces[key] = self.memory.most_since(mark)
         self.counts_costs = counts
         if counts:
             sizes = {id(tensor): tensor.nbytes for tensor in tensors_in((*arguments, out)) if tensor.is_meta}
@@ -193,7 +216,7 @@ class Tracer(MetaKernels):
 
     def _count_cost(self, func: OpOverload, args: tuple, kwargs: dict, out: Any, tensors: list) -> None:
         formula = _FLOPS.get(func.overloadpacket)
-        self.counts[self.current, "kernels"] += 0 if func.is_view else 1
+        self.counts[self.current, "kernels"] += 1
         if func.overloadpacket in (_aten.addmm, _aten.addmm_):  # what is added to comes first, in a dtype of its own
             formula, args, kwargs = mm_flop, args[1:3], {}
         if formula is not None:
@@ -214,4 +237,4 @@ class Tracer(MetaKernels):
 @cache
 def _moves(func: OpOverload) -> bool:
     """Return whether an operation reads and writes its tensors, and computes something of them."""
-    return not func.is_view and func.namespace in ("aten", "fsdp") and not _name(func).startswith(_FREE)
+    return func.namespace in ("aten", "fsdp") and not _name(func).startswith(_FREE)
