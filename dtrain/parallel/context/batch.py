@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.base.batch import STREAMS
-from dtrain.parallel.collectives import all_gather, reduce_scatter
+from dtrain.parallel.collectives import begin_all_gather, begin_reduce_scatter, wait
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, int]:
@@ -50,20 +50,52 @@ def gather_sequence(tensor: Tensor, group: Any, dim: int = 1) -> Tensor:
     Backward the ranks' gradients are summed and cut: one reduce-scatter. That is the derivative where every rank has a
     loss of its own.
     """
-    return _GatherSequence.apply(tensor, dim % tensor.dim(), group)
+    return SequenceGather(tensor, group, dim).wait()
 
 
-class _GatherSequence(torch.autograd.Function):
+class SequenceGather:
+    """`gather_sequence` on its way from here until `wait`, which gives the whole stream, once.
+
+    Autograd goes through nodes in the reverse order of their making: backward the reduce-scatter begins where `wait`
+    stood, and is waited for where this was made, after the backward of all that was computed in between.
+    """
+
+    def __init__(self, tensor: Tensor, group: Any, dim: int = 1):
+        self.dim, self.group = dim % tensor.dim(), group
+        self.sent: Any = _Begin.apply(tensor, group)
+
+    def wait(self) -> Tensor:
+        whole = _End.apply(*self.sent, self.dim, self.group)
+        del self.sent  # as large as the whole
+        return whole
+
+
+class _Begin(torch.autograd.Function):
+    """[.., S/n, ..] -> itself, by which the gradient comes back, and [n, .., S/n, ..] on its way."""
+
     @staticmethod
-    def forward(ctx, tensor, dim, group):
+    def forward(ctx, tensor, group):
+        parts = begin_all_gather(tensor.unsqueeze(0), group)
+        ctx.mark_non_differentiable(parts)
+        ctx.set_materialize_grads(False)  # no zeros for them
+        return tensor.view_as(tensor), parts
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return wait(grad), None
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, parts, dim, group):
         ctx.dim, ctx.group = dim, group
-        return join_sequence(all_gather(tensor.unsqueeze(0), 0, group).unbind(0), dim)  # [n, .., S/n, ..]
+        return join_sequence(wait(parts).unbind(0), dim)
 
     @staticmethod
     def backward(ctx, grad):
         size = ctx.group.size()
         parts = torch.stack([shard_sequence(grad, rank, size, ctx.dim) for rank in range(size)])
-        return reduce_scatter(parts, 0, ctx.group).squeeze(0), None, None
+        return begin_reduce_scatter(parts, ctx.group).squeeze(0), None, None, None
 
 
 def mesh_rank(mesh: DeviceMesh) -> int:
