@@ -23,6 +23,7 @@ from dtrain.commands.plan.fused import FusedBytes
 from dtrain.commands.plan.memory import MemoryTimeline, OpOverload
 from dtrain.commands.plan.planned_device import MetaKernels, flash_workspace
 from dtrain.parallel.activation_offload import storage_key
+from dtrain.parallel.collectives import wait
 from dtrain.parallel.mesh import Mesh
 
 _KINDS = {
@@ -170,7 +171,7 @@ class Tracer(MetaKernels):
             self.counts[self.current, "bytes", sent[0]] += sent[1]
             if func.namespace == "_c10d_functional":
                 self._under_way[storage_key(out)] = sent[0], tensors_in(args)
-        elif func is torch.ops._c10d_functional.wait_tensor.default:
+        elif func is wait.default:
             self._under_way.pop(storage_key(args[0]), None)
         elif tensors and self.counts_costs:
             self._count_cost(func, args, kwargs, out, tensors)

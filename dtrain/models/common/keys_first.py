@@ -17,7 +17,7 @@ Compiler = Callable[[Callable[..., tuple[Tensor, ...]]], Callable[..., tuple[Ten
 
 
 class KeysFirst:
-    """What comes `before` a layer's attention, in two functions of tensors, and `compiled` what computes each."""
+    """Layer's part before attention as two functions of tensors, each as `compiled` gives it."""
 
     def __init__(self, layer: Layer, compiled: Compiler = lambda function: function):
         self.layer, self.attention = layer, layer.self_attn
