@@ -5,11 +5,11 @@ direction: `inside` of one device to the others of its node (NVLink), `between` 
 the host's memory (PCIe).
 
 The estimate: matrix products at what they `reach` of the peak, everything else at `BANDWIDTH` of the memory's, what
-FSDP and replicas send and what activations move to the host and back beside the computing, what tp and cp send beside
-the products that are computed before it is waited for, and after them; each message takes its bytes' time and a hop's
-for each rank of its ring. The optimizer's step takes no less than what it has on the host needs to come; it goes back
-at the same time. Attention counts hidden pairs too: of a causal row a kernel that `reach`es 60% so computes at 30% of
-the peak. Left out are the start of kernels, stragglers, other traffic, the input pipeline, saving, and a ring's overlap
+FSDP and replicas send and what activations move to the host and back beside the computing, what tp sends after it, what
+cp sends beside the products that come before the wait for it; each message takes its bytes' time and a hop's for each
+rank of its ring. The optimizer's step takes no less than what it has on the host needs to come; it goes back at the
+same time. Attention counts hidden pairs too: of a causal row a kernel that `reach`es 60% so computes at 30% of the
+peak. Left out are the start of kernels, stragglers, other traffic, the input pipeline, saving, and a ring's overlap
 with computing.
 
 Against what torchtitan has published of its own runs of these shapes (docs/performance.md, benchmarks/), in tokens/s of

@@ -199,7 +199,7 @@ class Step:
     bytes). flops: by the dtype of their operands. moved: read and written by all other operations. kernels: number of
     operations that compute. host: of the host's memory for activations; offloaded: to it and back.
     visiting: of what is on the host for the optimizer, which visits the device at the step. behind: flops of products
-    that are computed between a collective's beginning and the wait for it, FSDP's and replicas' left out.
+    that are computed between the beginning of a collective of cp and the wait for it.
     """
 
     parameters: int

@@ -133,8 +133,8 @@ class Tracer(MetaKernels):
 
     counts: (pass, "flops", dtype of the operands) of matrix products and of attention, hidden pairs too; (pass,
     "moved"): bytes that other operations read and write; (pass, "kernels"): operations that are no views; (pass,
-    "messages" or "bytes", collective); (pass, "behind", collective, dtype): "flops" between its beginning and the wait
-    for it. A pass is one micro-batch through the model, None what is around them.
+    "messages" or "bytes", collective); (pass, "behind", collective, dtype): of cp, "flops" between its beginning and
+    the wait for it. A pass is one micro-batch through the model, None what is around them.
     memory: of the device. host: of real tensors.
     """
 
@@ -169,7 +169,7 @@ class Tracer(MetaKernels):
         if sent := self._collectives.read(func, args, out, self.current is not None):
             self.counts[self.current, "messages", sent[0]] += 1
             self.counts[self.current, "bytes", sent[0]] += sent[1]
-            if func.namespace == "_c10d_functional":
+            if sent[0].dimension == "cp" and func.namespace == "_c10d_functional":
                 self._under_way[storage_key(out)] = sent[0], tensors_in(args)
         elif func is wait.default:
             self._under_way.pop(storage_key(args[0]), None)
