@@ -151,7 +151,7 @@ class Kernel:
         return self.over(q, *self.begin_gather(k, v, prepared)(), prepared, scale, sinks)
 
     def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
-        """Keys and values as `over` takes them, for several layers that read the same ones; as they are where nothing
+        """Begin to bring keys and values as `over` takes them, which several layers may read; as they are where nothing
         is gathered."""
         return lambda: (k, v)
 
