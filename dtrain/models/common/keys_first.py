@@ -2,9 +2,10 @@
 
 Where a kernel gathers keys, a layer projects keys and values first, and queries while these travel. Backward the
 gradients of keys and values travel while that of queries goes through their projection. Messages are the same, and
-sums are added up in the same order: those of queries to those of keys and values. Left out are layers whose attention
-goes by groups of heads, which gather one after the other; families that norm q and k together (Olmo); and compiled layers
-that are not computed again.
+sums are added up in the same order: those of queries to those of keys and values.
+
+Left out are layers whose attention goes by groups of heads, which gather one after the other; families that norm q and
+k together (Olmo); and compiled layers that are not computed again.
 """
 
 from collections.abc import Callable
