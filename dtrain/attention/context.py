@@ -5,16 +5,16 @@ the host knows the packing of the whole rows there is neither mask nor all-gathe
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.attention.kernels import Kernel, Visibility
+from dtrain.attention.kernels import Gathering, Kernel, Visibility
 from dtrain.attention.packing import Call, Packing
 from dtrain.attention.varlen import Flash, PackedKernel, Segments, Steps, VarlenKernel, pick
-from dtrain.parallel.context.batch import gather_sequence
+from dtrain.parallel.context.gather import SequenceGather, gather_sequence
 
 
 class ContextKernel(Kernel):
@@ -49,10 +49,10 @@ class GatherKernel(ContextKernel):
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
         return self.inner.prepare(visibility, dtype, device)
 
-    def gathered(self, k: Tensor, v: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
+    def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
         """[B, S/cp, kv, hd] each -> [B, S, kv, hd]"""
-        k, v = gather_sequence(torch.stack([k, v]), self.group, dim=2).unbind(0)
-        return k, v
+        gather = SequenceGather(torch.stack([k, v]), self.group, dim=2)
+        return cast(Gathering, lambda: gather.wait().unbind(0))
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
         """Override `Kernel.over`; q [B, S/cp, H, hd], k and v [B, S, kv, hd]"""
@@ -81,10 +81,10 @@ class VarlenGatherKernel(PackedContextKernel):
     def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
         return [packing.over_gathered(window, self.rank, self.ranks)]
 
-    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, k: Tensor, v: Tensor) -> Gathering:
         """[B, S/cp, kv, hd] each -> [B · S, kv, hd]"""
-        k, v = gather_sequence(torch.stack([k, v]), self.group, dim=2).flatten(1, 2).unbind(0)
-        return k, v
+        gather = SequenceGather(torch.stack([k, v]), self.group, dim=2)
+        return cast(Gathering, lambda: gather.wait().flatten(1, 2).unbind(0))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
         return over_keys(self.flash, q, k, v, steps[0], scale, sinks)

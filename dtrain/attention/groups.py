@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dtrain.attention.kernels import Kernel, Visibility
+from dtrain.attention.kernels import Gathering, Kernel, Visibility
 from dtrain.attention.packing import Packing
 
 
@@ -44,9 +44,9 @@ class GroupedKernel(Kernel):
             )
         return _by_group(attend, q, k, v, sinks)
 
-    def gathered(self, k: Tensor, v: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
-        """Override `Kernel.gathered`: of all heads, for several layers read them."""
-        return self.inner.gathered(k, v, prepared)
+    def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
+        """Override `Kernel.begin_gather`: of all heads, for several layers read them."""
+        return self.inner.begin_gather(k, v, prepared)
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
         return _by_group(partial(self.inner.over, prepared=prepared, scale=scale), q, k, v, sinks)

@@ -14,7 +14,7 @@ kind with q [B, Q, H, hd], k and v [B, K, kv, hd], and sinks [H] where the heads
 of kv, both are this rank's heads. It gives [B, Q, H, hd] in q's dtype; the softmax is computed in max(float32, it).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -107,6 +107,7 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
+Gathering = Callable[[], tuple[Tensor, Tensor]]  # keys and values that are on their way; a call waits for them
 Hidden = Tensor | Visibility  # a bias [B or 1, 1, q, k], or, where that is large, what it is made of
 HALF = (torch.bfloat16, torch.float16)
 
@@ -131,7 +132,7 @@ class Kernel:
     note = ""
     group: Any = None  # of context parallel, whose ranks hold the rows head-tail; None without
     takes_packing = False  # whether it computes from a `Packing`, where there is one
-    gathers = False  # whether `gathered` brings the keys of other ranks
+    gathers = False  # whether `begin_gather` brings the keys of other ranks
 
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: "Packing | None" = None
@@ -147,15 +148,15 @@ class Kernel:
         self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         """The attention [B, Q, H, hd] of q over k and v."""
-        return self.over(q, *self.gathered(k, v, prepared), prepared, scale, sinks)
+        return self.over(q, *self.begin_gather(k, v, prepared)(), prepared, scale, sinks)
 
-    def gathered(self, k: Tensor, v: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values as `over` takes them, for several layers that read the same ones; as they are where nothing
+    def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
+        """Begin to bring keys and values as `over` takes them, which several layers may read; as they are where nothing
         is gathered."""
-        return k, v
+        return lambda: (k, v)
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
-        """The attention [B, Q, H, hd] of q over what `gathered` gave of k and v."""
+        """The attention [B, Q, H, hd] of q over what `begin_gather` brings of k and v."""
         raise NotImplementedError
 
 

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from dtrain.attention.blocks import BlockByBlock, Partial
-from dtrain.attention.kernels import Abilities, Kernel, SdpaKernel, Visibility
+from dtrain.attention.kernels import Abilities, Gathering, Kernel, SdpaKernel, Visibility
 from dtrain.attention.packing import Call, Packing
 
 # torch 2.11 has no such argument, and takes fewer key heads as they come.
@@ -166,9 +166,9 @@ class PackedKernel(Kernel):
         """Attend as a kernel does; q is of the tokens that the packing has, k and v as `gather` gave them."""
         raise NotImplementedError
 
-    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather as `gathered` does, of the tokens that the packing has."""
-        return k, v
+    def gather(self, k: Tensor, v: Tensor) -> Gathering:
+        """Gather as `begin_gather` does, of the tokens that the packing has."""
+        return lambda: (k, v)
 
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
@@ -184,10 +184,10 @@ class PackedKernel(Kernel):
         placed = iter(put((call for step in steps for call in step), device))
         return Segmented(packing.length // self.ranks, [[next(placed) for _ in step] for step in steps])
 
-    def gathered(self, k: Tensor, v: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
-        """Override `Kernel.gathered`; of a packing [B or B · S, .., kv, hd], of its tokens alone"""
+    def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
+        """Override `Kernel.begin_gather`; of a packing [B or B · S, .., kv, hd], of its tokens alone"""
         if not isinstance(prepared, Segmented):
-            return self.masked.gathered(k, v, prepared)
+            return self.masked.begin_gather(k, v, prepared)
         return self.gather(k[:, : prepared.tokens], v[:, : prepared.tokens])
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:

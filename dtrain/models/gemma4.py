@@ -27,7 +27,7 @@ from dtrain.models.common.decoder import (
     Linear,
     Rotary,
 )
-from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm, rotate, rounded
+from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm, rounded
 from dtrain.models.common.images import PlacedFeatures
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import Choose, Router, SparseMLP
@@ -70,18 +70,15 @@ class Gemma4Attention(Attention):
         if self.source != index or self.tied:
             del self.v_proj
 
-    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
-        """hidden [B, S, D] -> q [B, S, H, hd]; of a layer with keys k and v [B, S, kv, hd] too"""
-        hidden, heads = self.enter(hidden), (-1, self.head_dim)
-        assert self.q_norm is not None
-        q = rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, heads)), *rotary)
+    def project_keys(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+        """Override `Attention.project_keys`; of a layer without keys nothing"""
         if self.source != self.index:
-            return (q,)
-        assert self.k_norm is not None
+            return ()
+        heads = -1, self.head_dim
         k = self.k_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
         v = k if self.tied else self.v_proj(hidden).unflatten(-1, heads)
         wide = torch.promote_types(v.dtype, torch.float32)
-        return q, rotate(self.k_norm(k), *rotary), rms_norm(v.to(wide), None, self.eps).to(v.dtype)
+        return self.turn(k, self.k_norm, rotary), rms_norm(v.to(wide), None, self.eps).to(v.dtype)
 
     def among(
         self, q: Tensor, fresh: tuple[Tensor, ...], mask: Any, cache: Cached | None, handed: Keys | None
@@ -96,7 +93,7 @@ class Gemma4Attention(Attention):
             k, v = fresh
             if not self.hands_on:
                 return self.kernel(q, k, v, mask, self.scale).flatten(2), None
-            handed = self.kernel.gathered(k, v, mask)
+            handed = self.kernel.begin_gather(k, v, mask)()
         k, v = handed
         return self.kernel.over(q, k, v, mask, self.scale).flatten(2), (k, v) if self.hands_on else None
 
@@ -197,7 +194,12 @@ class Gemma4Layer(Layer):
         """hidden [B, S, D], own [B, S, P], handed: keys and values of an earlier layer, real: as `SparseMLP` takes it
         -> [B, S, D], and this layer's keys and values, where later ones read them"""
         before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
-        q, *fresh = before(hidden, *rotary)
+        if self.keys_first is not None and cache is None and handed is None:
+            before, exchange = self.keys_first.under(mask)
+            q, *fresh = before(hidden, *rotary)
+            handed = exchange.wait()
+        else:
+            q, *fresh = before(hidden, *rotary)
         attended, keys = self.self_attn.among(q, tuple(fresh), mask, cache, handed)
         if self.is_sparse:
             return after(hidden, attended, own, real), keys

@@ -26,11 +26,10 @@ class MistralForCausalLM(LlamaForCausalLM):
 class ScaledAttention(Attention):
     """Attention whose queries are multiplied by a number of each position."""
 
-    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
-        """Override `Attention.project`; rotary: the tables, and the queries' scale [B or 1, S, 1, 1]"""
-        *turns, scale = rotary
-        q, k, v = super().project(hidden, tuple(turns))
-        return q * scale, k, v
+    def project_queries(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+        """Override `Attention.project_queries`; rotary: the tables, and the queries' scale [B or 1, S, 1, 1]"""
+        (q,) = super().project_queries(hidden, rotary)
+        return (q * rotary[2],)
 
 
 class ScaledLayer(PreNormLayer):

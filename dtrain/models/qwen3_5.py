@@ -62,9 +62,10 @@ class GatedAttention(Attention):
         query = config.num_attention_heads * config.head_dim
         self.q_proj = Linear(config.hidden_size, 2 * query, bias=config.qkv_bias)
 
-    def queries(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """[B, S, D] -> queries and gate, each [B, S, H, hd]"""
-        return self.q_proj(hidden).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
+    def project_queries(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+        """Override `Attention.project_queries`: queries and gate, each [B, S, H, hd]"""
+        q, gate = self.q_proj(hidden).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
+        return self.turn(q, self.q_norm, rotary), gate
 
     def forward(  # type: ignore[override]  # it takes what its own `project` gives
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, mask: Any, cache: Cached | None = None

@@ -1,7 +1,7 @@
 """SmolLM3 (https://huggingface.co/HuggingFaceTB/SmolLM3-3B): Llama's layer, in one of four without rotary positions
 (arXiv:2501.18795)."""
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
 from dtrain.models.common.config_fields import shown
@@ -19,10 +19,9 @@ _DEFAULTS = {
 class NoRopeAttention(Attention):
     """Attention that knows of positions by the mask alone."""
 
-    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
-        """hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd], none of them rotated"""
-        hidden, heads = self.enter(hidden), (-1, self.head_dim)
-        return tuple(proj(hidden).unflatten(-1, heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+    def turn(self, x: Tensor, norm: nn.Module | None, rotary: Rotary) -> Tensor:
+        """Override `Attention.turn`: as they are"""
+        return x
 
 
 class SmolLM3Layer(PreNormLayer):

@@ -11,37 +11,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 _ops = torch.ops._c10d_functional
-_wait = torch.ops._c10d_functional.wait_tensor
+wait = torch.ops._c10d_functional.wait_tensor  # of what a `begin_` gave; on CUDA the stream waits, not the host
 
 # Operations by what a rank gets, which checkpointing keeps apart: its own part of a sum; what all have, and the waits.
 PARTS = frozenset({_ops.reduce_scatter_tensor.default})
-WHOLES = frozenset({_ops.all_gather_into_tensor.default, _ops.all_reduce.default, _wait.default})
+WHOLES = frozenset({_ops.all_gather_into_tensor.default, _ops.all_reduce.default, wait.default})
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
     """The reduction of `tensor` [..] over `group` (sum or max), a new tensor of its shape. No derivative."""
-    return _wait(_ops.all_reduce(tensor.contiguous(), op, group.group_name))
+    return wait(_ops.all_reduce(tensor.contiguous(), op, group.group_name))
 
 
 def all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The ranks' tensors [.., n, ..] joined along `dim` in rank order: [.., n·ranks, ..]. No derivative."""
-    size = group.size()
-    joined = _wait(_ops.all_gather_into_tensor(tensor.contiguous(), size, group.group_name))  # along dimension 0
-    return joined if dim == 0 else torch.cat(joined.chunk(size), dim)
+    joined = wait(begin_all_gather(tensor, group))
+    return joined if dim == 0 else torch.cat(joined.chunk(group.size()), dim)
+
+
+def begin_all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors [n, ..] joined in rank order, [n·ranks, ..], on its way: `wait` gives it. No derivative."""
+    return _ops.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name)
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part [.., n/ranks, ..] of the sum over ranks of [.., n, ..], cut along `dim`. No derivative."""
-    size = group.size()
-    if dim != 0:
-        tensor = torch.cat(tensor.chunk(size, dim))
-    return _wait(_ops.reduce_scatter_tensor(tensor.contiguous(), "sum", size, group.group_name))
+    return wait(begin_reduce_scatter(tensor if dim == 0 else torch.cat(tensor.chunk(group.size(), dim)), group))
+
+
+def begin_reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part [n/ranks, ..] of the sum over ranks of [n, ..], on its way: `wait` gives it. No derivative."""
+    return _ops.reduce_scatter_tensor(tensor.contiguous(), "sum", group.size(), group.group_name)
 
 
 def all_to_all(rows: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Send rows [sum(sends), ..], sends[r] of them to rank r, and return those received, [sum(receives), ..], in the
     ranks' order. No derivative."""
-    return _wait(_ops.all_to_all_single(rows.contiguous(), list(receives), list(sends), group.group_name))
+    return wait(_ops.all_to_all_single(rows.contiguous(), list(receives), list(sends), group.group_name))
 
 
 def enter_region(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -2,7 +2,7 @@
 
 1. the modules on meta, so that no rank ever holds the whole model, their adapters, and which parameters are trained;
 2. tensor parallel, which replaces parameters by their shards, and expert parallel, which does so with experts;
-3. context parallel, which only sets the attention kernel;
+3. context parallel, which sets the attention kernel, and has keys projected before queries where they are gathered;
 4. compile, per layer, what lies before and after attention: selective checkpointing is in it, no kernel or hook is;
 5. tiles, around these; else activation checkpointing, around all that the layer computes, its collectives included;
    the move of what is kept to the host, around that;
@@ -121,6 +121,10 @@ def lay_out(
 
         kernel = GroupedKernel(kernel)
     model.use_kernel(kernel)
+    if kernel.gathers:
+        from dtrain.models.common.keys_first import project_keys_first
+
+        project_keys_first(model)
     if recipe.train.compile:
         from dtrain.policy.compiling import compile_model
 

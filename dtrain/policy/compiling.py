@@ -15,7 +15,7 @@ def compile_model(model: CausalLM, recipe: PolicyConfig, device: torch.device) -
     """Compile the parts of the layers of `model`, or let it say why not. No collective."""
     model.uncompiled = obstacle(recipe) or compiler_obstacle(device.type)
     if model.uncompiled is None:
-        compiled.compile_layers(model, is_selective_inside(recipe))
+        compiled.compile_layers(model, is_selective_inside(recipe), computes_again(recipe))
 
 
 def obstacle(recipe: PolicyConfig) -> str | None:
@@ -34,6 +34,11 @@ def is_selective_inside(recipe: PolicyConfig) -> bool:
     checkpointing says. What goes to the host is what a whole layer keeps."""
     train = recipe.train
     return bool(train.compile and train.activation_checkpointing == "selective" and not train.activation_offload)
+
+
+def computes_again(recipe: PolicyConfig) -> bool:
+    """Return whether a checkpoint around each layer computes its compiled parts again."""
+    return recipe.train.activation_checkpointing in ("full", "selective") and not is_selective_inside(recipe)
 
 
 def checkpointed_outside(model: CausalLM, recipe: PolicyConfig) -> list[nn.Module] | None:

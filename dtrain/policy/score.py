@@ -20,8 +20,9 @@ from dtrain.losses.head.vocabulary import compute_dtype
 from dtrain.losses.head.weighted_sum import TokenLossFn
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images, RankImages
+from dtrain.parallel import context
 from dtrain.parallel.collectives import leave_region
-from dtrain.parallel.context.batch import cut_streams, gather_tokens, pad_right
+from dtrain.parallel.context.batch import cut_streams, pad_right
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import ScoreHead
 
@@ -306,7 +307,7 @@ class Scorer:
         """Return `fn`'s values [B, S/cp] as [B, S] on every rank."""
         local = self.at_head(batch, lambda source, _: fn(source))
         cp = self.mesh.cp
-        return local if cp.size() == 1 else gather_tokens(local, cp, batch["input_ids"].shape[1])
+        return local if cp.size() == 1 else context.gather_tokens(local, cp, batch["input_ids"].shape[1])
 
     @torch.no_grad()
     def topk_logits(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
@@ -324,7 +325,7 @@ class Scorer:
             ]
 
         cp, length = self.mesh.cp, batch["input_ids"].shape[1]
-        values, ids = (gather_tokens(part, cp, length) for part in self.at_head(batch, at_head))
+        values, ids = (context.gather_tokens(part, cp, length) for part in self.at_head(batch, at_head))
         return values, ids
 
 

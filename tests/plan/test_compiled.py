@@ -1,10 +1,12 @@
 """Plans of compiled layers under selective checkpointing: what they keep, compute again and send."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
-from dtrain.commands.plan.hardware import GPUS
+from dtrain.commands.plan.hardware import GPUS, estimate
 from dtrain.commands.plan.plan import make_plan
 from tests.plan.test_command import LLAMA_3_1_8B
 from tests.tiny import tiny_recipe
@@ -52,3 +54,23 @@ def test_compiled_layers_send_nothing_again(tmp_path):
         ("selective", "false"): [gathers + 2 * LAYERS, scatters],
         ("full", "true"): [gathers + 2 * LAYERS, scatters + LAYERS],
     }
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("is_compiled", "kind", "times"),
+    [("true", "full", 2), ("false", "full", 2), ("false", "none", 1), ("true", "none", 0)],
+)
+def test_gathered_keys_travel_behind_the_products_of_queries(tmp_path, is_compiled, kind, times):
+    keys = f"train.compile={is_compiled}", f"train.activation_checkpointing={kind}", "parallel.cp=2"
+    shape = "train.micro_batch=4", "train.global_batch=4", "train.dtype=bfloat16"
+    plan = make_plan(tiny_recipe(tmp_path, *keys, *shape), 2, GPUS["h100"])
+    tokens, hidden, heads = 4 * 32 // 2, 32, 64
+    product = 2 * tokens * hidden * heads * LAYERS
+    behind = {key.kind: flops for (key, _), flops in plan.step.behind.items()}
+    assert behind == ({"all-gather": times * product, "reduce-scatter": 2 * product} if times else {})
+    alone = estimate(replace(plan.step, behind={}), plan.spec.sizes, plan.hardware)
+    moved = sum(behind.values()) / (plan.hardware.arithmetic[torch.bfloat16] * plan.hardware.reach)
+    assert plan.time.hidden - alone.hidden == pytest.approx(moved, rel=1e-9)
+    assert alone.exposed - plan.time.exposed == pytest.approx(moved, rel=1e-9)

@@ -5,11 +5,12 @@ direction: `inside` of one device to the others of its node (NVLink), `between` 
 the host's memory (PCIe).
 
 The estimate: matrix products at what they `reach` of the peak, everything else at `BANDWIDTH` of the memory's, what
-FSDP and replicas send and what activations move to the host and back beside the computing, what tp and cp send after
-it; each message takes its bytes' time and a hop's for each rank of its ring. The optimizer's step takes no less than
-what it has on the host needs to come; it goes back at the same time. Attention counts hidden pairs too: of a causal
-row a kernel that `reach`es 60% so computes at 30% of the peak. Left out are the start of kernels, stragglers, other
-traffic, the input pipeline, saving, and any overlap of tp or cp with computing.
+FSDP and replicas send and what activations move to the host and back beside the computing, what tp sends after it, what
+cp sends beside the products that come before the wait for it; each message takes its bytes' time and a hop's for each
+rank of its ring. The optimizer's step takes no less than what it has on the host needs to come; it goes back at the
+same time. Attention counts hidden pairs too: of a causal row a kernel that `reach`es 60% so computes at 30% of the
+peak. Left out are the start of kernels, stragglers, other traffic, the input pipeline, saving, and a ring's overlap
+with computing.
 
 Against what torchtitan has published of its own runs of these shapes (docs/performance.md, benchmarks/), in tokens/s of
 a GPU: Llama 3 8B on 64 A100 3,055 for its 2,904 to 2,973; 70B on 64 A100 324 for 323 to 331; 8B on 8 H100 with a memory
@@ -103,19 +104,22 @@ class Time:
 
 def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
     """Return the estimated time of `step` on every rank of `sizes`."""
-    arithmetic = sum(
-        flops / (hardware.arithmetic.get(dtype, hardware.arithmetic[torch.float32]) * hardware.reach)
-        for dtype, flops in step.flops.items()
-    )
+
+    def products(flops: float, dtype: torch.dtype) -> float:
+        return flops / (hardware.arithmetic.get(dtype, hardware.arithmetic[torch.float32]) * hardware.reach)
+
+    arithmetic = sum(products(flops, dtype) for dtype, flops in step.flops.items())
     memory = step.moved / (hardware.bandwidth * BANDWIDTH)
     touched = 2 * step.parameters + step.gradients + 2 * step.state
     hidden = exposed = 0.0
-    for (dimension, kind, ranks, on_host), (count, size) in step.traffic.items():
+    for collective, (count, size) in step.traffic.items():
+        dimension, kind, ranks, on_host = collective
         seconds = 0.0 if on_host else wire_time(dimension, kind, ranks, count, size, sizes, hardware)
-        if dimension in ("fsdp", "dp_replicate"):
-            hidden += seconds
-        else:
-            exposed += seconds
+        beside = seconds
+        if dimension not in ("fsdp", "dp_replicate"):
+            computed = (products(flops, dtype) for (of, dtype), flops in step.behind.items() if of == collective)
+            beside = min(seconds, sum(computed))
+        hidden, exposed = hidden + beside, exposed + seconds - beside
     copies = step.offloaded / (hardware.host * BANDWIDTH)
     visits = step.visiting / (hardware.host * BANDWIDTH)  # to the device, and back at the same time
     optimizer = max(touched / (hardware.bandwidth * BANDWIDTH), visits)

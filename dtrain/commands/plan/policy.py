@@ -34,7 +34,7 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.parallel.selective import AS_WRITTEN, selective
 from dtrain.policy import Policy
 from dtrain.policy.build import keep_for_backward, lay_out, place_masters, wants_varlen
-from dtrain.policy.compiling import is_selective_inside, obstacle
+from dtrain.policy.compiling import computes_again, is_selective_inside, obstacle
 from dtrain.policy.config import PolicyConfig
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
@@ -206,6 +206,9 @@ def _build(
             tracer.fused = tracer.fused or FusedBytes()
             for layer in cast(list[Layer], list(model.model.layers)):
                 layer.regions = _planned_regions(layer, tracer.fused, is_selective_inside(recipe))
+                if layer.keys_first is not None:
+                    again = computes_again(recipe)
+                    layer.keys_first = layer.keys_first.compiled_by(tracer.fused.region) if again else None
         keep_for_backward(model, recipe, device, memory=memory, determinism_check="none")
 
     written = replace(recipe, train=replace(recipe.train, compile=False))

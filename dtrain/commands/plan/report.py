@@ -222,9 +222,9 @@ def _time(plan: Plan, step_time: float | None) -> str:
                 [
                     ("  matrix products", seconds(time.arithmetic), f"at {plan.hardware.reach:.0%} of the peak"),
                     ("  everything else", seconds(time.memory), f"at {BANDWIDTH:.0%} of the memory's bandwidth"),
-                    ("  fsdp and replicas send", seconds(time.hidden), "beside these, as far as they last"),
+                    ("  messages, hidden", seconds(time.hidden), "beside these, as far as they last"),
                     *(moving if time.host else []),
-                    ("  the others send", seconds(time.exposed), "while nothing computes"),
+                    ("  messages, exposed", seconds(time.exposed), "while nothing computes"),
                     ("  optimizer", seconds(time.optimizer), ""),
                 ],
                 right=(1,),

@@ -14,7 +14,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -198,7 +198,8 @@ class Step:
     made of. moment: where it is. activations: kept for the backward of a micro-batch, at most. traffic: (messages,
     bytes). flops: by the dtype of their operands. moved: read and written by all other operations. kernels: number of
     operations that compute. host: of the host's memory for activations; offloaded: to it and back.
-    visiting: of what is on the host for the optimizer, which visits the device at the step.
+    visiting: of what is on the host for the optimizer, which visits the device at the step. behind: flops of products
+    that are computed between the beginning of a collective of cp and the wait for it.
     """
 
     parameters: int
@@ -219,6 +220,7 @@ class Step:
     host: int = 0
     visiting: int = 0
     offloaded: int = 0
+    behind: dict[tuple[Collective, torch.dtype], int] = field(default_factory=dict)
 
     @property
     def held(self) -> int:
@@ -343,4 +345,5 @@ def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
         total["host",],
         total["visiting",],
         total["offloaded",] * max(1, sizes.accumulation),
+        {key[1:]: count for key, count in total.items() if key[0] == "behind"},
     )

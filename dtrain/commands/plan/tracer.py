@@ -23,6 +23,8 @@ from dtrain.commands.plan.fused import FusedBytes
 from dtrain.commands.plan.memory import MemoryTimeline, OpOverload
 from dtrain.commands.plan.meta_kernels import MetaKernels, Operands
 from dtrain.commands.plan.planned_device import flash_workspace
+from dtrain.parallel.activation_offload import storage_key
+from dtrain.parallel.collectives import wait
 from dtrain.parallel.mesh import Mesh
 
 _KINDS = {
@@ -132,7 +134,8 @@ class Tracer(MetaKernels):
 
     counts: (pass, "flops", dtype of the operands) of matrix products and of attention, hidden pairs too; (pass,
     "moved"): bytes that other operations read and write; (pass, "kernels"): operations that are no views; (pass,
-    "messages" or "bytes", collective). A pass is one micro-batch through the model, None what is around them.
+    "messages" or "bytes", collective); (pass, "behind", collective, dtype): of cp, "flops" between its beginning and
+    the wait for it. A pass is one micro-batch through the model, None what is around them.
     memory: of the device. host: of real tensors.
     """
 
@@ -147,6 +150,7 @@ class Tracer(MetaKernels):
         self.fused: FusedBytes | None = None  # where layers are compiled
         self._workspaces: dict[tuple, int] = {}  # bytes that functions take while they run
         self._collectives = CollectiveReader(mesh)
+        self._under_way: dict[int, tuple[Collective, list[Tensor]]] = {}  # with what it sends, by what it gives
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
@@ -179,6 +183,10 @@ class Tracer(MetaKernels):
         if sent := self._collectives.read(func, args, out, self.current is not None):
             self.counts[self.current, "messages", sent[0]] += 1
             self.counts[self.current, "bytes", sent[0]] += sent[1]
+            if sent[0].dimension == "cp" and func.namespace == "_c10d_functional":
+                self._under_way[storage_key(out)] = sent[0], tensors_in(args)
+        elif func is wait.default:
+            self._under_way.pop(storage_key(args[0]), None)
         elif tensors and self.counts_costs:
             self._count_cost(func, args, kwargs, out, tensors)
         return out
@@ -221,7 +229,10 @@ class Tracer(MetaKernels):
             formula, args, kwargs = mm_flop, args[1:3], {}
         if formula is not None:
             dtype = next(argument.dtype for argument in args if isinstance(argument, Tensor))
-            self.counts[self.current, "flops", dtype] += formula(*args, **kwargs, out_val=out)
+            flops = formula(*args, **kwargs, out_val=out)
+            self.counts[self.current, "flops", dtype] += flops
+            for collective, _ in self._under_way.values():
+                self.counts[self.current, "behind", collective, dtype] += flops
         is_outside = True
         if self.fused is not None and (formula is not None or _moves(func)):
             is_written_over = func.overloadpacket is _aten.copy_  # the first of its operands

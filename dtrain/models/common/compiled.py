@@ -15,10 +15,11 @@ from dtrain.parallel.selective import AS_WRITTEN, selective
 NAME = "train.compile=true (false says so from the start): a part of the layers"
 
 
-def compile_layers(model: CausalLM, is_selective: bool = False) -> None:
+def compile_layers(model: CausalLM, is_selective: bool = False, computes_again: bool = False) -> None:
     """Give every layer of `model` its regions, with selective checkpointing inside them or without; a mixture of
     experts, whose sizes follow from values, is not compiled. No collective; nothing is compiled before the first
-    forward."""
+    forward. computes_again: whether a checkpoint around each layer does; only then keys are projected first, for
+    between two compiled parts a layer would keep one tensor [B, S, D] more."""
     # torch warns of operations in place; layers have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for layer in cast(list[Layer], model.model.layers):
@@ -28,3 +29,5 @@ def compile_layers(model: CausalLM, is_selective: bool = False) -> None:
         else:
             after = Compiled(selective(layer.after) if is_selective else layer.after, NAME, 2)
         layer.regions = before, after
+        if (keys_first := layer.keys_first) is not None:
+            layer.keys_first = keys_first.compiled_by(lambda part: Compiled(part, NAME, 2)) if computes_again else None

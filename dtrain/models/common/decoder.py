@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dtrain.attention.linear.flash import FlashDelta
     from dtrain.attention.packing import Packing
     from dtrain.models.common.adapters import Adapter, AdapterState
+    from dtrain.models.common.keys_first import KeysFirst
     from dtrain.models.common.nf4 import NF4Weight
     from dtrain.models.common.routing import Routing
     from dtrain.models.vision.common import VisionTower
@@ -131,26 +132,30 @@ class Attention(Mixer):
         self.scale = config.attention_scale
         hidden, query = config.hidden_size, config.num_attention_heads * heads.size
         self.q_proj = Linear(hidden, query, bias=config.qkv_bias)
-        self.k_proj = Linear(hidden, heads.count * heads.size, bias=config.qkv_bias)
-        self.v_proj = Linear(hidden, heads.count * heads.size, bias=config.qkv_bias)
+        self.k_proj, self.v_proj = (Linear(hidden, heads.count * heads.size, bias=config.qkv_bias) for _ in range(2))
         self.k_proj.key_heads = self.v_proj.key_heads = heads.count
         self.o_proj = Linear(query, hidden, bias=config.o_bias)
         self.q_norm = self.qk_norm(heads.size, config.rms_norm_eps) if self.qk_norm else None
         self.k_norm = self.qk_norm(heads.size, config.rms_norm_eps) if self.qk_norm else None
 
     def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
-        """hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
-        hidden, heads = self.enter(hidden), (-1, self.head_dim)
-        q, *more = self.queries(hidden)  # [B, S, H, hd]
-        k = self.k_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
-        v = self.v_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, *rotary), rotate(k, *rotary), v, *more
+        """hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd], and what else `project_queries` gives"""
+        hidden = self.enter(hidden)
+        q, *more = self.project_queries(hidden, rotary)
+        return q, *self.project_keys(hidden, rotary), *more
 
-    def queries(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """[B, S, D] -> queries [B, S, H, hd], and what else a family's `forward` takes after the values"""
-        return (self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)),)
+    def project_queries(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+        """[B, S, D], entered -> q [B, S, H, hd], and what else a family's `forward` takes after the values"""
+        return (self.turn(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)), self.q_norm, rotary),)
+
+    def project_keys(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+        """[B, S, D], entered -> k and v [B, S, kv, hd]"""
+        k, v = (proj(hidden).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        return self.turn(k, self.k_norm, rotary), v
+
+    def turn(self, x: Tensor, norm: nn.Module | None, rotary: Rotary) -> Tensor:
+        """Queries or keys [B, S, heads, hd], normed and rotated by their positions."""
+        return rotate(x if norm is None else norm(x), *rotary[:2])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cache: Cached | None = None) -> Tensor:
         """Map what `project` gives to [B, S, H · hd], for `o_proj`; mask: the kernel's form of it."""
@@ -187,11 +192,12 @@ class GatedMLP(Block):
 class Layer(nn.Module):
     """Attention and MLP: what comes `before` attention, and what a family says comes `after` it, by tensors alone.
     regions: the two compiled or in tiles, where they are (`compiled`, `tiles`); decoding, whose shapes change with
-    every token, goes without."""
+    every token, goes without. keys_first: in place of `before`, where keys of other ranks come meanwhile."""
 
     self_attn: Attention
     input_layernorm: RMSNorm
     regions: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    keys_first: "KeysFirst | None" = None
     is_sparse = False  # whether its MLP is a mixture of experts, and takes which tokens are real
 
     @property
@@ -199,8 +205,7 @@ class Layer(nn.Module):
         return self.self_attn
 
     def before(self, hidden: Tensor, *rotary: Tensor) -> tuple[Tensor, ...]:
-        """hidden [B, S, D], the rotary tables [B or 1, S, 1, hd] -> q [B, S, H, hd], k and v [B, S, kv, hd], or what
-        else the mixer takes"""
+        """hidden [B, S, D], the rotary tables [B or 1, S, 1, hd] -> what the mixer's `project` gives"""
         return self.mixer.project(self.input_layernorm(hidden), rotary)
 
     def after(self, hidden: Tensor, attended: Tensor, *real: Tensor) -> Tensor:
@@ -211,6 +216,8 @@ class Layer(nn.Module):
     def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None, *real: Tensor) -> Tensor:
         """hidden [B, S, D] -> [B, S, D]; real: as `after` takes it"""
         before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
+        if self.keys_first is not None and cache is None:
+            before, cache = self.keys_first.under(mask)
         if not real:  # a call with a star keeps its arguments, and `after` gives up what was attended
             return after(hidden, self.mixer(*before(hidden, *rotary), mask, cache))
         return after(hidden, self.mixer(*before(hidden, *rotary), mask, cache), real[0])
@@ -295,22 +302,17 @@ class Decoder(Stack):
             raise ValueError(f"rows of {length} tokens: with LongRoPE this model takes {config.most_positions}")
         positions = torch.arange(length, device=device)[None] if position_ids is None else position_ids  # [B or 1, S]
         ends = None if images is None else images.ends
-        by_position = seq_ids is not None or kernel.abilities.context_parallel or ends is not None
-        of_packing = packing if ends is None else None
-        keys = kernel.keys(positions, seq_ids, of_packing) if by_position and cache is None else None
+        by_position = cache is None and (seq_ids is not None or kernel.abilities.context_parallel or ends is not None)
+        keys = kernel.keys(positions, seq_ids, packing if ends is None else None) if by_position else None
         turns, turned = None if cache is None else cache.turns, positions
         if self.layers[0].regions is not None:  # one table for all rows would be another shape to compile for
             turned = positions.expand(len(input_ids), -1)
         if images is not None and images.rotary_ids is not None:
             turned = images.rotary_ids  # [B, S, 3]
-        made: dict[tuple[Rope, int], Rotary] = {}
-        rotary: dict[str, Rotary] = {}
-        masks: dict[str, Any] = {}
-        for kind in dict.fromkeys(config.layer_types):
-            rope = config.ropes[kind], self.head_sizes[kind]
-            if rope not in made:
-                made[rope] = self.turns(*rope, turned, hidden.dtype, turns)
-            rotary[kind], masks[kind] = made[rope], None
+        ropes = {kind: (config.ropes[kind], self.head_sizes[kind]) for kind in config.layer_types}
+        rotary = {rope: self.turns(*rope, turned, hidden.dtype, turns) for rope in dict.fromkeys(ropes.values())}
+        masks: dict[str, Any] = dict.fromkeys(ropes)
+        for kind in ropes:
             if kind == LINEAR:
                 masks[kind] = self.linear_mask(seq_ids, tokens or length, cache, packing)
             elif cache is None:
@@ -328,7 +330,7 @@ class Decoder(Stack):
         if real is None and tokens is not None and tokens < length:
             real = (torch.arange(length, device=device) < tokens).expand(len(input_ids), -1)
         handed: list[Handed] = [
-            (rotary[kind], masks[kind], cache, *((real,) if layer.is_sparse and real is not None else ()))
+            (rotary[ropes[kind]], masks[kind], cache, *((real,) if layer.is_sparse and real is not None else ()))
             for layer, kind in zip(cast(list[Layer], list(self.layers)), config.layer_types, strict=True)
         ]
         return self.norm(self.through(hidden, input_ids, handed, bare, placed))
@@ -417,9 +419,7 @@ class CausalLM(ParallelModel):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         if self.adapters is not None:
-            layers: dict[str, Any] = {
-                name: module for name, module in self.named_modules() if getattr(module, "adapter", None)
-            }
+            layers: Any = {name: each for name, each in self.named_modules() if getattr(each, "adapter", None)}
             for name, layer in layers.items():
                 layer.lora_A = layers[self.config.parts(self.config.whole(name))[0]].lora_A
 

@@ -1,11 +1,10 @@
-"""A batch under context parallel: cut to the head-tail layout, and put together again.
+"""A batch under context parallel, cut to the head-tail layout; `gather` puts it together again.
 
 In that layout rank r of n holds chunks r and 2n−1−r of 2n of a sequence, so that under a causal mask every rank has the
 same work. Of packed sequences each is cut by itself.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.base.batch import STREAMS
-from dtrain.parallel.collectives import all_gather, reduce_scatter
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, int]:
@@ -33,37 +31,6 @@ def shard_sequence(tensor: Tensor, rank: int, size: int, dim: int = 1) -> Tensor
         )
     chunks = tensor.chunk(2 * size, dim)
     return torch.cat([chunks[index] for index in chunks_of(rank, size)], dim)
-
-
-def join_sequence(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """The whole stream [.., S, ..] in its natural order, from the ranks' parts [.., S/n, ..] in rank order. No
-    collective."""
-    chunks: dict[int, Tensor] = {}
-    for rank, part in enumerate(parts):
-        chunks |= zip(chunks_of(rank, len(parts)), part.chunk(2, dim), strict=True)
-    return torch.cat([chunks[index] for index in range(2 * len(parts))], dim)
-
-
-def gather_sequence(tensor: Tensor, group: Any, dim: int = 1) -> Tensor:
-    """The whole stream [.., S, ..] in its natural order, from every rank's part [.., S/n, ..]. One all-gather.
-
-    Backward the ranks' gradients are summed and cut: one reduce-scatter. That is the derivative where every rank has a
-    loss of its own.
-    """
-    return _GatherSequence.apply(tensor, dim % tensor.dim(), group)
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, dim, group):
-        ctx.dim, ctx.group = dim, group
-        return join_sequence(all_gather(tensor.unsqueeze(0), 0, group).unbind(0), dim)  # [n, .., S/n, ..]
-
-    @staticmethod
-    def backward(ctx, grad):
-        size = ctx.group.size()
-        parts = torch.stack([shard_sequence(grad, rank, size, ctx.dim) for rank in range(size)])
-        return reduce_scatter(parts, 0, ctx.group).squeeze(0), None, None
 
 
 def mesh_rank(mesh: DeviceMesh) -> int:
@@ -105,16 +72,6 @@ def shard_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, pad: float | None =
     dim %= tensor.dim()
     padded = pad_right(tensor, 2 * cp_mesh.size(), pad, dim)
     return shard_sequence(padded, mesh_rank(cp_mesh), cp_mesh.size(), dim)
-
-
-def gather_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, length: int, dim: int = 1) -> Tensor:
-    """`shard_tokens` undone: [.., length, ..] in the caller's order on every cp rank, without the padding.
-
-    One all-gather; backward, the ranks' gradients are summed (reduce-scatter): each rank owns a loss of its own.
-    """
-    if cp_mesh is None or cp_mesh.size() <= 1:
-        return tensor
-    return gather_sequence(tensor, cp_mesh.get_group(), dim).narrow(dim, 0, length)
 
 
 def pad_right(tensor: Tensor, multiple: int, pad: float | int | bool | None, dim: int) -> Tensor:
