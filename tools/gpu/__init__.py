@@ -7,6 +7,6 @@ parity      numbers against the CPU, compiled against eager, attention's proof
 features    adapters, offloading, exports, GRPO, the same bits, weights sent to another process
 layers      a step of real widths: memory, speed, trace
 rates       what the device and its links reach
-decoding    CUDA graphs against eager
+decoding    CUDA graphs against eager, over products and over varlen_attn
 stops       a rank that never comes
 """
