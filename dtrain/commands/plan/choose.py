@@ -184,7 +184,7 @@ class _Search:
         width, high, fitting = max(1, cores // traces_of(self.spec)), len(ladder), None
         low = 1 + max((place for place, values in enumerate(ladder) if self._is_too_much(values)), default=-1)
         while low < high:
-            places = range(max(low, first + 1 - width), first + 1)
+            places: Sequence[int] = range(max(low, first + 1 - width), first + 1)
             if not low <= first < high:
                 count = min(width, high - low)
                 places = sorted({low + (high - low) * (number + 1) // (count + 1) for number in range(count)})
