@@ -39,7 +39,7 @@ def from_values(hidden, weight, ids):
 def test_a_gpu_adds_to_the_weights_gradient_in_place(loss):
     hidden = torch.empty(N, D, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight = torch.empty(V, D, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    with PlannedDevice(torch.device("cuda", 0)), Made((V, D), torch.float32) as made, MetaKernels():
+    with PlannedDevice(torch.device("cuda", 0)), MetaKernels(), Made((V, D), torch.float32) as made:
         loss(hidden, weight, torch.zeros(N, dtype=torch.int64, device="meta")).backward()
     assert made.count == 1, "the accumulator"
     assert weight.grad.dtype == torch.bfloat16

@@ -107,7 +107,7 @@ def test_a_gpu_holds_no_copy_of_the_head_in_float32():
     weight = torch.empty(vocab, size, dtype=torch.bfloat16, device="meta", requires_grad=True)
     ids = torch.zeros(tokens, dtype=torch.int64, device="meta")
     sampling = TrainingSamplingParams(top_k=50, top_p=0.9)
-    with PlannedDevice(torch.device("cuda", 0)), Made((vocab, size), torch.float32) as made, MetaKernels():
+    with PlannedDevice(torch.device("cuda", 0)), MetaKernels(), Made((vocab, size), torch.float32) as made:
         index = torch.arange(tokens, device="meta")
         filtered_logprobs_from_hidden_states(hidden, weight, ids, sampling, index=index).sum().backward()
     assert made.count == 1, "the sum of the weight's gradient, over three chunks"
