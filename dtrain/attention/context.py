@@ -35,6 +35,11 @@ class ContextKernel(Kernel):
         positions, documents = gather_sequence(both, self.group, dim=2).unbind(0)
         return positions, documents
 
+    def begin_gather_of_rows(self, k: Tensor, v: Tensor) -> Gathering:
+        """[B, S/cp, kv, hd] each -> [B, S, kv, hd]; one all-gather for both"""
+        gather = SequenceGather(torch.stack([k, v]), self.group, dim=2)
+        return cast(Gathering, lambda: gather.wait().unbind(0))
+
 
 class GatherKernel(ContextKernel):
     """`inner` over gathered keys: one all-gather of keys and values per layer forward and one reduce-scatter of their
@@ -51,8 +56,7 @@ class GatherKernel(ContextKernel):
 
     def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
         """[B, S/cp, kv, hd] each -> [B, S, kv, hd]"""
-        gather = SequenceGather(torch.stack([k, v]), self.group, dim=2)
-        return cast(Gathering, lambda: gather.wait().unbind(0))
+        return self.begin_gather_of_rows(k, v)
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
         """Override `Kernel.over`; q [B, S/cp, H, hd], k and v [B, S, kv, hd]"""
@@ -83,8 +87,13 @@ class VarlenGatherKernel(PackedContextKernel):
 
     def gather(self, k: Tensor, v: Tensor) -> Gathering:
         """[B, S/cp, kv, hd] each -> [B · S, kv, hd]"""
-        gather = SequenceGather(torch.stack([k, v]), self.group, dim=2)
-        return cast(Gathering, lambda: gather.wait().flatten(1, 2).unbind(0))
+        wait = self.begin_gather_of_rows(k, v)
+
+        def wait_and_flatten() -> tuple[Tensor, Tensor]:
+            keys, values = wait()
+            return keys.flatten(0, 1), values.flatten(0, 1)
+
+        return wait_and_flatten
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
         return over_keys(self.flash, q, k, v, steps[0], scale, sinks)

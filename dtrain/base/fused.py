@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 class Fused:
     """`function` of tensors, of which all sizes but the last vary, compiled on a GPU that Triton knows. Elsewhere,
     within what is compiled, and under deterministic algorithms it runs as it is written. A function mode can take its
-    calls: a plan counts one as one kernel."""
+    calls: a plan counts one as one kernel.
+
+    Functions here do not give a varying `value=` to `addcmul` or `alpha=` to `add`: torch 2.13's Inductor drops the
+    number once it has seen a third value and made it a variable."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function

@@ -27,7 +27,7 @@ from dtrain.methods.registry import (
 if TYPE_CHECKING:
     from dtrain.methods.method import Method
 
-__getattr__, _late = late_names(__name__, {"method": "Method"})
+__getattr__ = late_names(__name__, {"method": "Method"})[0]
 __all__ = [
     "METHODS",
     "REWARD_MODEL",

@@ -146,7 +146,7 @@ class Muon(LowBitAdam):
         rate = lr * scale(group["adjust_lr_fn"], place.rows, place.columns)
         weights, update = place.of_local(parameter), whole[place.slices]
         name = stream(self.seed, int(self.state[parameter]["step"].item()), stepped.name)
-        factors = tuple(torch.tensor(one, dtype=torch.float64) for one in (1 - lr * group["weight_decay"], rate))
+        factors = tuple(torch.tensor(factor, dtype=torch.float64) for factor in (1 - lr * group["weight_decay"], rate))
         for rows in place.runs(AT_ONCE):
             _step(weights[rows], update[rows], factors, place.numbers(rows, name))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -27,6 +27,53 @@ from dtrain.parallel.tensor import ParallelModel, ScoreHead, VocabEmbedding, exa
 
 class _Unit(FSDPModule):
     reshards_after_forward: bool
+
+
+@dataclass(frozen=True)
+class Units:
+    """The modules of a model that FSDP gathers each by itself, without those within them that are units too.
+
+    exact: those that keep their precision. lookups: embeddings that are not tied to the head. tower: layers of a vision
+    tower. layers: of the decoder. ends: the head where it is no part of the root, and the root.
+    """
+
+    exact: list[nn.Module]
+    lookups: list[nn.Module]
+    tower: list[nn.Module]
+    layers: list[nn.Module]
+    ends: list[nn.Module]
+
+    def gathered_again(self, reshard_after_forward: bool | str) -> list[nn.Module]:
+        """Return the units that the forward gives back and the backward gathers once more."""
+        if reshard_after_forward is False:
+            return []
+        if reshard_after_forward is True:
+            return [*self.tower, *self.layers, *self.ends]
+        return [*self.tower, *self.layers[:-1]]
+
+    def parameters(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+        """Yield each unit with the parameters that it gathers."""
+        seen = set[nn.Parameter]()
+        for unit in (*self.exact, *self.lookups, *self.tower, *self.layers, *self.ends):
+            own = [parameter for parameter in unit.parameters() if parameter not in seen]
+            seen.update(own)
+            yield unit, own
+
+
+def units_of(model: ParallelModel) -> Units:
+    """Return the units of `model`: every decoder layer, an embedding and the head each where they are not tied to each
+    other, and the root of what is left: the last norm, with a tied pair or a classifier's small head."""
+    head = model.head
+    embeddings = [module for module in model.modules() if isinstance(module, VocabEmbedding)]
+    lookups = [embedding for embedding in embeddings if embedding.weight is not head.weight]
+    is_in_root = len(lookups) < len(embeddings) or isinstance(head, ScoreHead)
+    return Units(
+        exact=list(exact_modules(model).values()),
+        lookups=list(lookups),
+        tower=list(model.model.vision_layers),
+        layers=list(model.model.layers),
+        ends=[model] if is_in_root else [head, model],
+    )
 
 
 def shard_model(
@@ -54,8 +101,7 @@ def shard_with_policies(
     reshard_after_forward: bool | str = "default",
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Shard `model` in place: every decoder layer a unit, an embedding and the head each one where they are not tied to
-    each other, and the root one of what is left: the last norm, with a tied pair.
+    """Shard `model` in place by its units.
 
     mesh: one dimension, or (replicate, shard) for HSDP; expert_mesh: the same of experts that lie over ep, whose layer
     then has two messages where it has one. By default a layer is gathered before its forward and again
@@ -70,37 +116,26 @@ def shard_with_policies(
     """
     shards = None if expert_mesh is None else _shards(model, expert_mesh)
     own_unit = partial(_own_unit, shards=shards, whole=_left_whole(model, mesh, precision, offload, expert_mesh))
+    units = units_of(model)
+    again = units.gathered_again(reshard_after_forward)
     # Modules that the decoder calls before the layers compute in float32 where the others compute in half: each is a
     # unit of its own, which stays gathered from the forward to the backward.
     wide = precision.param_dtype and torch.promote_types(precision.param_dtype, torch.float32)
     exact = MixedPrecisionPolicy(param_dtype=wide, reduce_dtype=wide, cast_forward_inputs=False)
-    for wide_module in exact_modules(model).values():
-        own_unit(wide_module, mesh, exact, offload, False)
-    head = model.head
-    embeddings = [module for module in model.modules() if isinstance(module, VocabEmbedding)]
-    lookups = []
-    for embedding in embeddings:
-        if embedding.weight is not head.weight:
-            # In the weights' dtype: what comes between it and the layers is not the unit's.
-            plain = replace(precision, output_dtype=None)
-            lookups.append(own_unit(embedding, mesh, plain, offload, reshard_after_forward is not False))
-            lookups[-1].set_unshard_in_backward(False)
-    # The layers of a vision tower, whose order of gathers FSDP finds out by itself.
-    for module in model.model.vision_layers:
-        own_unit(module, mesh, precision, offload, reshard_after_forward is not False)
-    layers = list(model.model.layers)
-    default = reshard_after_forward == "default"
-    reshards = [layer is not layers[-1] if default else bool(reshard_after_forward) for layer in layers]
-    is_tied = len(lookups) < len(embeddings)
-    ends = [model] if is_tied or isinstance(head, ScoreHead) else [head, model]  # a classifier's head is small
-    reshards += [reshard_after_forward is True] * len(ends)
-    units = []
-    for module, reshard in zip([*layers, *ends], reshards, strict=True):
-        units.append(own_unit(module, mesh, precision, offload, reshard))
-    for unit, following in pairwise([units[-1], *lookups, *units[:-1]]):
+    for module in units.exact:
+        own_unit(module, mesh, exact, offload, False)
+    # In the weights' dtype: what comes between an embedding and the layers is not the unit's.
+    plain = replace(precision, output_dtype=None)
+    lookups = [own_unit(module, mesh, plain, offload, reshard_after_forward is not False) for module in units.lookups]
+    for lookup in lookups:
+        lookup.set_unshard_in_backward(False)
+    for module in units.tower:  # FSDP finds out by itself in which order these are gathered
+        own_unit(module, mesh, precision, offload, module in again)
+    stack = [own_unit(module, mesh, precision, offload, module in again) for module in (*units.layers, *units.ends)]
+    for unit, following in pairwise([stack[-1], *lookups, *stack[:-1]]):
         unit.set_modules_to_forward_prefetch([following])
     # The head's weight is read inside these; unregistered, they would see this rank's shard and give wrong numbers.
-    register_fsdp_forward_method(head, "with_weight")  # for nothing where it is no unit
+    register_fsdp_forward_method(model.head, "with_weight")  # for nothing where it is no unit
     for name in ("with_head", "next_logits"):
         register_fsdp_forward_method(model, name)
 

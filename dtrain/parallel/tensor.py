@@ -73,8 +73,8 @@ class LocalParameters(nn.Module):
         return parameter if view is None else view(parameter)
 
     def with_weight(self, fn: Callable[[Tensor, Tensor], Any], hidden: Tensor) -> Any:
-        """`fn(hidden, local("weight"))`'s result: how a loss reads a head's weight. Where FSDP makes the module a unit,
-        a registered forward method."""
+        """Return `fn(hidden, local("weight"))`: a loss reads a head's weight so. Where FSDP makes the module a unit, a
+        registered forward method."""
         return fn(hidden, self.local("weight"))
 
 

@@ -37,4 +37,4 @@ __all__ = [
     "get_cpu_state_dict",
     "unshard_fsdp2_model",
 ]
-__getattr__, _late = late_names(__name__, {"worker": "DTensorPolicyWorker"})
+__getattr__ = late_names(__name__, {"worker": "DTensorPolicyWorker"})[0]

@@ -234,7 +234,7 @@ class Parallel:
         bool | str, (lambda v: v in ("default", True, False), "default, true or false")
     ] = "default"
     """default | true | false: whether gathered parameters are freed between forward and backward. default: yes for
-    all layers but the last; no for the last one, the embedding and the head."""
+    all layers but the last; no for the last one, the head and an embedding tied to it."""
 
 
 @dataclass

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain.commands.plan.plan import resolve_plan
+from dtrain.commands.plan.hardware import GPUS
+from dtrain.commands.plan.plan import make_plan, resolve_plan
+from dtrain.commands.plan.search import ClosedForms
 from dtrain.commands.plan.step import plan_step
 from dtrain.methods import load_recipe
 from dtrain.parallel.placement import local_tensor
@@ -154,6 +156,36 @@ def assert_as_planned(name, recipe, real):
         assert planned == sent, name
     assert step.lightest == min(held["parameters"] for held, _ in real), name
     assert max(held["parameters"] for held, _ in real) == real[0][0]["parameters"], name
+
+
+# Units, and how many of them the backward gathers again by default and under reshard_after_forward: true.
+UNITS = {
+    "llama, tied": ("llama", {}, [], lambda layers: (layers + 1, layers - 1, layers + 1)),
+    "llama, untied": ("llama", {"tied": False}, [], lambda layers: (layers + 3, layers - 1, layers + 2)),
+    "a classifier": ("llama", {}, ["method=reward"], lambda layers: (layers + 2, layers - 1, layers + 1)),
+    "gemma4": ("gemma4", {}, [], lambda layers: (layers + 2, layers - 1, layers + 1)),
+    "an adapter": ("llama", {}, ["lora={}"], lambda layers: (layers + 1, layers - 1, layers + 1)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNITS)
+def test_a_search_knows_how_often_units_are_gathered(tmp_path, name):
+    """By its closed form as many messages and bytes of FSDP as in a traced step."""
+    family, changes, options, units_of = UNITS[name]
+    path = write_model(tmp_path / "model", family, **changes)
+    for reshard in ("default", "true", "false"):
+        words = [f"model.path={path}", "train.global_batch=4", "train.micro_batch=1", *options]
+        recipe = tiny_recipe(tmp_path, *words, f"parallel.reshard_after_forward={reshard}")
+        plan = make_plan(recipe, 2, GPUS["h100"])
+        units, *again = units_of(plan.spec.model_config.num_hidden_layers)
+        gathers = units + {"default": again[0], "true": again[1], "false": 0}[reshard]
+        (_, _, _, *gathered), (_, _, _, *reduced) = ClosedForms(plan).messages(plan.spec.sizes)[:2]
+        traced = {kind: plan.step.traffic["fsdp", kind, 2, False] for kind in ("all-gather", "reduce-scatter")}
+        assert gathered[0] == traced["all-gather"][0] == plan.spec.sizes.accumulation * gathers
+        assert reduced[0] == traced["reduce-scatter"][0]
+        assert gathered[1] == pytest.approx(traced["all-gather"][1], rel=0.02)  # shards are padded
+        assert reduced[1] == pytest.approx(traced["reduce-scatter"][1], rel=0.02)
 
 
 def test_a_teachers_likeliest_tokens_travel_over_tp(tmp_path):

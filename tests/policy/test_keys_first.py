@@ -74,10 +74,9 @@ def rows():
 
 def loss_of(model, inputs, cut=lambda whole: whole):
     """Of two packed rows, of which `cut` gives a rank's part."""
-    hidden = model.hidden_states(*map(cut, inputs))
-    size = *inputs[0].shape, hidden.shape[-1]
+    size = *inputs[0].shape, model.config.hidden_size
     weights = torch.linspace(-1, 1, prod(size), dtype=torch.float64).view(size)
-    return (hidden.double() * cut(weights)).sum()
+    return model.with_head(lambda hidden, _: (hidden.double() * cut(weights)).sum(), *map(cut, inputs))
 
 
 def gradients(policy):

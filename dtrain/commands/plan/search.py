@@ -19,7 +19,9 @@ from dtrain.commands.plan.plan import Plan, candidates, divisors, problems, step
 from dtrain.commands.plan.policy import bytes_of, state_bytes
 from dtrain.commands.plan.step import Step
 from dtrain.models.common.config import LINEAR
+from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import build_optimizer
+from dtrain.parallel.fsdp import units_of
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import Sizes, sizes
 from dtrain.recipe.automatic import USUAL, as_overrides, changed, value_of
@@ -47,7 +49,7 @@ class SearchResult:
 def search(plan: Plan, *, best: int = 10, most_traces: int = 16) -> SearchResult:
     """Return the fastest meshes and micro-batches of a plan's recipe on its ranks whose peak is within its budget."""
     counts: Counter[str] = Counter()
-    closed, spec = _ClosedForms(plan), plan.spec
+    closed, spec = ClosedForms(plan), plan.spec
     ranked = []
     for world in candidates(spec.recipe, spec.model_config, spec.world.size, plan.hardware.per_node, counts):
         if closed.shards(world) > plan.budget:
@@ -69,14 +71,16 @@ def search(plan: Plan, *, best: int = 10, most_traces: int = 16) -> SearchResult
     return SearchResult(sorted(fitting, key=lambda candidate: candidate.time.total), too_large, counts)
 
 
-class _ClosedForms:
-    """The least bytes and the rough time of a candidate, from sizes alone."""
+class ClosedForms:
+    """The least bytes, the messages and the rough time of a candidate, from sizes alone."""
 
     def __init__(self, plan: Plan):
         self.plan, recipe = plan, plan.spec.recipe
         self.precision = plan.spec.precision
         assert plan.spec.model is not None
         self.frozen_bytes = bytes_of(weight for weight in plan.spec.model.parameters() if not weight.requires_grad)
+        self._count_messages_of_fsdp(plan.spec.model)
+        self.computes_again = recipe.train.activation_checkpointing == "full"
         sample = nn.Parameter(torch.ones(1024, 1024, dtype=self.precision.master))
         optimizer = build_optimizer(recipe.optimizer, [("sample", sample)])
         sample.grad = torch.ones_like(sample)
@@ -91,34 +95,54 @@ class _ClosedForms:
         return self.held / (world.tp * world.dp_shard * world.cp)
 
     def time(self, world: Sizes) -> float:
-        """Return the rough seconds of a step; messages by the formulas of dtrain/parallel/README.md."""
-        plan, spec, hardware = self.plan, self.plan.spec, self.plan.hardware
-        recipe, config, method = spec.recipe, spec.model_config, spec.method
-        again = recipe.train.activation_checkpointing == "full"
+        """Return the rough seconds of a step."""
+        plan, hardware = self.plan, self.plan.hardware
+        again = 4 / 3 if self.computes_again else 1
+        flops = world.accumulation * self._tokens(world) * plan.flops_per_token * again / world.tp
+        computing = flops / (hardware.arithmetic[self.precision.compute] * hardware.reach)
+        times = (wire_time(*message, world, hardware) for message in self.messages(world))
+        gathered, reduced, replicas, tp, cp = times
+        return max(computing, gathered + reduced + replicas) + tp + cp
+
+    def messages(self, world: Sizes) -> list[tuple[str, str, int, float, float]]:
+        """Return the dimension, kind, ranks, count and bytes of a step's messages, by the formulas of
+        dtrain/parallel/README.md: of FSDP the all-gathers and the reduce-scatters, of replicas, of tp and of cp."""
+        config, passes = self.plan.spec.model_config, world.accumulation
         compute, reduce = self.precision.compute.itemsize, self.precision.reduce.itemsize
-        rows = world.micro_batch * method.rows_of_a_sample()
-        tokens = rows * method.row_length() / world.cp  # of a pass, on a rank
-        peak = hardware.arithmetic[self.precision.compute] * hardware.reach
-        computing = world.accumulation * tokens * plan.flops_per_token * (4 / 3 if again else 1) / world.tp / peak
-        shards = world.dp_shard * world.cp
-        trained, layers = plan.trained_parameters / world.tp, config.num_hidden_layers
-        whole = trained * compute + self.frozen_bytes / world.tp  # bytes
+        tokens, shards = self._tokens(world), world.dp_shard * world.cp
+        trained, layers = self.plan.trained_parameters / world.tp, config.num_hidden_layers
         heads = [config.heads_of(kind) for kind in config.layer_types if kind != LINEAR]
         keeping = len(heads)  # linear layers send states, whose size is that of no row
         width = sum(max(1, layer.count / world.tp) * layer.size for layer in heads) / max(keeping, 1)
         keys = 2 * tokens * world.cp * width * compute  # of a layer, on the mean
-        gathers = 1 if recipe.parallel.reshard_after_forward is False else 2
-        passes, units = world.accumulation, layers + (1 if config.tie_word_embeddings else 3)
-        in_layers = passes * (4 + again) * layers  # all-reduces over tp
-        messages = [
-            ("fsdp", "all-gather", shards, passes * (units + (gathers - 1) * layers), passes * gathers * whole),
-            ("fsdp", "reduce-scatter", shards, units, trained * reduce),
-            ("dp_replicate", "all-reduce", world.dp_replicate, units, trained / shards * reduce),
+        gathers, gathered = passes * self.gathers, passes * self.gathered / world.tp
+        in_layers = passes * (4 + self.computes_again) * layers  # all-reduces over tp
+        exchanges = passes * (2 + self.computes_again)  # of a layer's keys
+        return [
+            ("fsdp", "all-gather", shards, gathers, gathered),
+            ("fsdp", "reduce-scatter", shards, self.reduces, trained * reduce),
+            ("dp_replicate", "all-reduce", world.dp_replicate, self.reduces, trained / shards * reduce),
             ("tp", "all-reduce", world.tp, in_layers, in_layers * tokens * config.hidden_size * compute),
-            ("cp", "all-gather", world.cp, passes * (2 + again) * layers, passes * (2 + again) * keeping * keys),
+            ("cp", "all-gather", world.cp, exchanges * layers, exchanges * keeping * keys),
         ]
-        gathered, reduced, replicas, tp, cp = (wire_time(*message, world, hardware) for message in messages)
-        return max(computing, gathered + reduced + replicas) + tp + cp
+
+    def _tokens(self, world: Sizes) -> float:
+        """Return the tokens of a pass on a rank."""
+        method = self.plan.spec.method
+        return world.micro_batch * method.rows_of_a_sample() * method.row_length() / world.cp
+
+    def _count_messages_of_fsdp(self, model: CausalLM) -> None:
+        """Count all-gathers and their bytes in a pass, without tp, and reduce-scatters in a step."""
+        units = units_of(model)
+        again = units.gathered_again(self.plan.spec.recipe.parallel.reshard_after_forward)
+        self.gathers = self.gathered = self.reduces = 0
+        for unit, weights in units.parameters():
+            times = 2 if unit in again else 1
+            trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+            frozen = bytes_of(weight for weight in weights if not weight.requires_grad)
+            self.gathers += times
+            self.gathered += times * (trained * self.precision.compute.itemsize + frozen)
+            self.reduces += trained > 0
 
 
 def smallest_change(plan: Plan) -> tuple[str, Step] | None:
@@ -128,7 +152,7 @@ def smallest_change(plan: Plan) -> tuple[str, Step] | None:
     Tried: gradients reduced after each micro-batch, with that smaller micro-batches, activation checkpointing, both,
     tiles, activations on the host, no replicas, more tp or cp, then more ranks.
     """
-    closed, spec = _ClosedForms(plan), plan.spec
+    closed, spec = ClosedForms(plan), plan.spec
     for overrides, ranks in _changes(spec.recipe, spec.world.size, plan.hardware.per_node):
         recipe = changed(spec.recipe, overrides)
         if problems(recipe, ranks):

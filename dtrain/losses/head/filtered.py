@@ -284,8 +284,8 @@ class _Rule:
 @Fused
 def _at_target(logits: Tensor, left: Tensor | None, columns: Tensor, softmax: Tensor | None) -> Tensor:
     """Return log p at columns [n, 1] over the tokens that are `left` of logits [n, V], [n]. p is written to softmax."""
-    some = logits if left is None else logits.masked_fill(~left, -float("inf"))
-    logp = torch.log_softmax(some, -1, dtype=compute_dtype(logits.dtype), out=softmax)
+    remaining = logits if left is None else logits.masked_fill(~left, -float("inf"))
+    logp = torch.log_softmax(remaining, -1, dtype=compute_dtype(logits.dtype), out=softmax)
     chosen = logp.gather(-1, columns).squeeze(-1)
     if softmax is not None:
         logp.exp_()

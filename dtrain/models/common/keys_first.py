@@ -1,4 +1,4 @@
-"""Keys and values of context parallel on their way while queries are projected.
+"""The part of a decoder layer before attention, in an order for context parallel.
 
 Where a kernel gathers keys, a layer projects keys and values first, and queries while these travel. Backward the
 gradients of keys and values travel while that of queries goes through their projection. Messages are the same, and

@@ -30,7 +30,7 @@ def gather_sequence(tensor: Tensor, group: Any, dim: int = 1) -> Tensor:
 
 
 class SequenceGather:
-    """`gather_sequence` on its way from here until `wait`, which gives the whole stream, once.
+    """A gather of a sequence that has begun. `wait` returns the whole stream, once.
 
     Autograd goes through nodes in the reverse order of their making: backward the reduce-scatter begins where `wait`
     stood, and is waited for where this was made, after the backward of all that was computed in between.
@@ -47,7 +47,10 @@ class SequenceGather:
 
 
 class _Begin(torch.autograd.Function):
-    """[.., S/n, ..] -> itself, by which the gradient comes back, and [n, .., S/n, ..] on its way."""
+    """Begin an all-gather; the backward waits for the reduce-scatter of the gradients.
+
+    [.., S/n, ..] -> a view of itself, by which the gradient comes back, and [n, .., S/n, ..] on its way.
+    """
 
     @staticmethod
     def forward(ctx, tensor, group):
@@ -62,6 +65,8 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
+    """Wait for an all-gather and join its parts; the backward begins the reduce-scatter of the gradients."""
+
     @staticmethod
     def forward(ctx, tensor, parts, dim, group):
         ctx.dim, ctx.group = dim, group
