@@ -20,11 +20,12 @@ from dtrain.attention.kernels import KERNELS, Visibility, additive
 from dtrain.attention.linear.layer import LinearMask
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two, rounded, slot_size
 
-FEW = 8  # rows, for which a step takes as long as for one
+ROWS_AS_FAST_AS_ONE = 8
 
 
-class Part(NamedTuple):
-    """Attention over some of the keys: Σ w·v, Σ w [..., 1] and the largest score m [..., 1], w = exp(score − m)."""
+class WeightedSums(NamedTuple):
+    """Attention over some of the keys before the division: Σ w·v, Σ w [..., 1] and the largest score m [..., 1],
+    w = exp(score − m)."""
 
     total: Tensor
     weight: Tensor
@@ -123,7 +124,7 @@ class Decode:
         for _, pool in sorted(store.rows.items()):
             if used := len(pool.slots):
                 # Of few rows, as many as there is memory for: the last ones of a rollout go through few shapes.
-                count = max(rounded(used), min(FEW, pool.min_slots)) if fixed else used
+                count = max(rounded(used), min(ROWS_AS_FAST_AS_ONE, pool.min_slots)) if fixed else used
                 pool.min_slots = max(pool.min_slots, count if fixed else 0)
                 indices = torch.arange(count, device=device)
                 reach = self._reach(pool) if fixed else None
@@ -162,7 +163,8 @@ class Decode:
             lengths = [slot.length for slot in pool.slots]
             longest = max(lengths)
             if fixed:
-                count, longest = count if count == 1 else max(FEW, power_of_two(count)), pool.capacity
+                least = ROWS_AS_FAST_AS_ONE if len(groups) == 1 and count > 1 else 1  # for each prompt of the table
+                count, longest = max(least, power_of_two(count)), pool.capacity
                 more = power_of_two(len(groups)) - len(groups)
                 groups, lengths = groups + [[]] * more, lengths + [1] * more
                 pool.min_slots = max(pool.min_slots, len(groups))
@@ -192,8 +194,7 @@ class Decode:
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         """Return the states of a layer, [R, ..] each."""
-        held = [[state[: len(own.indices)] for state in own.pool.held(layer)] for own in self._own]
-        return tuple(held[0]) if len(held) == 1 else tuple(torch.cat(parts) for parts in zip(*held, strict=True))
+        return concatenated([tuple(state[: len(own.indices)] for state in own.pool.held(layer)) for own in self._own])
 
     def keep(self, layer: int, *states: Tensor) -> None:
         """Store the states of a layer, [R, ..] each."""
@@ -300,10 +301,10 @@ class Decode:
             keys, values = own.pool.layer(layer, k)
             seen = slice(len(own.indices)), slice(None), slice(view.keys)
             bias = view.bias(q.dtype)[:, None, None]  # [rows, 1, 1, L]
-            parts.append(_partial(grouped[own.rows], keys[seen], values[seen], bias))
-        added = _cat(parts)
+            parts.append(_sums_over(grouped[own.rows], keys[seen], values[seen], bias))
+        added = WeightedSums(*concatenated(parts))
         if sinks is not None:
-            added = _with_sinks(added, sinks.view(key_heads, -1, 1))
+            added = _sums_with_sinks(added, sinks.view(key_heads, -1, 1))
         return _join(added, self._over_prompts(layer, grouped, k)).to(q.dtype).flatten(1, 2)[:, None]
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -313,7 +314,7 @@ class Decode:
             for tensor, fresh in zip(own.pool.layer(layer, k), (k, v), strict=True):
                 tensor[own.indices, :, columns] = fresh[own.rows, 0]
 
-    def _over_prompts(self, layer: int, grouped: Tensor, k: Tensor) -> Part:
+    def _over_prompts(self, layer: int, grouped: Tensor, k: Tensor) -> WeightedSums:
         """Return the attention of scaled queries [R, kv, rep, hd] to their prompts; k: as `KVSlotPool.layer` has it."""
         window, key_heads = self._windows[layer], grouped.shape[1]
         if key_heads not in self._heads:
@@ -330,21 +331,21 @@ class Decode:
             bias = view.bias(grouped.dtype)[:, None, :, None]  # [G, 1, 1 or n, 1, L]
             if bias.shape[2] > 1:
                 bias = bias.expand(-1, -1, -1, grouped.shape[2], -1)
-            parts.append(_partial(queries, keys[seen], values[seen], bias.flatten(2, 3)))
+            parts.append(_sums_over(queries, keys[seen], values[seen], bias.flatten(2, 3)))
         return self._by_row(parts)
 
-    def _by_row(self, parts: Sequence[Part]) -> Part:
+    def _by_row(self, parts: Sequence[WeightedSums]) -> WeightedSums:
         """Reorder parts [G, kv, n · rep, x] of each pool of prompts to [R, kv, rep, x]."""
         if self._is_sorted:
             return parts[0]
         counts = [shared.table.shape[1] for shared in self._shared]
-        split = [Part(*(term.unflatten(2, (n, -1)) for term in part)) for part, n in zip(parts, counts, strict=True)]
+        split = [[term.unflatten(2, (n, -1)) for term in part] for part, n in zip(parts, counts, strict=True)]
         if len(split) == 1:
             groups, index = self._back
-            return Part(*(term[groups, :, index] for term in split[0]))
+            return WeightedSums(*(term[groups, :, index] for term in split[0]))
         # [G · n, kv, rep, x] of all pools together
-        flat = [Part(*(term.transpose(1, 2).flatten(0, 1) for term in part)) for part in split]
-        return Part(*(term[self._back] for term in _cat(flat)))
+        flat = [tuple(term.transpose(1, 2).flatten(0, 1) for term in part) for part in split]
+        return WeightedSums(*(term[self._back] for term in concatenated(flat)))
 
 
 class _View:
@@ -394,7 +395,7 @@ def members_of(store: KeyValues, prompts: Sequence[KVSlot], rows: Sequence[int])
     return members
 
 
-def _partial(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Part:
+def _sums_over(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> WeightedSums:
     """Return attention over these keys: q [B, kv, m, hd], scaled; k, v [B, kv, L, hd]; bias [B, 1, 1 or m, L]. In
     max(float32, the dtype); products of half precision are summed in float32, as the fused kernels do.
     """
@@ -402,11 +403,11 @@ def _partial(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Part:
     lowest = torch.finfo(torch.float32 if half else q.dtype).min
     if half and q.device.type == "cpu":
         out, lse = CpuFlash().forward(q, k, v, bias.expand(-1, 1, q.shape[2], -1), 1.0)
-        return Part(out, torch.ones_like(lse)[..., None], lse.clamp(min=lowest)[..., None])
+        return WeightedSums(out, torch.ones_like(lse)[..., None], lse.clamp(min=lowest)[..., None])
     scores = _products(q, k.transpose(-1, -2), half).add_(bias)
     most = scores.amax(-1, keepdim=True).clamp_(min=lowest)  # -inf where nothing is seen
     weights = scores.sub_(most).exp_()
-    return Part(_products(weights.to(v.dtype), v, half), weights.sum(-1, keepdim=True), most)
+    return WeightedSums(_products(weights.to(v.dtype), v, half), weights.sum(-1, keepdim=True), most)
 
 
 def _products(a: Tensor, b: Tensor, half: bool) -> Tensor:
@@ -415,7 +416,7 @@ def _products(a: Tensor, b: Tensor, half: bool) -> Tensor:
     return (torch.bmm(*flat, out_dtype=torch.float32) if half else torch.bmm(*flat)).unflatten(0, a.shape[:2])
 
 
-def _join(first: Part, second: Part) -> Tensor:
+def _join(first: WeightedSums, second: WeightedSums) -> Tensor:
     """Return the softmax average over the keys of both parts."""
     most = torch.maximum(first.most, second.most)
     shares = (first.most - most).exp_(), (second.most - most).exp_()
@@ -423,13 +424,14 @@ def _join(first: Part, second: Part) -> Tensor:
     return (first.total * shares[0]).addcmul_(second.total, shares[1]).div_(weight)
 
 
-def _with_sinks(part: Part, sinks: Tensor) -> Part:
-    """Return part [R, kv, rep, ..] with one more key of every query, of score `sinks` [kv, rep, 1] and value zero."""
+def _sums_with_sinks(part: WeightedSums, sinks: Tensor) -> WeightedSums:
+    """Return `part` [R, kv, rep, ..] with one more key of every query, of score `sinks` [kv, rep, 1] and value zero."""
     sinks = sinks.to(part.most.dtype)
     most = torch.maximum(part.most, sinks)
     share = (part.most - most).exp_()
-    return Part(part.total * share, part.weight * share + (sinks - most).exp_(), most)
+    return WeightedSums(part.total * share, part.weight * share + (sinks - most).exp_(), most)
 
 
-def _cat(parts: Sequence[Part]) -> Part:
-    return parts[0] if len(parts) == 1 else Part(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+def concatenated(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Return the tensors of several tuples, those at one place as one."""
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))

@@ -4,7 +4,7 @@ asked of it, against the numbers of `cached_attention.Decode`'s products."""
 import torch
 from torch import Tensor
 
-from dtrain.attention.check_varlen import difference, does_not_run
+from dtrain.attention.check_varlen import LACKING, difference, does_not_run
 from dtrain.attention.kernels import HALF
 from dtrain.inference.cached_attention import Decode
 from dtrain.inference.kv_cache import KeyValues
@@ -54,14 +54,14 @@ def prove(
     windows = [None] if window is None else [None, min(window, _WIDEST)]
     sizes = heads, key_heads, head_dim, sinks
 
-    def numbers(flash: SlotFlash | None, some: torch.dtype) -> list[Tensor]:
-        return _numbers(KeyValues(windows, flash=flash), *sizes, some, device)
+    def numbers(flash: SlotFlash | None, compute_dtype: torch.dtype) -> list[Tensor]:
+        return _numbers(KeyValues(windows, flash=flash), *sizes, compute_dtype, device)
 
     try:
         results = numbers(flash, dtype)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # what a torch or a device does not have
+    except LACKING as error:
         return does_not_run("varlen_attn", error)
     return difference("varlen_attn", "products", results, numbers(None, dtype), numbers(None, torch.float32))
 

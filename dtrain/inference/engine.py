@@ -5,7 +5,6 @@ cache yet, once each whatever the number of their samples, and decodes one token
 leave. What a completion is does not depend on what else is in the batch, but for rounding.
 """
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.cached_attention import Decode, Prefill
-from dtrain.inference.check_varlen_decode import choose
 from dtrain.inference.images import check_images, joined, no_images, rotary_shift
 from dtrain.inference.kv_cache import SMALLEST_SLOT, CachedPrompt, KeyValues, choose_budget, slot_size
 from dtrain.inference.request import Completion, Request
@@ -96,8 +94,8 @@ class Engine:
     A request is let in only when its whole length fits, so that none is ever thrown out.
     steps: decodes by captured graphs, for a model that is whole on its device and whose weights are gathered; rows then
     have slots for all their tokens from the beginning. notes_experts: keeps where the tokens of prompts went, so that
-    requests may ask for it; of a mixture of experts, without graphs. flash: attends in place of products; "auto" where
-    it proves itself on the device, or a line on the standard error stream says why it does not.
+    requests may ask for it; of a mixture of experts, without graphs. flash: attends in place of products, for many rows
+    (`NativeEngine` chooses it): FlashAttention-2 never splits keys, so that few rows of many keys are slow.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class Engine:
         peers: Peers | None = None,
         steps: "Steps | None" = None,
         notes_experts: bool = False,
-        flash: SlotFlash | str | None = "auto",
+        flash: SlotFlash | None = None,
     ):
         if notes_experts and (model.routing is None or steps is not None):
             raise ValueError("notes_experts is for a mixture of experts, without graphs")
@@ -123,10 +121,6 @@ class Engine:
         self._peers = peers or Peers()
         self._steps = steps
         self._notes_experts = notes_experts
-        if isinstance(flash, str):
-            flash, note = choose(model.config, next(model.parameters()).dtype, self.device)
-            if note:
-                print(f"note: {note}", file=sys.stderr)
         self._flash = flash
         self._look_every = _LOOK_EVERY.get(self.device.type, _LOOK_EVERY_ELSEWHERE)
         self._tickets = 0

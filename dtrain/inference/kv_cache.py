@@ -246,8 +246,8 @@ class KeyValues:
             by_position = {
                 layer
                 for layer, window in enumerate(self.windows)
-                # What a window hides a part of is left to products.
-                if self.flash is not None and not (is_of_prompts and window is not None and window < 2 * capacity)
+                # Prompts of layers with a window are left to products.
+                if self.flash is not None and not (is_of_prompts and window is not None)
             }
             pools[capacity] = KVSlotPool(capacity, self._prompt_keeps if is_of_prompts else self.windows, by_position)
         return pools[capacity]

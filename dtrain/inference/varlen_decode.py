@@ -3,11 +3,11 @@
 A segment of keys is a slot of a pool, of which the first ones are seen: how many lies on the device, so that a step
 reads no more keys than there are, and its graph serves rows of any length. A segment of queries is a row's, or those of
 all rows that go on from a prompt, whose keys are then read once; in it stand the query heads of each key head. Both
-results are joined by their log-sum-exp. Where a window may hide a part of a prompt, each row's another, its keys are
-left to `Decode`'s products.
+results are joined by their log-sum-exp. In layers with a window, which may hide a part of a prompt, each row's another,
+prompts are left to `Decode`'s products.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from dtrain.inference.cached_attention import Decode, Own, Part, members_of
+from dtrain.inference.cached_attention import Decode, Own, WeightedSums, concatenated, members_of
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two
-
-FEWEST = 16  # prompts, and rows of one, that a step which is fixed has room for: what is empty takes next to nothing
 
 
 class Slots(NamedTuple):
@@ -47,9 +45,6 @@ class SlotFlash:
         return out, lse
 
 
-Partial = tuple[Tensor, Tensor]  # over some of the keys: output [R, rep, kv, hd] and log-sum-exp [R, rep, kv, 1]
-
-
 @dataclass
 class _Prompts:
     """The prompts of one pool. order: the rows that go on from each, prompt by prompt, int64; ends: [G + 1] int32,
@@ -63,7 +58,7 @@ class _Prompts:
 
 
 class VarlenDecode(Decode):
-    """Decode whose store has `flash`."""
+    """Decode that attends by the store's `flash`; to prompts, in layers with a window, by products."""
 
     def __init__(self, store: KeyValues, prompts: Sequence[KVSlot], device: torch.device, *, fixed: bool = False):
         assert store.flash is not None
@@ -80,33 +75,30 @@ class VarlenDecode(Decode):
         for pool in store.prompts.values():
             groups, used = [members[slot] for slot in pool.slots], [slot.length for slot in pool.slots]
             order = [row for rows in groups for row in rows]
+            if not order:
+                continue
             for place, row in enumerate(order, start):
                 places[row] = place
-            longest = max(map(len, groups), default=0)
-            if fixed and (pool.slots or pool.tensors()):  # all pools that there have been, that few shapes occur
+            longest = max(map(len, groups))
+            if fixed:
                 pool.min_slots = max(pool.min_slots, len(groups))
-                more = max(FEWEST, power_of_two(pool.min_slots)) - len(groups)
+                more = _room(pool.min_slots) - len(groups)
                 groups, used = groups + [[]] * more, used + [0] * more
-                order += [0] * (self.rows - len(order))
-                longest = max(FEWEST, power_of_two(longest))
-            elif not order:
-                continue
+                order += [0] * (_room(len(order)) - len(order))
+                longest = _room(longest)
             ends = list(accumulate(map(len, groups), initial=0))
-            on_device = [torch.tensor(some, dtype=torch.int32, device=self._device) for some in (ends, used)]
-            self._prompts.append(_Prompts(pool, self._index(order), on_device[0], on_device[1], longest))
+            self._prompts.append(_Prompts(pool, self._index(order), self._int32(ends), self._int32(used), longest))
             start += len(order)
         for row in set(range(self.rows)).difference(live):
             places[row] = places[live[0]]  # a number, whichever: what lies behind the segments may be none
         self._places = self._index(places)  # [R] where each row is found in what all pools gave
-        most = max((own.pool.capacity for own in self._own), default=0)
-        longest = max((prompts.pool.capacity for prompts in self._prompts), default=0)
-        # A window hides nothing where it has room for prompt and row; prompts' memory is laid by their own size alone.
-        room = longest + max(most, longest)
-        self._hiding = {window for window in self._kinds if window is not None and window < room}
-        if self._hiding:
+        if any(window is not None for window in self._kinds):
             super()._lay_prompts(store, prompts, live, fixed)
         else:
             self._shared, self._is_sorted, self._back = [], False, self._places
+
+    def _int32(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self._device)
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -130,7 +122,7 @@ class VarlenDecode(Decode):
                 own.columns[window] = added if size == own.pool.capacity else added % size
 
     def _view_prompts(self, kinds: Mapping[int | None, int]) -> None:
-        super()._view_prompts({window: layer for window, layer in kinds.items() if window in self._hiding})
+        super()._view_prompts({window: layer for window, layer in kinds.items() if window is not None})
 
     def end(self) -> None:
         super().end()
@@ -145,26 +137,31 @@ class VarlenDecode(Decode):
         grouped = q[:, 0].unflatten(1, (k.shape[2], -1))  # [R, kv, rep, hd]
         window, rep = self._windows[layer], grouped.shape[2]
         queries = grouped.transpose(1, 2).contiguous()
-        out, lse = _cat(
-            self._over(queries[own.rows], own.pool.layer(layer, k), self._slots_of_rows(own, window, rep), scale)
-            for own in self._own
+        out, lse = concatenated(
+            [
+                self._over(queries[own.rows], own.pool.layer(layer, k), self._slots_of_rows(own, window, rep), scale)
+                for own in self._own
+            ]
         )
         if sinks is not None:
-            out, lse = _with_sinks(out, lse, sinks.view(k.shape[2], -1).t()[..., None])
-        if window in self._hiding:
-            other, other_lse = _partial_of(self._over_prompts(layer, grouped * scale, k))
+            out, lse = _average_with_sinks(out, lse, sinks.view(k.shape[2], -1).t()[..., None])
+        if window is not None:
+            other, other_lse = _average_of(self._over_prompts(layer, grouped * scale, k))
         else:
-            several = _cat(
+            several = [
                 self._over(queries[each.order], each.pool.layer(layer, k), self._slots_of_prompts(each, rep), scale)
                 for each in self._prompts
-            )
-            other, other_lse = (term[self._places] for term in several)
+            ]
+            other, other_lse = (term[self._places] for term in concatenated(several))
         share = (lse - other_lse).sigmoid()
         whole = torch.lerp(other.to(share.dtype), out.to(share.dtype), share).transpose(1, 2)  # [R, kv, rep, hd]
         return whole.to(q.dtype, memory_format=torch.contiguous_format).flatten(1, 2)[:, None]
 
-    def _over(self, queries: Tensor, keys_and_values: Sequence[Tensor], slots: Slots, scale: float) -> Partial:
-        """Return the attention of queries [r, rep, kv, hd] to the first keys of the slots of a pool."""
+    def _over(
+        self, queries: Tensor, keys_and_values: Sequence[Tensor], slots: Slots, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the average [r, rep, kv, hd] of the first keys of the slots of a pool for queries of that shape, and
+        its log-sum-exp [r, rep, kv, 1]."""
         k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in keys_and_values)  # [slots · n, kv, hd]
         out, lse = self._flash(queries.flatten(0, 1), k, v, slots, scale)
         rep = queries.shape[1]
@@ -190,18 +187,19 @@ class VarlenDecode(Decode):
         return self._segments[key]
 
 
-def _cat(parts: Iterable[Partial]) -> Partial:
-    outs, sums = zip(*parts, strict=True)
-    return (outs[0], sums[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(sums))
+def _room(count: int) -> int:
+    """Return the room that a step which is fixed has for `count` prompts, their rows, or the rows of one: a power of
+    two, so that few shapes occur. What is empty takes next to nothing."""
+    return max(16, power_of_two(count))
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Partial:
-    """Return the partial with one more key of every query, of score `sinks` [rep, kv, 1] and value zero."""
+def _average_with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return average and log-sum-exp with one more key of every query, of score `sinks` [rep, kv, 1] and value zero."""
     sinks = sinks.to(lse.dtype)
     return out * (lse - sinks).sigmoid(), torch.logaddexp(lse, sinks)
 
 
-def _partial_of(part: Part) -> Partial:
-    """Return a part [R, kv, rep, ..] of products; its log-sum-exp is -inf where nothing is seen."""
-    out = part.total / part.weight.clamp(min=torch.finfo(part.weight.dtype).tiny)
-    return out.transpose(1, 2), (part.most + part.weight.log()).transpose(1, 2)
+def _average_of(sums: WeightedSums) -> tuple[Tensor, Tensor]:
+    """Return the average and the log-sum-exp of sums [R, kv, rep, ..]; the latter is -inf where nothing is seen."""
+    out = sums.total / sums.weight.clamp(min=torch.finfo(sums.weight.dtype).tiny)
+    return out.transpose(1, 2), (sums.most + sums.weight.log()).transpose(1, 2)

@@ -2,7 +2,9 @@
 
 import torch
 
+from dtrain import models
 from dtrain.inference.check_varlen_decode import choose, prove
+from dtrain.inference.engine import Engine
 from dtrain.inference.varlen_decode import SlotFlash
 from dtrain.models.read_config import read_config
 from tests.pretend.mutants import Mutant
@@ -16,18 +18,19 @@ HALF = torch.bfloat16
 
 
 def chosen(rank, root):
-    """Return what is said of a tiny model, of heads that are too large, and of a torch that knows no `seqused_k`; and
-    the launches of a layer."""
+    """Return what is said of a tiny model and of heads that are too large, what an engine takes by itself, and the
+    launches of a layer."""
     device, config = torch.device("cuda", rank), read_config(tiny_recipe(root).model.path)
     flash, note = choose(config, HALF, device)
     sizes = {"heads": 4, "key_heads": 2, "window": 40, "dtype": HALF, "device": device}
     counts = launches(None, device, HALF), launches(SlotFlash(), device, HALF)
-    return type(flash), note, prove(SlotFlash(), head_dim=512, **sizes), counts
+    by_itself = Engine(models.build(config, HALF).to(device))._flash
+    return type(flash), note, prove(SlotFlash(), head_dim=512, **sizes), by_itself, counts
 
 
 def test_it_proves_itself_where_it_is(tmp_path):
-    ((kind, note, problem, counts),) = run_pretend(chosen, 1, tmp_path)
-    assert (kind, note) == (SlotFlash, "")
+    ((kind, note, problem, by_itself, counts),) = run_pretend(chosen, 1, tmp_path)
+    assert (kind, note, by_itself) == (SlotFlash, "", None)
     assert problem == "varlen_attn does not run here: FlashAttention only supports head dimension at most 256"
     assert counts == (37, 14)  # and each of the two calls makes the state of a generator, as one kernel more
 

@@ -5,8 +5,10 @@ import torch
 
 from dtrain.base.errors import UserError
 from dtrain.inference import engine as engine_module
+from dtrain.inference.cached_attention import Decode
 from dtrain.inference.engine import Engine
 from dtrain.inference.graphs import Steps
+from dtrain.inference.kv_cache import KeyValues
 from dtrain.inference.request import Request, SamplingParams
 from tests.replay import NotCapturable, Recording, Replays
 from tests.rollout.test_engine import PROMPTS, build, same
@@ -63,6 +65,19 @@ def test_one_sample_of_each_prompt():
     same(Engine(model, steps=makers.steps(model)).generate(asked), Engine(model).generate(asked))
     # Three rows in one pool, which begins with 32 keys: one shape. One replay is the proof.
     assert makers.total("captured") == 1 and makers.total("replayed") == 19
+
+
+@pytest.mark.parametrize(
+    ("count", "samples", "table"), [(1, 3, (1, 8)), (1, 1, (1, 1)), (5, 2, (8, 2)), (3, 3, (4, 4))]
+)
+def test_rows_of_prompts_are_rounded_up(count, samples, table):
+    """To eight only where there is one prompt: elsewhere every prompt's products would grow."""
+    store = KeyValues([None])
+    prompts = [store.new_prompt(20) for _ in range(count)]
+    for row in range(count * samples):
+        store.new_row(row)
+    decode = Decode(store, [prompt for prompt in prompts for _ in range(samples)], torch.device("cpu"), fixed=True)
+    assert decode._shared[0].table.shape == table
 
 
 def test_weights_that_moved_are_captured_anew():

@@ -60,14 +60,14 @@ def numbers(flash, windows, sinks=True, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_windows_that_hide_something_and_that_hide_nothing(sinks):
+def test_windows(sinks):
     """Over rings that are full, slots that hold what others have left, and segments without a query."""
     windows = [None, 40, 1, 520, 2000]  # 520: a row of 400 tokens does not see all of its prompt's 130
     flash = WrittenSlotFlash()
     for found, expected in zip(numbers(flash, windows, sinks), numbers(None, windows, sinks), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    # Two pools of rows; three of prompts, where no window hides a part of one.
-    assert flash.calls == 5 * 2 + 2 * 3
+    # Two pools of rows in each layer; three of prompts, where there is no window.
+    assert flash.calls == 5 * 2 + 3
 
 
 def decode_of(flash, layers, device=CPU):
@@ -125,9 +125,50 @@ def test_keys_read():
     assert (own, shared) == (40 * 512, 8 * 128)
 
 
+class Placed(WrittenSlotFlash):
+    """Notes where the keys and values of its calls lie."""
+
+    def __init__(self):
+        super().__init__()
+        self.addresses = set()
+
+    def __call__(self, q, k, v, slots, scale):
+        self.addresses |= {k.data_ptr(), v.data_ptr()}
+        return super().__call__(q, k, v, slots, scale)
+
+
+def test_the_cache_is_not_copied():
+    """Memory lies as what reads it wants it: by position for `flash`, by head for products."""
+    flash, windows = Placed(), [None, 40, 520, 2000]
+    store = KeyValues(windows, flash=flash)
+    check_varlen_decode._numbers(store, 6, 2, 8, False, torch.float64, CPU)
+    layers = {(pool, at): pool._layers[at] for pool in store.pools for at in range(len(windows))}
+    of_products = {key for key in layers if key[0] in store.prompts.values() and windows[key[1]] is not None}
+    assert len(of_products) == 3 * 3
+    assert all(part.is_contiguous() for key in of_products for part in layers[key])
+    assert flash.addresses == {part.data_ptr() for key in layers.keys() - of_products for part in layers[key]}
+
+
+def test_queries_of_prompts():
+    """Of each size of prompts as many as it has rows, rounded up; none of a size that is no longer used."""
+    store = KeyValues([None], flash=WrittenSlotFlash())
+    prompts = [store.new_prompt(length) for length in (20, 50, 200, 900)]
+    of_rows = prompts[:1] * 17 + prompts[1:2] * 30 + prompts[2:3]
+    for row in range(len(of_rows)):
+        store.new_row(row, 64)
+    decode = VarlenDecode(store, of_rows, CPU, fixed=True)
+    assert decode.rows == 48
+    assert [(each.pool.capacity, len(each.order)) for each in decode._prompts] == [(32, 32), (64, 32), (256, 16)]
+    before = decode.shape
+    store.release(store.rows_in_order()[-1:])  # the last prompt's
+    decode = VarlenDecode(store, of_rows[:-1], CPU, fixed=True)
+    assert decode.rows == 48 and decode.shape[3:] == before[3:-1]
+
+
 @pytest.mark.slow
 def test_graphs_of_any_length(monkeypatch):
-    """Rows that end one by one: shapes differ in the number of rows alone, and come again in the next rollout."""
+    """Rows that end one by one: shapes differ in their number and in the sizes of their prompts, and mostly come again
+    in the next rollout."""
     monkeypatch.setattr(engine_module, "_LOOK_EVERY", {"cpu": 8})
     model = build("qwen3")
     sampling = SamplingParams(70, 1.0, stop_ids=(3, 11, 17))
@@ -146,7 +187,7 @@ def test_graphs_of_any_length(monkeypatch):
             captures.append(makers.total("captured") - before)
         same(found, Engine(model).generate(asked[-1]))
     print(captures, makers.total("replayed"))
-    assert sum(captures[3:]) * 2 < sum(captures[:3]) and captures[5] == 0
+    assert sum(captures[3:]) * 3 < sum(captures[:3])
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(None, False), (5, True), (500, False)])
@@ -160,6 +201,11 @@ def test_the_proof(window, sinks):
 class Older(WrittenSlotFlash):
     def __call__(self, q, k, v, slots, scale):
         raise TypeError("varlen_attn() got an unexpected keyword argument 'seqused_k'")
+
+
+class Refusing(WrittenSlotFlash):
+    def __call__(self, q, k, v, slots, scale):
+        raise AssertionError("head_dim (512, 512) is not supported")
 
 
 class Short(WrittenSlotFlash):
@@ -180,6 +226,7 @@ class Whole(WrittenSlotFlash):
     ("flash", "words"),
     [
         (Older, "varlen_attn does not run here: varlen_attn() got an unexpected keyword argument 'seqused_k'"),
+        (Refusing, "varlen_attn does not run here: head_dim (512, 512) is not supported"),
         (Short, "gives other numbers"),
         (Whole, "gives other numbers"),
     ],
