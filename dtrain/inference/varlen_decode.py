@@ -87,7 +87,9 @@ class VarlenDecode(Decode):
                 order += [0] * (_room(len(order)) - len(order))
                 longest = _room(longest)
             ends = list(accumulate(map(len, groups), initial=0))
-            self._prompts.append(_Prompts(pool, self._index(order), self._int32(ends), self._int32(used), longest))
+            # One copy to the device, which waits.
+            parts = self._index([*order, *ends, *used]).split([len(order), len(ends), len(used)])
+            self._prompts.append(_Prompts(pool, parts[0], parts[1].int(), parts[2].int(), longest))
             start += len(order)
         for row in set(range(self.rows)).difference(live):
             places[row] = places[live[0]]  # a number, whichever: what lies behind the segments may be none
@@ -96,9 +98,6 @@ class VarlenDecode(Decode):
             super()._lay_prompts(store, prompts, live, fixed)
         else:
             self._shared, self._is_sorted, self._back = [], False, self._places
-
-    def _int32(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self._device)
 
     @property
     def shape(self) -> tuple[object, ...]:
