@@ -3,14 +3,14 @@ straight from their hidden states and heads: the logits of either exist one tile
 
 The weights are known before (each token counts the same), so the gradient is formed in the forward as in
 `weighted_sum`: three matrix products of the student's head and one of the teacher's, where computing the tiles again in
-a backward would take four and two. Three tiles of logits are held at once, two where their operations are compiled:
-then these read each twice, and write the gradient.
+a backward would take four and two. Three tiles of logits are held at once, four for the Jensen-Shannon divergence; two
+where their operations are compiled: then these read each twice, and write the gradient.
 
 `forward_kl`, `reverse_kl`, `mixed_kl` and `generalized_jsd` are the same of log-probabilities.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -108,7 +108,7 @@ def jsd_sum_from_hidden_states(
     m = beta · p_teacher + (1 − beta) · p_student (Agarwal et al., arXiv:2306.13649, equation 1).
 
     Arguments, values, gradients, `shard` and errors as `kl_sum_from_hidden_states`; two all-gathers of four numbers per
-    token and tile. Four tiles of logits are held at once. Raises ValueError for a beta outside (0, 1).
+    token and tile. Raises ValueError for a beta outside (0, 1).
     """
     check_beta(beta)
     group = (shard or WHOLE).group
@@ -146,7 +146,8 @@ def check_beta(beta: float) -> None:
 class _Pair(NamedTuple):
     """Tile of the student and the teacher, [t, V/tp] each: log q and log p of this rank's part alone, and the slope of
     the student's logits by the products; or with `is_left` the products, from which a kernel has these at once. stats:
-    `Stats.m` and `l` of the student's logits in that part, and of the teacher's, [t, 4]."""
+    `Stats.m` and `l` of the student's logits in that part, and of the teacher's, [t, 4]. memory: for tiles more; None:
+    new ones are made."""
 
     student: Tensor
     teacher: Tensor
@@ -154,6 +155,7 @@ class _Pair(NamedTuple):
     is_left: bool
     stats: Tensor
     scalings: tuple[Scaling, Scaling]
+    memory: Sequence[Tensor | None]
 
 
 _OfTile = tuple[Tensor, Tensor | None]  # sums over the tile's tokens [2 or 3], and the gradient by products [t, V/tp]
@@ -188,8 +190,9 @@ def _sums_over_tiles(
 
         def add(tile: slice, mine: Tensor) -> None:  # a function: nothing of a tile lives on in the next
             theirs = others.hidden.index_select(0, index[tile]).to(others.operand.dtype)
-            products = product(mine, tokens.operand.t()), product(theirs, others.operand.t())
-            pair = _pair(*products, scalings, tokens.wants_gradient)
+            first, second, *memory = tokens.memory(count + 1, len(mine))
+            products = product(mine, tokens.operand.t(), first), product(theirs, others.operand.t(), second)
+            pair = _pair(*products, memory, scalings, tokens.wants_gradient)
             del products
             values, grad = of_tile(pair, tokens.operand.dtype if tokens.wants_gradient else None)
             sums.add_(values)
@@ -202,17 +205,25 @@ def _sums_over_tiles(
 
 
 @Fused
-def _pair(products: Tensor, others: Tensor, scalings: tuple[Scaling, Scaling], wants_slope: bool) -> _Pair:
-    """Return the tile of products [t, V/tp], whose memory it takes, and of the teacher's, `others`."""
+def _pair(
+    products: Tensor,
+    others: Tensor,
+    memory: Sequence[Tensor | None],
+    scalings: tuple[Scaling, Scaling],
+    wants_slope: bool,
+) -> _Pair:
+    """Return the tile of products [t, V/tp] and of the teacher's, `others`. Takes the memory of both, and `memory` for
+    one or two tiles more."""
     is_left = torch.compiler.is_compiling()
     logits = scalings[0].logits_(own(products))
     slope = scalings[0].slope(logits) if wants_slope and not is_left else None
-    log_q, log_p = torch.empty_like(logits), logits
+    log_q, log_p = torch.empty_like(logits) if memory[0] is None else memory[0], logits
     students = part_stats(logits, log_q)
     teachers = part_stats(scalings[1].logits_(own(others)), log_p)
     stats = torch.stack([students.m, students.l, teachers.m, teachers.l], 1)
-    tile = (products, others, None) if is_left else (log_q, log_p, slope)
-    return _Pair(*tile, is_left, stats, scalings)
+    if is_left:
+        return _Pair(products, others, None, is_left, stats, scalings, [None] * len(memory))
+    return _Pair(log_q, log_p, slope, is_left, stats, scalings, [others, *memory[1:]])
 
 
 def _both(pair: _Pair) -> tuple[Stats, Stats]:
@@ -241,7 +252,7 @@ def _logprobs(pair: _Pair, shares: Tensor | None = None) -> tuple[Tensor, Tensor
 def _kl_sums(pair: _Pair) -> tuple[Tensor, tuple]:
     """Return KL(p || q) and KL(q || p) of this rank's part alone, [2, t], and what `_kl_gradient` takes."""
     log_q, log_p, slope = _logprobs(pair)
-    q, gap, p = _kl_terms(log_q, log_p)
+    q, gap, p = _kl_terms(log_q, log_p, *pair.memory)
     sums = torch.stack([-_dot(p, gap), _dot(q, gap)])
     return sums, pair if torch.compiler.is_compiling() else (q, gap, p, slope)
 
@@ -255,7 +266,7 @@ def _kl_gradient(left: tuple, of_rows: Tensor, forward_share: float, dtype: torc
     """
     if isinstance(left, _Pair):
         log_q, log_p, slope = _logprobs(left)
-        left = *_kl_terms(log_q, log_p), slope
+        left = *_kl_terms(log_q, log_p, *left.memory), slope
     q, gap, p, slope = left
     offset, student_share, teacher_share = of_rows.split(1, 1)
     grad = gap.mul_(1 - forward_share).add_(offset).mul_(q).mul_(student_share)
@@ -263,9 +274,9 @@ def _kl_gradient(left: tuple, of_rows: Tensor, forward_share: float, dtype: torc
     return (grad if slope is None else grad.mul_(slope)).to(dtype)
 
 
-def _kl_terms(log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, log q − log p and p, the last two in the memory of log q and log p [t, V/tp]."""
-    q = log_q.exp()
+def _kl_terms(log_q: Tensor, log_p: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, in `memory` if there is some, log q − log p and p in that of log q and log p, [t, V/tp] each."""
+    q = torch.exp(log_q, out=memory)
     return q, log_q.sub_(log_p), log_p.exp_()
 
 
@@ -274,7 +285,7 @@ def _jsd_sums(pair: _Pair, shares: Tensor | None, beta: float) -> tuple[Tensor, 
     """Return KL(p || q), KL(q || p), KL(q || m) and KL(p || m), this rank's part of their sums over the vocabulary
     [4, t], and what `_jsd_gradient` takes."""
     log_q, log_p, slope = _logprobs(pair, shares)
-    q, above = _beside_mixture(log_q, log_p, beta)
+    q, above = _beside_mixture(log_q, log_p, beta, *pair.memory)
     gap = log_p.sub_(log_q)  # log p − log q
     reverse, by_student = -_dot(q, gap), _dot(q, above)
     p = log_q.add_(gap).exp_()
@@ -292,15 +303,17 @@ def _jsd_gradient(left: tuple, shares: Tensor | None, by_student: Tensor, beta: 
     """
     if isinstance(left, _Pair):
         log_q, log_p, slope = _logprobs(left, shares)
-        left = *_beside_mixture(log_q, log_p, beta), slope
+        left = *_beside_mixture(log_q, log_p, beta, *left.memory), slope
     q, above, slope = left
     grad = above.sub_(by_student).mul_(q).mul_(1 - beta)
     return (grad if slope is None else grad.mul_(slope)).to(dtype)
 
 
-def _beside_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return q and log q − log m, [t, V/tp] each."""
-    mixed, q = log_q + math.log1p(-beta), log_p + math.log(beta)
+def _beside_mixture(
+    log_q: Tensor, log_p: Tensor, beta: float, first: Tensor | None, second: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return q and log q − log m, [t, V/tp] each, in the memory of `second` and of `first` if there is some."""
+    mixed, q = torch.add(log_q, math.log1p(-beta), out=first), torch.add(log_p, math.log(beta), out=second)
     torch.logaddexp(mixed, q, out=mixed)
     return torch.exp(log_q, out=q), torch.sub(log_q, mixed, out=mixed)
 
