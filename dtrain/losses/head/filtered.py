@@ -37,7 +37,7 @@ _CHUNK = {"cpu": 256, "cuda": 2048}
 
 # Rows sorted at once: a sort holds values and indices of all of them.
 ROWS_PER_SORT = 256
-_ROWS = 512  # filtered at once: a block of a GPU's works on each, and there are more than it runs at a time
+_ROWS_OF_GPU = 512  # filtered at once, unsorted: a block works on each, and there are more than run at a time
 
 
 def filtered_logprobs_from_hidden_states(
@@ -274,8 +274,9 @@ class _Rule:
         valid = self.valid(target)
         columns = torch.where(valid, target, 0).unsqueeze(-1)
         chosen = torch.empty(target.shape, dtype=compute_dtype(logits.dtype), device=logits.device)
-        for start in range(0, len(logits), _ROWS):
-            rows = slice(start, start + _ROWS)
+        step = _ROWS_OF_GPU if logits.is_cuda else ROWS_PER_SORT
+        for start in range(0, len(logits), step):
+            rows = slice(start, start + step)
             left = kept(logits[rows], self.top_k, self.top_p) if self.filters else None
             chosen[rows] = _at_target(logits[rows], left, columns[rows], None if softmax is None else softmax[rows])
         return torch.where(valid, chosen, 0)
