@@ -277,15 +277,16 @@ class _Rule:
         step = _ROWS_OF_GPU if logits.is_cuda else ROWS_PER_SORT
         for start in range(0, len(logits), step):
             rows = slice(start, start + step)
-            left = kept(logits[rows], self.top_k, self.top_p) if self.filters else None
-            chosen[rows] = _at_target(logits[rows], left, columns[rows], None if softmax is None else softmax[rows])
+            mask = kept(logits[rows], self.top_k, self.top_p) if self.filters else None
+            chosen[rows] = _at_target(logits[rows], mask, columns[rows], None if softmax is None else softmax[rows])
         return torch.where(valid, chosen, 0)
 
 
 @Fused
-def _at_target(logits: Tensor, left: Tensor | None, columns: Tensor, softmax: Tensor | None) -> Tensor:
-    """Return log p at columns [n, 1] over the tokens that are `left` of logits [n, V], [n]. p is written to softmax."""
-    some = logits if left is None else logits.masked_fill(~left, -float("inf"))
+def _at_target(logits: Tensor, mask: Tensor | None, columns: Tensor, softmax: Tensor | None) -> Tensor:
+    """Return log p at columns [n, 1] over the tokens of logits [n, V] in the mask (None: all), [n]. p is written to
+    softmax."""
+    some = logits if mask is None else logits.masked_fill(~mask, -float("inf"))
     logp = torch.log_softmax(some, -1, dtype=compute_dtype(logits.dtype), out=softmax)
     chosen = logp.gather(-1, columns).squeeze(-1)
     if softmax is not None:

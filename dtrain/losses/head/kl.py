@@ -80,14 +80,14 @@ def kl_sum_from_hidden_states(
 
     def of_tile(pair: _Pair, dtype: torch.dtype | None) -> _OfTile:
         """Return the two divergences."""
-        (forward, reverse), left = _kl_sums(pair)
+        (forward, reverse), terms = _kl_sums(pair)
         forward, reverse, student_share, teacher_share, log_ratio = _merge(*_both(pair), forward, reverse, group)
         sums = torch.stack([forward.sum(), reverse.sum()])
         if dtype is None:
             return sums, None
         offset = (log_ratio - reverse) * (1 - forward_share) + forward_share
         of_rows = torch.stack([offset, student_share, teacher_share], 1)
-        return sums, _kl_gradient(left, of_rows, forward_share, dtype)
+        return sums, _kl_gradient(terms, of_rows, forward_share, dtype)
 
     tokens, sums = _sums_over_tiles(student, teacher, index, temperature, shard, rows_per_tile, of_tile, 2)
     forward, reverse = sums.unbind()
@@ -119,14 +119,14 @@ def jsd_sum_from_hidden_states(
         if group_size(group) > 1:
             log_student, log_teacher, _ = gather_pair(*_both(pair), group)
             shares = torch.stack([log_student[group_rank(group)], log_teacher[group_rank(group)]], 1)
-        parts, left = _jsd_sums(pair, shares, beta)
+        parts, terms = _jsd_sums(pair, shares, beta)
         if group_size(group) > 1:
             parts = all_gather(parts[None], 0, group).sum(0)
         forward, reverse, by_student, by_teacher = parts
         sums = torch.stack([forward.sum(), reverse.sum(), (beta * by_teacher + (1 - beta) * by_student).sum()])
         if dtype is None:
             return sums, None
-        return sums, _jsd_gradient(left, shares, by_student[:, None], beta, dtype)
+        return sums, _jsd_gradient(terms, shares, by_student[:, None], beta, dtype)
 
     tokens, sums = _sums_over_tiles(student, teacher, index, temperature, shard, rows_per_tile, of_tile, 3)
     forward, reverse, total = sums.unbind()
@@ -145,14 +145,15 @@ def check_beta(beta: float) -> None:
 
 class _Pair(NamedTuple):
     """Tile of the student and the teacher, [t, V/tp] each: log q and log p of this rank's part alone, and the slope of
-    the student's logits by the products; or with `is_left` the products, from which a kernel has these at once. stats:
-    `Stats.m` and `l` of the student's logits in that part, and of the teacher's, [t, 4]. memory: for tiles more; None:
-    new ones are made."""
+    the student's logits by the products; or with `are_products` the products, from which a kernel has these at once.
+
+    stats: `Stats.m` and `l` of the student's logits in that part, and of the teacher's, [t, 4]. memory: for more tiles;
+    None: new ones are made."""
 
     student: Tensor
     teacher: Tensor
     slope: Tensor | float | None
-    is_left: bool
+    are_products: bool
     stats: Tensor
     scalings: tuple[Scaling, Scaling]
     memory: Sequence[Tensor | None]
@@ -214,16 +215,16 @@ def _pair(
 ) -> _Pair:
     """Return the tile of products [t, V/tp] and of the teacher's, `others`. Takes the memory of both, and `memory` for
     one or two tiles more."""
-    is_left = torch.compiler.is_compiling()
+    are_products = torch.compiler.is_compiling()
     logits = scalings[0].logits_(own(products))
-    slope = scalings[0].slope(logits) if wants_slope and not is_left else None
+    slope = scalings[0].slope(logits) if wants_slope and not are_products else None
     log_q, log_p = torch.empty_like(logits) if memory[0] is None else memory[0], logits
     students = part_stats(logits, log_q)
     teachers = part_stats(scalings[1].logits_(own(others)), log_p)
     stats = torch.stack([students.m, students.l, teachers.m, teachers.l], 1)
-    if is_left:
-        return _Pair(products, others, None, is_left, stats, scalings, [None] * len(memory))
-    return _Pair(log_q, log_p, slope, is_left, stats, scalings, [others, *memory[1:]])
+    if are_products:
+        return _Pair(products, others, None, are_products, stats, scalings, [None] * len(memory))
+    return _Pair(log_q, log_p, slope, are_products, stats, scalings, [others, *memory[1:]])
 
 
 def _both(pair: _Pair) -> tuple[Stats, Stats]:
@@ -236,7 +237,7 @@ def _logprobs(pair: _Pair, shares: Tensor | None = None) -> tuple[Tensor, Tensor
     """Return log q and log p of this rank's part alone to compute in, or with the logarithms of its shares [t, 2] of
     the whole vocabulary, and the slope of the student's logits by the products."""
     log_q, log_p, slope = own(pair.student), own(pair.teacher), pair.slope
-    if pair.is_left:
+    if pair.are_products:
         scaling, of_teacher = pair.scalings
         m, l, m_of_teacher, l_of_teacher = pair.stats.split(1, 1)  # noqa: E741
         slope = scaling.slope(scaling.logits_(log_q))
@@ -258,16 +259,16 @@ def _kl_sums(pair: _Pair) -> tuple[Tensor, tuple]:
 
 
 @Fused
-def _kl_gradient(left: tuple, of_rows: Tensor, forward_share: float, dtype: torch.dtype) -> Tensor:
+def _kl_gradient(terms: tuple, of_rows: Tensor, forward_share: float, dtype: torch.dtype) -> Tensor:
     """Return the gradient by products [t, V/tp] in `dtype`. of_rows [t, 3]: what log q − log p of the part alone lacks,
     with the share of the forward KL in it, and the part's share of q and of p.
 
     dKL(p||q)/dz = q − p;  dKL(q||p)/dz = q · (log q − log p − KL(q||p)).
     """
-    if isinstance(left, _Pair):
-        log_q, log_p, slope = _logprobs(left)
-        left = *_kl_terms(log_q, log_p, *left.memory), slope
-    q, gap, p, slope = left
+    if isinstance(terms, _Pair):
+        log_q, log_p, slope = _logprobs(terms)
+        terms = *_kl_terms(log_q, log_p, *terms.memory), slope
+    q, gap, p, slope = terms
     offset, student_share, teacher_share = of_rows.split(1, 1)
     grad = gap.mul_(1 - forward_share).add_(offset).mul_(q).mul_(student_share)
     grad.addcmul_(p.mul_(-forward_share), teacher_share)  # torch 2.13 compiles addcmul's own `value` wrongly
@@ -296,15 +297,15 @@ def _jsd_sums(pair: _Pair, shares: Tensor | None, beta: float) -> tuple[Tensor, 
 
 
 @Fused
-def _jsd_gradient(left: tuple, shares: Tensor | None, by_student: Tensor, beta: float, dtype: torch.dtype) -> Tensor:
+def _jsd_gradient(terms: tuple, shares: Tensor | None, by_student: Tensor, beta: float, dtype: torch.dtype) -> Tensor:
     """Return the gradient by products [t, V/tp] in `dtype`; by_student [t, 1] is KL(q || m).
 
     d/dz = (1 − beta) · q · (log q − log m − KL(q || m)): what the mixture's own change adds sums to nothing.
     """
-    if isinstance(left, _Pair):
-        log_q, log_p, slope = _logprobs(left, shares)
-        left = *_beside_mixture(log_q, log_p, beta, *left.memory), slope
-    q, above, slope = left
+    if isinstance(terms, _Pair):
+        log_q, log_p, slope = _logprobs(terms, shares)
+        terms = *_beside_mixture(log_q, log_p, beta, *terms.memory), slope
+    q, above, slope = terms
     grad = above.sub_(by_student).mul_(q).mul_(1 - beta)
     return (grad if slope is None else grad.mul_(slope)).to(dtype)
 

@@ -131,7 +131,7 @@ def _topk_kl_sums(
         columns, is_mine = on_shard(ids[tile], shard.start, len(tokens.operand))  # [t, K]
         first, *memory = tokens.memory(2 + needs_entropy, len(mine))
         logits = product(mine, tokens.operand.t(), first)
-        part, at_ids, left = _stats_of_tile(logits, memory, columns, is_mine, scaling, tokens.wants_gradient)
+        part, at_ids, terms = _stats_of_tile(logits, memory, columns, is_mine, scaling, tokens.wants_gradient)
         stats = Stats(*part.unbind(1))
         whole, log_share, summed, _ = merge_over(stats, logits.shape[1], shard.group, at_ids.t())
         at_ids, share = summed.t() - whole.m[:, None], log_share.exp()  # with the maximum at 0, as l has it
@@ -149,7 +149,7 @@ def _topk_kl_sums(
             of_rows = [by_lse, share, by_entropy[0], whole.m + whole.l + whole.neg_entropy]
         at_columns = torch.where(is_mine, by_ids, 0)
         more = part, torch.stack(of_rows, 1), columns, at_columns, scaling, tokens.operand.dtype
-        tokens.add_gradient(_gradient_of_tile(logits, left, *more), tile, mine)
+        tokens.add_gradient(_gradient_of_tile(logits, terms, *more), tile, mine)
 
     for tile, mine in tokens.tiles():
         add(tile, mine)
@@ -181,7 +181,7 @@ def _stats_of_tile(
 @Fused
 def _gradient_of_tile(
     logits: Tensor,
-    left: tuple,
+    terms: tuple,
     stats: Tensor,
     of_rows: Tensor,
     columns: Tensor,
@@ -189,15 +189,15 @@ def _gradient_of_tile(
     scaling: Scaling,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient by products [t, V/tp] in `dtype`. logits, left, stats: as `_stats_of_tile` left and gave
+    """Return the gradient by products [t, V/tp] in `dtype`. logits, terms, stats: as `_stats_of_tile` left and gave
     them. of_rows [t, 1 or 4]: what p is multiplied by; or the gradients by lse and by Σ p·log p, this part's share
     between them, and lse + Σ p·log p. at_columns [t, K]: what is added there.
 
     d lse / dz = p;  d Σ p·log p / dz = p · (log p − Σ p·log p).
     """
     logits = own(logits)
-    if left:
-        p, slope = left
+    if terms:
+        p, slope = terms
     else:
         scaling.logits_(logits)
         slope = scaling.slope(logits)
