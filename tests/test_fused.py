@@ -124,27 +124,27 @@ def divergences():
     inputs, index, options = (hidden.requires_grad_(), weight.requires_grad_()), torch.arange(21), {"rows_per_tile": 8}
     models = kl.HeadInput(*inputs, 3.0), kl.HeadInput(*teacher, 3.0)
     logits, ids = topk.topk_logits_from_hidden_states(models[1], 7, index)
-    found = []
+    outputs = []
     for share in (1.0, 0.3, 0.4):  # from the third on a compiler may take it for a variable
         mixed = {"forward_share": share, "temperature": 1.5, **options}
-        found.append(kl.kl_sum_from_hidden_states(*models, index, **mixed))
-        found.append(topk.topk_kl_sum_from_hidden_states(models[0], logits, ids, index, **mixed))
-    found.append(kl.jsd_sum_from_hidden_states(*models, index, beta=0.3, **options))
-    gradients = [gradient for one in found for gradient in torch.autograd.grad(one.total, inputs)]
-    return [*(value.detach() for one in found for value in one), *gradients]
+        outputs.append(kl.kl_sum_from_hidden_states(*models, index, **mixed))
+        outputs.append(topk.topk_kl_sum_from_hidden_states(models[0], logits, ids, index, **mixed))
+    outputs.append(kl.jsd_sum_from_hidden_states(*models, index, beta=0.3, **options))
+    gradients = [gradient for of_loss in outputs for gradient in torch.autograd.grad(of_loss.total, inputs)]
+    return [*(value.detach() for of_loss in outputs for value in of_loss), *gradients]
 
 
 def filtered_values():
     """Return log-probabilities under filters with their gradients, and the mask of a search for the likeliest."""
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (21, 50))
-    targets, index, found = torch.randint(0, 50, (21,)), torch.arange(21), []
+    targets, index, results = torch.randint(0, 50, (21,)), torch.arange(21), []
     for top_k, share in ((9, 1.0), (None, 0.9)):
         rule = logprobs.TrainingSamplingParams(top_k, share, 0.7)
         values = filtered.filtered_logprobs_from_hidden_states(hidden, weight, targets, rule, index=index)
         total = torch.where(values.isinf(), 0, values).sin().sum()
-        found += [values.detach(), *torch.autograd.grad(total, (hidden, weight))]
-    return [*found, top_p.kept_by_top_p(hidden.detach() @ weight.detach().t(), 0.7)]
+        results += [values.detach(), *torch.autograd.grad(total, (hidden, weight))]
+    return [*results, top_p.kept_by_top_p(hidden.detach() @ weight.detach().t(), 0.7)]
 
 
 OF_PAIRS = kl._pair, kl._kl_sums, kl._kl_gradient, kl._jsd_sums, kl._jsd_gradient
@@ -193,8 +193,8 @@ def test_the_heads_gradient_is_one_kernel(compile_here, head):
 def counted(loss, vocab=100_000, tokens=4096):
     """Return the kernels of a tile, and the bytes a logit that are no product's, of a loss of hidden states and a
     head's weight: [tokens, D] and [vocab, D] of a student and of a teacher, on a planned GPU."""
-    one = SimpleNamespace(size=lambda: 1)
-    tracer = Tracer(SimpleNamespace(tp=one, ep=None, fsdp=SimpleNamespace(ndim=1)), on_host=False)
+    one_rank = SimpleNamespace(size=lambda: 1)
+    tracer = Tracer(SimpleNamespace(tp=one_rank, ep=None, fsdp=SimpleNamespace(ndim=1)), on_host=False)
     student, teacher = (
         [torch.empty(n, 8, dtype=torch.bfloat16, device="meta", requires_grad=grad) for n in (tokens, vocab)]
         for grad in (True, False)
@@ -232,8 +232,8 @@ MOVED = {  # kernels of a tile, and bytes a logit
 @pytest.mark.parametrize("head", MOVED)
 def test_a_plan_counts_few_kernels_and_bytes_of_a_head(head):
     loss, kernels, moved = MOVED[head]
-    found = counted(loss)
-    assert found[0] <= kernels and found[1] <= moved, found
+    kernels_counted, moved_counted = counted(loss)
+    assert kernels_counted <= kernels and moved_counted <= moved, (kernels_counted, moved_counted)
 
 
 def rounded(matrix, gradients):

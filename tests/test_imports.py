@@ -37,6 +37,8 @@ TORCH_FREE = """
     dtrain.commands.push.command dtrain.commands.report.compare dtrain.commands.report.live
     dtrain.data.images.files dtrain.data.images.reading
 """.split()
+# Packages that import names late.
+LATE = "dtrain.data dtrain.data.images dtrain.losses dtrain.methods dtrain.parallel.context dtrain.policy".split()
 SFT = """
 import json, sys
 from dtrain import run
@@ -144,7 +146,7 @@ def test_what_a_run_of_sft_loads(tmp_path):
     assert lines <= MOST_LINES_OF_SFT, sorted(names)
 
 
-@pytest.mark.parametrize("name", ["dtrain.losses", "dtrain.methods", "dtrain.parallel.context"])
+@pytest.mark.parametrize("name", LATE)
 def test_names_that_are_imported_late_are_those_that_type_checkers_see(name):
     module = importlib.import_module(name)
     (seen,) = [

@@ -7,8 +7,10 @@ from typing import Any
 
 
 def late_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
-    """Return `__getattr__` and `__all__` of a package. modules: its modules, each with the names that come from it,
-    parted by spaces."""
+    """Return `__getattr__` of a package and the names that it serves. modules: the package's, each with the names that
+    come from it, parted by spaces.
+
+    Users' type checkers see a name only where the package has it in a literal `__all__` too."""
     homes = {name: module for module, names in modules.items() for name in names.split()}
 
     def load(name: str) -> Any:

@@ -5,8 +5,6 @@ is built bit by bit from the highest one on: each pass sums the probabilities of
 values. Every sum is in float64. Nothing is read back to the host.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -14,31 +12,34 @@ from dtrain.base.fused import Fused
 
 _INTEGER = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
 _INTEGER[torch.float16] = torch.int16
-_BITS = 2  # found in one pass where there is much to sum, each trial value another time
-_SMALL = 2**22, 4  # elements up to which passes cost more than sums, and the bits of a pass then
+_INFINITY = {torch.float64: 0x7FF0_0000_0000_0000, torch.float32: 0x7F80_0000}  # its bits
+_INFINITY |= {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+_FEW = 2**22  # elements up to which passes cost more than sums
+_BITS = {False: 2, True: 4}  # found in one pass, each trial value another time; by whether elements are few
 
 
 def last_kept(values: Tensor, probabilities: Tensor, share: Tensor) -> Tensor:
     """Return [n, 1] of values [n, V], any float dtype: the largest v for which the probabilities [n, V] of all tokens
     with values ≥ v sum to at least `share` [n, 1] float64, at most the sum of all. NaN where a row has NaN."""
-    integer = _INTEGER[values.dtype]
-    step = _SMALL[1] if values.numel() <= _SMALL[0] else _BITS
+    are_few = values.numel() <= _FEW
+    step = _BITS[are_few]
     share = share.clamp(min=torch.finfo(torch.float64).tiny)
     order = torch.zeros(len(values), 1, dtype=torch.int64, device=values.device)  # from 0 up
-    # Below the place of −inf are NaNs, which nothing is larger than: as trial values they count as −inf.
-    least = -1 - int(torch.tensor(math.inf, dtype=values.dtype).view(integer))
-    for shift in range(torch.iinfo(integer).bits - step, -1, -step):
-        order = _with_digit(order, torch.tensor(shift), values, probabilities, share, step, least)
-    return _value_of(order, integer, values.dtype)
+    for shift in range(torch.iinfo(_INTEGER[values.dtype]).bits - step, -1, -step):
+        order = _with_digit(order, torch.tensor(shift), values, probabilities, share, are_few)
+    return _value_of(order, values.dtype)
 
 
 @Fused
 def _with_digit(
-    order: Tensor, shift: Tensor, values: Tensor, probabilities: Tensor, share: Tensor, step: int, least: int
+    order: Tensor, shift: Tensor, values: Tensor, probabilities: Tensor, share: Tensor, are_few: bool
 ) -> Tensor:
-    """Return `order` [n, 1] with the next `step` bits of the place, from bit `shift` on, a scalar of the host."""
-    digits = torch.arange(1, 2**step, device=values.device)  # [trials]
-    trial = _value_of(order | (digits << shift), _INTEGER[values.dtype], values.dtype, least)  # [n, trials], ascending
+    """Return `order` [n, 1] with the next bits of the place, from bit `shift` on, a scalar of the host. No argument is
+    a number, which a compiler would make a variable."""
+    digits = torch.arange(1, 2 ** _BITS[are_few], device=values.device)  # [trials]
+    # Below the place of −inf are NaNs, which nothing is larger than: as trial values they count as −inf.
+    least = -1 - _INFINITY[values.dtype]
+    trial = _value_of(order | (digits << shift), values.dtype, least)  # [n, trials], ascending
     masses = [
         torch.where(values >= threshold, probabilities, 0).sum(-1, keepdim=True, dtype=torch.float64)
         for threshold in trial.split(1, 1)
@@ -46,8 +47,9 @@ def _with_digit(
     return order | ((torch.cat(masses, 1) >= share).sum(-1, keepdim=True) << shift)
 
 
-def _value_of(order: Tensor, integer: torch.dtype, dtype: torch.dtype, least: int | None = None) -> Tensor:
+def _value_of(order: Tensor, dtype: torch.dtype, least: int | None = None) -> Tensor:
     """Return the floats at places `order`, int64 from 0 on, of all floats in order; none below that of bits `least`."""
+    integer = _INTEGER[dtype]
     lowest = torch.iinfo(integer).min
     signed = order ^ lowest if integer is torch.int64 else order + lowest  # 64 bits of places leave no room to add
     signed = signed if least is None else signed.clamp(min=least)

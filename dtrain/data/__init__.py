@@ -11,7 +11,6 @@ images     images in rows: files, sizes, pixels as a model takes them
 Names are imported when they are used, so that what needs no torch loads none.
 """
 
-# ruff: noqa: F401
 from typing import TYPE_CHECKING
 
 from dtrain.base.exports import late_names
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
     from dtrain.data.text.template import choose_template
     from dtrain.data.text.tokenizer import Tokenizer
 
-__getattr__, __all__ = late_names(
+__all__ = ["Batches", "Cursor", "GlobalBatch", "PromptOptions", "Rows", "Tokenizer", "choose_template", "open_rows"]
+__getattr__, _late = late_names(
     __name__,
     {
         "formats.prompts": "PromptOptions",

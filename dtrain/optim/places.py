@@ -137,7 +137,7 @@ def few_bits(shape: tuple[int, int], at: Numbers, device: torch.device) -> Tenso
         columns = torch.arange(shape[1], device=device) + at.first_column
         return bits(fours + (columns >> 2), at.name) >> ((columns & 3) * 16)
     first, before = divmod(int(at.first_column), 4)
-    end = first - (-(before + shape[1]) // 4)
+    end = first + (before + shape[1] + 3) // 4
     drawn = bits(fours + torch.arange(first, end, device=device), at.name)
     return drawn.view(torch.int16)[:, before : before + shape[1]].int()
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of, loads
-from dtrain.base.ranges import nearest
-from dtrain.data.formats.image_parts import COLUMN, read_content, refuse_images, text_of, with_images
+from dtrain.base.ranges import nearest, plural
+from dtrain.data.formats.image_parts import COLUMN, images_in, read_content, text_of, with_images
 
 ENDINGS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}  # of data files
 IGNORE = -100  # a label without loss, as everywhere in the field
@@ -169,6 +169,15 @@ def require_keys(row: Mapping[str, Any], name: str, kind: str = "examples") -> N
         )
 
 
+def refuse_images(row: Mapping[str, Any], what: str) -> None:
+    """Raise UserError where a row of `what`, which has no messages, has images."""
+    if row.get(COLUMN) and (images := images_in(row)):
+        raise UserError(
+            f"the row has {len(images)} {plural(len(images), 'image')} in its column {COLUMN}, and images stand in "
+            f"messages: {what} take none; give the row messages"
+        )
+
+
 def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptCompletion | Text | TokenizedRow:
     """Return `row` of format `name` in its one shape. Raises UserError."""
     if name == "preference":
@@ -183,7 +192,7 @@ def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptComplet
         "text": lambda: Text(read_string(row["text"], "text")),
         "tokenized": lambda: _tokens(row),
     }[name]()
-    if row.get(COLUMN) and not isinstance(sample, Conversation):
+    if not isinstance(sample, Conversation):
         refuse_images(row, {"text": "texts", "tokenized": "token ids"}.get(name, "plain prompts"))
     return sample
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of, loads
-from dtrain.base.ranges import plural
 
 COLUMN = "images"
 PLACEHOLDER = "<image>"
@@ -103,15 +102,6 @@ def image_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 def text_of(content: Any) -> str:
     """Return the text of a message's content, its images left out."""
     return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content
-
-
-def refuse_images(row: Mapping[str, Any], what: str) -> None:
-    """Raise UserError where a row of `what`, which has no messages, has images."""
-    if images := images_in(row):
-        raise UserError(
-            f"the row has {len(images)} {plural(len(images), 'image')} in its column {COLUMN}, and images stand in "
-            f"messages: {what} take none; give the row messages"
-        )
 
 
 def _split_at_placeholders(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:

@@ -39,9 +39,10 @@ from dtrain.data.formats.formats import (
     read_question,
     read_string,
     read_tools,
+    refuse_images,
     require_keys,
 )
-from dtrain.data.formats.image_parts import COLUMN, image_parts, refuse_images, take_images, text_of, with_images
+from dtrain.data.formats.image_parts import image_parts, take_images, text_of, with_images
 from dtrain.data.text.replies import Messages
 
 if TYPE_CHECKING:
@@ -87,8 +88,7 @@ def normalise_pair(row: Mapping[str, Any], name: str) -> ChatPair | TextPair | T
     """Return `row` of format `name` (preference or tokenized) in its shape. Raises UserError."""
     require_keys(row, name, "pairs")
     if name == "tokenized":
-        if row.get(COLUMN):
-            refuse_images(row, "token ids")
+        refuse_images(row, "token ids")
         return TokenPair(*(_ids(row[key], key) for key in ("prompt_ids", "chosen_ids", "rejected_ids")))
     values = (row.get(key) for key in ("prompt", "chosen", "rejected"))  # a single message is a list of it
     lists: list[Any] = [[value] if isinstance(value, dict) else value for value in values]
@@ -141,8 +141,7 @@ def _ids(value: Any, key: str) -> list[int]:
 
 
 def _texts(row: Mapping[str, Any], prompt: Any, chosen: str, rejected: str) -> TextPair:
-    if row.get(COLUMN):
-        refuse_images(row, "plain prompts")
+    refuse_images(row, "plain prompts")
     for name in ("tools", "system"):
         if row.get(name):
             raise UserError(

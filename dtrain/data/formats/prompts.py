@@ -29,9 +29,10 @@ from dtrain.data.formats.formats import (
     read_messages,
     read_string,
     read_tools,
+    refuse_images,
     require_keys,
 )
-from dtrain.data.formats.image_parts import COLUMN, refuse_images, take_images, with_images
+from dtrain.data.formats.image_parts import COLUMN, take_images, with_images
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.data.text.tool_format import learn_tool_format
@@ -86,15 +87,13 @@ def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = Non
     """Return `row` of format `name` (a key of formats.PROMPT_FORMATS) in its one shape. Raises UserError."""
     require_keys(row, name, "prompts")
     if name == "tokenized":
-        if row.get(COLUMN):
-            refuse_images(row, "token ids")
+        refuse_images(row, "token ids")
         ids = read_integers(row["prompt_ids"], "prompt_ids")
         if not ids or min(ids) < 0:
             raise UserError("prompt_ids must hold one id at least, and none below 0")
         return Prompt(ids, _columns(row, "prompt_ids"))
     if name == "prompt_completion" and isinstance(row["prompt"], str):
-        if row.get(COLUMN):
-            refuse_images(row, "plain prompts")
+        refuse_images(row, "plain prompts")
         return Prompt(row["prompt"], _columns(row, "prompt", answer=row.get("completion")))
     messages, columns = _chat(row, name)
     instructions = row.get("system") or system

@@ -11,7 +11,6 @@ reader, records          images of chats: image tokens in the text, streams and 
 Names are imported when they are used: what decodes nothing loads neither torch nor Pillow.
 """
 
-# ruff: noqa: F401
 from typing import TYPE_CHECKING
 
 from dtrain.base.exports import late_names
@@ -24,7 +23,19 @@ if TYPE_CHECKING:
     from dtrain.data.images.reading import read_processor
     from dtrain.data.images.records import ImageRecord
 
-__getattr__, __all__ = late_names(
+__all__ = [
+    "MOST_PIXELS",
+    "Header",
+    "ImageBytes",
+    "ImageProcessor",
+    "ImageReader",
+    "ImageRecord",
+    "ImageTokens",
+    "Layout",
+    "read_image",
+    "read_processor",
+]
+__getattr__, _late = late_names(
     __name__,
     {
         "decoding": "MOST_PIXELS Header",

@@ -37,7 +37,7 @@ _CHUNK = {"cpu": 256, "cuda": 2048}
 
 # Rows sorted at once: a sort holds values and indices of all of them.
 ROWS_PER_SORT = 256
-_ROWS = 512  # filtered at once: a block of a GPU's works on each, and there are more than it runs at a time
+_ROWS_OF_GPU = 512  # filtered at once, unsorted: a block works on each, and there are more than run at a time
 
 
 def filtered_logprobs_from_hidden_states(
@@ -274,17 +274,19 @@ class _Rule:
         valid = self.valid(target)
         columns = torch.where(valid, target, 0).unsqueeze(-1)
         chosen = torch.empty(target.shape, dtype=compute_dtype(logits.dtype), device=logits.device)
-        for start in range(0, len(logits), _ROWS):
-            rows = slice(start, start + _ROWS)
-            left = kept(logits[rows], self.top_k, self.top_p) if self.filters else None
-            chosen[rows] = _at_target(logits[rows], left, columns[rows], None if softmax is None else softmax[rows])
+        step = _ROWS_OF_GPU if logits.is_cuda else ROWS_PER_SORT
+        for start in range(0, len(logits), step):
+            rows = slice(start, start + step)
+            mask = kept(logits[rows], self.top_k, self.top_p) if self.filters else None
+            chosen[rows] = _at_target(logits[rows], mask, columns[rows], None if softmax is None else softmax[rows])
         return torch.where(valid, chosen, 0)
 
 
 @Fused
-def _at_target(logits: Tensor, left: Tensor | None, columns: Tensor, softmax: Tensor | None) -> Tensor:
-    """Return log p at columns [n, 1] over the tokens that are `left` of logits [n, V], [n]. p is written to softmax."""
-    remaining = logits if left is None else logits.masked_fill(~left, -float("inf"))
+def _at_target(logits: Tensor, mask: Tensor | None, columns: Tensor, softmax: Tensor | None) -> Tensor:
+    """Return log p at columns [n, 1] over the tokens of logits [n, V] in the mask (None: all), [n]. p is written to
+    softmax."""
+    remaining = logits if mask is None else logits.masked_fill(~mask, -float("inf"))
     logp = torch.log_softmax(remaining, -1, dtype=compute_dtype(logits.dtype), out=softmax)
     chosen = logp.gather(-1, columns).squeeze(-1)
     if softmax is not None:

@@ -3,14 +3,14 @@ straight from their hidden states and heads: the logits of either exist one tile
 
 The weights are known before (each token counts the same), so the gradient is formed in the forward as in
 `weighted_sum`: three matrix products of the student's head and one of the teacher's, where computing the tiles again in
-a backward would take four and two. Three tiles of logits are held at once, two where their operations are compiled:
-then these read each twice, and write the gradient.
+a backward would take four and two. Three tiles of logits are held at once, four for the Jensen-Shannon divergence; two
+where their operations are compiled: then these read each twice, and write the gradient.
 
 `forward_kl`, `reverse_kl`, `mixed_kl` and `generalized_jsd` are the same of log-probabilities.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,14 +80,14 @@ def kl_sum_from_hidden_states(
 
     def of_tile(pair: _Pair, dtype: torch.dtype | None) -> _OfTile:
         """Return the two divergences."""
-        (forward, reverse), left = _kl_sums(pair)
+        (forward, reverse), terms = _kl_sums(pair)
         forward, reverse, student_share, teacher_share, log_ratio = _merge(*_both(pair), forward, reverse, group)
         sums = torch.stack([forward.sum(), reverse.sum()])
         if dtype is None:
             return sums, None
         offset = (log_ratio - reverse) * (1 - forward_share) + forward_share
         of_rows = torch.stack([offset, student_share, teacher_share], 1)
-        return sums, _kl_gradient(left, of_rows, forward_share, dtype)
+        return sums, _kl_gradient(terms, of_rows, forward_share, dtype)
 
     tokens, sums = _sums_over_tiles(student, teacher, index, temperature, shard, rows_per_tile, of_tile, 2)
     forward, reverse = sums.unbind()
@@ -108,7 +108,7 @@ def jsd_sum_from_hidden_states(
     m = beta · p_teacher + (1 − beta) · p_student (Agarwal et al., arXiv:2306.13649, equation 1).
 
     Arguments, values, gradients, `shard` and errors as `kl_sum_from_hidden_states`; two all-gathers of four numbers per
-    token and tile. Four tiles of logits are held at once. Raises ValueError for a beta outside (0, 1).
+    token and tile. Raises ValueError for a beta outside (0, 1).
     """
     check_beta(beta)
     group = (shard or WHOLE).group
@@ -119,14 +119,14 @@ def jsd_sum_from_hidden_states(
         if group_size(group) > 1:
             log_student, log_teacher, _ = gather_pair(*_both(pair), group)
             shares = torch.stack([log_student[group_rank(group)], log_teacher[group_rank(group)]], 1)
-        parts, left = _jsd_sums(pair, shares, beta)
+        parts, terms = _jsd_sums(pair, shares, beta)
         if group_size(group) > 1:
             parts = all_gather(parts[None], 0, group).sum(0)
         forward, reverse, by_student, by_teacher = parts
         sums = torch.stack([forward.sum(), reverse.sum(), (beta * by_teacher + (1 - beta) * by_student).sum()])
         if dtype is None:
             return sums, None
-        return sums, _jsd_gradient(left, shares, by_student[:, None], beta, dtype)
+        return sums, _jsd_gradient(terms, shares, by_student[:, None], beta, dtype)
 
     tokens, sums = _sums_over_tiles(student, teacher, index, temperature, shard, rows_per_tile, of_tile, 3)
     forward, reverse, total = sums.unbind()
@@ -145,15 +145,18 @@ def check_beta(beta: float) -> None:
 
 class _Pair(NamedTuple):
     """Tile of the student and the teacher, [t, V/tp] each: log q and log p of this rank's part alone, and the slope of
-    the student's logits by the products; or with `is_left` the products, from which a kernel has these at once. stats:
-    `Stats.m` and `l` of the student's logits in that part, and of the teacher's, [t, 4]."""
+    the student's logits by the products; or with `are_products` the products, from which a kernel has these at once.
+
+    stats: `Stats.m` and `l` of the student's logits in that part, and of the teacher's, [t, 4]. memory: for more tiles;
+    None: new ones are made."""
 
     student: Tensor
     teacher: Tensor
     slope: Tensor | float | None
-    is_left: bool
+    are_products: bool
     stats: Tensor
     scalings: tuple[Scaling, Scaling]
+    memory: Sequence[Tensor | None]
 
 
 _OfTile = tuple[Tensor, Tensor | None]  # sums over the tile's tokens [2 or 3], and the gradient by products [t, V/tp]
@@ -188,8 +191,9 @@ def _sums_over_tiles(
 
         def add(tile: slice, mine: Tensor) -> None:  # a function: nothing of a tile lives on in the next
             theirs = others.hidden.index_select(0, index[tile]).to(others.operand.dtype)
-            products = product(mine, tokens.operand.t()), product(theirs, others.operand.t())
-            pair = _pair(*products, scalings, tokens.wants_gradient)
+            first, second, *memory = tokens.memory(count + 1, len(mine))
+            products = product(mine, tokens.operand.t(), first), product(theirs, others.operand.t(), second)
+            pair = _pair(*products, memory, scalings, tokens.wants_gradient)
             del products
             values, grad = of_tile(pair, tokens.operand.dtype if tokens.wants_gradient else None)
             sums.add_(values)
@@ -202,17 +206,25 @@ def _sums_over_tiles(
 
 
 @Fused
-def _pair(products: Tensor, others: Tensor, scalings: tuple[Scaling, Scaling], wants_slope: bool) -> _Pair:
-    """Return the tile of products [t, V/tp], whose memory it takes, and of the teacher's, `others`."""
-    is_left = torch.compiler.is_compiling()
+def _pair(
+    products: Tensor,
+    others: Tensor,
+    memory: Sequence[Tensor | None],
+    scalings: tuple[Scaling, Scaling],
+    wants_slope: bool,
+) -> _Pair:
+    """Return the tile of products [t, V/tp] and of the teacher's, `others`. Takes the memory of both, and `memory` for
+    one or two tiles more."""
+    are_products = torch.compiler.is_compiling()
     logits = scalings[0].logits_(own(products))
-    slope = scalings[0].slope(logits) if wants_slope and not is_left else None
-    log_q, log_p = torch.empty_like(logits), logits
+    slope = scalings[0].slope(logits) if wants_slope and not are_products else None
+    log_q, log_p = torch.empty_like(logits) if memory[0] is None else memory[0], logits
     students = part_stats(logits, log_q)
     teachers = part_stats(scalings[1].logits_(own(others)), log_p)
     stats = torch.stack([students.m, students.l, teachers.m, teachers.l], 1)
-    tile = (products, others, None) if is_left else (log_q, log_p, slope)
-    return _Pair(*tile, is_left, stats, scalings)
+    if are_products:
+        return _Pair(products, others, None, are_products, stats, scalings, [None] * len(memory))
+    return _Pair(log_q, log_p, slope, are_products, stats, scalings, [others, *memory[1:]])
 
 
 def _both(pair: _Pair) -> tuple[Stats, Stats]:
@@ -225,7 +237,7 @@ def _logprobs(pair: _Pair, shares: Tensor | None = None) -> tuple[Tensor, Tensor
     """Return log q and log p of this rank's part alone to compute in, or with the logarithms of its shares [t, 2] of
     the whole vocabulary, and the slope of the student's logits by the products."""
     log_q, log_p, slope = own(pair.student), own(pair.teacher), pair.slope
-    if pair.is_left:
+    if pair.are_products:
         scaling, of_teacher = pair.scalings
         m, l, m_of_teacher, l_of_teacher = pair.stats.split(1, 1)  # noqa: E741
         slope = scaling.slope(scaling.logits_(log_q))
@@ -241,31 +253,31 @@ def _logprobs(pair: _Pair, shares: Tensor | None = None) -> tuple[Tensor, Tensor
 def _kl_sums(pair: _Pair) -> tuple[Tensor, tuple]:
     """Return KL(p || q) and KL(q || p) of this rank's part alone, [2, t], and what `_kl_gradient` takes."""
     log_q, log_p, slope = _logprobs(pair)
-    q, gap, p = _kl_terms(log_q, log_p)
+    q, gap, p = _kl_terms(log_q, log_p, *pair.memory)
     sums = torch.stack([-_dot(p, gap), _dot(q, gap)])
     return sums, pair if torch.compiler.is_compiling() else (q, gap, p, slope)
 
 
 @Fused
-def _kl_gradient(left: tuple, of_rows: Tensor, forward_share: float, dtype: torch.dtype) -> Tensor:
+def _kl_gradient(terms: tuple, of_rows: Tensor, forward_share: float, dtype: torch.dtype) -> Tensor:
     """Return the gradient by products [t, V/tp] in `dtype`. of_rows [t, 3]: what log q − log p of the part alone lacks,
     with the share of the forward KL in it, and the part's share of q and of p.
 
     dKL(p||q)/dz = q − p;  dKL(q||p)/dz = q · (log q − log p − KL(q||p)).
     """
-    if isinstance(left, _Pair):
-        log_q, log_p, slope = _logprobs(left)
-        left = *_kl_terms(log_q, log_p), slope
-    q, gap, p, slope = left
+    if isinstance(terms, _Pair):
+        log_q, log_p, slope = _logprobs(terms)
+        terms = *_kl_terms(log_q, log_p, *terms.memory), slope
+    q, gap, p, slope = terms
     offset, student_share, teacher_share = of_rows.split(1, 1)
     grad = gap.mul_(1 - forward_share).add_(offset).mul_(q).mul_(student_share)
     grad.addcmul_(p.mul_(-forward_share), teacher_share)  # torch 2.13 compiles addcmul's own `value` wrongly
     return (grad if slope is None else grad.mul_(slope)).to(dtype)
 
 
-def _kl_terms(log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, log q − log p and p, the last two in the memory of log q and log p [t, V/tp]."""
-    q = log_q.exp()
+def _kl_terms(log_q: Tensor, log_p: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, in `memory` if there is some, log q − log p and p in that of log q and log p, [t, V/tp] each."""
+    q = torch.exp(log_q, out=memory)
     return q, log_q.sub_(log_p), log_p.exp_()
 
 
@@ -274,7 +286,7 @@ def _jsd_sums(pair: _Pair, shares: Tensor | None, beta: float) -> tuple[Tensor, 
     """Return KL(p || q), KL(q || p), KL(q || m) and KL(p || m), this rank's part of their sums over the vocabulary
     [4, t], and what `_jsd_gradient` takes."""
     log_q, log_p, slope = _logprobs(pair, shares)
-    q, above = _beside_mixture(log_q, log_p, beta)
+    q, above = _beside_mixture(log_q, log_p, beta, *pair.memory)
     gap = log_p.sub_(log_q)  # log p − log q
     reverse, by_student = -_dot(q, gap), _dot(q, above)
     p = log_q.add_(gap).exp_()
@@ -285,22 +297,24 @@ def _jsd_sums(pair: _Pair, shares: Tensor | None, beta: float) -> tuple[Tensor, 
 
 
 @Fused
-def _jsd_gradient(left: tuple, shares: Tensor | None, by_student: Tensor, beta: float, dtype: torch.dtype) -> Tensor:
+def _jsd_gradient(terms: tuple, shares: Tensor | None, by_student: Tensor, beta: float, dtype: torch.dtype) -> Tensor:
     """Return the gradient by products [t, V/tp] in `dtype`; by_student [t, 1] is KL(q || m).
 
     d/dz = (1 − beta) · q · (log q − log m − KL(q || m)): what the mixture's own change adds sums to nothing.
     """
-    if isinstance(left, _Pair):
-        log_q, log_p, slope = _logprobs(left, shares)
-        left = *_beside_mixture(log_q, log_p, beta), slope
-    q, above, slope = left
+    if isinstance(terms, _Pair):
+        log_q, log_p, slope = _logprobs(terms, shares)
+        terms = *_beside_mixture(log_q, log_p, beta, *terms.memory), slope
+    q, above, slope = terms
     grad = above.sub_(by_student).mul_(q).mul_(1 - beta)
     return (grad if slope is None else grad.mul_(slope)).to(dtype)
 
 
-def _beside_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return q and log q − log m, [t, V/tp] each."""
-    mixed, q = log_q + math.log1p(-beta), log_p + math.log(beta)
+def _beside_mixture(
+    log_q: Tensor, log_p: Tensor, beta: float, first: Tensor | None, second: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return q and log q − log m, [t, V/tp] each, in the memory of `second` and of `first` if there is some."""
+    mixed, q = torch.add(log_q, math.log1p(-beta), out=first), torch.add(log_p, math.log(beta), out=second)
     torch.logaddexp(mixed, q, out=mixed)
     return torch.exp(log_q, out=q), torch.sub(log_q, mixed, out=mixed)
 

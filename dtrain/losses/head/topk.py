@@ -4,7 +4,7 @@ own: the logits of either exist one tile of tokens at a time. The gradient is fo
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -129,8 +129,9 @@ def _topk_kl_sums(
 
     def add(tile: slice, mine: Tensor) -> None:  # a function: nothing of a tile lives on in the next
         columns, is_mine = on_shard(ids[tile], shard.start, len(tokens.operand))  # [t, K]
-        logits = product(mine, tokens.operand.t())
-        part, at_ids, left = _stats_of_tile(logits, columns, is_mine, scaling, needs_entropy, tokens.wants_gradient)
+        first, *memory = tokens.memory(2 + needs_entropy, len(mine))
+        logits = product(mine, tokens.operand.t(), first)
+        part, at_ids, terms = _stats_of_tile(logits, memory, columns, is_mine, scaling, tokens.wants_gradient)
         stats = Stats(*part.unbind(1))
         whole, log_share, summed, _ = merge_over(stats, logits.shape[1], shard.group, at_ids.t())
         at_ids, share = summed.t() - whole.m[:, None], log_share.exp()  # with the maximum at 0, as l has it
@@ -148,7 +149,7 @@ def _topk_kl_sums(
             of_rows = [by_lse, share, by_entropy[0], whole.m + whole.l + whole.neg_entropy]
         at_columns = torch.where(is_mine, by_ids, 0)
         more = part, torch.stack(of_rows, 1), columns, at_columns, scaling, tokens.operand.dtype
-        tokens.add_gradient(_gradient_of_tile(logits, left, *more), tile, mine)
+        tokens.add_gradient(_gradient_of_tile(logits, terms, *more), tile, mine)
 
     for tile, mine in tokens.tiles():
         add(tile, mine)
@@ -157,14 +158,19 @@ def _topk_kl_sums(
 
 @Fused
 def _stats_of_tile(
-    products: Tensor, columns: Tensor, is_mine: Tensor, scaling: Scaling, needs_entropy: bool, wants_gradient: bool
+    products: Tensor,
+    memory: Sequence[Tensor | None],
+    columns: Tensor,
+    is_mine: Tensor,
+    scaling: Scaling,
+    wants_gradient: bool,
 ) -> tuple[Tensor, Tensor, tuple]:
-    """Return the statistics of a tile's logits, from products [t, V/tp]: m, l and with needs_entropy E [t, 2 or 3]; the
-    logits at `columns` [t, K], 0 where they are not mine; and p of the part alone and the logits' slope, where this is
-    compiled nothing. Turns products into logits else."""
+    """Return the statistics of a tile's logits, from products [t, V/tp]: m and l, with memory for two tiles E too,
+    [t, 2 or 3]; the logits at `columns` [t, K], 0 where they are not mine; and p of the part alone and the logits'
+    slope, where this is compiled nothing. Turns products into logits else."""
     logits = scaling.logits_(own(products))
-    logp = torch.empty_like(logits)
-    p = torch.empty_like(logits) if needs_entropy else None
+    logp, *more = [torch.empty_like(logits) if tile is None else own(tile) for tile in memory]
+    p = more[0] if more else None
     at_ids = pick(logits, columns, is_mine, logits.dtype)
     stats = part_stats(logits, logp, p).pack().t()
     if torch.compiler.is_compiling() or not wants_gradient:
@@ -175,7 +181,7 @@ def _stats_of_tile(
 @Fused
 def _gradient_of_tile(
     logits: Tensor,
-    left: tuple,
+    terms: tuple,
     stats: Tensor,
     of_rows: Tensor,
     columns: Tensor,
@@ -183,15 +189,15 @@ def _gradient_of_tile(
     scaling: Scaling,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient by products [t, V/tp] in `dtype`. logits, left, stats: as `_stats_of_tile` left and gave
+    """Return the gradient by products [t, V/tp] in `dtype`. logits, terms, stats: as `_stats_of_tile` left and gave
     them. of_rows [t, 1 or 4]: what p is multiplied by; or the gradients by lse and by Σ p·log p, this part's share
     between them, and lse + Σ p·log p. at_columns [t, K]: what is added there.
 
     d lse / dz = p;  d Σ p·log p / dz = p · (log p − Σ p·log p).
     """
     logits = own(logits)
-    if left:
-        p, slope = left
+    if terms:
+        p, slope = terms
     else:
         scaling.logits_(logits)
         slope = scaling.slope(logits)

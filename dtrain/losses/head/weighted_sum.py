@@ -72,6 +72,7 @@ class TiledSum:
         self.hidden, self.weight, self.index, self.rows = hidden.detach(), weight.detach(), index, rows
         self.dtype, self.operand = dtype, as_operand(self.weight, dtype)
         self._inputs = hidden, weight
+        self._memory: list[Tensor] = []
         self.wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         # Zeros where no token is: a rank without any takes part in the gradients' reduction all the same.
         self._hidden_grad = self._weight_grad = None  # of what is frozen
@@ -85,6 +86,16 @@ class TiledSum:
         for start in rounds(range(0, len(self.index), self.rows), self.hidden):
             tile = slice(start, start + self.rows)
             yield tile, self.hidden.index_select(0, self.index[tile]).to(self.operand.dtype)
+
+    def memory(self, count: int, rows: int) -> list[Tensor] | list[None]:
+        """Return uninitialised memory for `count` tiles of logits [rows, V/tp], the same at every call: a CPU would
+        fault in every page of new ones. None for each on a GPU, where torch keeps what was allocated."""
+        if self.hidden.is_cuda:
+            return [None] * count
+        if not self._memory:  # the first tile is the largest
+            shape = rows, len(self.weight)
+            self._memory = [torch.empty(shape, dtype=self.dtype, device=self.hidden.device) for _ in range(count)]
+        return [tile[:rows] for tile in self._memory]
 
     def add_gradient(self, grad: Tensor, tile: slice, hidden: Tensor) -> None:
         """Add a tile's gradients: grad [t, V/tp] is that of the sum by the logits; hidden [t, D] as of `tiles`."""
