@@ -169,13 +169,13 @@ class Tracer(MetaKernels):
             memory.within_operation(args[1].untyped_storage().nbytes())
         out = super().computed(func, operands)
         results = tensors_in(out)
-        everything = [*operands.tensors, *results]
-        tensors = [tensor for tensor in everything if tensor.is_meta]
+        all_tensors = [*operands.tensors, *results]
+        tensors = [tensor for tensor in all_tensors if tensor.is_meta]
         memory.after(func, tensors)
         if (read := _FLASH_BACKWARD.get(func.overloadpacket)) is not None:
             memory.within_operation(flash_workspace(*read(args)))
-        if len(tensors) < len(everything):
-            for tensor in everything:
+        if len(tensors) < len(all_tensors):
+            for tensor in all_tensors:
                 if not tensor.is_meta:
                     self.host.see(tensor)
         if self.fused is not None and self.fused.watch is not None:
