@@ -189,8 +189,8 @@ def test_processes_are_those_of_the_devices(monkeypatch):
 
 
 class Planned:
-    """Plans of no step: peaks and the host's bytes by the place of a combination in a ladder of six, and what a rank
-    holds alike, its gradients among it."""
+    """Plans of no step: peaks of a row and the host's bytes by the place of a combination in a ladder of six, and what
+    a rank holds alike, its gradients among it."""
 
     def __init__(self, peaks, held, gradients=0, host=(0,) * 6):
         self.peaks, self.held, self.gradients, self.host, self.seen = peaks, held, gradients, host, []
@@ -207,8 +207,8 @@ class Planned:
         place = self.place({f"train.{key}": value for key, value in vars(recipe.train).items()})
         self.seen.append((place, recipe.data.max_length, recipe.lora is not None))
         parts = Counter(dict.fromkeys(["activations", "loss", "temporaries"], 0))
-        fixed = self.held - self.gradients, 0, self.gradients, 0, 0
-        return Step(*fixed, self.peaks[place], parts, Phase("update"), 0, {}, {}, 0, 1, host=self.host[place])
+        fixed, peak = (self.held - self.gradients, 0, self.gradients, 0, 0), self.peaks[place] * recipe.train.micro
+        return Step(*fixed, peak, parts, Phase("update"), 0, {}, {}, 0, 1, host=self.host[place])
 
 
 @pytest.mark.parametrize("fitting", range(6))
@@ -220,6 +220,16 @@ def test_few_combinations_are_planned_and_each_once(tmp_path, monkeypatch, fitti
     choose(resolve_plan(recipe, 1, "cuda", H100), 50, H100)
     assert len(planned.seen) == len({*planned.seen}) <= 4
     assert planned.seen[0][0] == 2  # full checkpointing decides most often, and tiles take long to plan
+
+
+def test_nothing_is_planned_for_a_cpu_to_compare_times(tmp_path, monkeypatch):
+    planned = Planned([90, 40, 30, 20, 20, 10], held=10)
+    monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    recipe = tiny_recipe(tmp_path, *AUTO, *ROWS)
+    choice = choose(resolve_plan(recipe, 1, "cpu", None), 50)
+    assert planned.place(choice.values) == 1 and choice.values["train.micro_batch"] == 1
+    assert 5 not in {place for place, *_ in planned.seen}
 
 
 @pytest.mark.parametrize("cores", [1, 2, 4, 8])

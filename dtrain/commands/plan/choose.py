@@ -215,9 +215,9 @@ class _Search:
 
     def _with_more_rows(self, tried: _Tried, last: Values) -> _Tried:
         """Return the fastest of `tried` with more rows a micro-batch, and of the `last` combination where these are
-        fewer than make the step fast."""
+        fewer than make the step fast. For a CPU no times are estimated that could be compared."""
         best, wanted = self._largest(tried)
-        if best.micro < wanted and last != tried.values:
+        if self.is_gpu and best.micro < wanted and last != tried.values:
             (other,) = self._tried([(last, self.least)])
             if self._fits(other):
                 best = min(best, self._largest(other)[0], key=lambda each: each.time)
