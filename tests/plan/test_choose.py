@@ -189,21 +189,26 @@ def test_processes_are_those_of_the_devices(monkeypatch):
 
 
 class Planned:
-    """Plans of no step: peaks by the place of a combination in a ladder of six, and what a rank holds alike."""
+    """Plans of no step: peaks of a row and the host's bytes by the place of a combination in a ladder of six, and what
+    a rank holds alike, its gradients among it."""
 
-    def __init__(self, peaks, held):
-        self.peaks, self.held, self.seen = peaks, held, []
+    def __init__(self, peaks, held, gradients=0, host=(0,) * 6):
+        self.peaks, self.held, self.gradients, self.host, self.seen = peaks, held, gradients, host, []
 
     def __call__(self, specs):
         return [self.step(spec.recipe) for spec in specs]
 
+    def place(self, values):
+        place = ["none", "selective", "full"].index(values["train.activation_checkpointing"])
+        tile = values["train.tile"]
+        return place + (0 if tile == "none" else 1 + values["train.activation_offload"] + (tile == "all"))
+
     def step(self, recipe):
-        train = recipe.train
-        place = ["none", "selective", "full"].index(train.activation_checkpointing)
-        place += 0 if train.tile == "none" else 1 + train.activation_offload + (train.tile == "all")
+        place = self.place({f"train.{key}": value for key, value in vars(recipe.train).items()})
         self.seen.append((place, recipe.data.max_length, recipe.lora is not None))
         parts = Counter(dict.fromkeys(["activations", "loss", "temporaries"], 0))
-        return Step(self.held, 0, 0, 0, 0, self.peaks[place], parts, Phase("update"), 0, {}, {}, 0, 1)
+        fixed, peak = (self.held - self.gradients, 0, self.gradients, 0, 0), self.peaks[place] * recipe.train.micro
+        return Step(*fixed, peak, parts, Phase("update"), 0, {}, {}, 0, 1, host=self.host[place])
 
 
 @pytest.mark.parametrize("fitting", range(6))
@@ -217,6 +222,35 @@ def test_few_combinations_are_planned_and_each_once(tmp_path, monkeypatch, fitti
     assert planned.seen[0][0] == 2  # full checkpointing decides most often, and tiles take long to plan
 
 
+def test_nothing_is_planned_for_a_cpu_to_compare_times(tmp_path, monkeypatch):
+    planned = Planned([90, 40, 30, 20, 20, 10], held=10)
+    monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    recipe = tiny_recipe(tmp_path, *AUTO, *ROWS)
+    choice = choose(resolve_plan(recipe, 1, "cpu", None), 50)
+    assert planned.place(choice.values) == 1 and choice.values["train.micro_batch"] == 1
+    assert 5 not in {place for place, *_ in planned.seen}
+
+
+@pytest.mark.parametrize("cores", [1, 2, 4, 8])
+def test_a_choice_is_the_same_for_any_number_of_processors(tmp_path, monkeypatch, cores):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(cores)}, raising=False)
+    recipe = tiny_recipe(tmp_path, *AUTO, *ROWS, "parallel.optimizer_offload=false", "train.micro_batch=1")
+    spec = resolve_plan(recipe, 1, "cuda", H100)
+    for peaks, place in [
+        ([90, 90, 90, 40, 30, 20], 3),
+        ([90, 40, 40, 40, 30, 20], 1),
+        ([90, 90, 90, 90, 30, 20], None),
+    ]:
+        planned = Planned(peaks, held=10, host=[0, 0, 0, 0, 100, 100])
+        monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
+        if place is None:  # what fits on the device takes too much of the host
+            with pytest.raises(TooLarge, match="it also takes"):
+                choose(spec, 60, H100, host=50)
+        else:
+            assert planned.place(choose(spec, 60, H100, host=50).values) == place
+
+
 def test_nothing_is_planned_that_holds_too_much_alike(tmp_path, monkeypatch):
     planned = Planned([90] * 6, held=80)
     monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
@@ -228,7 +262,16 @@ def test_nothing_is_planned_that_holds_too_much_alike(tmp_path, monkeypatch):
     assert [place for place, _, adapted in planned.seen if not adapted][:2] == [2, 5]  # then more devices, of two on
 
 
-def test_nothing_is_planned_beside_the_least_where_that_takes_too_much(tmp_path, monkeypatch):
+def test_shorter_rows_are_planned_where_the_peak_may_have_no_gradients(tmp_path, monkeypatch):
+    planned = Planned([90] * 6, held=40, gradients=30)
+    monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
+    recipe = tiny_recipe(tmp_path, *AUTO, *ROWS, "parallel.optimizer_offload=false", "train.micro_batch=1")
+    with pytest.raises(TooLarge):
+        choose(resolve_plan(recipe, 1, "cuda", H100), 50, H100)
+    assert {length for _, length, _ in planned.seen} == {512, 128, 64}  # of 90 a half of 80 would be too much
+
+
+def test_beside_the_least_that_takes_too_much_only_more_devices_are_planned(tmp_path, monkeypatch):
     planned = Planned([90] * 6, held=10)
     monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
@@ -236,7 +279,20 @@ def test_nothing_is_planned_beside_the_least_where_that_takes_too_much(tmp_path,
     with pytest.raises(TooLarge, match="the least that was planned takes"):
         choose(resolve_plan(recipe, 1, "cuda", H100), 50, H100)
     as_it_is = [place for place, length, adapted in planned.seen if length == 512 and not adapted]
-    assert as_it_is == [2, 5]  # what comes and goes is as large on more devices
+    assert as_it_is == [2, 5, 5]  # and that on 2 devices, which have fewer micro-batches: of 4 each would have no row
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_more_devices_are_named_where_one_micro_batch_keeps_no_unsharded_gradients(tmp_path):
+    recipe = tiny_recipe(
+        tmp_path, "train.micro_batch=auto", "train.global_batch=4", "train.activation_checkpointing=full"
+    )
+    plans = {ranks: make_plan(without_auto(changed(recipe, {"train.micro_batch": 1})), ranks, H100) for ranks in (2, 4)}
+    two, four = plans[2].step, plans[4].step
+    assert two.held / 2 + two.peak - two.held > four.peak  # what comes and goes shrinks
+    with pytest.raises(TooLarge, match="what fits: .*launch.nproc=4 "):
+        choose(resolve_plan(recipe, 2, "cuda", H100), memory_for(four.peak), H100)
 
 
 def test_the_offload_of_the_optimizer_is_not_planned_where_it_saves_too_little(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from dtrain.commands.plan.fused import FusedBytes
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan
+from dtrain.commands.plan.regions import PlannedRegion
 from dtrain.commands.plan.tracer import Tracer
 from tests.tiny import tiny_recipe
 
@@ -63,3 +64,18 @@ def test_compiled_layers_move_fewer_bytes_and_all_else_is_as_it_was(tmp_path, ch
     assert replace(compiled, moved=eager.moved) == eager
     uncompiled = tiny_recipe(tmp_path, *words, "lora={rank: 2, dropout: 0.1}")
     assert dropped == make_plan(uncompiled, 1, GPUS["h100"]).step  # layers with dropout are not compiled
+
+
+def test_a_watch_ends_with_its_region_and_the_former_one_goes_on():
+    fused, outer = FusedBytes(), []
+
+    def fails(tensor):
+        assert fused.watch != outer.append
+        raise ValueError
+
+    with fused.watched_by(outer.append), pytest.raises(ValueError):
+        PlannedRegion(fails, fused)(torch.zeros(1))
+    assert fused.watch is None
+    with fused.watched_by(outer.append):
+        PlannedRegion(lambda tensor: tensor, fused)(torch.zeros(1))
+        assert fused.watch == outer.append

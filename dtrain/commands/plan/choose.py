@@ -179,7 +179,10 @@ class _Search:
 
     def _first_that_fits(self, ladder: Sequence[Values], first: int) -> _Tried | None:
         """Return the first combination that fits with the least micro-batch; as many are planned at once as there are
-        processors for. first: the place to begin at, with those before it: what most probably decides."""
+        processors for. first: the place to begin at, with those before it: what most probably decides.
+
+        The bisection is by the device's memory alone. Those after the first that fits there take no less of the host's.
+        """
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         width, high, fitting = max(1, cores // traces_of(self.spec)), len(ladder), None
         low = 1 + max((place for place, values in enumerate(ladder) if self._is_too_much(values)), default=-1)
@@ -189,13 +192,13 @@ class _Search:
                 count = min(width, high - low)
                 places = sorted({low + (high - low) * (number + 1) // (count + 1) for number in range(count)})
             every = self._tried([(ladder[place], self.least) for place in places])
-            fits = [self._fits(tried) for tried in every]
+            fits = [tried.step.peak <= self.budget for tried in every]
             if any(fits):
                 number = fits.index(True)
                 fitting, high, low = every[number], places[number], places[number - 1] + 1 if number else low
             else:
                 low = len(ladder) if fitting is None and self._is_hopeless(every[-1]) else places[-1] + 1
-        return fitting
+        return fitting if fitting is not None and self._fits(fitting) else None
 
     def _is_too_much(self, values: Values) -> bool:
         """Return whether a combination is known to take too much: by its plan, or by the one with the optimizer's state
@@ -212,9 +215,9 @@ class _Search:
 
     def _with_more_rows(self, tried: _Tried, last: Values) -> _Tried:
         """Return the fastest of `tried` with more rows a micro-batch, and of the `last` combination where these are
-        fewer than make the step fast."""
+        fewer than make the step fast. For a CPU no times are estimated that could be compared."""
         best, wanted = self._largest(tried)
-        if best.micro < wanted and last != tried.values:
+        if self.is_gpu and best.micro < wanted and last != tried.values:
             (other,) = self._tried([(last, self.least)])
             if self._fits(other):
                 best = min(best, self._largest(other)[0], key=lambda each: each.time)
@@ -270,8 +273,10 @@ class _Search:
     def _ways(self, tried: _Tried) -> Iterator[tuple[str, int]]:
         """Yield overrides with which what was `tried` fits, each with its peak: the nearest first. Those that hold too
         much alike are not planned: shorter rows hold as much, more ranks at least their share. What comes and goes
-        shrinks with a row, masks with its square, and not with more ranks."""
-        values, held, others = tried.values, tried.step.held, tried.step.peak - tried.step.held
+        shrinks at most with a row, masks with its square. With more ranks it may vanish: they have fewer micro-batches,
+        and a single one keeps no unsharded gradients."""
+        values, held, peak = tried.values, tried.step.held, tried.step.peak
+        always = tried.step.parameters + tried.step.state  # gradients may not be there yet at the peak
         recipe, world = self.recipe, self.world_size
         lora, length, nproc = recipe.lora or Lora(), recipe.data.max_length, "launch.nproc"
         nf4 = replace(lora, quantize="nf4")
@@ -282,13 +287,9 @@ class _Search:
             [
                 (f"data.max_length={length // part}", changed(recipe, {"data.max_length": length // part}), world)
                 for part in (2, 4, 8)
-                if held + others / part ** (2 if masks else 1) <= self.budget
+                if max(held, always + (peak - always) / part ** (2 if masks else 1)) <= self.budget
             ],
-            [
-                (f"{nproc}={world * times}", recipe, world * times)
-                for times in (2, 4, 8)
-                if held / times + others <= self.budget
-            ],
+            [(f"{nproc}={world * times}", recipe, world * times) for times in (2, 4, 8) if held <= times * self.budget],
         ]
         for group in groups:
             for overrides, other, ranks in group:

@@ -7,7 +7,8 @@ outside. What only such operations of one call see is not counted. The backward 
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from dtrain.commands.plan.memory import Allocation, OpOverload
 from dtrain.parallel.activation_offload import in_backward
 
+Watch = Callable[[OpOverload, Sequence[Tensor], Sequence[Tensor]], None]
+
 
 class FusedBytes:
     """Counts the bytes of regions. Calls have numbers, that of a forward n, of its backward −n; None is outside. watch:
@@ -23,7 +26,7 @@ class FusedBytes:
 
     def __init__(self) -> None:
         self.call: int | None = None
-        self.watch: Callable[[OpOverload, Sequence[Tensor], Sequence[Tensor]], None] | None = None
+        self.watch: Watch | None = None
         self._begins, self._ends = [0], [0]  # of a forward's nodes in autograd's sequence, by the number of the call
         self._made: dict[int, tuple[Allocation, int]] = {}  # what was made and not counted, and in which call
         self._read: dict[int, Allocation] = {}  # counted in the call that was last
@@ -43,6 +46,15 @@ class FusedBytes:
                 self.call, self._ends[number] = outer, torch.autograd._get_sequence_nr()
 
         return call
+
+    @contextmanager
+    def watched_by(self, watch: Watch) -> Iterator[None]:
+        """Give the operations within to `watch`, then to the former one again."""
+        former, self.watch = self.watch, watch
+        try:
+            yield
+        finally:
+            self.watch = former
 
     def moved(self, inputs: Iterable[Allocation], outputs: Iterable[Allocation], is_product: bool) -> tuple[int, bool]:
         """Return the bytes to count for an operation, and whether it is outside: then it has its own beside them."""

@@ -30,10 +30,8 @@ class PlannedRegion:
         if not torch.is_grad_enabled():
             return self.function(*tensors)
         seen = _Operations()
-        self.fused.watch = seen.after
-        with saved_tensors_hooks(seen.pack, _unpack):
+        with self.fused.watched_by(seen.after), saved_tensors_hooks(seen.pack, _unpack):
             outputs = self.function(*tensors)
-        self.fused.watch = None
         seen.end()
         return outputs
 

@@ -149,6 +149,7 @@ class Tracer(MetaKernels):
         self.counts_costs = True
         self.fused: FusedBytes | None = None  # where layers are compiled
         self._workspaces: dict[tuple, int] = {}  # bytes that functions take while they run
+        self._flops: dict[tuple, int] = {}  # by operation and operands: torch's formulas are slow
         self._collectives = CollectiveReader(mesh)
         self._under_way: dict[int, tuple[Collective, list[Tensor]]] = {}  # with what it sends, by what it gives
 
@@ -163,19 +164,19 @@ class Tracer(MetaKernels):
 
     def computed(self, func: OpOverload, operands: Operands) -> Any:
         """Override `MetaKernels.computed`: counts its cost."""
-        args, kwargs, memory = operands.args, operands.kwargs, self.memory
+        args, memory = operands.args, self.memory
         memory.poll()
         if self.on_host and func is torch.ops.c10d._reduce_scatter_base_.default and args[0].shape != args[1].shape:
             memory.within_operation(args[1].untyped_storage().nbytes())
         out = super().computed(func, operands)
         results = tensors_in(out)
-        everything = [*operands.tensors, *results]
-        tensors = [tensor for tensor in everything if tensor.is_meta]
+        all_tensors = [*operands.tensors, *results]
+        tensors = [tensor for tensor in all_tensors if tensor.is_meta]
         memory.after(func, tensors)
         if (read := _FLASH_BACKWARD.get(func.overloadpacket)) is not None:
             memory.within_operation(flash_workspace(*read(args)))
-        if len(tensors) < len(everything):
-            for tensor in everything:
+        if len(tensors) < len(all_tensors):
+            for tensor in all_tensors:
                 if not tensor.is_meta:
                     self.host.see(tensor)
         if self.fused is not None and self.fused.watch is not None:
@@ -188,7 +189,7 @@ class Tracer(MetaKernels):
         elif func is wait.default:
             self._under_way.pop(storage_key(args[0]), None)
         elif tensors and self.counts_costs:
-            self._count_cost(func, args, kwargs, out, tensors)
+            self._count_cost(func, operands, out, tensors)
         return out
 
     def as_one_kernel(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -222,14 +223,17 @@ class Tracer(MetaKernels):
                     left_out = max(0, len(rounds) - 3)
                     self.counts.update({key: left_out * (value - before[key]) for key, value in self.counts.items()})
 
-    def _count_cost(self, func: OpOverload, args: tuple, kwargs: dict, out: Any, tensors: list) -> None:
-        formula = _FLOPS.get(func.overloadpacket)
+    def _count_cost(self, func: OpOverload, operands: Operands, out: Any, tensors: list) -> None:
+        args, kwargs, formula = operands.args, operands.kwargs, _FLOPS.get(func.overloadpacket)
         self.counts[self.current, "kernels"] += 1
         if func.overloadpacket in (_aten.addmm, _aten.addmm_):  # what is added to comes first, in a dtype of its own
             formula, args, kwargs = mm_flop, args[1:3], {}
         if formula is not None:
             dtype = next(argument.dtype for argument in args if isinstance(argument, Tensor))
-            flops = formula(*args, **kwargs, out_val=out)
+            key = func, operands.key
+            flops = self._flops.get(key)
+            if flops is None or not all(tensor.is_meta for tensor in operands.tensors):  # ends of documents are values
+                flops = self._flops[key] = formula(*args, **kwargs, out_val=out)
             self.counts[self.current, "flops", dtype] += flops
             for collective, _ in self._under_way.values():
                 self.counts[self.current, "behind", collective, dtype] += flops
