@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dtrain.data.text.tokenizer import Tokenizer
 
 __all__ = ["Batches", "Cursor", "GlobalBatch", "PromptOptions", "Rows", "Tokenizer", "choose_template", "open_rows"]
-__getattr__, _late = late_names(
+__getattr__ = late_names(
     __name__,
     {
         "formats.prompts": "PromptOptions",
@@ -32,4 +32,4 @@ __getattr__, _late = late_names(
         "text.template": "choose_template",
         "text.tokenizer": "Tokenizer",
     },
-)
+)[0]

@@ -35,7 +35,7 @@ __all__ = [
     "read_image",
     "read_processor",
 ]
-__getattr__, _late = late_names(
+__getattr__ = late_names(
     __name__,
     {
         "decoding": "MOST_PIXELS Header",
@@ -45,4 +45,4 @@ __getattr__, _late = late_names(
         "reading": "read_processor",
         "records": "ImageRecord",
     },
-)
+)[0]
