@@ -22,7 +22,7 @@ from dtrain.parallel.context.gather import join_sequence
 _LENGTHS = ((1, 61, 66, 128), (62, 138, 56))  # documents of two rows of 256, the last of them padding
 _WIDEST = 100  # a window that hides something of these
 # What is raised for what a torch, a kernel's package or a device does not have.
-LACKING = RuntimeError, ValueError, TypeError, AttributeError, AssertionError
+UNSUPPORTED = RuntimeError, ValueError, TypeError, AttributeError, AssertionError
 _TIMES = 4.0  # how much farther than SDPA from the result in float32 it may be: sums in another order
 
 
@@ -81,7 +81,7 @@ def prove(
             checks.append(("sdpa of plain rows", _whole(SdpaKernel(), rows), usual, _whole(SdpaKernel(), wide)))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except LACKING as error:
+    except UNSUPPORTED as error:
         return does_not_run("varlen", error)
     return next(filter(None, (difference(name, "sdpa", *numbers) for name, *numbers in checks)), None)
 

@@ -36,7 +36,7 @@ class ContextKernel(Kernel):
         return positions, documents
 
     def begin_gather_of_rows(self, k: Tensor, v: Tensor) -> Gathering:
-        """[B, S/cp, kv, hd] each -> [B, S, kv, hd]; one all-gather for both"""
+        """Begin to gather keys and values, [B, S/cp, kv, hd] each -> [B, S, kv, hd]. One all-gather for both."""
         gather = SequenceGather(torch.stack([k, v]), self.group, dim=2)
         return cast(Gathering, lambda: gather.wait().unbind(0))
 

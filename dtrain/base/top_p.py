@@ -15,14 +15,14 @@ _INTEGER[torch.float16] = torch.int16
 _INFINITY = {torch.float64: 0x7FF0_0000_0000_0000, torch.float32: 0x7F80_0000}  # its bits
 _INFINITY |= {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 _FEW = 2**22  # elements up to which passes cost more than sums
-_BITS = {False: 2, True: 4}  # found in one pass, each trial value another time; by whether elements are few
+_BITS, _BITS_OF_FEW = 2, 4  # found in one pass; each trial value is another sum
 
 
 def last_kept(values: Tensor, probabilities: Tensor, share: Tensor) -> Tensor:
     """Return [n, 1] of values [n, V], any float dtype: the largest v for which the probabilities [n, V] of all tokens
     with values ≥ v sum to at least `share` [n, 1] float64, at most the sum of all. NaN where a row has NaN."""
     are_few = values.numel() <= _FEW
-    step = _BITS[are_few]
+    step = _BITS_OF_FEW if are_few else _BITS
     share = share.clamp(min=torch.finfo(torch.float64).tiny)
     order = torch.zeros(len(values), 1, dtype=torch.int64, device=values.device)  # from 0 up
     for shift in range(torch.iinfo(_INTEGER[values.dtype]).bits - step, -1, -step):
@@ -36,7 +36,7 @@ def _with_digit(
 ) -> Tensor:
     """Return `order` [n, 1] with the next bits of the place, from bit `shift` on, a scalar of the host. No argument is
     a number, which a compiler would make a variable."""
-    digits = torch.arange(1, 2 ** _BITS[are_few], device=values.device)  # [trials]
+    digits = torch.arange(1, 2 ** (_BITS_OF_FEW if are_few else _BITS), device=values.device)  # [trials]
     # Below the place of −inf are NaNs, which nothing is larger than: as trial values they count as −inf.
     least = -1 - _INFINITY[values.dtype]
     trial = _value_of(order | (digits << shift), values.dtype, least)  # [n, trials], ascending

@@ -163,7 +163,8 @@ class Decode:
             lengths = [slot.length for slot in pool.slots]
             longest = max(lengths)
             if fixed:
-                least = ROWS_AS_FAST_AS_ONE if len(groups) == 1 and count > 1 else 1  # for each prompt of the table
+                # Each prompt of the table would take as many: only where there is one are they as fast as one.
+                least = ROWS_AS_FAST_AS_ONE if len(groups) == 1 and count > 1 else 1
                 count, longest = max(least, power_of_two(count)), pool.capacity
                 more = power_of_two(len(groups)) - len(groups)
                 groups, lengths = groups + [[]] * more, lengths + [1] * more

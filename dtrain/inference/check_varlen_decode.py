@@ -4,7 +4,7 @@ asked of it, against the numbers of `cached_attention.Decode`'s products."""
 import torch
 from torch import Tensor
 
-from dtrain.attention.check_varlen import LACKING, difference, does_not_run
+from dtrain.attention.check_varlen import UNSUPPORTED, difference, does_not_run
 from dtrain.attention.kernels import HALF
 from dtrain.inference.cached_attention import Decode
 from dtrain.inference.kv_cache import KeyValues
@@ -61,7 +61,7 @@ def prove(
         results = numbers(flash, dtype)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except LACKING as error:
+    except UNSUPPORTED as error:
         return does_not_run("varlen_attn", error)
     return difference("varlen_attn", "products", results, numbers(None, dtype), numbers(None, torch.float32))
 

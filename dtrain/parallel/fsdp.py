@@ -65,11 +65,11 @@ def units_of(model: ParallelModel) -> Units:
     other, and the root of what is left: the last norm, with a tied pair or a classifier's small head."""
     head = model.head
     embeddings = [module for module in model.modules() if isinstance(module, VocabEmbedding)]
-    lookups = [embedding for embedding in embeddings if embedding.weight is not head.weight]
+    lookups: list[nn.Module] = [embedding for embedding in embeddings if embedding.weight is not head.weight]
     is_in_root = len(lookups) < len(embeddings) or isinstance(head, ScoreHead)
     return Units(
         exact=list(exact_modules(model).values()),
-        lookups=list(lookups),
+        lookups=lookups,
         tower=list(model.model.vision_layers),
         layers=list(model.model.layers),
         ends=[model] if is_in_root else [head, model],

@@ -237,15 +237,17 @@ def test_a_choice_is_the_same_for_any_number_of_processors(tmp_path, monkeypatch
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(cores)}, raising=False)
     recipe = tiny_recipe(tmp_path, *AUTO, *ROWS, "parallel.optimizer_offload=false", "train.micro_batch=1")
     spec = resolve_plan(recipe, 1, "cuda", H100)
-    for peaks, place in [
-        ([90, 90, 90, 40, 30, 20], 3),
-        ([90, 40, 40, 40, 30, 20], 1),
-        ([90, 90, 90, 90, 30, 20], None),
+    rising = [0, 0, 0, 0, 100, 100]
+    for peaks, host, place in [
+        ([90, 90, 90, 40, 30, 20], rising, 3),
+        ([90, 40, 40, 40, 30, 20], rising, 1),
+        ([50, 45, 40, 30, 30, 20], [100, 60, 20, 20, 20, 20], 2),  # as with activation_offload=true
+        ([90, 90, 90, 90, 30, 20], rising, None),
     ]:
-        planned = Planned(peaks, held=10, host=[0, 0, 0, 0, 100, 100])
+        planned = Planned(peaks, held=10, host=host)
         monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
         if place is None:  # what fits on the device takes too much of the host
-            with pytest.raises(TooLarge, match="it also takes"):
+            with pytest.raises(TooLarge, match="it also takes .* for each rank; take a smaller model, or more devices"):
                 choose(spec, 60, H100, host=50)
         else:
             assert planned.place(choose(spec, 60, H100, host=50).values) == place

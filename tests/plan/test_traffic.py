@@ -162,6 +162,12 @@ def assert_as_planned(name, recipe, real):
 UNITS = {
     "llama, tied": ("llama", {}, [], lambda layers: (layers + 1, layers - 1, layers + 1)),
     "llama, untied": ("llama", {"tied": False}, [], lambda layers: (layers + 3, layers - 1, layers + 2)),
+    "of each micro-batch": (
+        "llama",
+        {"tied": False},
+        ["parallel.reduce_each=true"],
+        lambda layers: (layers + 3, layers - 1, layers + 2),
+    ),
     "a classifier": ("llama", {}, ["method=reward"], lambda layers: (layers + 2, layers - 1, layers + 1)),
     "gemma4": ("gemma4", {}, [], lambda layers: (layers + 2, layers - 1, layers + 1)),
     "an adapter": ("llama", {}, ["lora={}"], lambda layers: (layers + 1, layers - 1, layers + 1)),
@@ -171,7 +177,7 @@ UNITS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UNITS)
 def test_a_search_knows_how_often_units_are_gathered(tmp_path, name):
-    """By its closed form as many messages and bytes of FSDP as in a traced step."""
+    """Its closed form gives as many messages and bytes of FSDP as a traced step has."""
     family, changes, options, units_of = UNITS[name]
     path = write_model(tmp_path / "model", family, **changes)
     for reshard in ("default", "true", "false"):

@@ -37,7 +37,7 @@ class Events(TorchDispatchMode):
 
     def __init__(self, group):
         super().__init__()
-        self.group, self.found = group, []
+        self.group, self.order = group, []
         self.waits = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -48,15 +48,15 @@ class Events(TorchDispatchMode):
             and args[-1] == self.group
             and args[0].dim() == 6
         ):
-            self.found.append(f"begin {name.split('_')[0]}")
-            self.waits[out.untyped_storage().data_ptr()] = self.found[-1].replace("begin", "wait")
+            self.order.append(f"begin {name.split('_')[0]}")
+            self.waits[out.untyped_storage().data_ptr()] = self.order[-1].replace("begin", "wait")
         elif name == "wait_tensor" and (wait := self.waits.pop(args[0].untyped_storage().data_ptr(), None)):
-            self.found.append(wait)
+            self.order.append(wait)
         elif name == "mm":
             sizes = {*args[0].shape, *args[1].shape}
-            self.found += ["q, o"] if HEADS in sizes else ["kv"] if KEYS in sizes else []
+            self.order += ["q, o"] if HEADS in sizes else ["kv"] if KEYS in sizes else []
         elif "flash_attention" in name:
-            self.found.append("attention")
+            self.order.append("attention")
         return out
 
 
@@ -83,14 +83,14 @@ def gradients(policy):
     cp = policy.mesh.cp
     policy.model.zero_grad()
     loss_of(policy.model, rows(), lambda whole: shard_sequence(whole, cp.get_local_rank(), cp.size())).backward()
-    grads = {name: one.grad for name, one in policy.model.named_parameters() if one.grad is not None}
-    return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in grads.items()}
+    grads = {name: parameter.grad for name, parameter in policy.model.named_parameters() if parameter.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
 
 
-def off(found, right):
+def off(results, right):
     """The largest relative difference over parameters."""
-    assert found.keys() == right.keys()
-    return max(float((found[name] - grad).abs().max() / grad.abs().max()) for name, grad in right.items())
+    assert results.keys() == right.keys()
+    return max(float((results[name] - grad).abs().max() / grad.abs().max()) for name, grad in right.items())
 
 
 def in_order(rank, recipe):
@@ -99,7 +99,7 @@ def in_order(rank, recipe):
     events = Events(policy.mesh.cp.get_group().group_name)
     with events:
         gradients(policy)
-    return events.found
+    return events.order
 
 
 FORWARD = ["kv", "kv", "begin all", "q, o", "wait all", "attention", "q, o"]
@@ -109,10 +109,10 @@ BACKWARD = ["q, o", "q, o", "attention", "begin reduce", "q, o", "q, o", "wait r
 def test_keys_travel_while_queries_are_projected_and_their_gradients_too(tmp_path):
     write_model(tmp_path / "qwen3-tied", hidden_size=24)
     cases = {kind: (tiny_recipe(tmp_path, CP2, *keys),) for kind, keys in (("none", []), ("full", [FULL]))}
-    found = run_cases(in_order, 2, cases)
-    assert found["none"] == [FORWARD * LAYERS + BACKWARD * LAYERS] * 2
+    results = run_cases(in_order, 2, cases)
+    assert results["none"] == [FORWARD * LAYERS + BACKWARD * LAYERS] * 2
     # A layer's last product is not computed again: nothing reads what it gave.
-    assert found["full"] == [FORWARD * LAYERS + (FORWARD + BACKWARD) * LAYERS] * 2
+    assert results["full"] == [FORWARD * LAYERS + (FORWARD + BACKWARD) * LAYERS] * 2
 
 
 def keys_first_of(model):
@@ -124,12 +124,12 @@ def as_before(rank, recipe, size):
     layers project keys first."""
     policy = policy_of(rank, recipe, size)
     first = keys_first_of(policy.model)
-    found = gradients(policy)
+    results = gradients(policy)
     for layer in first:
         layer.keys_first = None
     right = gradients(policy)
-    assert found.keys() == right.keys()
-    changed = [name for name, grad in right.items() if not torch.equal(grad, found[name])]
+    assert results.keys() == right.keys()
+    changed = [name for name, grad in right.items() if not torch.equal(grad, results[name])]
     assert not changed, changed
     return len(first)
 
@@ -162,8 +162,8 @@ def test_no_bit_of_a_gradient_changes(tmp_path, size):
         recipe = tiny_recipe(tmp_path, CP2, "train.dtype=float32", *keys, family=family)
         cases[name] = recipe, ranks
     cases = {name: case for name, case in cases.items() if case[1] == size}
-    found = run_cases(as_before, size, cases)
-    assert found == {name: [CASES[name][-1]] * size for name in cases}
+    results = run_cases(as_before, size, cases)
+    assert results == {name: [CASES[name][-1]] * size for name in cases}
 
 
 def compiled(rank, path):
@@ -181,7 +181,7 @@ def compiled(rank, path):
         for length in (LENGTH, 16):
             loss_of(model, [stream[:, :length] for stream in rows()]).backward()
             counts.append(graphs())
-        made.append({name: one.grad for name, one in model.named_parameters()})
+        made.append({name: parameter.grad for name, parameter in model.named_parameters()})
     compile_layers(model)
     assert not keys_first_of(model)
     return counts[2:], off(made[1], made[0])
@@ -200,17 +200,17 @@ def test_compiled_layers_project_keys_first_where_they_are_computed_again(tmp_pa
 
 def as_alone(rank, recipe, size):
     policy = policy_of(rank, recipe, size)
-    found = gradients(policy)
+    results = gradients(policy)
     model = models.build(read_config(recipe.model.path))
     models.init_weights(model.double(), recipe.run.seed)
     loss_of(model, rows()).backward()
-    right = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    return off(found, right)
+    right = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return off(results, right)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_gradients_are_those_of_one_process(tmp_path, size):
     families = "qwen3", "gpt-oss", "gemma4"
     cases = {name: (tiny_recipe(tmp_path, f"parallel.cp={size}", family=name), size) for name in families}
-    found = run_cases(as_alone, size, cases)
-    assert max(map(max, found.values())) < 1e-12, found
+    results = run_cases(as_alone, size, cases)
+    assert max(map(max, results.values())) < 1e-12, results

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dtrain.attention.check_varlen import LACKING, differentiated, documents_of, does_not_run
+from dtrain.attention.check_varlen import UNSUPPORTED, differentiated, documents_of, does_not_run
 from dtrain.attention.linear.chunks import chunked
 from dtrain.attention.linear.context import Pieces
 from dtrain.attention.linear.flash import Borders, FlashDelta
@@ -93,7 +93,7 @@ def _failures() -> tuple[type[Exception], ...]:
     """Return the errors that are raised for what a torch, a Triton or a device does not have."""
     triton = sys.modules.get("triton.errors")
     of_triton = () if triton is None else (triton.TritonError,)
-    return *LACKING, *of_triton
+    return *UNSUPPORTED, *of_triton
 
 
 class _Chain(Pieces):

@@ -173,18 +173,19 @@ class _Search:
         passes = max(time.arithmetic + time.memory, time.hidden, time.host, step.kernels * LAUNCH)
         return passes + time.exposed + time.optimizer
 
-    def _fits(self, tried: _Tried) -> bool:
-        on_host = tried.step.host + tried.step.visiting if self.is_gpu else 0
-        return tried.step.peak <= self.budget and on_host <= self.host_budget
+    def _fits(self, step: Step) -> bool:
+        on_host = step.host + step.visiting if self.is_gpu else 0
+        return step.peak <= self.budget and on_host <= self.host_budget
 
     def _first_that_fits(self, ladder: Sequence[Values], first: int) -> _Tried | None:
         """Return the first combination that fits with the least micro-batch; as many are planned at once as there are
         processors for. first: the place to begin at, with those before it: what most probably decides.
 
-        The bisection is by the device's memory alone. Those after the first that fits there take no less of the host's.
+        The bisection is by the device's memory, of which each takes less than the one before. The host's is looked at
+        from the first on that fits there.
         """
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        width, high, fitting = max(1, cores // traces_of(self.spec)), len(ladder), None
+        width, high, fits_device = max(1, cores // traces_of(self.spec)), len(ladder), False
         low = 1 + max((place for place, values in enumerate(ladder) if self._is_too_much(values)), default=-1)
         while low < high:
             places: Sequence[int] = range(max(low, first + 1 - width), first + 1)
@@ -194,11 +195,12 @@ class _Search:
             every = self._tried([(ladder[place], self.least) for place in places])
             fits = [tried.step.peak <= self.budget for tried in every]
             if any(fits):
-                number = fits.index(True)
-                fitting, high, low = every[number], places[number], places[number - 1] + 1 if number else low
+                number, fits_device = fits.index(True), True
+                high, low = places[number], places[number - 1] + 1 if number else low
             else:
-                low = len(ladder) if fitting is None and self._is_hopeless(every[-1]) else places[-1] + 1
-        return fitting if fitting is not None and self._fits(fitting) else None
+                low = places[-1] + 1 if fits_device or not self._is_hopeless(every[-1]) else len(ladder)
+        candidates = (self._tried([(values, self.least)])[0] for values in ladder[high:])
+        return next((tried for tried in candidates if self._fits(tried.step)), None)
 
     def _is_too_much(self, values: Values) -> bool:
         """Return whether a combination is known to take too much: by its plan, or by the one with the optimizer's state
@@ -219,7 +221,7 @@ class _Search:
         best, wanted = self._largest(tried)
         if self.is_gpu and best.micro < wanted and last != tried.values:
             (other,) = self._tried([(last, self.least)])
-            if self._fits(other):
+            if self._fits(other.step):
                 best = min(best, self._largest(other)[0], key=lambda each: each.time)
         return best
 
@@ -233,7 +235,7 @@ class _Search:
             most = tried.micro + (self.budget - tried.step.peak) / per_row
             micro = max([micro for micro in larger if micro <= most], default=larger[0])
             (more,) = self._tried([(tried.values, micro)])
-            if self._fits(more):
+            if self._fits(more.step):
                 tried, larger = more, [each for each in larger if each > micro] if micro == larger[0] else []
             else:
                 larger = [each for each in larger if each < micro]
@@ -301,7 +303,7 @@ class _Search:
                         self.hardware if self.is_gpu else None,
                     )
                     (step,) = plan_steps([self._at(spec, {}, self.least)])
-                    if step.peak <= self.budget:
+                    if self._fits(step):
                         yield overrides, step.peak
                         break
 

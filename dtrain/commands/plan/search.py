@@ -79,7 +79,7 @@ class ClosedForms:
         self.precision = plan.spec.precision
         assert plan.spec.model is not None
         self.frozen_bytes = bytes_of(weight for weight in plan.spec.model.parameters() if not weight.requires_grad)
-        self._count_messages_of_fsdp(plan.spec.model)
+        self.fsdp = self._messages_of_fsdp(plan.spec.model)
         self.computes_again = recipe.train.activation_checkpointing == "full"
         sample = nn.Parameter(torch.ones(1024, 1024, dtype=self.precision.master))
         optimizer = build_optimizer(recipe.optimizer, [("sample", sample)])
@@ -97,8 +97,8 @@ class ClosedForms:
     def time(self, world: Sizes) -> float:
         """Return the rough seconds of a step."""
         plan, hardware = self.plan, self.plan.hardware
-        again = 4 / 3 if self.computes_again else 1
-        flops = world.accumulation * self._tokens(world) * plan.flops_per_token * again / world.tp
+        passes = 4 / 3 if self.computes_again else 1  # of a layer, by one forward and backward
+        flops = world.accumulation * self._tokens(world) * plan.flops_per_token * passes / world.tp
         computing = flops / (hardware.arithmetic[self.precision.compute] * hardware.reach)
         times = (wire_time(*message, world, hardware) for message in self.messages(world))
         gathered, reduced, replicas, tp, cp = times
@@ -115,13 +115,14 @@ class ClosedForms:
         keeping = len(heads)  # linear layers send states, whose size is that of no row
         width = sum(max(1, layer.count / world.tp) * layer.size for layer in heads) / max(keeping, 1)
         keys = 2 * tokens * world.cp * width * compute  # of a layer, on the mean
-        gathers, gathered = passes * self.gathers, passes * self.gathered / world.tp
-        in_layers = passes * (4 + self.computes_again) * layers  # all-reduces over tp
-        exchanges = passes * (2 + self.computes_again)  # of a layer's keys
+        gathers, gathered, reduces = self.fsdp
+        sums = passes if self.plan.spec.recipe.parallel.reduce_each else 1  # of gradients over shards, in a step
+        in_layers = passes * (5 if self.computes_again else 4) * layers  # all-reduces over tp
+        exchanges = passes * (3 if self.computes_again else 2)  # of a layer's keys
         return [
-            ("fsdp", "all-gather", shards, gathers, gathered),
-            ("fsdp", "reduce-scatter", shards, self.reduces, trained * reduce),
-            ("dp_replicate", "all-reduce", world.dp_replicate, self.reduces, trained / shards * reduce),
+            ("fsdp", "all-gather", shards, passes * gathers, passes * gathered / world.tp),
+            ("fsdp", "reduce-scatter", shards, sums * reduces, sums * trained * reduce),
+            ("dp_replicate", "all-reduce", world.dp_replicate, reduces, trained / shards * reduce),
             ("tp", "all-reduce", world.tp, in_layers, in_layers * tokens * config.hidden_size * compute),
             ("cp", "all-gather", world.cp, exchanges * layers, exchanges * keeping * keys),
         ]
@@ -131,18 +132,20 @@ class ClosedForms:
         method = self.plan.spec.method
         return world.micro_batch * method.rows_of_a_sample() * method.row_length() / world.cp
 
-    def _count_messages_of_fsdp(self, model: CausalLM) -> None:
-        """Count all-gathers and their bytes in a pass, without tp, and reduce-scatters in a step."""
+    def _messages_of_fsdp(self, model: CausalLM) -> tuple[int, float, int]:
+        """Return the all-gathers of a pass, their bytes without tp, and the units with a gradient to reduce."""
         units = units_of(model)
         again = units.gathered_again(self.plan.spec.recipe.parallel.reshard_after_forward)
-        self.gathers = self.gathered = self.reduces = 0
+        gathers, gathered, reduces = 0, 0.0, 0
         for unit, weights in units.parameters():
             times = 2 if unit in again else 1
             trained = sum(weight.numel() for weight in weights if weight.requires_grad)
             frozen = bytes_of(weight for weight in weights if not weight.requires_grad)
-            self.gathers += times
-            self.gathered += times * (trained * self.precision.compute.itemsize + frozen)
-            self.reduces += trained > 0
+            gathers += times
+            gathered += times * (trained * self.precision.compute.itemsize + frozen)
+            if trained:
+                reduces += 1
+        return gathers, gathered, reduces
 
 
 def smallest_change(plan: Plan) -> tuple[str, Step] | None:

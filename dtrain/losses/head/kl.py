@@ -89,7 +89,9 @@ def kl_sum_from_hidden_states(
         of_rows = torch.stack([offset, student_share, teacher_share], 1)
         return sums, _kl_gradient(terms, of_rows, forward_share, dtype)
 
-    tokens, sums = _sums_over_tiles(student, teacher, index, temperature, shard, rows_per_tile, of_tile, 2)
+    tokens, sums = _sums_over_tiles(
+        student, teacher, index, temperature, shard, rows_per_tile, of_tile, sums=2, tiles=3
+    )
     forward, reverse = sums.unbind()
     return KlSums(tokens.with_gradient(forward_share * forward + (1 - forward_share) * reverse), forward, reverse)
 
@@ -128,7 +130,9 @@ def jsd_sum_from_hidden_states(
             return sums, None
         return sums, _jsd_gradient(terms, shares, by_student[:, None], beta, dtype)
 
-    tokens, sums = _sums_over_tiles(student, teacher, index, temperature, shard, rows_per_tile, of_tile, 3)
+    tokens, sums = _sums_over_tiles(
+        student, teacher, index, temperature, shard, rows_per_tile, of_tile, sums=3, tiles=4
+    )
     forward, reverse, total = sums.unbind()
     return KlSums(tokens.with_gradient(total), forward, reverse)
 
@@ -170,13 +174,15 @@ def _sums_over_tiles(
     shard: VocabShard | None,
     rows: int | None,
     of_tile: Callable[[_Pair, torch.dtype | None], _OfTile],
-    count: int,
+    *,
+    sums: int,
+    tiles: int,
 ) -> tuple[TiledSum, Tensor]:
-    """Return the student's tokens, which have the gradients of all tiles, and the `count` sums over tiles of `rows`
+    """Return the student's tokens, which have the gradients of all tiles, and the `sums` [sums] over tiles of `rows`
     (None: as many as fit).
 
-    of_tile: takes a tile and the dtype of its gradient, None for no gradient. Raises ValueError for vocabularies of two
-    sizes.
+    of_tile: takes a tile and the dtype of its gradient, None for no gradient. tiles: of logits, held at once. Raises
+    ValueError for vocabularies of two sizes.
     """
     if len(student.weight) != len(teacher.weight):
         held = len(student.weight), len(teacher.weight)
@@ -187,22 +193,22 @@ def _sums_over_tiles(
     tokens = TiledSum(student.hidden, student.weight, index, rows, dtype)
     with torch.no_grad():
         others = TiledSum(teacher.hidden, teacher.weight, index, rows, dtype)
-        sums = torch.zeros(count, dtype=dtype, device=tokens.hidden.device)
+        totals = torch.zeros(sums, dtype=dtype, device=tokens.hidden.device)
 
         def add(tile: slice, mine: Tensor) -> None:  # a function: nothing of a tile lives on in the next
             theirs = others.hidden.index_select(0, index[tile]).to(others.operand.dtype)
-            first, second, *memory = tokens.memory(count + 1, len(mine))
+            first, second, *memory = tokens.memory(tiles, len(mine))
             products = product(mine, tokens.operand.t(), first), product(theirs, others.operand.t(), second)
             pair = _pair(*products, memory, scalings, tokens.wants_gradient)
             del products
             values, grad = of_tile(pair, tokens.operand.dtype if tokens.wants_gradient else None)
-            sums.add_(values)
+            totals.add_(values)
             if grad is not None:
                 tokens.add_gradient(grad, tile, mine)
 
         for tile, mine in tokens.tiles():
             add(tile, mine)
-    return tokens, sums
+    return tokens, totals
 
 
 @Fused

@@ -129,7 +129,7 @@ def _topk_kl_sums(
 
     def add(tile: slice, mine: Tensor) -> None:  # a function: nothing of a tile lives on in the next
         columns, is_mine = on_shard(ids[tile], shard.start, len(tokens.operand))  # [t, K]
-        first, *memory = tokens.memory(2 + needs_entropy, len(mine))
+        first, *memory = tokens.memory(3 if needs_entropy else 2, len(mine))
         logits = product(mine, tokens.operand.t(), first)
         part, at_ids, terms = _stats_of_tile(logits, memory, columns, is_mine, scaling, tokens.wants_gradient)
         stats = Stats(*part.unbind(1))
@@ -165,7 +165,7 @@ def _stats_of_tile(
     scaling: Scaling,
     wants_gradient: bool,
 ) -> tuple[Tensor, Tensor, tuple]:
-    """Return the statistics of a tile's logits, from products [t, V/tp]: m and l, with memory for two tiles E too,
+    """Return the statistics of a tile's logits, from products [t, V/tp]: m and l, with a second tile of memory E too,
     [t, 2 or 3]; the logits at `columns` [t, K], 0 where they are not mine; and p of the part alone and the logits'
     slope, where this is compiled nothing. Turns products into logits else."""
     logits = scaling.logits_(own(products))

@@ -30,7 +30,7 @@ def gather_sequence(tensor: Tensor, group: Any, dim: int = 1) -> Tensor:
 
 
 class SequenceGather:
-    """A gather of a sequence that has begun. `wait` returns the whole stream, once.
+    """Begin to gather a sequence. `wait` returns the whole stream, once.
 
     Autograd goes through nodes in the reverse order of their making: backward the reduce-scatter begins where `wait`
     stood, and is waited for where this was made, after the backward of all that was computed in between.
