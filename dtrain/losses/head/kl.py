@@ -266,8 +266,8 @@ def _kl_sums(pair: _Pair) -> tuple[Tensor, tuple]:
 
 @Fused
 def _kl_gradient(terms: tuple, of_rows: Tensor, forward_share: float, dtype: torch.dtype) -> Tensor:
-    """Return the gradient by products [t, V/tp] in `dtype`. of_rows [t, 3]: what log q − log p of the part alone lacks,
-    with the share of the forward KL in it, and the part's share of q and of p.
+    """Return the gradient by products [t, V/tp] in `dtype`. of_rows [t, 3]: what is to be added to log q − log p of
+    the part alone, with the share of the forward KL in it, and the part's share of q and of p.
 
     dKL(p||q)/dz = q − p;  dKL(q||p)/dz = q · (log q − log p − KL(q||p)).
     """
