@@ -1,5 +1,5 @@
-"""The check of a device before a decoding step attends by `varlen_decode.SlotFlash`: a small step of all that will be
-asked of it, against the numbers of `cached_attention.Decode`'s products."""
+"""The check of a device before a decoding step attends by `varlen_decode.SlotFlash`: a small step of all that it will
+compute, against the numbers of `cached_attention.Decode`'s products."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from dtrain.attention.kernels import HALF
 from dtrain.inference.cached_attention import Decode
 from dtrain.inference.kv_cache import KeyValues
 from dtrain.inference.varlen_decode import SlotFlash, VarlenDecode
-from dtrain.models.common.config import SLIDING, ModelConfig
+from dtrain.models.common.config import ModelConfig
 
 _PROMPTS = ((1, 3), (37, 1), (130, 2), (25, 1))  # lengths, and rows of each
 _ROWS = ((64, 0), (64, 1), (512, 130), (64, 62), (512, 400), (512, 70), (64, 33))  # sizes of slots, and own tokens
@@ -21,21 +21,10 @@ def choose(config: ModelConfig, dtype: torch.dtype, device: torch.device, tp: in
     why products do, "" where nothing else was to be had. tp: ranks that share the heads. No collective."""
     if device.type != "cuda" or dtype not in HALF:
         return None, ""
-    flash, window = SlotFlash(), config.sliding_window if SLIDING in config.layer_types else None
-    for heads in dict.fromkeys(config.heads_of(kind) for kind in config.kv_heads):
-        problem = prove(
-            flash,
-            heads=config.num_attention_heads // tp,
-            key_heads=max(1, heads.count // tp),
-            head_dim=heads.size,
-            window=window,
-            dtype=dtype,
-            device=device,
-            sinks=config.has_sinks,
-        )
-        if problem is not None:
-            return None, f"decoding attends by products: {problem}"
-    return flash, ""
+    flash = SlotFlash()
+    problems = (prove(flash, **shape, dtype=dtype, device=device) for shape in config.attention_shapes(tp))
+    problem = next(filter(None, problems), None)
+    return (flash, "") if problem is None else (None, f"decoding attends by products: {problem}")
 
 
 def prove(

@@ -90,19 +90,11 @@ class Place:
         values = self.first_row, rows.start, self.columns, self.first_column, name, *run
         return Numbers(*(torch.tensor(value) for value in values))
 
-    def bits(self, rows: slice, name: int, device: torch.device) -> Tensor:
-        """Return 64 random bits for each element of some of the held rows: int64 [rows, held_columns]. name: of the
-        sequence (`stream`); an element's number in it is its index in the whole parameter."""
-        return element_bits((rows.stop - rows.start, self.held_columns), self.numbers(rows, name), device)
-
-    def few_bits(self, rows: slice, name: int, device: torch.device) -> Tensor:
-        """Return 16 random bits for each element, the lowest of whole numbers [rows, held_columns]."""
-        return few_bits((rows.stop - rows.start, self.held_columns), self.numbers(rows, name), device)
-
 
 class Numbers(NamedTuple):
     """Numbers of some of a place's rows, int64 scalars of the host, which a kernel takes by value. first_held: of these
-    rows; the last two are None where the place holds whole matrices; the others are as in `Place` and `Place.bits`."""
+    rows; name: of the sequence (`stream`); the last two are None where the place holds whole matrices; the others are
+    as in `Place`."""
 
     first_row: Tensor
     first_held: Tensor
@@ -123,7 +115,7 @@ def row_indices(rows: int, at: Numbers, device: torch.device) -> Tensor:
 
 def element_bits(shape: Sequence[int], at: Numbers, device: torch.device) -> Tensor:
     """Return 64 random bits for each element of some of the held rows: int64 [rows, ..], [rows, held_columns]
-    flattened."""
+    flattened. An element's number in the sequence is its index in the whole parameter."""
     columns = torch.arange(math.prod(shape[1:]), device=device).view(shape[1:]) + at.first_column
     starts = (row_indices(shape[0], at, device) * at.columns).view(-1, *[1] * (len(shape) - 1))
     return bits(starts + columns, at.name)

@@ -196,25 +196,19 @@ def choose_attention(
     from dtrain.attention import check_varlen, later_flash
     from dtrain.attention.varlen import VarlenKernel
 
-    tp, kernel, exchanges = recipe.parallel.tp, VarlenKernel(), recipe.parallel.cp > 1
-    window = config.sliding_window if SLIDING in config.layer_types else None
-    sizes = dict.fromkeys((config.heads_of(kind).count, config.heads_of(kind).size) for kind in config.kv_heads)
+    kernel, exchanges, shapes = VarlenKernel(), recipe.parallel.cp > 1, config.attention_shapes(recipe.parallel.tp)
 
     def proof(is_later: bool) -> str | None:
         problems = (
             check_varlen.prove(
                 kernel.flash,
-                heads=config.num_attention_heads // tp,
-                key_heads=max(1, key_heads // tp),
-                head_dim=head_dim,
-                window=window,
+                **shape,
                 dtype=precision.compute,
                 device=device,
                 exchange=recipe.parallel.cp_rotate if exchanges else None,
-                sinks=config.has_sinks,
                 is_later=is_later,
             )
-            for key_heads, head_dim in sizes
+            for shape in shapes
         )
         return next(filter(None, problems), None)
 
@@ -226,7 +220,7 @@ def choose_attention(
         return kernel
     if recipe.model.attention == "varlen":
         raise UserError(f"model.attention=varlen: {problem}; set model.attention=auto or sdpa")
-    if longest > LONGEST_UNDER_MASK and (exchanges or recipe.data.packing or window is not None):
+    if longest > LONGEST_UNDER_MASK and (exchanges or recipe.data.packing or SLIDING in config.layer_types):
         length = recipe.data.max_length
         packed = f", packed into rows of {longest}" if longest > length else ""
         raise UserError(

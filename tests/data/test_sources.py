@@ -59,8 +59,9 @@ def test_says_what_it_found_chose_and_left_out(tmp_path, model):
 
 def test_a_template_that_is_handed_in_is_not_chosen_again(tmp_path, model):
     data = section(train=split(str(write_jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}] * 5))))
-    _, said = opened(model, data, template=ChatTemplate(templates.QWEN3, "the run's", {}), cache_dir=tmp_path / "cache")
-    assert "chat template: the run's" in said
+    template = ChatTemplate(templates.QWEN3, "the run's", {})
+    _, printed = opened(model, data, template=template, cache_dir=tmp_path / "cache")
+    assert "chat template: the run's" in printed
 
 
 def test_weighted_sources(tmp_path, model):

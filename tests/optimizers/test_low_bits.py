@@ -7,7 +7,7 @@ from torch import nn
 from dtrain.base.errors import UserError
 from dtrain.optim.adam import LowBitAdam
 from dtrain.optim.moments import BLOCK, Int8, kind_of, read, round_bfloat16, write
-from dtrain.optim.places import Place
+from dtrain.optim.places import Place, element_bits
 from dtrain.optim.update import build_optimizer
 from dtrain.policy.precision import choose_precision
 from dtrain.recipe import schema
@@ -155,10 +155,15 @@ def test_what_is_not_finite_stays_so():
         assert rounded[:3].isnan().all() and rounded[3:].tolist() == [float("inf"), -float("inf")]
 
 
+def bits_of(place, rows):
+    shape = rows.stop - rows.start, place.held_columns
+    return element_bits(shape, place.numbers(rows, 5), torch.device("cpu"))
+
+
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
 def test_a_block_that_overflowed_goes_on(moment):
     place = Place(1, BLOCK, 0, 0, 1, BLOCK)
-    kept, bits = Int8(place, moment), place.bits(slice(0, 1), 5, torch.device("cpu"))
+    kept, bits = Int8(place, moment), bits_of(place, slice(0, 1))
     values = torch.ones(1, BLOCK)
     values[0, 3] = float("inf")
     state = kept.allocate(values, torch.float32)
@@ -178,7 +183,7 @@ def test_int8_has_the_right_mean_down_to_small_parts_of_a_block(moment):
     kept = Int8(place, moment)
     state = kept.allocate(values, torch.float32)
     rows = slice(0, 4096)
-    write(state, moment, values, place.bits(rows, 5, torch.device("cpu")))
+    write(state, moment, values, bits_of(place, rows))
     found = read(state, moment).double()
     above = 2e-5 if moment == "exp_avg" else 3e-9
     spread = found.std(0) / 64  # of the mean of 4096
@@ -187,7 +192,7 @@ def test_int8_has_the_right_mean_down_to_small_parts_of_a_block(moment):
     assert (found[:, 0] == values[:, 0]).all()
     if moment == "exp_avg_sq":
         assert (found > 0).all()  # a quotient by it stays finite
-    write(state, moment, torch.zeros_like(values), place.bits(rows, 5, torch.device("cpu")))
+    write(state, moment, torch.zeros_like(values), bits_of(place, rows))
     assert (read(state, moment) == 0).all()
 
 

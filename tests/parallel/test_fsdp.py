@@ -129,8 +129,8 @@ def test_the_head_s_messages_lie_beside_the_layers(tmp_path, ranks):
     """The first layer does not wait for the head's weights, whose gradient leaves before the layers' backward; and the
     embedding is gathered once, and held for its lookup alone."""
     for tied in (True, False):
-        found = run_world(messages_in_order, ranks, config_of(tmp_path, tied=tied))
-        assert found == [FORWARD[tied] + BACKWARD[tied]] * ranks
+        orders = run_world(messages_in_order, ranks, config_of(tmp_path, tied=tied))
+        assert orders == [FORWARD[tied] + BACKWARD[tied]] * ranks
 
 
 def written_in_place(rank, config):

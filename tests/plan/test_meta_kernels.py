@@ -25,9 +25,9 @@ def test_results_are_torchs(call):
     expected = [(out.shape, out.stride(), out.dtype, out.untyped_storage().nbytes()) for out in call()]
     with MetaKernels():
         for _ in range(2):
-            found = call()
-            assert [(out.shape, out.stride(), out.dtype, out.untyped_storage().nbytes()) for out in found] == expected
-            assert len({out.untyped_storage()._cdata for out in found}) == len(found)
+            outputs = call()
+            assert [(out.shape, out.stride(), out.dtype, out.untyped_storage().nbytes()) for out in outputs] == expected
+            assert len({out.untyped_storage()._cdata for out in outputs}) == len(outputs)
 
 
 def test_storages_are_those_of_the_arguments_where_torch_says_so():

@@ -35,7 +35,7 @@ def test_it_proves_itself_where_it_is(tmp_path):
     assert counts == (37, 14)  # and each of the two calls makes the state of a generator, as one kernel more
 
 
-REFUSED = Mutant("dtrain.inference.check_varlen_decode", "if problem is not None:", "if problem := 'too old':")
+REFUSED = Mutant("dtrain.inference.check_varlen_decode", "next(filter(None, problems), None)", "'too old'")
 
 
 def decoded(rank, recipe):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtrain.models.common.rope_config import Rope
 
@@ -178,6 +178,14 @@ class ModelConfig:
         """Numbers of key heads by the type of layers with attention."""
         kinds = dict.fromkeys(kind for kind in self.layer_types if kind != LINEAR)
         return {kind: self.heads_of(kind).count for kind in kinds}
+
+    def attention_shapes(self, tp: int = 1) -> list[dict[str, Any]]:
+        """Return the sizes of attention on one of `tp` ranks, for each number of key heads and size of a head: what a
+        proof of a kernel takes by these names."""
+        window = self.sliding_window if SLIDING in self.layer_types else None
+        shared = {"heads": self.num_attention_heads // tp, "window": window, "sinks": self.has_sinks}
+        kinds = dict.fromkeys(self.heads_of(kind) for kind in self.kv_heads)
+        return [{"key_heads": max(1, heads.count // tp), "head_dim": heads.size, **shared} for heads in kinds]
 
     @cached_property
     def key_sources(self) -> tuple[int, ...]:
