@@ -7,6 +7,7 @@ import torch
 from dtrain.base.randomness import key, uniform
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.models.read_config import read_config
+from dtrain.optim.places import element_bits
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
@@ -87,3 +88,9 @@ def assert_same_bits(found, expected):
     assert found.keys() == expected.keys()
     differing = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
     assert not differing, differing
+
+
+def bits_of(place, rows, draw=element_bits):
+    """Return the random bits of some of a place's rows."""
+    shape = rows.stop - rows.start, place.held_columns
+    return draw(shape, place.numbers(rows, 5), torch.device("cpu"))

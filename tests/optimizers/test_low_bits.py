@@ -7,12 +7,12 @@ from torch import nn
 from dtrain.base.errors import UserError
 from dtrain.optim.adam import LowBitAdam
 from dtrain.optim.moments import BLOCK, Int8, kind_of, read, round_bfloat16, write
-from dtrain.optim.places import Place, element_bits
+from dtrain.optim.places import Place
 from dtrain.optim.update import build_optimizer
 from dtrain.policy.precision import choose_precision
 from dtrain.recipe import schema
 from dtrain.run.preflight import check
-from tests.optimizers.stepping import assert_same_bits, recipe_of, step_on
+from tests.optimizers.stepping import assert_same_bits, bits_of, recipe_of, step_on
 from tests.tiny import tiny_recipe
 
 FEW = {
@@ -153,11 +153,6 @@ def test_what_is_not_finite_stays_so():
     for bits in (0, 0xFFFF):
         rounded = round_bfloat16(words.view(torch.float32), torch.full((5,), bits))
         assert rounded[:3].isnan().all() and rounded[3:].tolist() == [float("inf"), -float("inf")]
-
-
-def bits_of(place, rows):
-    shape = rows.stop - rows.start, place.held_columns
-    return element_bits(shape, place.numbers(rows, 5), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])

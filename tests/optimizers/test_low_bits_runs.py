@@ -7,11 +7,11 @@ from dtrain.base.errors import UserError
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.policy import state_bytes
 from dtrain.commands.plan.step import plan_step
-from dtrain.optim.places import Place
+from dtrain.optim.places import Place, element_bits, few_bits
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.run.trainer import train
-from tests.optimizers.stepping import give_gradients, policy_on, recipe_of
+from tests.optimizers.stepping import bits_of, give_gradients, policy_on, recipe_of
 from tests.optimizers.test_low_bits import FEW, MESHES
 from tests.running import run, trajectory, weights
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs, write_rows
@@ -151,12 +151,10 @@ def test_reduced_after_each_micro_batch_a_run_is_as_one_that_is_reduced_once(tmp
 
 
 def test_a_part_of_a_parameter_has_the_bits_of_the_whole():
-    device = torch.device("cpu")
     whole, part = Place(10, 37, 0, 0, 10, 37), Place(10, 37, 3, 13, 4, 20)
     stack = Place(10, 37, 1, 13, 4, 20, of_matrix=5, held_of_matrix=2)  # rows 1, 2, 6 and 7
-    for name in ("bits", "few_bits"):
-        found = getattr(part, name)(slice(1, 4), 5, device)
-        drawn = getattr(whole, name)(slice(0, 10), 5, device)
-        assert torch.equal(drawn[4:7, 13:33], found) and drawn.unique().numel() > 360
-        held = getattr(stack, name)(slice(1, 4), 5, device)
+    for draw in (element_bits, few_bits):
+        drawn = bits_of(whole, slice(0, 10), draw)
+        assert torch.equal(drawn[4:7, 13:33], bits_of(part, slice(1, 4), draw)) and drawn.unique().numel() > 360
+        held = bits_of(stack, slice(1, 4), draw)
         assert torch.equal(drawn[[2, 6, 7], 13:33], held)
