@@ -115,6 +115,15 @@ def test_patterns_that_mean_nothing_are_refused(tmp_path, case, words):
     assert bool(early) == ("matches no" in words)
 
 
+@pytest.mark.parametrize(
+    ("family", "pattern", "is_there"),
+    [("gpt-oss", "*.sinks", True), ("qwen3.5", "*.A_log", True), ("qwen3", "*.bias", False)],
+)
+def test_a_pattern_is_checked_against_the_parameters_of_the_model(tmp_path, family, pattern, is_there):
+    recipe = tiny_recipe(tmp_path, f"train.freeze=['{pattern}']", family=family)
+    assert any("matches no parameter" in problem for problem in preflight(recipe, 1)) != is_there
+
+
 def test_a_tied_head_is_meant_by_either_name(tmp_path):
     for tied, pattern in itertools.product((True, False), ("lm_head.weight", "model.embed_tokens.weight")):
         config = models.read_config(write_model(tmp_path / f"{tied}", tied=tied))

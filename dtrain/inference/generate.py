@@ -28,9 +28,10 @@ from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.chats import NO_IMAGES, ChatEncoder, image_part, vision_problem
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
-from dtrain.models.common.adapter_config import is_of_vision, linears
+from dtrain.models.common.adapter_config import is_of_vision
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images
+from dtrain.models.shapes import linears
 from dtrain.policy.precision import DTYPES, choose_precision
 
 

@@ -5,6 +5,7 @@ Imports no torch: names that need it are imported on first use, and the file of 
 read_config                  config.json to a `ModelConfig`
 registry                     the families by architecture
 building                     from a `ModelConfig` to a model, and its starting values
+shapes                       names and shapes of a model's layers, from its config
 llama, qwen, qwen3_5, gemma3, gemma4, phi, olmo, smollm, granite, mistral, qwen_vl, gpt_oss
                              the families: class, tensor-parallel plan and reader of config.json of each
 vision                       the vision towers of those that take images

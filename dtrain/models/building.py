@@ -17,7 +17,7 @@ from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.models.common.config import SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.moe import share_routing
-from dtrain.models.registry import class_of
+from dtrain.models.shapes import on_meta
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.tensor import exact_modules
 
@@ -41,8 +41,7 @@ def build(
     chosen = choose_kernel(
         kernel, device=device.type, window=SLIDING in config.layer_types, documents=True, cache=True, backward=True
     )
-    with torch.device("meta"):
-        model: CausalLM = class_of(config.architecture)(config)
+    model = on_meta(config)
     if config.experts is not None:
         model.routing = share_routing(model, config.experts.count)
     hold_in(model, dtype)

@@ -9,7 +9,7 @@ from torch import nn
 
 from dtrain.base.errors import UserError
 from dtrain.base.name_patterns import matched, unmatched
-from dtrain.models.common.adapter_config import adaptable, is_adapter
+from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.tensor import exact_modules
 from dtrain.policy.config import PolicyConfig
@@ -29,6 +29,7 @@ def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) ->
     from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
     from dtrain.checkpoint.peft.config import adapter_of
     from dtrain.models.common.adapters import add_adapters
+    from dtrain.models.shapes import adaptable
 
     config = adapter_of(asdict(recipe.lora))
     if problem := config.dropout_problem(adaptable(model.config)):

@@ -11,9 +11,10 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.file_rows import as_in_files
-from dtrain.models.common.adapter_config import AdapterConfig, adaptable
+from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.models.common.adapters import adapters_off
 from dtrain.models.common.moe import by_expert
+from dtrain.models.shapes import adaptable
 from dtrain.parallel.experts import collect, spread
 from dtrain.rl.remote.training import refusal
 from dtrain.run.preflight import preflight

@@ -7,10 +7,9 @@ import torch
 
 from dtrain import models
 from dtrain.base.errors import UserError
-from dtrain.models.common import adapter_config
+from dtrain.models import shapes
 from dtrain.models.common.flops import flops_per_token
-from dtrain.models.common.nf4 import quantize_weights
-from dtrain.models.common.quantization_config import block_problems
+from dtrain.models.common.nf4 import block_problems, quantize_weights
 from dtrain.run.preflight import preflight
 from tests.adapters.test_nf4 import (
     FIXTURE,
@@ -134,7 +133,7 @@ def test_other_quantization_is_refused_by_name(tmp_path, section, message):
 )
 def test_sizes_that_blocks_do_not_fit_are_named(tmp_path, sizes, tp, words):
     config = models.read_config(write_model(tmp_path / "model", "llama", **SIZES | sizes))
-    problems = "\n".join(block_problems(config, adapter_config.linears(config), tp))
+    problems = "\n".join(block_problems(config, shapes.linears(config), tp))
     assert all(word in problems for word in words) and bool(problems) == bool(words), problems
 
 
@@ -142,7 +141,7 @@ def test_a_quantized_weight_counts_whole_and_takes_its_own_bytes(tmp_path):
     directory = base(tmp_path)
     plain = models.build(models.read_config(directory), device="meta")
     model = models.build(models.read_config(directory), device="meta")
-    quantize_weights(model, torch.float32, adapter_config.linears(model.config))
+    quantize_weights(model, torch.float32, shapes.linears(model.config))
     for one in plain.parameters():
         one.requires_grad_(False)
     for one in model.parameters():

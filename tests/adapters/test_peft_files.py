@@ -18,7 +18,8 @@ from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.checkpoint.dcp.training_state import model_tensors
 from dtrain.checkpoint.peft.config import adapter_of, adapter_problems, peft_config, read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter, write_adapter
-from dtrain.models.common.adapter_config import AdapterConfig, linears, modules
+from dtrain.models.common.adapter_config import AdapterConfig
+from dtrain.models.shapes import linears, modules
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.recipe.schema import Lora

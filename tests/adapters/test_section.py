@@ -11,9 +11,10 @@ from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.commands.cli import main
 from dtrain.methods import load_recipe
-from dtrain.models.common.adapter_config import AdapterConfig, linears, modules
+from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.models.common.adapters import add_adapters
 from dtrain.models.common.decoder import DECODER_PLAN, Linear
+from dtrain.models.shapes import linears, modules
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.tensor import colwise
 from dtrain.recipe.schema import Lora

@@ -18,10 +18,10 @@ from torch import Tensor
 from dtrain.base.model_directory import has_weights
 from dtrain.checkpoint.huggingface.file_rows import FileRows
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.models.common.adapter_config import linears
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.nf4 import LEVELS, quantize, quantize_weights
-from dtrain.models.common.quantization_config import BLOCK, held_by_nf4, skips
+from dtrain.models.common.nf4 import BLOCK, LEVELS, held_by_nf4, quantize, quantize_weights
+from dtrain.models.common.quantization_config import skips
+from dtrain.models.shapes import linears
 from dtrain.parallel.placement import local_slices, local_tensor
 
 CODES, SCALES = ".weight_codes", ".weight_scales"

@@ -17,11 +17,11 @@ from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG,
 from dtrain.base.name_patterns import endmatch, fullmatch, of_end, pattern_error
 from dtrain.checkpoint.peft import tensors
 from dtrain.checkpoint.peft.tensors import PREFIX
-from dtrain.models.common import adapter_config as adapters
 from dtrain.models.common.adapter_config import (
     ALL_LINEAR,
     ENDS,
     AdapterConfig,
+    by_pattern,
     in_tower,
     is_of_vision,
     out_of_tower,
@@ -70,13 +70,15 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
 def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
     """Return what is wrong with the adapter at `path` of a recipe's section `lora`, for a model of this kind: fields
     that cannot be used, keys that say otherwise, tensors that do not fit. Reads their names and shapes alone."""
+    from dtrain.models.shapes import adaptable  # loads torch
+
     directory = Path(section["path"])
     try:
         config = adapter_of(section)
         stored = tensors.stored_shapes(directory)
     except UserError as error:
         return str(error).splitlines()
-    if problem := config.dropout_problem(adapters.adaptable(model)):
+    if problem := config.dropout_problem(adaptable(model)):
         return [f"{directory / ADAPTER_CONFIG}: {problem}"]
     ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in ENDS}
     wanted = tensors.adapter_shapes(config, model, ends)
@@ -113,8 +115,10 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     """adapter_config.json of an adapter of a model of this kind, which lies at `base`. The targets are the last parts
     of the adapted layers' names where these mean no others, else the names; of single parameters the last two. The
     patterns are the adapter's own where they say the same in any order (PEFT sorts them)."""
-    known = list(adapters.parameters(model))
-    names = [*adapters.linears(model), *adapters.vision_linears(model)]
+    from dtrain.models import shapes  # loads torch
+
+    known = list(shapes.parameters(model))
+    names = [*shapes.linears(model), *shapes.vision_linears(model)]
     single, adapted = config.adapted_parameters(known), config.adapted(names)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
     outer = {name: in_tower(name) if model.is_text_tower else name for name in [*adapted, *single]}
@@ -126,7 +130,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     by_ours = {parameter_name(config.called(name)): parameter_name(theirs) for name, theirs in outer.items()}
     saved = list(config.modules_to_save)
     if model.is_text_tower:
-        saved = sorted(in_tower(name) for name in config.saved(adapters.modules(model)))
+        saved = sorted(in_tower(name) for name in config.saved(shapes.modules(model)))
         # PEFT saves all of a module, and finds none within it.
         saved = [name for name in saved if not any(name.startswith(f"{other}.") for other in saved)]
     return {
@@ -156,7 +160,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
 
 def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:
     """Patterns in any order that say of PEFT's names what `patterns` say of ours. outer: PEFT's, by ours."""
-    values = {name: adapters.by_pattern(patterns, name, otherwise) for name in outer}
+    values = {name: by_pattern(patterns, name, otherwise) for name in outer}
     met = {name: {value for key, value in patterns.items() if endmatch(key, outer[name])} for name in outer}
     if all((met[name] or {otherwise}) == {values[name]} for name in outer):
         return dict(patterns)

@@ -22,8 +22,9 @@ from dtrain.checkpoint.huggingface.write import write_files
 from dtrain.checkpoint.peft.config import BASE, read_adapter_config
 from dtrain.checkpoint.peft.files import AdapterFiles, adapter_weights
 from dtrain.checkpoint.peft.tensors import adapter_shapes, peft_names
-from dtrain.models.common.adapter_config import AdapterConfig, adaptable, linears, shapes_of
+from dtrain.models.common.adapter_config import AdapterConfig, shapes_of
 from dtrain.models.common.decoder import CausalLM
+from dtrain.models.shapes import adaptable, linears
 
 
 class StoredAdapter:

@@ -10,7 +10,6 @@ from dtrain.checkpoint.huggingface.file_rows import joints, places, shape_in_fil
 from dtrain.models.common.adapter_config import (
     ENDS,
     AdapterConfig,
-    adaptable,
     in_tower,
     is_adapter,
     is_of_vision,
@@ -106,6 +105,8 @@ def adapter_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """PEFT's names and the shapes of an adapter's tensors, for a model with these parameters of its own: those of
     adapted layers, and what is trained whole."""
+    from dtrain.models.shapes import adaptable  # loads torch
+
     shapes = adaptable(model)
     wanted = {fused.name: places(fused, fused.name, parameters)[0] for fused in joints(model, parameters)}
     for name, layer in config.adapted(shapes).items():

@@ -36,8 +36,9 @@ from dtrain.commands.plan.policy import PlannedPolicy, bytes_of, mark_layers, on
 from dtrain.commands.plan.tracer import Collective, Tracer
 from dtrain.data.images.reader import ImageReader
 from dtrain.methods import Method
-from dtrain.models.common.adapter_config import LoraLayer, adaptable, modules
+from dtrain.models.common.adapter_config import LoraLayer
 from dtrain.models.common.config import ModelConfig
+from dtrain.models.shapes import adaptable, modules
 from dtrain.parallel.activation_offload import ON_THEIR_WAY
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import chunk_bounds, cut_by

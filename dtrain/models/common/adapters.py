@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from dtrain.base.batch import Batch, document_ids, documents, sum_by_document
 from dtrain.base.randomness import key, mix, uniform
-from dtrain.models.common.adapter_config import PARAMETERS, AdapterConfig, adaptable, shapes_of
+from dtrain.models.common.adapter_config import PARAMETERS, AdapterConfig, shapes_of
 from dtrain.models.common.decoder import CausalLM, Linear
 from dtrain.models.common.moe import ExpertLinear, Router, grouped
+from dtrain.models.shapes import adaptable
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.tensor import TensorParallel
 

@@ -2,7 +2,8 @@
 
 A weight is one of 16 levels times the largest magnitude in its block of 64, all of one row. Two weights share a byte,
 the first in its high half. Scales are held as the bits of a float32, int32: what casts a model's floats to the dtype of
-computation leaves them exact.
+computation leaves them exact. A tensor-parallel rank of a layer that is cut by its inputs holds whole blocks, so that
+the ranks' weights are those of one process.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,10 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.base.fused import Fused, rounds
+from dtrain.models.common.adapter_config import is_stack
+from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM, Linear
 from dtrain.models.common.moe import ExpertLinear, products
-from dtrain.models.common.quantization_config import BLOCK
+from dtrain.models.shapes import linears, parameters
 
+BLOCK = 64  # weights of a row that share a scale
 PARTS = CODES, SCALES = "weight_codes", "weight_scales"  # a layer's parameters, in place of its weight
 LEVELS = (
     -1.0,
@@ -38,6 +42,7 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
+_CUT_BY_INPUTS = ("o_proj", "out_proj", "down_proj", "output_linear")  # of the style rowwise
 _LEAST = 1e-38  # a block of zeros is divided by it
 
 
@@ -129,7 +134,7 @@ def quantize_weights(model: CausalLM, dtype: torch.dtype, names: Iterable[str]) 
     [E, out, in], as an `NF4Weight` or `NF4Stack` does, in two frozen parameters, which `read_weights` fills.
 
     dtype: what the layers compute in. names: of the layers in files (`checkpoint.huggingface.quantized` chooses them).
-    Sizes must fit (`quantization_config.block_problems`).
+    Sizes must fit (`block_problems`).
     """
     torch.compiler.assume_constant_result(_pairs)  # here, because it loads torch._dynamo
     for name in names:
@@ -146,6 +151,35 @@ def quantize_weights(model: CausalLM, dtype: torch.dtype, names: Iterable[str]) 
 def holds_codes(layer: nn.Module) -> bool:
     """Return whether `layer` is a linear layer, or one of experts, that holds its weight in 4 bits."""
     return isinstance(getattr(layer, "held", None), NF4Weight)
+
+
+def held_by_nf4(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """[out, in] of the linear layers of `config`, and [E, out, in] of its stacks of experts, that `lora.quantize=nf4`
+    holds in 4 bits, by name in files: all but what weighs a token's experts."""
+    gates = (".router.proj", ".shared_expert_gate")
+    stacks = parameters(config, all_of_them=True).items()
+    layers: dict[str, tuple[int, ...]] = {
+        name: size for name, size in linears(config).items() if not name.endswith(gates)
+    }
+    return layers | {name: size for name, size in stacks if is_stack(name)}
+
+
+def block_problems(config: ModelConfig, names: Iterable[str], tp: int) -> list[str]:
+    """Return what keeps the layers `names` (in files) from 4 bits on `tp` tensor-parallel ranks, one line each for
+    layers of one name and size."""
+    problems, table = [], linears(config) | held_by_nf4(config)
+    made = "lora.quantize=nf4 makes" if config.unquantized is None else "bitsandbytes made"
+    instead = "set lora.quantize=none" if config.unquantized is None else "use the original checkpoint"
+    for name, inputs in dict.fromkeys((name.rpartition(".")[2], table[name][-1]) for name in names):
+        if inputs % BLOCK:
+            problems.append(f"{made} blocks of {BLOCK} inputs, which do not divide the {inputs} of {name}: {instead}")
+        elif name in _CUT_BY_INPUTS and inputs // BLOCK % tp:
+            fitting = [str(size) for size in range(1, tp) if inputs // BLOCK % size == 0]
+            problems.append(
+                f"parallel.tp={tp} does not divide the {inputs // BLOCK} blocks of {BLOCK} inputs that "
+                f"{made} of {name}'s {inputs}; of the sizes below it tp may be {', '.join(fitting)}"
+            )
+    return problems
 
 
 class _Product(torch.autograd.Function):

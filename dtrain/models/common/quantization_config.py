@@ -1,20 +1,11 @@
-"""Weights in 4 bits: `quantization_config` of a config.json, as bitsandbytes' checkpoints have it, and what
-`lora.quantize=nf4` asks of a model. Imports no torch.
-
-Blocks of 64 weights of a row share a scale. A tensor-parallel rank of a layer that is cut by its inputs holds whole
-blocks, so that the ranks' weights are those of one process.
-"""
+"""Quantized weights: `quantization_config` of a config.json, as bitsandbytes' checkpoints have it. Imports no torch."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from dtrain.base.name_patterns import fullmatch, pattern_error
-from dtrain.models.common.adapter_config import is_stack, linears, parameters
-from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.config_fields import shown
 
-BLOCK = 64
-_CUT_BY_INPUTS = ("o_proj", "out_proj", "down_proj", "output_linear")  # of the style rowwise
 _READ = "of quantized weights only bitsandbytes' nf4, mxfp4, and fp8 in blocks of 128 × 128 are read"
 _ORIGINAL = "; use the original checkpoint"
 _SIBLING = (
@@ -73,32 +64,3 @@ def _from_start(pattern: str) -> str:
 
 def _is_pattern(value: Any) -> bool:
     return isinstance(value, str) and pattern_error(_from_start(value)) is None
-
-
-def held_by_nf4(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """[out, in] of the linear layers of `config`, and [E, out, in] of its stacks of experts, that `lora.quantize=nf4`
-    holds in 4 bits, by name in files: all but what weighs a token's experts."""
-    gates = (".router.proj", ".shared_expert_gate")
-    stacks = parameters(config, all_of_them=True).items()
-    layers: dict[str, tuple[int, ...]] = {
-        name: size for name, size in linears(config).items() if not name.endswith(gates)
-    }
-    return layers | {name: size for name, size in stacks if is_stack(name)}
-
-
-def block_problems(config: ModelConfig, names: Iterable[str], tp: int) -> list[str]:
-    """Return what keeps the layers `names` (in files) from 4 bits on `tp` tensor-parallel ranks, one line each for
-    layers of one name and size."""
-    problems, table = [], linears(config) | held_by_nf4(config)
-    made = "lora.quantize=nf4 makes" if config.unquantized is None else "bitsandbytes made"
-    instead = "set lora.quantize=none" if config.unquantized is None else "use the original checkpoint"
-    for name, inputs in dict.fromkeys((name.rpartition(".")[2], table[name][-1]) for name in names):
-        if inputs % BLOCK:
-            problems.append(f"{made} blocks of {BLOCK} inputs, which do not divide the {inputs} of {name}: {instead}")
-        elif name in _CUT_BY_INPUTS and inputs // BLOCK % tp:
-            fitting = [str(size) for size in range(1, tp) if inputs // BLOCK % size == 0]
-            problems.append(
-                f"parallel.tp={tp} does not divide the {inputs // BLOCK} blocks of {BLOCK} inputs that "
-                f"{made} of {name}'s {inputs}; of the sizes below it tp may be {', '.join(fitting)}"
-            )
-    return problems

@@ -6,6 +6,5 @@ qwen3_vl                     Qwen3-VL's, with deepstack, and that of Qwen3.5
 qwen2_5_vl                   Qwen2.5-VL's, with attention in windows
 gemma3                       SigLIP and Gemma 3's pooling projector
 gemma4                       Gemma 4's, with its pooling and embedder
-names                        names and shapes in a model's tower, from its config
 flops                        training FLOPs of a tower per patch
 """

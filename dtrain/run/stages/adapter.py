@@ -13,12 +13,11 @@ from dtrain.models.common.adapter_config import (
     ALL_LINEAR,
     ENDS,
     AdapterConfig,
-    adaptable,
     is_parameter,
     matches,
-    modules,
     parameter_name,
 )
+from dtrain.models.shapes import adaptable, modules
 from dtrain.recipe import key_aliases
 from dtrain.recipe.schema import Lora
 from dtrain.run.spec import RunSpec

@@ -12,11 +12,9 @@ from dtrain.base.model_directory import INDEX, files_of_weights, has_weights, is
 from dtrain.base.name_patterns import unmatched
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
-from dtrain.models.common import quantization_config
-from dtrain.models.common.adapter_config import modules
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.nf4 import holds_codes
-from dtrain.models.common.quantization_config import held_by_nf4
+from dtrain.models.common.nf4 import block_problems, held_by_nf4, holds_codes
+from dtrain.models.shapes import on_meta
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.trained import choose_trained
@@ -25,7 +23,6 @@ from dtrain.run.host import Host
 from dtrain.run.preflight import model_ids
 from dtrain.run.spec import RunSpec
 
-WEIGHTS = ("weight", "bias")
 SMALL_WEIGHTS = 256 << 20  # bytes that a dry run reads whole
 
 
@@ -54,7 +51,7 @@ def check_models(spec: RunSpec) -> list[str]:
             "model.init=pretrained, or use the original checkpoint's config.json"
         )
     elif model.unquantized is None and recipe.lora is not None and recipe.lora.quantize == "nf4":
-        problems += quantization_config.block_problems(model, held_by_nf4(model), max(recipe.parallel.tp, 1))
+        problems += block_problems(model, held_by_nf4(model), max(recipe.parallel.tp, 1))
     if model.experts is None and recipe.moe.balance > 0:
         problems.append(f"moe.balance={recipe.moe.balance}: this model has no experts; leave it out")
     if recipe.train.tile == "mlp" and all(map(model.is_sparse, range(model.num_hidden_layers))):
@@ -64,20 +61,18 @@ def check_models(spec: RunSpec) -> list[str]:
         )
     problems += spec.method.model_problems(model)
     model = config_with_tower(spec)
-    parts = [f"{module}.{kind}" for name in modules(model) for module in model.parts(name) for kind in WEIGHTS]
-    if model.vision is not None:
-        from dtrain.models.vision.names import tower_of
+    built = on_meta(model)
+    names = [name for name, _ in built.named_parameters(remove_duplicate=False)]
+    for tower in built.model.vision:
         from dtrain.policy.vision import frozen_patterns
 
-        tower = tower_of(model)
-        parts += [f"model.{name}" for name, _ in tower.named_parameters()]
-        problems += frozen_patterns(recipe.train, tower, parts)
-    elif recipe.train.vision != "frozen":
+        problems += frozen_patterns(recipe.train, tower, names)
+    if model.vision is None and recipe.train.vision != "frozen":
         problems.append(
             f"train.vision={recipe.train.vision}: this model has no vision tower that dtrain trains: set "
             "train.vision=frozen"
         )
-    return problems + unmatched(recipe.train.parameter_patterns, parts)
+    return problems + unmatched(recipe.train.parameter_patterns, names)
 
 
 def config_with_tower(spec: RunSpec) -> ModelConfig:
@@ -167,7 +162,7 @@ def build(spec: RunSpec) -> None:
     model = models.build(spec.model_config, dtype=spec.precision.master, device="meta")
     choose_trained(model, recipe, compute)
     coded = [model.config.whole(name) for name, layer in model.named_modules() if holds_codes(layer)]
-    if problems := quantization_config.block_problems(model.config, coded, recipe.parallel.tp):
+    if problems := block_problems(model.config, coded, recipe.parallel.tp):
         raise UserError("\n".join(problems))
     if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):
         plan = find_plan(recipe.parallel.custom_plan, model)

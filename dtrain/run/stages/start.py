@@ -14,7 +14,8 @@ from dtrain.base.ranges import nearest
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.data import Cursor
 from dtrain.methods import model_keys, recipe_keys
-from dtrain.models.common.adapter_config import AdapterConfig, adaptable
+from dtrain.models.common.adapter_config import AdapterConfig
+from dtrain.models.shapes import adaptable
 from dtrain.policy.checkpoint import weights_of
 from dtrain.run import resume
 from dtrain.run.host import Host

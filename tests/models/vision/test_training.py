@@ -13,11 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dtrain import models
 from dtrain.base.errors import UserError
-from dtrain.models.common.adapter_config import VISION_PARTS, AdapterConfig, adaptable
+from dtrain.models.common.adapter_config import VISION_PARTS, AdapterConfig
 from dtrain.models.common.adapters import add_adapters
 from dtrain.models.common.flops import flops_per_token
 from dtrain.models.read_config import parse_config
 from dtrain.models.registry import FAMILIES, class_of
+from dtrain.models.shapes import adaptable
 from dtrain.models.vision.flops import flops_per_patch
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.policy.trained import choose_trained

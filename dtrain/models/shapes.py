@@ -1,0 +1,67 @@
+"""Names and shapes of a model's layers, by its config: of those that may have an adapter or be held in 4 bits, and of
+all modules. They are read off the model on meta, which takes no memory and 20 ms.
+
+Names are those of files (`ModelConfig.whole`), of a vision tower those in the model.
+"""
+
+import torch
+from torch import nn
+
+from dtrain.models.common.adapter_config import is_of_vision
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import CausalLM, Linear
+from dtrain.models.common.moe import ExpertLinear, Router
+from dtrain.models.registry import class_of
+from dtrain.parallel.tensor import exact_modules
+
+Shape = tuple[int, ...]
+
+
+def on_meta(config: ModelConfig) -> CausalLM:
+    """Return the model of `config` on meta, as its family makes it."""
+    with torch.device("meta"):
+        model: CausalLM = class_of(config.architecture)(config)
+    return model
+
+
+def adaptable(config: ModelConfig) -> dict[str, Shape]:
+    """[out, in] of every linear layer of the decoder, then of its `parameters`, then of every linear layer of the
+    vision tower that `config` has."""
+    return {**linears(config), **parameters(config), **vision_linears(config)}
+
+
+def linears(config: ModelConfig) -> dict[str, Shape]:
+    """[out, in] of every linear layer of `config`'s decoder, in the model's order."""
+    return {name: shape for name, shape in _shapes(config, Linear).items() if not is_of_vision(name)}
+
+
+def vision_linears(config: ModelConfig) -> dict[str, Shape]:
+    """[out, in] of every linear layer of the vision tower of `config`; none without one."""
+    return {name: shape for name, shape in _shapes(config, Linear).items() if is_of_vision(name)}
+
+
+def parameters(config: ModelConfig, all_of_them: bool = False) -> dict[str, Shape]:
+    """[E, out, in] of the stacks of experts of `config`, and [E, in] of its routers that are no linear layers, as far
+    as they may have an adapter: stacks that the files have turned (gpt-oss) get none. all_of_them: these too."""
+    is_turned = config.experts is not None and config.experts.turned
+    return {} if is_turned and not all_of_them else _shapes(config, Router, ExpertLinear)
+
+
+def modules(config: ModelConfig) -> list[str]:
+    """The names of all modules with parameters of their own, but for exact ones (`tensor.exact_modules`): what
+    `modules_to_save` may name."""
+    model = on_meta(config)
+    exact = exact_modules(model)
+    names = (name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False)))
+    return list(dict.fromkeys(config.whole(name) for name in names if name not in exact))
+
+
+def _shapes(config: ModelConfig, *kinds: type[nn.Module]) -> dict[str, Shape]:
+    """Shapes of the weights in layers of these kinds; of those that files join the rows of all."""
+    shapes: dict[str, Shape] = {}
+    for name, module in on_meta(config).named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, kinds) and weight is not None:
+            whole, (*experts, rows, columns) = config.whole(name), weight.shape
+            shapes[whole] = (*experts, rows + (shapes[whole][-2] if whole in shapes else 0), columns)
+    return shapes
