@@ -5,6 +5,7 @@ permuted tensors there), visible to torch.compile and to CommDebugMode. All rank
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -53,97 +54,53 @@ def all_to_all(rows: Tensor, receives: Sequence[int], sends: Sequence[int], grou
 def enter_region(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """A replicated tensor [..] into a region where each rank computes its part: nothing forward, an all-reduce
     backward."""
-    return _Enter.apply(tensor, group)
+    return _Collective.apply(tensor, lambda whole: whole.view_as(whole), partial(all_reduce, group=group))
 
 
 def leave_region(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The ranks' parts [..] summed on every rank: all-reduce forward, nothing backward."""
-    return _Leave.apply(tensor, group)
+    return _Collective.apply(tensor, partial(all_reduce, group=group), lambda grad: grad)
 
 
 def gather_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """[.., n, ..] -> [.., n·ranks, ..], joined along `dim` (all-gather); backward the ranks' gradients are summed and
     cut (reduce-scatter)."""
-    return _Gather.apply(tensor, dim, group)
+    along = {"dim": dim, "group": group}
+    return _Collective.apply(tensor, partial(all_gather, **along), partial(reduce_scatter, **along))
 
 
 def gather_alike(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """[.., n, ..] -> [.., n·ranks, ..], joined along `dim` (all-gather), for what every rank computes alike from it:
     backward each takes its part of a gradient that all have, and sends nothing."""
-    return _GatherAlike.apply(tensor, dim, group)
+    length = tensor.shape[dim]
+    return _Collective.apply(
+        tensor,
+        partial(all_gather, dim=dim, group=group),
+        lambda grad: grad.narrow(dim, group.rank() * length, length),
+    )
 
 
 def scatter_sum_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """[.., n, ..] -> [.., n/ranks, ..]: the ranks' tensors summed, and cut along `dim` (reduce-scatter); backward an
     all-gather."""
-    return _ScatterSum.apply(tensor, dim, group)
+    along = {"dim": dim, "group": group}
+    return _Collective.apply(tensor, partial(reduce_scatter, **along), partial(all_gather, **along))
 
 
 def exchange(rows: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Exchange rows as `all_to_all` does; backward their gradients go back by another all-to-all."""
-    return _Exchange.apply(rows, receives, sends, group)
+    there = partial(all_to_all, receives=receives, sends=sends, group=group)
+    return _Collective.apply(rows, there, partial(all_to_all, receives=sends, sends=receives, group=group))
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, group):
-        ctx.group = group
-        return tensor.view_as(tensor)
+class _Collective(torch.autograd.Function):
+    """`send(tensor)`, whose derivative is `send_back(gradient)`."""
 
     @staticmethod
-    def backward(ctx, grad):
-        return all_reduce(grad, ctx.group), None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, group):
-        return all_reduce(tensor, group)
+    def forward(ctx, tensor, send, send_back):
+        ctx.send_back = send_back
+        return send(tensor)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, dim, group):
-        ctx.dim, ctx.group = dim, group
-        return all_gather(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return reduce_scatter(grad, ctx.dim, ctx.group), None, None
-
-
-class _GatherAlike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, dim, group):
-        ctx.dim, ctx.group, ctx.length = dim, group, tensor.shape[dim]
-        return all_gather(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.narrow(ctx.dim, ctx.group.rank() * ctx.length, ctx.length), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, dim, group):
-        ctx.dim, ctx.group = dim, group
-        return reduce_scatter(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_gather(grad, ctx.dim, ctx.group), None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, receives, sends, group):
-        ctx.receives, ctx.sends, ctx.group = receives, sends, group
-        return all_to_all(rows, receives, sends, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_to_all(grad, ctx.sends, ctx.receives, ctx.group), None, None, None
+        return ctx.send_back(grad), None, None
