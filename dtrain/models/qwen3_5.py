@@ -35,7 +35,7 @@ from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.common.rope_config import Sections, read_rope
 from dtrain.models.common.tower import TextTower
-from dtrain.models.vision.qwen3_vl import Qwen3_5Vision
+from dtrain.models.vision.qwen import Qwen3_5Vision
 from dtrain.parallel.tensor import LocalParameters
 
 # What published checkpoints may leave out.

@@ -8,8 +8,7 @@ from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import Sections
 from dtrain.models.common.tower import TextTower
 from dtrain.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3Layer
-from dtrain.models.vision.qwen2_5_vl import Qwen2_5VLVision
-from dtrain.models.vision.qwen3_vl import Qwen3VLVision
+from dtrain.models.vision.qwen import Qwen2_5VLVision, Qwen3VLVision
 
 _QWEN2_5_DEFAULTS = {
     "rms_norm_eps": 1e-5,

@@ -65,8 +65,8 @@ def leave_region(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gather_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """[.., n, ..] -> [.., n·ranks, ..], joined along `dim` (all-gather); backward the ranks' gradients are summed and
     cut (reduce-scatter)."""
-    along = {"dim": dim, "group": group}
-    return _Collective.apply(tensor, partial(all_gather, **along), partial(reduce_scatter, **along))
+    back = partial(reduce_scatter, dim=dim, group=group)
+    return _Collective.apply(tensor, partial(all_gather, dim=dim, group=group), back)
 
 
 def gather_alike(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -83,8 +83,8 @@ def gather_alike(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def scatter_sum_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """[.., n, ..] -> [.., n/ranks, ..]: the ranks' tensors summed, and cut along `dim` (reduce-scatter); backward an
     all-gather."""
-    along = {"dim": dim, "group": group}
-    return _Collective.apply(tensor, partial(reduce_scatter, **along), partial(all_gather, **along))
+    back = partial(all_gather, dim=dim, group=group)
+    return _Collective.apply(tensor, partial(reduce_scatter, dim=dim, group=group), back)
 
 
 def exchange(rows: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup) -> Tensor:

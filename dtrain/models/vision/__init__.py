@@ -2,8 +2,7 @@
 
 common                       interface and config of a tower, attention within images, positions on a grid of patches
 dealt                        images dealt to the ranks that hold the same rows
-qwen3_vl                     Qwen3-VL's, with deepstack, and that of Qwen3.5
-qwen2_5_vl                   Qwen2.5-VL's, with attention in windows
+qwen                         Qwen2.5-VL's, with attention in windows; Qwen3-VL's, with deepstack, and that of Qwen3.5
 gemma3                       SigLIP and Gemma 3's pooling projector
 gemma4                       Gemma 4's, with its pooling and embedder
 flops                        training FLOPs of a tower per patch

@@ -19,8 +19,7 @@ from torch.distributed.tensor import Partial
 from dtrain.base.row_images import Grid
 from dtrain.models.common.config import Rope
 from dtrain.models.common.config_fields import Fields, shown
-from dtrain.models.common.decoder import Linear
-from dtrain.models.common.functions import ACTIVATIONS, frequencies, gated, rotate
+from dtrain.models.common.functions import ACTIVATIONS, frequencies, gated
 from dtrain.models.common.images import Images, PlacedFeatures
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base
@@ -59,6 +58,7 @@ class VisionConfig:
     num_channels: int = 3
     temporal_patch_size: int = 1  # frames of a patch; an image is repeated
     initializer_range: float = 0.02
+    theta: float = 10_000.0  # the base of rotary positions, in a tower that has some
 
     @property
     def values(self) -> int:
@@ -278,59 +278,6 @@ class GatedMLP(nn.Module):
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
 
 
-@dataclass(frozen=True, kw_only=True)
-class QwenVisionConfig(VisionConfig):
-    """Sizes of a tower of Qwen's. theta: the base of the rotary positions."""
-
-    theta: float = 10_000.0
-
-
-class QwenPatchEmbed(nn.Module):
-    """The linear map of patches of Qwen's towers: values by channel, frame, row and column."""
-
-    def __init__(self, config: VisionConfig, bias: bool):
-        super().__init__()
-        shape = (config.num_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
-        self.proj = PatchProjection(config.hidden_size, shape, bias)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """[P, values] -> [P, D]"""
-        return self.proj(pixels)
-
-
-class QwenAttention(nn.Module):
-    """Attention of Qwen's towers: one projection gives q, k and v; rotary positions turn whole heads, half of the
-    frequencies by the row and half by the column, in max(float32, the dtype)."""
-
-    def __init__(self, config: VisionConfig):
-        super().__init__()
-        self.heads = config.num_attention_heads
-        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, hidden: Tensor, turns: Turns, lengths: Sequence[int]) -> Tensor:
-        """hidden [P, D], turns [P, 1, hd], lengths of the segments -> [P, D]"""
-        q, k, v = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(1)  # [P, H, hd]
-        q, k = (rotate(x.to(turns[0].dtype), *turns).to(x.dtype) for x in (q, k))
-        return self.proj(attend(q, k, v, lengths).flatten(1))
-
-
-class QwenBlock(nn.Module):
-    """A layer of Qwen's towers: a norm before attention and one before the MLP, each in its residual branch."""
-
-    def __init__(self, config: VisionConfig, norm: Callable[[int, float], nn.Module], mlp: nn.Module):
-        super().__init__()
-        self.norm1 = norm(config.hidden_size, 1e-6)
-        self.norm2 = norm(config.hidden_size, 1e-6)
-        self.attn = QwenAttention(config)
-        self.mlp = mlp
-
-    def forward(self, hidden: Tensor, turns: Turns, lengths: Sequence[int]) -> Tensor:
-        """hidden [P, D], turns [P, 1, hd], lengths of the segments -> [P, D]"""
-        hidden = hidden + self.attn(self.norm1(hidden), turns, lengths)
-        return hidden + self.mlp(self.norm2(hidden))
-
-
 def vision_fields(outer: ModelFields) -> ModelFields:
     """Return the fields of `vision_config`, whose problems are those of `outer`."""
     written = outer.get("vision_config")
@@ -358,42 +305,8 @@ def read_axial_theta(fields: ModelFields, head_dim: int, default: float) -> floa
     return theta
 
 
-def read_indexes(fields: ModelFields, key: str, default: list[int]) -> tuple[int, ...]:
-    """Return the numbers of layers that a list has."""
-    written = default if fields.get(key) is None else fields.get(key)
-    is_list = isinstance(written, list) and all(type(index) is int and index >= 0 for index in written)
-    if not is_list or sorted({*written}) != written:
-        fields.problem(f"{key} {shown(written)}: must be numbers of layers, each once and in order")
-        return ()
-    return tuple(written)
-
-
 def split_heads(fields: ModelFields, hidden: int, heads: int) -> int:
     """Return the size of each of `heads` heads."""
     if hidden % heads:
         fields.problem(f"hidden_size {hidden} is not a multiple of {heads} heads")
     return max(hidden // heads, 1)
-
-
-def read_qwen(fields: ModelFields, defaults: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Return what the towers of Qwen read alike; defaults: what they do not share. hidden_size: E."""
-    fields = fields.over(defaults)
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_heads", 16)
-    head_dim, out = split_heads(fields, hidden, heads), fields.integer("out_hidden_size", 3584)
-    if out != hidden_size:
-        fields.problem(f"out_hidden_size {out} where the text's hidden_size is {hidden_size}")
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": fields.integer("intermediate_size"),
-        "num_hidden_layers": fields.integer("depth"),
-        "num_attention_heads": heads,
-        "head_dim": head_dim,
-        "patch_size": fields.integer("patch_size"),
-        "pool": fields.integer("spatial_merge_size", 2),
-        "hidden_act": read_activation(fields, "hidden_act", "silu"),
-        "out_hidden_size": out,
-        "num_channels": fields.integer("in_channels", 3),
-        "temporal_patch_size": fields.integer("temporal_patch_size", 2),
-        "initializer_range": fields.number("initializer_range", 0.02, zero=True, most=100.0) or 0.02,
-        "theta": read_axial_theta(fields, head_dim, 10_000.0),
-    }

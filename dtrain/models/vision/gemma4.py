@@ -40,14 +40,13 @@ from dtrain.parallel.tensor import LocalParameters
 @dataclass(frozen=True, kw_only=True)
 class Gemma4VisionConfig(VisionConfig):
     """Sizes of tower and embedder. table_size: rows and columns that have a learned vector. clipped: whether linear
-    layers have bounds; standardize: whether averages are shifted and scaled. theta: the base of rotary positions."""
+    layers have bounds; standardize: whether averages are shifted and scaled."""
 
     num_key_value_heads: int
     rms_norm_eps: float
     table_size: int
     clipped: bool
     standardize: bool
-    theta: float
 
     def size_problem(self, rows: int, columns: int) -> str | None:
         """Override `VisionConfig.size_problem`"""

@@ -11,8 +11,7 @@ from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.vision.common import VisionTower
 from dtrain.models.vision.gemma3 import Gemma3Vision
 from dtrain.models.vision.gemma4 import Gemma4Vision
-from dtrain.models.vision.qwen2_5_vl import Qwen2_5VLVision
-from dtrain.models.vision.qwen3_vl import Qwen3_5Vision, Qwen3VLVision
+from dtrain.models.vision.qwen import Qwen2_5VLVision, Qwen3_5Vision, Qwen3VLVision
 from tests.models.oracle import randomise
 
 TEXT_SIZE = 24

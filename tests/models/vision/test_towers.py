@@ -12,8 +12,7 @@ from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.vision.common import Features, attend, block_order, patch_positions
 from dtrain.models.vision.gemma3 import Gemma3Vision
 from dtrain.models.vision.gemma4 import Gemma4Vision
-from dtrain.models.vision.qwen2_5_vl import Qwen2_5VLVision, window_order
-from dtrain.models.vision.qwen3_vl import Qwen3_5Vision, Qwen3VLVision
+from dtrain.models.vision.qwen import Qwen2_5VLVision, Qwen3_5Vision, Qwen3VLVision, window_order
 from dtrain.parallel.tensor import LocalParameters
 from tests.models.oracle import save
 from tests.models.vision.oracle import CASES, TEXT_SIZE, WideIslands, make_ours, make_pixels, make_theirs, make_wide
