@@ -69,7 +69,6 @@ HOMES = {
     "commands/plan/tracer.py": "_resolve_process_group",
     "launch/devices.py": "_C._accelerator_setAllocatorSettings",
     "losses/logits/groups.py": "_assert_async",
-    "models/common/compiled.py": "_higher_order_ops",
     "parallel/activation_offload.py": "_C._current_graph_task_id _cdata tree_leaves",
     "parallel/checkpointing.py": "checkpoint",
     "parallel/collectives.py": "_c10d_functional",
@@ -78,6 +77,7 @@ HOMES = {
     "parallel/masters.py": "_C._disabled_torch_function_impl",
     "parallel/mesh.py": "_concatenate _device_types _get_backend _unflatten",
     "parallel/placement.py": "_StridedShard _foreach_mul_ _foreach_norm _local_tensor",
+    "policy/compiling.py": "_higher_order_ops",
     "policy/offloader.py": "_buffers",
     "policy/weight_buckets.py": "_Options _devices",
 }

@@ -38,7 +38,7 @@ from dtrain.checkpoint.dcp.background import Saver
 from dtrain.checkpoint.dcp.retention import Retention
 from dtrain.checkpoint.dcp.training_state import allocate_state, training_tensors
 from dtrain.models.read_config import parse_config
-from dtrain.parallel.fsdp import shard_model
+from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
@@ -70,7 +70,7 @@ def build(arguments, device: torch.device, world_size: int) -> dict[str, torch.T
     }
     model = models.build(parse_config(config), device="meta")
     mesh = build_mesh(Runtime(device=device), dp_shard=world_size)
-    shard_model(model, mesh.fsdp, compute_dtype=torch.float32, reduce_dtype=torch.float32)
+    shard_model(model, mesh.fsdp, mixed_precision(torch.float32, torch.float32))
     model.to_empty(device=device)
     models.init_weights(model, 0)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -76,28 +76,17 @@ def units_of(model: ParallelModel) -> Units:
     )
 
 
+def mixed_precision(compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Return FSDP's policy of these dtypes. Inputs are not cast at the borders of units: ids are integers, and hidden
+    states and rotary tables have the dtype already."""
+    return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+
+
 def shard_model(
     model: ParallelModel,
     mesh: DeviceMesh,
-    *,
-    compute_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    reshard_after_forward: bool | str = "default",
-    cpu_offload: bool = False,
-    expert_mesh: DeviceMesh | None = None,
-) -> None:
-    """`shard_with_policies` in the terms of a recipe."""
-    # Inputs are not cast at unit borders: ids are integers, hidden states and rotary tables have the dtype already.
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    shard_with_policies(model, mesh, precision, offload, reshard_after_forward, expert_mesh)
-
-
-def shard_with_policies(
-    model: ParallelModel,
-    mesh: DeviceMesh,
     precision: MixedPrecisionPolicy,
-    offload: OffloadPolicy,
+    offload: OffloadPolicy | None = None,
     reshard_after_forward: bool | str = "default",
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
@@ -114,6 +103,7 @@ def shard_with_policies(
     Gradients are summed: the loss already divides by the count of the global batch. A frozen parameter that one rank
     holds whole, in the dtype of computation, is left as it is: FSDP would copy it for every forward.
     """
+    offload = offload or OffloadPolicy()
     shards = None if expert_mesh is None else _shards(model, expert_mesh)
     own_unit = partial(_own_unit, shards=shards, whole=_left_whole(model, mesh, precision, offload, expert_mesh))
     units = units_of(model)
@@ -121,9 +111,8 @@ def shard_with_policies(
     # Modules that the decoder calls before the layers compute in float32 where the others compute in half: each is a
     # unit of its own, which stays gathered from the forward to the backward.
     wide = precision.param_dtype and torch.promote_types(precision.param_dtype, torch.float32)
-    exact = MixedPrecisionPolicy(param_dtype=wide, reduce_dtype=wide, cast_forward_inputs=False)
     for module in units.exact:
-        own_unit(module, mesh, exact, offload, False)
+        own_unit(module, mesh, mixed_precision(wide, wide), offload, False)
     # In the weights' dtype: what comes between an embedding and the layers is not the unit's.
     plain = replace(precision, output_dtype=None)
     lookups = [own_unit(module, mesh, plain, offload, reshard_after_forward is not False) for module in units.lookups]

@@ -18,7 +18,7 @@ from dtrain.base.errors import UserError
 from dtrain.parallel.apply import Plan, apply_plan, find_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.fits import mesh_problems_of_model
-from dtrain.parallel.fsdp import shard_with_policies
+from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.tensor import ParallelModel
 
 
@@ -51,7 +51,7 @@ def _parallelize_llama(
         except UserError as error:
             raise ValueError(str(error)) from error
     checkpoint_activations(model, "full" if activation_checkpointing else "none")
-    shard_with_policies(model, dp_mesh, mp_policy, offload_policy)
+    shard_model(model, dp_mesh, mp_policy, offload_policy)
     return model
 
 
@@ -114,16 +114,11 @@ def _parallelize_model(
     custom_parallel_plan: a table that replaces the model's, or the import path of one or of a function that gives one.
     Raises ValueError also for a plan that cannot be used.
     """
-    mp_policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype,
-        reduce_dtype=torch.promote_types(param_dtype, torch.float32),
-        cast_forward_inputs=False,  # they have the dtype already
-    )
     return _parallelize_llama(
         model,
         dp_mesh,
         tp_mesh,
-        mp_policy,
+        mixed_precision(param_dtype, torch.promote_types(param_dtype, torch.float32)),
         CPUOffloadPolicy(pin_memory=False) if cpu_offload else OffloadPolicy(),
         sequence_parallel,
         activation_checkpointing,

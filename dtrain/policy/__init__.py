@@ -3,7 +3,7 @@
 policy                the one object through which trainer and methods train
 config                what of a recipe a policy reads
 build, precision      a model on its mesh; its dtypes
-compiling             its layers compiled
+compiling             its layers compiled, part by part
 trained, vision       which of its parameters are trained; of a vision tower
 batching              a caller's batch at the door, and its micro-batches
 score                 what a loss may ask of the model

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from dtrain import models
 from dtrain.attention.kernels import HALF, Kernel, SdpaKernel, choose_kernel
@@ -24,7 +25,7 @@ from dtrain.models.common.config import SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
-from dtrain.parallel.fsdp import shard_model
+from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.mesh import Mesh
 from dtrain.policy.config import PolicyConfig
 from dtrain.policy.precision import Precision
@@ -131,15 +132,9 @@ def lay_out(
         compile_model(model, recipe, device)
     (keep or keep_for_backward)(model, recipe, device)
     if mesh.size > 1 or precision.is_mixed or offloads(recipe, device):
-        shard_model(
-            model,
-            mesh.fsdp,
-            compute_dtype=precision.compute,
-            reduce_dtype=precision.reduce,
-            reshard_after_forward=parallel.reshard_after_forward,
-            cpu_offload=offloads(recipe, device),
-            expert_mesh=mesh.expert_fsdp,
-        )
+        dtypes = mixed_precision(precision.compute, precision.reduce)
+        offload = CPUOffloadPolicy() if offloads(recipe, device) else None
+        shard_model(model, mesh.fsdp, dtypes, offload, parallel.reshard_after_forward, mesh.expert_fsdp)
     return model
 
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain.parallel.fsdp import shard_model
+from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.placement import local_tensor, reshard_model
 from dtrain.policy.policy import sync_gradients
 from tests.cases import run_cases
@@ -21,7 +21,7 @@ def sharded(config, reshard="default"):
     model = random_model(config)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     dtype = torch.float64
-    shard_model(model, mesh, compute_dtype=dtype, reduce_dtype=dtype, reshard_after_forward=reshard)
+    shard_model(model, mesh, mixed_precision(dtype, dtype), reshard_after_forward=reshard)
     return model
 
 

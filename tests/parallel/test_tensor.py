@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtrain.attention.kernels import KERNELS
 from dtrain.losses import VocabShard, weighted_logprob_sum
 from dtrain.parallel.apply import apply_plan
-from dtrain.parallel.fsdp import shard_model
+from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.tensor import TensorParallel, VocabEmbedding, vocab_rows, whole_sequences
 from tests.cases import run_cases
@@ -134,7 +134,7 @@ def used_outside(rank, config, fsdp):
     mesh = init_device_mesh("cpu", (fsdp, 2), mesh_dim_names=("fsdp", "tp"))
     model = random_model(config)
     apply_plan(model, mesh["tp"], model.plan, sequence_parallel=False)
-    shard_model(model, mesh["fsdp"], compute_dtype=torch.float64, reduce_dtype=torch.float64)
+    shard_model(model, mesh["fsdp"], mixed_precision(torch.float64, torch.float64))
     hidden = torch.zeros(1, 6, config.hidden_size, dtype=torch.float64)
     for module in (model.lm_head, model.model.norm, model.model.layers[0].mlp):
         with pytest.raises(RuntimeError, match="outside the forward of its FSDP root"):

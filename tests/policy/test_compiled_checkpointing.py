@@ -14,12 +14,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain import models
-from dtrain.models.common import compiled
 from dtrain.parallel.checkpointing import checkpoint_activations
-from dtrain.parallel.fsdp import shard_model
+from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime, StopFlag
+from dtrain.policy import compiling
 from dtrain.run.trainer import train_checked
 from tests.policy.test_compile import (
     COMPILE,
@@ -69,10 +69,10 @@ def under(kind, path, is_compiled):
     models.init_weights(model, 0)
     model = model.double()
     if is_compiled:
-        compiled.compile_layers(model, is_selective=kind == "selective")
+        compiling.compile_layers(model, is_selective=kind == "selective")
     checkpoint_activations(model, kind, layers=[] if is_compiled and kind == "selective" else None)
     mesh = build_mesh(Runtime())
-    shard_model(model, mesh.fsdp, compute_dtype=torch.float64, reduce_dtype=torch.float64)
+    shard_model(model, mesh.fsdp, mixed_precision(torch.float64, torch.float64))
     for length, _ in ROWS:
         hooks, held = kept_for_backward(model)
         with hooks:
@@ -159,7 +159,7 @@ def grouped_products_on(rank, path):
         models.init_weights(model, 0)
         model = model.to("cuda", torch.bfloat16)
         if is_compiled:
-            compiled.compile_layers(model, is_selective=True)
+            compiling.compile_layers(model, is_selective=True)
         else:
             checkpoint_activations(model, "selective")
         for _ in range(2):  # the first compiles

@@ -13,13 +13,12 @@ from dtrain import recipe as config
 from dtrain.attention.context import GatherKernel
 from dtrain.attention.kernels import KERNELS
 from dtrain.models import read_config
-from dtrain.models.common.compiled import compile_layers
 from dtrain.models.common.keys_first import project_keys_first
 from dtrain.parallel.context.batch import shard_sequence
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
-from dtrain.policy.compiling import computes_again
+from dtrain.policy.compiling import compile_layers, computes_again
 from tests.cases import run_cases
 from tests.policy.test_compile import by_aot_eager, forget_compiled, graphs
 from tests.tiny import tiny_recipe, write_model

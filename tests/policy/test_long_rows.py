@@ -9,9 +9,10 @@ import torch
 
 from dtrain import models
 from dtrain.attention.groups import GroupedKernel
-from dtrain.models.common import compiled, tiles
+from dtrain.models.common import tiles
 from dtrain.parallel import activation_offload as offload
 from dtrain.parallel.checkpointing import checkpoint_activations
+from dtrain.policy import compiling
 from dtrain.run import preflight
 from tests.policy.test_compile import by_aot_eager, forget_compiled
 from tests.tiny import tiny_recipe, write_model
@@ -31,7 +32,7 @@ def built(path, dtype=torch.float64, tile="none", kind="none", memory=None, is_c
     if tile == "all":
         model.use_kernel(GroupedKernel(model.model.kernel))
     if is_compiled:
-        compiled.compile_layers(model)
+        compiling.compile_layers(model)
     computing = None if tile == "none" else tiles.tile_layers(model, tile)
     checkpoint_activations(model, kind, computing)
     if memory is not None:

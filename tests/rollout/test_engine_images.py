@@ -13,7 +13,7 @@ from dtrain.inference.engine import Engine
 from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.parallel.apply import apply_plan
-from dtrain.parallel.fsdp import shard_model
+from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.rl.remote.http import HttpEngine
@@ -162,7 +162,7 @@ def completions_of(rank, name, sizes, unshard):
         apply_plan(model, mesh.tp, model.plan, sequence_parallel=True)
     if mesh.cp.size() > 1:
         model.use_kernel(GatherKernel(KERNELS["sdpa"], mesh.cp))
-    shard_model(model, mesh.fsdp, compute_dtype=torch.float64, reduce_dtype=torch.float64)
+    shard_model(model, mesh.fsdp, mixed_precision(torch.float64, torch.float64))
     engine = NativeEngine(model, mesh, torch.device("cpu"), unshard=unshard)
     return engine.generate(requests), engine.generate(requests[:1])
 

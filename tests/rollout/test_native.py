@@ -20,7 +20,7 @@ from dtrain.inference.request import Request, SamplingParams
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.experts import spread_experts
-from dtrain.parallel.fsdp import shard_model
+from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
@@ -59,7 +59,7 @@ def on_mesh(rank, variant, sizes, *, sp=False, ring=False, dtype=torch.float64, 
     if mesh.cp.size() > 1:
         model.use_kernel((RingKernel if ring else GatherKernel)(KERNELS["sdpa"], mesh.cp))
     checkpoint_activations(model, "full")
-    shard_model(model, mesh.fsdp, compute_dtype=compute, reduce_dtype=dtype, expert_mesh=mesh.expert_fsdp)
+    shard_model(model, mesh.fsdp, mixed_precision(compute, dtype), expert_mesh=mesh.expert_fsdp)
     return model, mesh
 
 

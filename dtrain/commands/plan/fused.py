@@ -1,4 +1,4 @@
-"""Bytes that the elementwise operations of compiled regions move (`models.common.compiled`).
+"""Bytes that the elementwise operations of compiled regions move (`policy.compiling`).
 
 A compiler joins the operations between two products to kernels that read what they are given and write what others
 need. So a tensor of a region is counted once where such an operation reads it and no other of the same call has made

@@ -220,7 +220,7 @@ def _build(
 def _planned_regions(
     layer: Layer, fused: FusedBytes, is_selective: bool
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the parts of a layer as `models.common.compiled` compiles them: what they keep and move is counted."""
+    """Return the parts of a layer as `policy.compiling` compiles them: what they keep and move is counted."""
     before: Callable[..., Any] = layer.before
     after: Callable[..., Any] = layer.after
     if is_selective:

@@ -7,7 +7,7 @@ cache                        the interface of a KV cache to the models
 moe, routing                 mixtures of experts; their router and its balance loss
 adapters, adapter_config     what an adapter computes; which layers have one, and of what rank
 nf4                          weights in 4 bits
-compiled, tiles              the parts of a layer that are compiled; layers over tiles of their tokens
+tiles                        layers over tiles of their tokens
 keys_first                   keys of context parallel on their way while queries are projected
 flops                        training FLOPs per token
 tower, images                the text model of a multimodal checkpoint; images among its tokens

@@ -2,7 +2,7 @@
 
 A forward makes what all layers of one kind share once (rotary tables, the kernel's form of the mask) and hands it down:
 `layer(hidden, rotary, mask, cache)`; with a cache there is no mask, for it attends by itself. A layer is two functions
-of tensors, before attention and after it, which `compiled` compiles; attention, handed each micro-batch's own, is not.
+of tensors, before attention and after it, which may be compiled; attention, handed each micro-batch's own, is not.
 Letters: B rows, S tokens, D hidden size, H query heads, kv key heads, hd head size, F MLP size, V vocabulary; heads and
 F are counted from the projections' outputs, which may be one rank's share.
 """
@@ -191,7 +191,7 @@ class GatedMLP(Block):
 
 class Layer(nn.Module):
     """Attention and MLP: what comes `before` attention, and what a family says comes `after` it, by tensors alone.
-    regions: the two compiled or in tiles, where they are (`compiled`, `tiles`); decoding, whose shapes change with
+    regions: the two compiled or in tiles, where they are; decoding, whose shapes change with
     every token, goes without. keys_first: in place of `before`, where keys of other ranks come meanwhile."""
 
     self_attn: Attention
