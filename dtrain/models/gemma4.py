@@ -27,7 +27,7 @@ from dtrain.models.common.decoder import (
     Linear,
     Rotary,
 )
-from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm, rounded
+from dtrain.models.common.functions import ACTIVATIONS, gated, rounded, unit_rms
 from dtrain.models.common.images import PlacedFeatures
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import Choose, Router, SparseMLP
@@ -77,8 +77,7 @@ class Gemma4Attention(Attention):
         heads = -1, self.head_dim
         k = self.k_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
         v = k if self.tied else self.v_proj(hidden).unflatten(-1, heads)
-        wide = torch.promote_types(v.dtype, torch.float32)
-        return self.turn(k, self.k_norm, rotary), rms_norm(v.to(wide), None, self.eps).to(v.dtype)
+        return self.turn(k, self.k_norm, rotary), unit_rms(v, self.eps)
 
     def among(
         self, q: Tensor, fresh: tuple[Tensor, ...], mask: Any, cache: Cached | None, handed: Keys | None
@@ -114,8 +113,9 @@ class Gemma4Router(Router):
 
     def routed(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Override `Router.routed`: x [T, D] -> [T, k], [T, k], [T, E]"""
-        normed = rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), None, self.eps).to(x.dtype)
-        chosen, weights, shares = super().routed(normed * self.local("scale") * x.shape[-1] ** -0.5, choose)
+        chosen, weights, shares = super().routed(
+            unit_rms(x, self.eps) * self.local("scale") * x.shape[-1] ** -0.5, choose
+        )
         return chosen, weights * self.local("per_expert_scale")[chosen], shares
 
 

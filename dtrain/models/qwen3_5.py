@@ -29,7 +29,7 @@ from dtrain.models.common.decoder import (
     PreNormLayer,
     Rotary,
 )
-from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm, rms_norm
+from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm, unit_rms
 from dtrain.models.common.images import PlacedFeatures
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
@@ -106,9 +106,8 @@ class GatedRMSNorm(RMSNorm):
 
     def gated(self, x: Tensor, gate: Tensor) -> Tensor:
         """[..., V], gate [..., V] -> [..., V] in x's dtype"""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        normed = self.local("weight") * rms_norm(x.to(wide), None, self.eps).to(x.dtype)
-        return (normed * F.silu(gate.to(wide))).to(x.dtype)
+        normed = self.local("weight") * unit_rms(x, self.eps)
+        return (normed * F.silu(gate.to(torch.promote_types(x.dtype, torch.float32)))).to(x.dtype)
 
 
 class GatedDeltaNet(Mixer):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dtrain.parallel.collectives import all_to_all, exchange
 from dtrain.parallel.mesh import joined_meshes
-from dtrain.parallel.placement import chunk_bounds, local_tensor
+from dtrain.parallel.placement import chunk_bounds, distributed, local_tensor
 from dtrain.parallel.tensor import LocalParameters, LocalView
 
 
@@ -74,14 +74,7 @@ def _cut_by_expert(held: nn.Parameter, mesh: DeviceMesh, ep: DeviceMesh) -> nn.P
     local = local_tensor(held)
     start, end = chunk_bounds(held.shape[0], ep.size(), ep.get_local_rank())
     others = held.placements if isinstance(held, DTensor) else ()
-    placed = DTensor.from_local(
-        local.detach()[start:end].clone(),
-        mesh,
-        [Shard(0), *others],
-        run_check=False,
-        shape=held.shape,
-        stride=held.stride(),
-    )
+    placed = distributed(local.detach()[start:end].clone(), mesh, [Shard(0), *others], held)
     return nn.Parameter(placed, requires_grad=held.requires_grad)
 
 

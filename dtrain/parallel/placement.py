@@ -9,7 +9,7 @@ ranks that hold the same elements, whatever mix of meshes and placements the gra
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
 
@@ -39,13 +39,16 @@ def replace_local_tensor(tensor: DTensor, local: Tensor) -> None:
     tensor._local_tensor = local
 
 
+def distributed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:
+    """The DTensor of the shape of `whole` of which this rank holds `local`. No collective."""
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
 def on_its_device(tensor: Tensor) -> Tensor:
     """`tensor` [..] without its gradient: itself, or a copy of a master that lies on the host (`masters`), which is a
     parameter of the device all the same. No collective."""
     if isinstance(tensor, DTensor) and tensor._local_tensor.device != tensor.device:
-        local, mesh = tensor._local_tensor.to(tensor.device), tensor.device_mesh
-        size, stride = tensor.shape, tensor.stride()
-        return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=size, stride=stride)
+        return distributed(tensor._local_tensor.to(tensor.device), tensor.device_mesh, tensor.placements, tensor)
     return tensor.detach()
 
 
@@ -105,14 +108,8 @@ def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     beside DTensors are taken to be the same on every rank.
     """
     grads = _grads(parameters)
-    if not grads:
-        return torch.zeros(())
-    distributed = any(isinstance(grad, DTensor) for grad in grads)
     dtype = _widest(grads, torch.float32)
-    total = _local_power_sum(grads, norm_type, dtype, dist.get_world_size() if distributed else 1)
-    if distributed:
-        dist.all_reduce(total, _reduction(norm_type))
-    return _root(total, norm_type).to(dtype)
+    return _norm(grads, norm_type, dtype, [None]).to(dtype) if grads else torch.zeros(())
 
 
 def get_grad_norm(
@@ -134,18 +131,9 @@ def get_grad_norm(
     data_groups = [group for group in (dp_cp_group, dp_group) if group is not _REQUIRED]
     if len(data_groups) != 1 or tp_group is _REQUIRED:
         raise TypeError("get_grad_norm needs tp_group and one of dp_cp_group and dp_group, its earlier name")
-    norm_type = float(norm_type)
     grads = _grads([parameters] if isinstance(parameters, Tensor) else parameters)
-    if not grads:
-        return 0.0
-    distributed = any(isinstance(grad, DTensor) for grad in grads)
-    groups = [group for group in (*data_groups, tp_group) if distributed and group is not None]
-    ranks = math.prod(dist.get_world_size(group) for group in groups)
-    dtype = _widest(grads, dtype)
-    total = _local_power_sum(grads, norm_type, dtype, ranks)
-    for group in groups:
-        dist.all_reduce(total, _reduction(norm_type), group=group)
-    return _root(total, norm_type).item()
+    groups = [group for group in (*data_groups, tp_group) if group is not None]
+    return _norm(grads, float(norm_type), _widest(grads, dtype), groups).item() if grads else 0.0
 
 
 def clip_grads_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
@@ -203,6 +191,19 @@ def _copies(tensor: Tensor, ranks: int) -> float:
     return ranks / parts
 
 
+def _norm(
+    grads: list[Tensor], norm_type: float, dtype: torch.dtype, groups: Sequence[dist.ProcessGroup | None]
+) -> Tensor:
+    """The p-norm over the ranks of all `groups` (None: the world), which are asked where a gradient is a DTensor: a
+    float64 scalar. Elements are raised in `dtype`."""
+    groups = groups if any(isinstance(grad, DTensor) for grad in grads) else []
+    total = _local_power_sum(grads, norm_type, dtype, math.prod(map(dist.get_world_size, groups)))
+    is_max = math.isinf(norm_type)
+    for group in groups:
+        dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+    return total if is_max else total.pow(1.0 / norm_type)
+
+
 def _local_power_sum(grads: list[Tensor], norm_type: float, dtype: torch.dtype, ranks: int) -> Tensor:
     """This rank's share of Σ|g|^p, or of the maximum for p = inf: a float64 scalar."""
     if not norm_type > 0:
@@ -229,14 +230,6 @@ def _power_on_cpu(grad: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
     parts = flat[:whole].view(-1, 128), flat[None, whole:]
     norms = [torch.linalg.vector_norm(part, norm_type, dim=1, dtype=dtype).double() for part in parts]
     return torch.cat(norms).pow(norm_type).sum()
-
-
-def _reduction(norm_type: float) -> dist.ReduceOp.RedOpType:
-    return dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-
-
-def _root(total: Tensor, norm_type: float) -> Tensor:
-    return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
 
 
 def reshard_model(model: nn.Module) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from dtrain.parallel.collectives import all_gather, enter_region, gather_along, leave_region, scatter_sum_along
 from dtrain.parallel.fits import ModelSizes
-from dtrain.parallel.placement import chunk_bounds
+from dtrain.parallel.placement import chunk_bounds, distributed
 
 SEQUENCE = 1  # the dimension of [B, S, D] that sequence parallel cuts
 
@@ -266,10 +266,11 @@ _OF_OUTPUTS = (*_OF_WEIGHT, "bias", "lora_B", "lora_magnitude")
 _OF_INPUTS = (*_OF_WEIGHT, "lora_A")
 
 
-def colwise(module: LocalParameters, tp: TensorParallel) -> None:
+def colwise(module: LocalParameters, tp: TensorParallel, dim: int = 0) -> None:
     """A linear layer that computes its share of the outputs, on an input that its block has entered with. An adapter's
-    A is whole on every rank; what it computes goes on in this rank's outputs alone, so its gradients are summed."""
-    _place(module, tp, _OF_OUTPUTS, Shard(0))
+    A is whole on every rank; what it computes goes on in this rank's outputs alone, so its gradients are summed. dim:
+    of the outputs in a weight."""
+    _place(module, tp, _OF_OUTPUTS, Shard(dim))
     _place(module, tp, ["lora_A"], Replicate(), grad=Partial())
 
 
@@ -295,18 +296,14 @@ def rowwise(module: LocalParameters, tp: TensorParallel) -> None:
     module.register_forward_hook(lambda module, inputs, output: tp.leave(output))
 
 
-def rowwise_within(module: LocalParameters, tp: TensorParallel) -> None:
+def rowwise_within(module: LocalParameters, tp: TensorParallel, dim: int = 1) -> None:
     """Cut a block that adds up itself as `rowwise` does. The bias is added once. What an adapter adds is a share of the
-    same sum: B is whole on every rank, its gradients are summed."""
-    _place(module, tp, _OF_INPUTS, Shard(1))
-    _place(module, tp, ("lora_B", "lora_magnitude"), Replicate(), grad=Partial())
-    _add_once(module, tp)
-    module.tp = tp  # type: ignore[assignment]  # nn.Module's stub has a Tensor or a Module for every attribute
-
-
-def _add_once(module: LocalParameters, tp: TensorParallel) -> None:
+    same sum: B is whole on every rank, its gradients are summed. dim: of the inputs in a weight."""
     first = tp.rank == 0
+    _place(module, tp, _OF_INPUTS, Shard(dim))
+    _place(module, tp, ("lora_B", "lora_magnitude"), Replicate(), grad=Partial())
     _place(module, tp, ["bias"], Replicate(), grad=Partial(), view=lambda whole: whole if first else whole * 0)
+    module.tp = tp  # type: ignore[assignment]  # nn.Module's stub has a Tensor or a Module for every attribute
 
 
 def holder(module: Block | Stack, tp: TensorParallel) -> None:
@@ -338,18 +335,13 @@ def summed(module: LocalParameters, tp: TensorParallel) -> None:
 
 
 def expert_colwise(module: LocalParameters, tp: TensorParallel) -> None:
-    """Matrices [E, out, in], and biases [E, out], of each of which a rank computes its share of the outputs; adapters
-    as of `colwise`."""
-    _place(module, tp, (*_OF_WEIGHT, "bias", "lora_B"), Shard(1))
-    _place(module, tp, ["lora_A"], Replicate(), grad=Partial())
+    """Cut each expert's matrix of [E, out, in], and its bias of [E, out], as `colwise` does."""
+    colwise(module, tp, 1)
 
 
 def expert_rowwise(module: LocalParameters, tp: TensorParallel) -> None:
-    """Matrices [E, out, in], of each of which a rank computes its share of the inputs' sum; their block adds up, as of
-    `rowwise_within`. The biases [E, out] are added once."""
-    _place(module, tp, (*_OF_WEIGHT, "lora_A"), Shard(2))
-    _place(module, tp, ["lora_B"], Replicate(), grad=Partial())
-    _add_once(module, tp)
+    """Cut each expert's matrix of [E, out, in] as `rowwise_within` does; biases are [E, out]."""
+    rowwise_within(module, tp, 2)
 
 
 def heads(module: LocalParameters, tp: TensorParallel) -> None:
@@ -449,8 +441,6 @@ def _place(
             if isinstance(placement, Shard):
                 start, end = chunk_bounds(whole.shape[placement.dim], tp.size, tp.rank)
                 local = local.narrow(placement.dim, start, end - start).clone()
-            placed = DTensor.from_local(
-                local, tp.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-            )
+            placed = distributed(local, tp.mesh, [placement], whole)
             module._parameters[name] = nn.Parameter(placed, requires_grad=whole.requires_grad)
         module.local_views = {**module.local_views, name: LocalView(grad or placement, view)}

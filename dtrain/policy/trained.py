@@ -3,6 +3,7 @@ and the dtype of the others."""
 
 from collections.abc import Collection
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,6 +15,9 @@ from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.tensor import exact_modules
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe.schema import Train
+
+if TYPE_CHECKING:
+    from dtrain.models.vision.common import VisionTower
 
 
 def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) -> None:
@@ -64,8 +68,6 @@ def _left_out(model: CausalLM, names: dict[nn.Parameter, list[str]], section: Tr
     all_names, of_tower = [name for known in names.values() for name in known], set[str]()
     problems = unmatched(section.parameter_patterns, all_names)
     for tower in model.model.vision:
-        from dtrain.policy.vision import frozen_names, frozen_patterns
-
         of_tower |= frozen_names(section, tower)
         problems += frozen_patterns(section, tower, all_names)
     if problems:
@@ -80,6 +82,25 @@ def _left_out(model: CausalLM, names: dict[nn.Parameter, list[str]], section: Tr
         vision = f"train.vision={section.vision}, " if of_tower else ""
         raise UserError(f"{vision}train.train_only and train.freeze leave no parameter to train")
     return out
+
+
+def frozen_names(section: Train, tower: "VisionTower") -> set[str]:
+    """Return the names, in the model of `tower`, of its parameters that `train.vision` freezes."""
+    trained = {"frozen": (), "projector": tower.projector, "all": ("*",)}[section.vision]
+    return {f"model.{name}" for name, _ in tower.named_parameters() if not matched([name], trained)}
+
+
+def frozen_patterns(section: Train, tower: "VisionTower", names: Collection[str]) -> list[str]:
+    """Return a line for each pattern of `train.train_only` that names only what `train.vision` freezes. names: of all
+    parameters of the model."""
+    frozen = frozen_names(section, tower)
+    by_pattern = {pattern: {name for name in names if matched([name], [pattern])} for pattern in section.train_only}
+    return [
+        f"train.train_only: {pattern} names only parameters that train.vision={section.vision} freezes: set "
+        "train.vision=all"
+        for pattern, named in by_pattern.items()
+        if named and named <= frozen
+    ]
 
 
 def _freeze(model: nn.Module, frozen: Collection[nn.Parameter], dtype: torch.dtype) -> None:

@@ -30,6 +30,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, eps) if x.is_cuda else _RmsNorm.apply(x, weight, eps)
 
 
+def unit_rms(x: Tensor, eps: float) -> Tensor:
+    """Return x [..., D] over its root mean square, computed in max(float32, x's dtype), in x's dtype."""
+    return rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), None, eps).to(x.dtype)
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -67,7 +72,7 @@ class RMSNorm(LocalParameters):
         weight = self.local("weight")
         if wide == x.dtype == weight.dtype:
             return rms_norm(x, weight, self.eps)
-        return weight * rms_norm(x.to(wide), None, self.eps).to(x.dtype)
+        return weight * unit_rms(x, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -8,7 +8,7 @@ it is not tiled, nor is linear attention before its convolution.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -45,44 +45,48 @@ class Tiles:
             return self.function(*tensors)
         size = -(-length // count)
         tiles = [slice(start, min(start + size, length)) for start in range(0, length, size)]
-        parameters = [parameter for parameter in self.layer.parameters() if parameter.requires_grad]
-        run = _Run(self, tiles, length, length * ranks)
+        run = _Run(self, tiles, length, length * ranks, [tensor.requires_grad for tensor in tensors])
         if not torch.is_grad_enabled():
             return run.as_returned(run.outputs(tensors))
         kept = cast(tuple[Tensor, ...], _Keep.apply(*tensors))
         node = next((tensor.grad_fn for tensor in kept if tensor.grad_fn is not None), None)
-        needed = [tensor.requires_grad for tensor in tensors]
-        return run.as_returned(_Tiled.apply(run, node, needed, parameters, *kept, *parameters))
-
-    @contextmanager
-    def tile(self, tokens: int, length: int, tile: slice) -> Iterator[None]:
-        """Inside, one tile is computed, of rows of `length` tokens, `tokens` with those of other ranks: adapters drop
-        what they drop of it."""
-        adapters = self.model.adapters
-        numbers = None if adapters is None else adapters.tokens
-        self.computing.now = True
-        if adapters is not None and numbers is not None:  # sequence parallel has padded the rows
-            adapters.tokens = _part(F.pad(numbers, (0, tokens - numbers.shape[1])), length, tile)
-        try:
-            yield
-        finally:
-            self.computing.now = False
-            if adapters is not None:
-                adapters.tokens = numbers
+        return run.as_returned(_Tiled.apply(run, node, *kept, *run.parameters))
 
 
 class _Run:
-    """Call of a function over `tiles` of `length` tokens; tokens: with those of other ranks of sequence parallel."""
+    """Call of a function over `tiles` of `length` tokens; tokens: with those of other ranks of sequence parallel;
+    needed: of each input, whether its gradient is."""
 
-    def __init__(self, of: Tiles, tiles: list[slice], length: int, tokens: int):
-        self.of, self.tiles, self.length, self.tokens = of, tiles, length, tokens
+    def __init__(self, of: Tiles, tiles: list[slice], length: int, tokens: int, needed: list[bool]):
+        self.of, self.tiles, self.length, self.tokens, self.needed = of, tiles, length, tokens, needed
+        self.parameters = [parameter for parameter in of.layer.parameters() if parameter.requires_grad]
         self.returns_tuple = False
 
     def part(self, tensor: Tensor, tile: slice) -> Tensor:
-        return _part(tensor, self.length, tile)
+        """The tile of `tensor` [B, length, ..], or [B, ranks · length, ..] of every rank: [B, (ranks ·) tile, ..]."""
+        if tensor.shape[1] == self.length:
+            return tensor[:, tile]
+        return tensor.unflatten(1, (-1, self.length))[:, :, tile].flatten(1, 2)
 
-    def tile(self, tile: slice) -> AbstractContextManager[None]:
-        return self.of.tile(self.tokens, self.length, tile)
+    def put(self, whole: Tensor, part: Tensor, tile: slice) -> None:
+        """Write `part` as the tile of `whole`, in the shapes of `part`."""
+        parts = part.unflatten(1, (-1, tile.stop - tile.start))
+        whole.unflatten(1, (-1, self.length))[:, :, tile] = parts
+
+    @contextmanager
+    def tile(self, tile: slice) -> Iterator[None]:
+        """Inside, one tile is computed: adapters drop what they drop of it."""
+        adapters, computing = self.of.model.adapters, self.of.computing
+        numbers = None if adapters is None else adapters.tokens
+        computing.now = True
+        if adapters is not None and numbers is not None:  # sequence parallel has padded the rows
+            adapters.tokens = self.part(F.pad(numbers, (0, self.tokens - numbers.shape[1])), tile)
+        try:
+            yield
+        finally:
+            computing.now = False
+            if adapters is not None:
+                adapters.tokens = numbers
 
     def compute(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         output = self.of.function(*tensors)
@@ -103,8 +107,18 @@ class _Run:
                     ranks = part.shape[1] // (tile.stop - tile.start)
                     wholes.append(part.new_empty(len(part), ranks * self.length, *part.shape[2:]))
             for whole, part in zip(wholes, parts, strict=True):
-                _put(whole, part, self.length, tile)
+                self.put(whole, part, tile)
         return tuple(wholes)
+
+    def gradients(self, tile: slice, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """The gradients of a tile's inputs, of those that are needed, and its part of the parameters'."""
+        parts = [self.part(tensor, tile).detach() for tensor in inputs]
+        parts = [part.requires_grad_(need) for part, need in zip(parts, self.needed, strict=True)]
+        with torch.enable_grad():
+            outputs = self.compute(parts)
+        pairs = [(out, self.part(grad, tile)) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
+        wanted = [*(part for part in parts if part.requires_grad), *self.parameters]
+        return torch.autograd.grad([out for out, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True)
 
 
 class _Keep(torch.autograd.Function):
@@ -124,9 +138,9 @@ class _Keep(torch.autograd.Function):
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: _Run, node: Any, needed: list[bool], parameters: list[nn.Parameter], *tensors: Tensor):
-        inputs = tensors[: len(needed)]
-        ctx.run, ctx.node, ctx.needed, ctx.parameters = run, node, needed, parameters
+    def forward(ctx: Any, run: _Run, node: Any, *tensors: Tensor):
+        inputs = tensors[: len(run.needed)]
+        ctx.run, ctx.node = run, node
         if node is None:
             ctx.save_for_backward(*inputs)
         return run.outputs(inputs)
@@ -134,37 +148,21 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        run, needed, parameters = ctx.run, ctx.needed, ctx.parameters
+        run = ctx.run
         inputs = (ctx if ctx.node is None else ctx.node).saved_tensors
-        of_inputs = [torch.empty_like(tensor) if need else None for tensor, need in zip(inputs, needed, strict=True)]
-        of_parameters = [_Sum() for _ in parameters]
+        of_inputs = [
+            torch.empty_like(tensor) if need else None for tensor, need in zip(inputs, run.needed, strict=True)
+        ]
+        of_parameters = [_Sum() for _ in run.parameters]
         for tile in rounds(run.tiles, inputs[0]):
             with run.tile(tile):  # its backward too, which may compute parts of it again
-                parts = _gradients(run, tile, inputs, needed, parameters, grads)
+                parts = run.gradients(tile, inputs, grads)
             for whole, part in zip((whole for whole in of_inputs if whole is not None), parts, strict=False):
-                _put(whole, torch.zeros_like(run.part(whole, tile)) if part is None else part, run.length, tile)
-            for total, part in zip(of_parameters, parts[sum(needed) :], strict=True):
+                run.put(whole, torch.zeros_like(run.part(whole, tile)) if part is None else part, tile)
+            for total, part in zip(of_parameters, parts[sum(run.needed) :], strict=True):
                 total.add(part)
             del parts
-        return None, None, None, None, *of_inputs, *(total.rounded() for total in of_parameters)
-
-
-def _gradients(
-    run: _Run,
-    tile: slice,
-    inputs: Sequence[Tensor],
-    needed: list[bool],
-    parameters: list[nn.Parameter],
-    grads: Sequence[Tensor],
-) -> tuple[Tensor | None, ...]:
-    """The gradients of a tile's inputs, of those that are needed, and its part of the parameters'."""
-    parts = [run.part(tensor, tile).detach() for tensor in inputs]
-    parts = [part.requires_grad_(need) for part, need in zip(parts, needed, strict=True)]
-    with torch.enable_grad():
-        outputs = run.compute(parts)
-    pairs = [(out, run.part(grad, tile)) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
-    wanted = [*(part for part, need in zip(parts, needed, strict=True) if need), *parameters]
-    return torch.autograd.grad([out for out, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True)
+        return None, None, *of_inputs, *(total.rounded() for total in of_parameters)
 
 
 class _Sum:
@@ -210,16 +208,3 @@ def tile_layers(model: CausalLM, kind: str) -> TileComputing:
             after = Tiles(after, layer, model, computing)
         layer.regions = before, after
     return computing
-
-
-def _part(tensor: Tensor, length: int, tile: slice) -> Tensor:
-    """The tile of `tensor` [B, length, ..], or [B, ranks · length, ..] of every rank: [B, (ranks ·) tile, ..]."""
-    if tensor.shape[1] == length:
-        return tensor[:, tile]
-    return tensor.unflatten(1, (-1, length))[:, :, tile].flatten(1, 2)
-
-
-def _put(whole: Tensor, part: Tensor, length: int, tile: slice) -> None:
-    """Write `part` as the tile of `whole`, in the shapes of `_part`."""
-    size = tile.stop - tile.start
-    whole.unflatten(1, (-1, length))[:, :, tile] = part.unflatten(1, (-1, size))

@@ -5,7 +5,7 @@ A tower takes the patches of all images of a call one behind the other, and atte
 head size, D hidden size of the tower, E that of the text.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -23,7 +23,8 @@ from dtrain.models.common.functions import ACTIVATIONS, frequencies, gated
 from dtrain.models.common.images import Images, PlacedFeatures
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base
-from dtrain.models.vision.dealt import placed_features
+from dtrain.models.vision.dealt import dealt_features
+from dtrain.parallel.collectives import enter_region
 from dtrain.parallel.tensor import LocalParameters, TensorParallel
 
 Frame = tuple[int, int]  # rows and columns of patches
@@ -144,8 +145,16 @@ class VisionTower(nn.Module):
         return all(isinstance(view.grad, Partial) for of_module in views for view in of_module.values())
 
     def placed(self, images: Images, length: int, tp: TensorParallel | None, cp: Any) -> PlacedFeatures:
-        """Return the features of images that several ranks hold: see `placed_features`."""
-        return placed_features(self, images, length, tp, cp)
+        """Return the features of images that several ranks hold, and where they stand among the `length` tokens of a
+        row that this rank embeds. Collectives as of `dealt_features`; under sequence parallel, where that deals nothing
+        over tp, an all-reduce backward."""
+        features, is_image = dealt_features(self, images, tp, cp), images.index >= 0
+        if tp is None or not tp.sequence:
+            return PlacedFeatures(features, images.index, is_image)
+        if not self.sums_over_tp:  # a rank's tokens give it a part of the features' gradients, which are summed
+            deepstack = {layer: enter_region(added, tp.group) for layer, added in features.deepstack.items()}
+            features = Features(enter_region(features.tokens, tp.group), deepstack)
+        return PlacedFeatures(features, images.index[:, tp.rank * length : (tp.rank + 1) * length], is_image)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -261,6 +270,14 @@ class PatchProjection(LocalParameters):
         """pixels [P, values], a patch's in the order of `shape` -> [P, D] in the weights' dtype"""
         weight = self.local("weight").flatten(1)  # [D, values]
         return F.linear(pixels.to(weight.dtype), weight, None if self.bias is None else self.local("bias"))
+
+
+class Encoder(nn.Module):
+    """The layers of a tower of Google's."""
+
+    def __init__(self, layers: Iterable[nn.Module]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
 
 
 class GatedMLP(nn.Module):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dtrain.base.dealing import deal
 from dtrain.base.row_images import Grid
-from dtrain.models.common.images import Images, PlacedFeatures
-from dtrain.parallel.collectives import all_to_all, enter_region, exchange, gather_alike, gather_along
+from dtrain.models.common.images import Images
+from dtrain.parallel.collectives import all_to_all, exchange, gather_alike, gather_along
 from dtrain.parallel.tensor import TensorParallel
 
 if TYPE_CHECKING:
@@ -117,21 +117,6 @@ def dealt_features(tower: "VisionTower", images: Images, tp: TensorParallel | No
         stacked = gather_along(stacked, 0, cp)
     order = _token_order(dealing, tokens, most).to(stacked.device, non_blocking=True)
     return _unstacked(features, stacked[order])
-
-
-def placed_features(
-    tower: "VisionTower", images: Images, length: int, tp: TensorParallel | None, cp: Any
-) -> PlacedFeatures:
-    """Return the features of images, and where they stand among the `length` tokens of a row that this rank embeds.
-    Collectives as of `dealt_features`; under sequence parallel, where that deals nothing over tp, an all-reduce
-    backward."""
-    features, is_image = dealt_features(tower, images, tp, cp), images.index >= 0
-    if tp is None or not tp.sequence:
-        return PlacedFeatures(features, images.index, is_image)
-    if not tower.sums_over_tp:  # a rank's tokens give it a part of the features' gradients, which are summed
-        deepstack = {layer: enter_region(added, tp.group) for layer, added in features.deepstack.items()}
-        features = features._replace(tokens=enter_region(features.tokens, tp.group), deepstack=deepstack)
-    return PlacedFeatures(features, images.index[:, tp.rank * length : (tp.rank + 1) * length], is_image)
 
 
 def _sums(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> list[int]:

@@ -15,6 +15,7 @@ from dtrain.models.common.decoder import Linear
 from dtrain.models.common.functions import ACTIVATIONS, Gemma3RMSNorm
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.vision.common import (
+    Encoder,
     Features,
     Frame,
     LayerNorm,
@@ -105,21 +106,13 @@ class SiglipLayer(nn.Module):
         return hidden + self.mlp(self.layer_norm2(hidden))
 
 
-class SiglipEncoder(nn.Module):
-    """The layers."""
-
-    def __init__(self, config: Gemma3VisionConfig):
-        super().__init__()
-        self.layers = nn.ModuleList(SiglipLayer(config) for _ in range(config.num_hidden_layers))
-
-
 class SiglipVisionModel(nn.Module):
     """Embeddings, layers and a last norm."""
 
     def __init__(self, config: Gemma3VisionConfig):
         super().__init__()
         self.embeddings = SiglipEmbeddings(config)
-        self.encoder = SiglipEncoder(config)
+        self.encoder = Encoder(SiglipLayer(config) for _ in range(config.num_hidden_layers))
         self.post_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, pixels: Tensor, lengths: Sequence[int]) -> Tensor:

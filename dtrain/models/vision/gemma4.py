@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.models.common.decoder import Linear
-from dtrain.models.common.functions import rms_norm, rotate
+from dtrain.models.common.functions import rotate, unit_rms
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.olmo import OlmoRMSNorm
 from dtrain.models.vision.common import (
+    Encoder,
     Features,
     Frame,
     GatedMLP,
@@ -141,14 +142,6 @@ class Gemma4VisionLayer(nn.Module):
         return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
 
 
-class Gemma4VisionEncoder(nn.Module):
-    """The layers."""
-
-    def __init__(self, config: Gemma4VisionConfig):
-        super().__init__()
-        self.layers = nn.ModuleList(Gemma4VisionLayer(config) for _ in range(config.num_hidden_layers))
-
-
 class Gemma4VisionModel(nn.Module):
     """The layers, with what comes before and after them."""
 
@@ -159,7 +152,7 @@ class Gemma4VisionModel(nn.Module):
         super().__init__()
         self.config = config
         self.patch_embedder = Gemma4PatchEmbedder(config)
-        self.encoder = Gemma4VisionEncoder(config)
+        self.encoder = Encoder(Gemma4VisionLayer(config) for _ in range(config.num_hidden_layers))
         for name in ("std_bias", "std_scale") if config.standardize else ():
             self.register_buffer(name, torch.empty(config.hidden_size))
 
@@ -198,11 +191,6 @@ class Gemma4Embedder(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """[T, D] -> [T, E]"""
         return self.embedding_projection(unit_rms(features, self.eps))
-
-
-def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """Return x [..., D] over its root mean square, computed in max(float32, x's dtype), in x's dtype."""
-    return rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), None, eps).to(x.dtype)
 
 
 class Gemma4Vision(VisionTower):
