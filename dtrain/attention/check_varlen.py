@@ -16,8 +16,7 @@ from dtrain.attention.context import over_keys
 from dtrain.attention.kernels import Kernel, SdpaKernel, Visibility
 from dtrain.attention.packing import Packing
 from dtrain.attention.varlen import Flash, VarlenBlocks, VarlenKernel, put
-from dtrain.parallel.context.batch import shard_sequence
-from dtrain.parallel.context.gather import join_sequence
+from dtrain.parallel.context.batch import join_sequence, shard_sequence
 
 _LENGTHS = ((1, 61, 66, 128), (62, 138, 56))  # documents of two rows of 256, the last of them padding
 _WIDEST = 100  # a window that hides something of these

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain.attention.kernels import Gathering, Kernel, Visibility
 from dtrain.attention.packing import Call, Packing
 from dtrain.attention.varlen import Flash, PackedKernel, Segments, Steps, VarlenKernel, pick
-from dtrain.parallel.context.gather import SequenceGather, gather_sequence
+from dtrain.parallel.context.batch import SequenceGather, gather_sequence
 
 
 class ContextKernel(Kernel):

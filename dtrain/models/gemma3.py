@@ -7,8 +7,8 @@ over each head of q and k, all multiplying by 1 + weight; embeddings scaled by s
 from torch import Tensor
 
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
-from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Decoder, GatedMLP, Layer
-from dtrain.models.common.functions import Gemma3RMSNorm
+from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Decoder, PreNormLayer
+from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base, read_ropes_by_kind
 from dtrain.models.common.tower import TextTower
@@ -34,21 +34,19 @@ class Gemma3Attention(Attention):
     qk_norm = Gemma3RMSNorm
 
 
-class Gemma3Layer(Layer):
+class Gemma3Layer(PreNormLayer):
     """Decoder layer with each residual branch between two norms."""
 
+    attention: type[Attention] = Gemma3Attention
+    norm: type[RMSNorm] = Gemma3RMSNorm
+
     def __init__(self, config: ModelConfig, index: int):
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Gemma3Attention(config, index)
-        self.mlp = GatedMLP(config)
-        self.input_layernorm = Gemma3RMSNorm(size, eps)
-        self.post_attention_layernorm = Gemma3RMSNorm(size, eps)
-        self.pre_feedforward_layernorm = Gemma3RMSNorm(size, eps)
-        self.post_feedforward_layernorm = Gemma3RMSNorm(size, eps)
+        super().__init__(config, index)
+        self.pre_feedforward_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
 
     def after(self, hidden: Tensor, attended: Tensor, *real: Tensor) -> Tensor:
-        """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        """Override `PreNormLayer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
         del attended  # the MLP needs its memory
         return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))

@@ -21,9 +21,7 @@ from dtrain.models.common.decoder import (
     QK_NORMS,
     Attention,
     Decoder,
-    GatedMLP,
     Handed,
-    Layer,
     Linear,
     Rotary,
 )
@@ -33,6 +31,7 @@ from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import Choose, Router, SparseMLP
 from dtrain.models.common.rope_config import KINDS, rope_of
 from dtrain.models.common.tower import TextTower
+from dtrain.models.gemma3 import Gemma3Layer
 from dtrain.models.olmo import OlmoRMSNorm
 from dtrain.models.vision.gemma4 import Gemma4Vision
 from dtrain.parallel.tensor import VocabEmbedding
@@ -113,9 +112,8 @@ class Gemma4Router(Router):
 
     def routed(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Override `Router.routed`: x [T, D] -> [T, k], [T, k], [T, E]"""
-        chosen, weights, shares = super().routed(
-            unit_rms(x, self.eps) * self.local("scale") * x.shape[-1] ** -0.5, choose
-        )
+        scaled = unit_rms(x, self.eps) * self.local("scale") * x.shape[-1] ** -0.5
+        chosen, weights, shares = super().routed(scaled, choose)
         return chosen, weights * self.local("per_expert_scale")[chosen], shares
 
 
@@ -135,23 +133,18 @@ class Gemma4Experts(SparseMLP):
         return cast(Tensor, self.pre_feedforward_layernorm_2(x))
 
 
-class Gemma4Layer(Layer):
+class Gemma4Layer(Gemma3Layer):
     """Decoder layer with each residual branch between two norms, the last one the layer's own embeddings. sparse:
     experts, where it has some."""
 
+    attention, norm = Gemma4Attention, OlmoRMSNorm
     self_attn: Gemma4Attention
     sparse: Gemma4Experts
     layer_scalar: Tensor
 
     def __init__(self, config: ModelConfig, index: int):
-        super().__init__()
+        super().__init__(config, index)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Gemma4Attention(config, index)
-        self.mlp = GatedMLP(config, config.inner_size(index))
-        self.input_layernorm = OlmoRMSNorm(size, eps)
-        self.post_attention_layernorm = OlmoRMSNorm(size, eps)
-        self.pre_feedforward_layernorm = OlmoRMSNorm(size, eps)
-        self.post_feedforward_layernorm = OlmoRMSNorm(size, eps)
         self.register_buffer("layer_scalar", torch.empty(1))
         self.is_sparse = config.is_sparse(index)
         if self.is_sparse and config.experts is not None:

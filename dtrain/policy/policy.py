@@ -239,12 +239,8 @@ class Policy:
         lengths = document_lengths(rows)
         window = self.model.config.sliding_window or 1  # without one, no layer's FLOPs are those of its pairs
         pairs = [int((lengths * keys).sum()) for keys in (lengths, lengths.clamp(max=window))]
-        vision = self._vision_flops(batches)
+        vision = round(sum(self._image_flops.of(batch.images) for batch in batches if batch.images is not None))
         return torch.tensor([trained_tokens(rows), len(lengths), int(lengths.sum()), *pairs, vision])
-
-    def _vision_flops(self, batches: Sequence[MicroBatch]) -> int:
-        """Return the FLOPs of the vision tower for this dp rank's images."""
-        return round(sum(self._image_flops.of(batch.images) for batch in batches if batch.images is not None))
 
     @cached_property
     def _image_flops(self) -> "ImageFlops":

@@ -9,8 +9,7 @@ from dtrain.attention.linear import chunks as delta_chunks
 from dtrain.attention.linear.flash import FlashDelta
 from dtrain.attention.linear.layer import LinearMask, causal_conv, gated_delta
 from dtrain.attention.packing import Packing
-from dtrain.parallel.context.batch import shard_sequence
-from dtrain.parallel.context.gather import join_sequence
+from dtrain.parallel.context.batch import join_sequence, shard_sequence
 from tests.attention.fla import chunk_gated_delta_rule
 from tests.attention.recurrence import Sizes, alone, heads, inputs, packed
 from tests.cases import run_cases

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain.parallel.context.batch import chunks_of, shard_sequence
-from dtrain.parallel.context.gather import gather_sequence
+from dtrain.parallel.context.batch import chunks_of, gather_sequence, shard_sequence
 from tests.cases import run_cases
 
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from dtrain.losses.head.vocabulary import Group, group_rank, group_size
 from dtrain.parallel.collectives import gather_along, leave_region
-from dtrain.parallel.context.batch import shard_sequence
-from dtrain.parallel.context.gather import gather_sequence
+from dtrain.parallel.context.batch import gather_sequence, shard_sequence
 
 Bounds = tuple[int | Tensor, int | Tensor]  # the ids [start, end) of a shard
 

@@ -241,7 +241,7 @@ class PreNormLayer(Layer):
         self.self_attn = self.attention(config, index)
 
     def add_mlp(self, config: ModelConfig, index: int) -> None:
-        self.mlp: Block = GatedMLP(config)
+        self.mlp: Block = GatedMLP(config, config.inner_size(index))
 
     def after(self, hidden: Tensor, attended: Tensor, *real: Tensor) -> Tensor:
         """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""

@@ -1,6 +1,6 @@
 """Context parallel: batches in the head-tail layout, and the contexts and flat batches known by name.
 
-batch, gather   a batch cut over cp to the head-tail layout; what is put together again
+batch           a batch cut over cp to the head-tail layout, and put together again
 train_context   `get_train_context`, `create_context_parallel_ctx`, `make_cp_batch_and_ctx`
 thd             packed batches as one run of tokens: `make_cp_batch_for_te`
 
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from dtrain.base.exports import late_names
 
 if TYPE_CHECKING:
-    from dtrain.parallel.context.batch import cut_streams, shard_tokens
-    from dtrain.parallel.context.gather import gather_tokens
+    from dtrain.parallel.context.batch import cut_streams, gather_tokens, shard_tokens
     from dtrain.parallel.context.thd import _shard_thd_chunk_for_te, make_cp_batch_for_te
     from dtrain.parallel.context.train_context import (
         _build_position_ids,
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 __getattr__, __all__ = late_names(
     __name__,
     {
-        "batch": "cut_streams shard_tokens",
-        "gather": "gather_tokens",
+        "batch": "cut_streams gather_tokens shard_tokens",
         "thd": "_shard_thd_chunk_for_te make_cp_batch_for_te",
         "train_context": "_build_position_ids create_context_parallel_ctx get_train_context make_cp_batch_and_ctx",
     },
