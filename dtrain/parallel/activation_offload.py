@@ -13,7 +13,7 @@ what the layer before it keeps is fetched.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -208,7 +208,7 @@ def _unpack(packed: Any) -> Tensor:
 
 class ActivationOffloader:
     """Hooks of `layers`, in the order of their forwards, by which what they keep moves to `memory` and back. Attached
-    after activation checkpointing, whose hooks lie within."""
+    after activation checkpointing, whose hooks lie within. No collective."""
 
     def __init__(self, layers: Sequence[nn.Module], memory: HostMemory):
         self.memory = memory
@@ -250,12 +250,6 @@ class ActivationOffloader:
             mark, storages = self._leaving.popleft()
             self.memory.wait_for(mark)
             storages.clear()
-
-
-def offload_activations(layers: Iterable[Sequence[nn.Module]], memory: HostMemory) -> None:
-    """Move what each of several stacks of layers keeps for the backward to `memory` and back. No collective."""
-    for stack in layers:
-        ActivationOffloader(stack, memory)
 
 
 def storage_key(tensor: Tensor) -> int:

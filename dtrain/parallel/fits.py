@@ -48,7 +48,7 @@ def _problems(model: ModelSizes, tp: int) -> list[str]:
     of_one_kind = len(set(model.kv_heads.values())) == 1
     for kind, kv in list(model.kv_heads.items())[: 1 if of_one_kind else None]:
         whose = "the model's" if of_one_kind else f"its {kind} layers'"
-        if not _shares(kv, tp):
+        if kv % tp and tp % kv:
             problems.append(f"parallel.tp={tp} and {whose} {kv} KV heads: neither divides the other")
     if model.linear_key_heads is not None and model.linear_key_heads % tp:
         linear = model.linear_key_heads
@@ -58,10 +58,6 @@ def _problems(model: ModelSizes, tp: int) -> list[str]:
     for inner in (size for size in sorted(model.inner_sizes) if _leaves_one_empty(size, tp)):
         problems.append(f"parallel.tp={tp} leaves a rank none of the {inner} inner dimensions of the model's MLPs")
     return problems
-
-
-def _shares(key_heads: int, tp: int) -> bool:
-    return key_heads % tp == 0 or tp % key_heads == 0
 
 
 def _leaves_one_empty(length: int, tp: int) -> bool:

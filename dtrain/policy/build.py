@@ -163,7 +163,8 @@ def keep_for_backward(
 
         if memory is None:
             memory = offload.PinnedMemory(device) if device.type == "cuda" else offload.HostMemory()
-        offload.offload_activations([tuple(model.model.layers), tuple(model.model.vision_layers)], memory)
+        for stack in (model.model.layers, model.model.vision_layers):
+            offload.ActivationOffloader(tuple(stack), memory)
 
 
 def wants_varlen(recipe: PolicyConfig, precision: Precision, device_type: str) -> bool:

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtrain.checkpoint.dcp.training_state import frozen_names, model_tensors
 from dtrain.models.common.adapter_config import is_adapter
+from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.placement import local_tensor, on_its_device, reshard_model, weights_changed
 
 
@@ -19,7 +20,7 @@ class Reference:
     tensors, or DTensors like the parameters', by the parameters' names; tied ones once.
     """
 
-    def __init__(self, model: nn.Module, *, whole: bool, adapters: bool = True):
+    def __init__(self, model: CausalLM, *, whole: bool, adapters: bool = True):
         self._model, self._adapters = model, adapters
         reshard_model(model)
         left_out = set() if whole else frozen_names(model)

@@ -36,7 +36,7 @@ def built(path, dtype=torch.float64, tile="none", kind="none", memory=None, is_c
     computing = None if tile == "none" else tiles.tile_layers(model, tile)
     checkpoint_activations(model, kind, computing)
     if memory is not None:
-        offload.offload_activations([tuple(model.model.layers)], memory)
+        offload.ActivationOffloader(tuple(model.model.layers), memory)
     return model
 
 

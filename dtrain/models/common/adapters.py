@@ -169,17 +169,14 @@ def remove_adapters(model: nn.Module) -> None:
 
 
 @contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def adapters_off(model: CausalLM) -> Iterator[None]:
     """Inside, forwards of `model` are those of its own weights; after, as before, whatever happens."""
-    states = [layer.adapter.shared for layer in adapted_layers(model).values() if layer.adapter]
-    before = [state.on for state in states]
+    state = model.adapters or AdapterState()
+    was_on, state.on = state.on, False
     try:
-        for state in states:
-            state.on = False
         yield
     finally:
-        for state, was_on in zip(states, before, strict=True):
-            state.on = was_on
+        state.on = was_on
 
 
 @torch.no_grad()

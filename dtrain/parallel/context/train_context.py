@@ -182,7 +182,8 @@ def make_cp_batch_and_ctx(
 
     use_te: `(nullcontext, make_cp_batch_for_te(...))`; extra_seq_buffers are then a ValueError.
     """
-    cp_mesh = _submesh(device_mesh, "cp")
+    names = getattr(device_mesh, "mesh_dim_names", None) or ()
+    cp_mesh = device_mesh["cp"] if device_mesh is not None and "cp" in names else None
     if use_te:
         if extra_seq_buffers:
             raise ValueError("extra_seq_buffers: the flat form of use_te cuts every stream by its shape")
@@ -233,7 +234,3 @@ def _build_position_ids(batch: dict[str, Tensor], device: torch.device) -> dict[
         ids = batch["input_ids" if "input_ids" in batch else "inputs_embeds"]
         batch["position_ids"] = torch.arange(ids.shape[1], device=device)[None]
     return batch
-
-
-def _submesh(device_mesh: Any, name: str) -> Any:
-    return device_mesh[name] if name in (getattr(device_mesh, "mesh_dim_names", None) or ()) else None
