@@ -27,7 +27,8 @@ def on_meta(config: ModelConfig) -> CausalLM:
 def adaptable(config: ModelConfig) -> dict[str, Shape]:
     """[out, in] of every linear layer of the decoder, then of its `parameters`, then of every linear layer of the
     vision tower that `config` has."""
-    return {**linears(config), **parameters(config), **vision_linears(config)}
+    shapes = {**_shapes(config, Linear), **parameters(config)}
+    return {name: shapes[name] for name in sorted(shapes, key=is_of_vision)}  # in their order else
 
 
 def linears(config: ModelConfig) -> dict[str, Shape]:
@@ -35,16 +36,12 @@ def linears(config: ModelConfig) -> dict[str, Shape]:
     return {name: shape for name, shape in _shapes(config, Linear).items() if not is_of_vision(name)}
 
 
-def vision_linears(config: ModelConfig) -> dict[str, Shape]:
-    """[out, in] of every linear layer of the vision tower of `config`; none without one."""
-    return {name: shape for name, shape in _shapes(config, Linear).items() if is_of_vision(name)}
-
-
 def parameters(config: ModelConfig, all_of_them: bool = False) -> dict[str, Shape]:
     """[E, out, in] of the stacks of experts of `config`, and [E, in] of its routers that are no linear layers, as far
     as they may have an adapter: stacks that the files have turned (gpt-oss) get none. all_of_them: these too."""
-    is_turned = config.experts is not None and config.experts.turned
-    return {} if is_turned and not all_of_them else _shapes(config, Router, ExpertLinear)
+    if (experts := config.experts) is None or (experts.turned and not all_of_them):
+        return {}
+    return _shapes(config, Router, ExpertLinear)
 
 
 def modules(config: ModelConfig) -> list[str]:

@@ -24,6 +24,7 @@ from dtrain.models.common.adapter_config import (
     by_pattern,
     in_tower,
     is_of_vision,
+    is_parameter,
     out_of_tower,
     parameter_name,
 )
@@ -115,10 +116,11 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     """adapter_config.json of an adapter of a model of this kind, which lies at `base`. The targets are the last parts
     of the adapted layers' names where these mean no others, else the names; of single parameters the last two. The
     patterns are the adapter's own where they say the same in any order (PEFT sorts them)."""
-    from dtrain.models import shapes  # loads torch
+    from dtrain.models.shapes import adaptable, modules  # loads torch
 
-    known = list(shapes.parameters(model))
-    names = [*shapes.linears(model), *shapes.vision_linears(model)]
+    layers = adaptable(model)
+    known = [name for name in layers if is_parameter(name)]
+    names = [name for name in layers if not is_parameter(name)]
     single, adapted = config.adapted_parameters(known), config.adapted(names)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
     outer = {name: in_tower(name) if model.is_text_tower else name for name in [*adapted, *single]}
@@ -130,7 +132,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     by_ours = {parameter_name(config.called(name)): parameter_name(theirs) for name, theirs in outer.items()}
     saved = list(config.modules_to_save)
     if model.is_text_tower:
-        saved = sorted(in_tower(name) for name in config.saved(shapes.modules(model)))
+        saved = sorted(in_tower(name) for name in config.saved(modules(model)))
         # PEFT saves all of a module, and finds none within it.
         saved = [name for name in saved if not any(name.startswith(f"{other}.") for other in saved)]
     return {
