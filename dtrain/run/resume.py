@@ -1,9 +1,9 @@
 """Resume: which checkpoint a run starts from, what a changed recipe may change, and the run's state in and out.
 
-A checkpoint's `state.json` holds step, cursor (the next row of the global sequence), the resolved recipe, the data's
-fingerprint, digests of what the run read at its start (`identities`), what it began from, a mark of the save, the
-step's metrics and the scalars of policy and method; its tensors are theirs (the method's under `method.<name>`). Random
-number generators are kept rank by rank.
+A checkpoint's `state.json` holds step, cursor (the next row of the global sequence), the resolved recipe, digests of
+what the run read at its start (`identities`), what it began from, a mark of the save, the step's metrics and the
+scalars of policy and method; its tensors are theirs (the method's under `method.<name>`). Random number generators are
+kept rank by rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -121,7 +121,7 @@ def _find_step(spec: RunSpec, host: Host) -> Start:
         else:
             return Start(began=began if left else {})
         state = _read_state(source, step)
-        began = began if newest is None else state.get("began", began)
+        began = began if newest is None else state["began"]
     else:
 
         def refuse_used(is_other: bool) -> None:
@@ -134,7 +134,7 @@ def _find_step(spec: RunSpec, host: Host) -> Start:
         ranks.first(lambda: refuse_used(source is not store))
         ranks.first(lambda: _refuse_beyond(store, step))
         state = _read_state(source, step)
-        began = {key: origin for key, origin in state.get("began", {}).items() if key == INIT}
+        began = {key: origin for key, origin in state["began"].items() if key == INIT}
         began[RESUME] = asdict(Origin.of(source, step))
     if not host.is_dry:
         ranks.first(lambda: _put_damaged_aside(store, step))
@@ -180,18 +180,14 @@ def compare(spec: RunSpec, allow_changes: Sequence[str]) -> list[str]:
     what it comes to.
     """
     recipe, digest_of, rows = spec.written, spec.identities, spec.rows.get("train")
-    (_, state), lines = spec.start.saved, []
-    saved = state.get("identities")
-    if saved is None:
-        lines.append("an earlier dtrain saved it, without digests: model, tokenizer and reference were not compared")
-        saved = {"data.fingerprint": state["data_fingerprint"]}
-        digest_of = {} if rows is None else {"data.fingerprint": rows.fingerprint}
+    _, state = spec.start.saved
+    saved = state["identities"]
     differences = config.diff(state["recipe"], recipe)
     models = model_keys(recipe.method, *(old for key, old, _ in differences if key == "method"))
     known = {
         key
         for key, of in {**PLACES, **dict(zip(models, models, strict=True))}.items()
-        if of in saved and saved[of] == digest_of.get(of) and "identities" in state
+        if of in saved and saved[of] == digest_of.get(of)
     }
     known |= {key for key, _, _ in differences if key.partition(".columns.")[0] + ".columns" in known}
     known -= {key for key, old, new in differences if key.endswith(".sources") and _but_path(old) != _but_path(new)}
@@ -201,7 +197,7 @@ def compare(spec: RunSpec, allow_changes: Sequence[str]) -> list[str]:
         automatic = None if rows is None else packs_by_itself(rows, method_of(recipe).kind)
         packed = {automatic if value == "auto" else value for value in of_data["data.packing"]}
         known |= {"data.packing"} if len(packed) == 1 or automatic is None else set()
-    return guard(differences, allow_changes, known, models) + lines
+    return guard(differences, allow_changes, known, models)
 
 
 def _but_path(sources: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -248,7 +244,8 @@ def contents(
 
 def _read_state(store: CheckpointStore, step: int) -> dict[str, Any]:
     state = store.read_state(step)
-    kinds = {"cursor": list, "recipe": str, "data_fingerprint": str, "metrics": dict, "policy": dict, "method": dict}
+    kinds: dict[str, type] = {"cursor": list, "recipe": str, "save": str}
+    kinds |= dict.fromkeys(("identities", "began", "metrics", "policy", "method"), dict)
     lacking = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
     if not lacking and [type(place) for place in state["cursor"]] != [int, int]:
         lacking = ["cursor"]

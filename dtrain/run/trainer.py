@@ -298,7 +298,6 @@ class Trainer:
         self._held = {"step": step, "save": f"{self._mark}-{secrets.token_hex(8)}"}
         known = {
             "recipe": self._recipe_text,
-            "data_fingerprint": self.rows.fingerprint,
             "identities": self.identities,
             "began": self.start.began,
             "save": self._held["save"],
