@@ -1,12 +1,8 @@
-"""GPUs by their names, as gpus.toml has them, for `mfu` and `dtrain plan`; the free memory of a device."""
+"""GPUs by their names, as gpus.toml has them, for `mfu` and `dtrain plan`."""
 
-import os
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    import torch
+from typing import NamedTuple
 
 
 class Board(NamedTuple):
@@ -23,7 +19,6 @@ class Board(NamedTuple):
     reach: float
 
 
-OF_FREE = 0.8  # of a GPU's free memory
 C_COMPILERS = ("cc", "gcc", "clang")  # one of which Triton needs on a GPU's machine
 _FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 BOARDS = {
@@ -54,14 +49,3 @@ def _device_of(device_name: str) -> str | float | None:
         if any(words[start : start + len(parts)] == parts for start in range(len(words))):
             return device
     return None
-
-
-def free_memory(device: "torch.device", ranks: int = 1) -> int:
-    """Return the bytes that large buffers, keys and values say, may take on `device`; a CPU is shared by `ranks`."""
-    import torch
-
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int((free + reserved) * OF_FREE)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // ranks

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.addresses import loopback
 from dtrain.base.errors import UserError
-from dtrain.base.host_memory import total_memory
+from dtrain.base.memory import total_memory
 from dtrain.base.orphans import descendants, kill
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.last_checkpoint import newest_checkpoint

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.host_memory import host_memory
+from dtrain.base.memory import host_memory
 from dtrain.launch.place import RankPlace
 from dtrain.recipe.automatic import Config, changed, open_keys, value_of, without_auto
 from dtrain.recipe.world import dp_of

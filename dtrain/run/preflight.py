@@ -27,12 +27,14 @@ def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
     loaded, problems = recipe_and_problems(recipe, overrides)
     local = with_local_model(loaded)
     if problems:
-        raise RecipeError(_problems(local, local.launch.processes, "files", problems))
+        raise RecipeError(preflight(local, local.launch.processes, refused=problems))
     return local
 
 
-def _problems(recipe: Recipe, world_size: int, until: str, refused: Sequence[str] = ()) -> list[str]:
-    """Return what the checks of the stages find, up to a depth, in a world of `world_size` processes."""
+def preflight(recipe: Recipe, world_size: int, until: str = "files", refused: Sequence[str] = ()) -> list[str]:
+    """Return every problem of `recipe` in a world of `world_size` processes that needs no training to be seen: what the
+    checks of the stages find, up to `until`, one of `host.DEPTHS`. What a run fetches from the hub is none. refused: as
+    of `DryHost`."""
     from dtrain.run.host import DryHost  # with torch
 
     host = DryHost(refused=refused)
@@ -40,22 +42,10 @@ def _problems(recipe: Recipe, world_size: int, until: str, refused: Sequence[str
     return [redact(problem, recipe) for problem in host.problems]
 
 
-def check(recipe: Recipe, world_size: int) -> list[str]:
-    """Return every problem of `recipe` in a world of `world_size` processes that needs no file to be seen: what
-    `check_keys` of the stages find."""
-    return _problems(recipe, world_size, "keys")
-
-
 def shapes(recipe: Recipe, world_size: int) -> list[str]:
     """Return the problems that decide what a step holds and computes: what `check_keys` and `check_models` of the
     stages find. Of all files, each model's config.json is read, which must be here."""
-    return [*_problems(recipe, world_size, "models"), *(redact(problem, recipe) for problem in not_here(recipe))]
-
-
-def preflight(recipe: Recipe, world_size: int) -> list[str]:
-    """Return every problem of `recipe` in a world of `world_size` processes that needs no training to be seen: what all
-    checks of the stages find. What a run fetches from the hub is none."""
-    return _problems(recipe, world_size, "files")
+    return [*preflight(recipe, world_size, "models"), *(redact(problem, recipe) for problem in not_here(recipe))]
 
 
 def notes(recipe: Recipe) -> list[str]:

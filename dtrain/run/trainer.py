@@ -177,7 +177,7 @@ class Trainer:
                 self.metrics.say(f"  changed since then: {line}")
         if self.runtime.is_main:
             replace_text(self.run.began, json.dumps(start.began))
-            self.run.write_config(self._recipe_text)
+            replace_text(self.run.config, self._recipe_text)
             self.run.write_json(DATA, {split: rows.samples.summary for split, rows in self.spec.rows.items()})
             self.run.write_json(ABOUT, about(self))
             self.run.keep_model_files(self.recipe.model.directory, self.policy.checkpoint.chat_template)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from dtrain.base.json_files import loads
+from dtrain.run.metrics.records import row_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -80,11 +80,7 @@ class JsonlSink(Sink):
 
 def _step_of(line: bytes) -> float:
     """The row's step; infinity where the line is no row, so that it goes."""
-    try:
-        row = loads(line)
-    except ValueError:
-        return float("inf")
-    step = row.get("step") if isinstance(row, dict) else None
+    step = (row_of(line) or {}).get("step")
     return step if isinstance(step, int | float) else float("inf")
 
 
