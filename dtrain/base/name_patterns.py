@@ -123,12 +123,13 @@ class _Match:
             ignored = (ignore_case or bool(added & re.IGNORECASE)) and not removed & re.IGNORECASE
             return self._all_ends(tree, places, ignored)
         if op in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
-            return self._repeated(*value, places, ignore_case)
+            least, most, tree = value
+            return self._repeated(least, most, tree, places, ignore_case)
         if op is _constants.AT:
             return {place for place in places if self._is_at(value, place)}
         if op in (_constants.ASSERT, _constants.ASSERT_NOT):
-            is_wanted = op is _constants.ASSERT
-            return {place for place in places if self._holds(*value, place, ignore_case) == is_wanted}
+            is_wanted, (direction, tree) = op is _constants.ASSERT, value
+            return {place for place in places if self._holds(direction, tree, place, ignore_case) == is_wanted}
         if op is _constants.FAILURE:
             return set()
         key = op, id(value), ignore_case

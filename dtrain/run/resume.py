@@ -218,27 +218,11 @@ def restore(spec: RunSpec, policy: Policy, method: Method) -> None:
 
 
 def contents(
-    policy: Policy,
-    method: Method,
-    step: int,
-    cursor: tuple[int, int],
-    known: Mapping[str, Any],
-    measured: Mapping[str, float],
+    policy: Policy, method: Method, known: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """Return the contents of a save after `step`: tensors, the state that is the same on every rank, and this rank's
-    own.
-
-    tensors: [any shape], those of the policy and of the method. cursor: the next row. known: the recipe, and what tells
-    the run from others. measured: the step's metrics.
-    """
-    state = {
-        "step": step,
-        "cursor": list(cursor),
-        **known,
-        "metrics": dict(measured),
-        "policy": policy.checkpoint.state(),
-        "method": method.state(),
-    }
+    """Return the contents of a save: tensors [any shape], the state that is the same on every rank, and this rank's
+    own. known: of the state, what is not that of policy and method."""
+    state = {**known, "policy": policy.checkpoint.state(), "method": method.state()}
     return policy.checkpoint.tensors() | _named_for_method(method), state, random_state()
 
 

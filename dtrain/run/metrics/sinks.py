@@ -1,6 +1,7 @@
 """Sinks of rows: metrics.jsonl, which is the record, and TensorBoard and Weights & Biases, which are views of it.
 
-A sink opens its files at the first row, so that a run which fails before leaves none.
+A sink opens its files at the first row, so that a run which fails before leaves none. is_view: whether rows may be left
+out of it (`metrics.every`). failures: the exceptions that mean "this sink is broken", as against a bug in dtrain.
 """
 
 import json
@@ -8,7 +9,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from dtrain.run.metrics.records import row_of
 
@@ -16,24 +17,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class Sink(Protocol):
-    """`failures`: the exceptions that mean "this sink is broken", as against a bug in dtrain.
-
-    `is_view`: whether rows may be left out of it (`metrics.every`).
-    """
-
-    name: str
-    is_view: bool
-    failures: tuple[type[BaseException], ...]
-
-    def resume_at(self, step: int) -> None: ...
-
-    def write(self, row: Mapping[str, int | float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class JsonlSink(Sink):
+class JsonlSink:
     """File of one JSON object per line, floats unrounded, flushed at once. Non-finite numbers are NaN and Infinity.
     Text stays as it is, in UTF-8."""
 
@@ -84,7 +68,7 @@ def _step_of(line: bytes) -> float:
     return step if isinstance(step, int | float) else float("inf")
 
 
-class TensorBoardSink(Sink):
+class TensorBoardSink:
     """Scalars `train/<field>`, `val/<field>` and `eval/<field>` by step."""
 
     name = "TensorBoard"
@@ -118,7 +102,7 @@ class TensorBoardSink(Sink):
             self._writer = None
 
 
-class WandbSink(Sink):
+class WandbSink:
     """A run of a W&B project; a resumed run goes on in the same one, whose id lies in the run directory."""
 
     name = "Weights & Biases"
@@ -176,3 +160,6 @@ def _tag(name: str, row: Mapping[str, int | float]) -> str:
     if name.startswith("eval_"):
         return f"eval/{name.removeprefix('eval_')}"
     return f"train/{name}" if "loss" in row else f"val/{name.removeprefix('val_')}"
+
+
+Sink = JsonlSink | TensorBoardSink | WandbSink
