@@ -5,12 +5,12 @@ out of it (`metrics.every`). failures: the exceptions that mean "this sink is br
 """
 
 import json
-import os
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from dtrain.base.files import replace
 from dtrain.run.metrics.records import row_of
 
 if TYPE_CHECKING:
@@ -40,14 +40,8 @@ class JsonlSink:
             return
         lines = self._path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if stays(line)]
-        if len(kept) == len(lines):
-            return
-        fresh = self._path.with_name(self._path.name + ".cut")
-        with fresh.open("wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self._path)
+        if len(kept) < len(lines):
+            replace(self._path, b"".join(kept))
 
     def write(self, row: Mapping[str, Any]) -> None:
         if self._file is None:
