@@ -21,6 +21,7 @@ NAMES = [
     "a",
     "aab",
     "Ab.b-0_9",
+    "né",
 ]
 # As people write them in target_modules and rank_pattern.
 WRITTEN = [
@@ -36,6 +37,7 @@ WRITTEN = [
     r".*(?<=_)proj",
     r".*(?<!gate_up)_proj",
     r"\A\w+\Z",
+    r"(?a:\w)*|(?a:[a-z]+(?u:\w))",
     r"a{1,3}b?|[^\W\d]{3,}?",
     r"[^a-z]*(?:b|\.|-|\d|_|[0-9A-F])*b*",
     r"layers\.0\.self_attn\.q_proj",
