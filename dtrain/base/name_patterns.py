@@ -106,7 +106,6 @@ class _Match:
     def __init__(self, items: Items, text: str):
         self.items, self.text = items, text
         self._ends: dict[tuple[int, int], set[int]] = {}  # by the part and the place at which it begins
-        self._item_ends: dict[tuple[Any, int, int], dict[int, int]] = {}  # of an item, by the place
 
     def ends(self, tree: Any, start: int, flags: int) -> set[int]:
         """Return the places at which a match of `tree` that begins at `start` may end."""
@@ -117,7 +116,7 @@ class _Match:
             self._ends[id(tree), start] = places
         return self._ends[id(tree), start]
 
-    def _all_ends(self, tree: Any, places: Iterable[int], flags: int) -> set[int]:
+    def _all_ends(self, tree: Any, places: set[int], flags: int) -> set[int]:
         return set().union(*(self.ends(tree, place, flags) for place in places))
 
     def _behind(self, op: Any, value: Any, places: set[int], flags: int) -> set[int]:
@@ -132,12 +131,8 @@ class _Match:
         if op in (_constants.ASSERT, _constants.ASSERT_NOT):
             is_wanted, (direction, tree) = op is _constants.ASSERT, value
             return {place for place in places if self._holds(direction, tree, place, flags) == is_wanted}
-        key = op, id(value), flags
-        if key not in self._item_ends:
-            found = (self.items[key].match(self.text, place) for place in range(len(self.text) + 1))
-            self._item_ends[key] = {match.start(): match.end() for match in found if match is not None}
-        ends = self._item_ends[key]
-        return {ends[place] for place in places if place in ends}
+        match = self.items[op, id(value), flags].match
+        return {found.end() for place in places if (found := match(self.text, place)) is not None}
 
     def _repeated(self, least: int, most: int, tree: Any, places: set[int], flags: int) -> set[int]:
         for _ in range(least):
