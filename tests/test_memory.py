@@ -12,7 +12,7 @@ LIMIT = 1 << 28
 
 @pytest.fixture
 def group(tmp_path, monkeypatch):
-    """A control group of version 2 with a limit of `LIMIT` bytes, of which half is used and a quarter of that cached."""
+    """A control group of version 2 with a limit of `LIMIT` bytes: half is used, and a quarter of that cached."""
     group = tmp_path / "groups" / "a" / "b"
     group.mkdir(parents=True)
     for name, text in {"max": LIMIT, "current": LIMIT // 2, "stat": f"anon 5\ninactive_file {LIMIT // 8}"}.items():
