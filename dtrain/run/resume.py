@@ -25,7 +25,7 @@ from dtrain.checkpoint.dcp.store import CheckpointStore, locate
 from dtrain.checkpoint.huggingface.model_files import read_model_config
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
 from dtrain.data.sources.sources import packs_by_itself
-from dtrain.methods import REWARD_MODEL, Method, method_of, model_keys
+from dtrain.methods import REWARD_MODEL, Method, model_keys
 from dtrain.policy import Policy
 from dtrain.run.directory import guard
 from dtrain.run.host import Host
@@ -194,7 +194,7 @@ def compare(spec: RunSpec, allow_changes: Sequence[str]) -> list[str]:
     differences += [(key, saved[key], new) for key, new in digest_of.items() if saved.get(key, new) != new]
     of_data = {key: values for key, *values in differences if key.startswith("data.") and key not in known}
     if [*of_data] == ["data.packing"] and "auto" in of_data["data.packing"]:
-        automatic = None if rows is None else packs_by_itself(rows, method_of(recipe).kind)
+        automatic = None if rows is None else packs_by_itself(rows, spec.method.kind)
         packed = {automatic if value == "auto" else value for value in of_data["data.packing"]}
         known |= {"data.packing"} if len(packed) == 1 or automatic is None else set()
     return guard(differences, allow_changes, known, models)
