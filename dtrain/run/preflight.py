@@ -6,10 +6,8 @@ A model or dataset of the hub that is not in the cache is no problem: a run fetc
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.hub import cached, download, is_id, look
@@ -17,6 +15,7 @@ from dtrain.base.ranges import beside
 from dtrain.data.sources.files import Pick, absent_ids, away, entries, is_url, paths_of
 from dtrain.methods import method_of, recipe_and_problems
 from dtrain.recipe import Recipe, redact, saved
+from dtrain.recipe.automatic import changed
 from dtrain.recipe.schema import DataSource, Source
 from dtrain.run import eval_sets
 from dtrain.run.spec import RunSpec, World, resolve, stages_of
@@ -75,7 +74,7 @@ def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
             with _named(key, name):
                 path = download(name, weights=weights, key=key)
         if path is not None:
-            recipe = _placed(recipe, key, str(path))
+            recipe = changed(recipe, {key: str(path)})
     for key, name, pick in absent_data(recipe) if fetch else ():
         with _named(key, name):
             _data_hub().download(name, pick, key.removesuffix(".path"))
@@ -92,7 +91,7 @@ def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]
     for key, name, weights in model_ids(recipe):
         with _named(key, name, refused):
             directory, size = look(name, key) if weights else (download(name, weights=False, key=key), 0)
-            recipe = _placed(recipe, key, str(directory))
+            recipe = changed(recipe, {key: str(directory)})
             if weights:
                 awaited[key] = f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
     for key, name, pick in absent_data(recipe):
@@ -103,12 +102,6 @@ def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]
                 "looked at then"
             )
     return recipe, awaited, refused
-
-
-def _placed(section: Any, key: str, value: str) -> Any:
-    """`section` with `value` at `key`."""
-    name, _, rest = key.partition(".")
-    return replace(section, **{name: _placed(getattr(section, name), rest, value) if rest else value})
 
 
 @contextmanager
