@@ -2,8 +2,6 @@
 
 import os
 import re
-import resource
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -71,13 +69,3 @@ def free_memory(device: "torch.device", ranks: int = 1) -> int:
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((free + reserved) * OF_FREE)
     return total_memory() // 4 // ranks
-
-
-def peak_memory(device: "torch.device") -> int:
-    """Return this process's peak so far, in bytes: allocated on the device for CUDA, else the resident set."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes on macOS, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -97,7 +97,11 @@ def _compile_items(tree: Any, flags: int, items: Items, depth: int) -> None:
 
 def _flags_within(op: Any, value: Any, flags: int) -> int:
     """Return the flags that hold in a part: a group may have its own."""
-    return _compiler._combine_flags(flags, *value[1:3]) if op is _constants.SUBPATTERN else flags
+    if op is not _constants.SUBPATTERN:
+        return flags
+    _, added, removed, _ = value
+    replaced = _parser.TYPE_FLAGS if added & _parser.TYPE_FLAGS else 0  # ASCII in place of Unicode, say
+    return (flags & ~replaced | added) & ~removed
 
 
 class _Match:

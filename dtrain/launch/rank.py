@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.addresses import loopback
 from dtrain.base.errors import UserError
-from dtrain.base.memory import peak_memory, total_memory
+from dtrain.base.memory import total_memory
 from dtrain.base.orphans import descendants, kill
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.last_checkpoint import newest_checkpoint
@@ -273,6 +273,8 @@ def memory_errors(recipe: Recipe, place: RankPlace, device: "torch.device") -> I
 def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", first: str) -> str:
     import torch
 
+    from dtrain.run.metrics import memory_gib
+
     is_cuda = device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if is_cuda else total_memory()
     micro, kept = recipe.train.micro, recipe.train.activation_checkpointing
@@ -284,7 +286,7 @@ def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", fir
         f"lower data.max_length (now {recipe.data.max_length})",
         f"share the model among more processes (launch.nproc, parallel.dp_shard; now {place.world_size})",
     ]
-    peak = f"{peak_memory(device) / 2**30:.2f} GiB of {total / 2**30:.2f} GiB"
+    peak = f"{memory_gib(device):.2f} GiB of {total / 2**30:.2f} GiB"
     return (
         f"out of memory on rank {place.rank} ({device}), at a peak of {peak}. What helps: {'; '.join(keys)}.\n({first})"
     )

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from dtrain import recipe as config
 from dtrain.base.errors import Interrupted, RecipeError, Stopped, Unavailable, UserError
 from dtrain.base.files import replace_text
-from dtrain.base.memory import peak_memory
 from dtrain.base.run_context import RunContext
 from dtrain.checkpoint.dcp.background import Saver
 from dtrain.checkpoint.dcp.origin import run_of
@@ -105,7 +104,7 @@ class Trainer:
         self.start, self.identities, self.total_steps = spec.start, spec.identities, spec.total_steps
         self._recipe_text = config.to_yaml(spec.written)
         mesh = build_mesh(runtime, **spec.sizes.shape, ep=spec.sizes.ep)
-        self.before_gib = peak_memory(runtime.device) / 2**30
+        self.before_gib = metrics.memory_gib(runtime.device)
         build = partial(build_model, longest_row=self.method.longest_row())
         self.policy = Policy(recipe, spec.model_config, mesh, runtime, build)
         self._text_flops = text_flops(self.policy.model)
@@ -351,7 +350,7 @@ class Trainer:
                 self.runtime.device,
                 self.policy.precision.compute,
             ),
-            mem_gib=peak_memory(self.runtime.device) / 2**30,
+            mem_gib=metrics.memory_gib(self.runtime.device),
             step_time=step_time,
             data_time=data_time,
         )
@@ -374,7 +373,7 @@ class Trainer:
         self._planned = None
         if self.runtime.is_main:
             self.run.write_json(ABOUT, about(self, planned.size))
-        measured = f"{peak_memory(self.runtime.device) / 2**30:.3f} GiB"
+        measured = f"{metrics.memory_gib(self.runtime.device):.3f} GiB"
         if self.runtime.device.type == "cuda":
             self.metrics.say(f"memory of a rank: {planned.words}, measured {measured}")
         else:

@@ -8,6 +8,6 @@ records   what was written, read again
 answers   completions of samples.jsonl and evals.jsonl, read again
 """
 
-from dtrain.run.metrics.metrics import Recorder, build, lacking, model_flops_utilisation
+from dtrain.run.metrics.metrics import Recorder, build, lacking, memory_gib, model_flops_utilisation
 
-__all__ = ["Recorder", "build", "lacking", "model_flops_utilisation"]
+__all__ = ["Recorder", "build", "lacking", "memory_gib", "model_flops_utilisation"]

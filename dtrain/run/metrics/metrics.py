@@ -1,6 +1,7 @@
 """Metrics: the rows of a run, handed to every sink and the terminal; the fields of a row and their order."""
 
 import importlib.util
+import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -185,3 +186,13 @@ def model_flops_utilisation(
         return None
     peak = peak_flops(torch.cuda.get_device_name(device), str(compute_dtype).removeprefix("torch."))
     return None if peak is None else flops_per_sec / (peak * world_size)
+
+
+def memory_gib(device: "torch.device") -> float:
+    """Return this rank's peak memory so far, in GiB: allocated on the device for CUDA, else the resident set."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
