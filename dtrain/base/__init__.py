@@ -14,5 +14,5 @@ hub, model_directory            the hub's cache of models; names of a model dire
 name_patterns                   patterns of parameter names; regular expressions for names, in bounded time
 import_paths, exports           the search path of users' code; names of packages that are imported late
 addresses, orphans              addresses to listen at; children that end with their parent
-gpus, memory                    the table of GPUs; free memory, of a device and of this host
+gpus, host_memory               the table of GPUs; free memory, of a device and of this host
 """

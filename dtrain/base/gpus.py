@@ -1,8 +1,13 @@
-"""GPUs by their names, as gpus.toml has them, for `mfu` and `dtrain plan`."""
+"""GPUs by their names, as gpus.toml has them, for `mfu` and `dtrain plan`; the free memory of a device."""
 
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from dtrain.base.host_memory import total_memory
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Board(NamedTuple):
@@ -19,6 +24,7 @@ class Board(NamedTuple):
     reach: float
 
 
+OF_FREE = 0.8  # of a GPU's free memory
 C_COMPILERS = ("cc", "gcc", "clang")  # one of which Triton needs on a GPU's machine
 _FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 BOARDS = {
@@ -49,3 +55,14 @@ def _device_of(device_name: str) -> str | float | None:
         if any(words[start : start + len(parts)] == parts for start in range(len(words))):
             return device
     return None
+
+
+def free_memory(device: "torch.device", ranks: int = 1) -> int:
+    """Return the bytes that large buffers, keys and values say, may take on `device`; a CPU is shared by `ranks`."""
+    import torch
+
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((free + reserved) * OF_FREE)
+    return total_memory() // 4 // ranks

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dtrain.base.dealing import deal
 from dtrain.base.errors import Interrupted
-from dtrain.base.memory import free_memory
+from dtrain.base.gpus import free_memory
 from dtrain.base.ranks import Ranks
 from dtrain.inference.cached_attention import Prefill
 from dtrain.inference.check_varlen_decode import choose

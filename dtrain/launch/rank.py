@@ -1,8 +1,8 @@
 """A rank: its device, its process group, its signals, its log; and what running out of memory means."""
 
 import importlib
-import json
 import os
+import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.addresses import loopback
 from dtrain.base.errors import UserError
-from dtrain.base.memory import total_memory
+from dtrain.base.host_memory import total_memory
 from dtrain.base.orphans import descendants, kill
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.last_checkpoint import newest_checkpoint
 from dtrain.launch.place import GLOO, NCCL, RankPlace
 from dtrain.launch.signals import on_signals
+from dtrain.launch.sizing import CPU, PLAN_SECONDS, machine_of, sized, sizing_by_plan, sizing_of_cpu
 from dtrain.launch.watch import StallTimer, heartbeat
 from dtrain.methods import method_of
 from dtrain.recipe import Recipe
@@ -27,10 +28,8 @@ from dtrain.recipe.automatic import AUTO, COMPILE, as_overrides, changed, open_k
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
     from dtrain.parallel.runtime import Runtime, StopFlag
-    from dtrain.run.sizing import Sizing
 
 
 class OutOfMemory(UserError):
@@ -75,7 +74,6 @@ def run_rank(
 
     from dtrain.parallel.mesh import init_process_group
     from dtrain.parallel.runtime import Runtime
-    from dtrain.run.sizing import machine_of, sizing_by_plan, sizing_of_cpu
 
     if job.threads is not None:
         torch.set_num_threads(job.threads)
@@ -92,7 +90,7 @@ def run_rank(
         has_cuda = torch.cuda.is_initialized()  # of an earlier run in this process: it survives no fork
         is_open, sizing = job.plan is not None and bool(open_keys(recipe)), None
         if is_open and place.rank == 0 and device.type == "cpu":
-            sizing = sizing_of_cpu(recipe, place.local_world_size, machine_of(place.world_size, "cpu", total_memory()))
+            sizing = sizing_of_cpu(recipe, place, machine_of(place.world_size, CPU, total_memory()))
         wants_plan = wants_plan or (is_open and sizing is None and recipe.metrics.plan is not False)
         if job.plan is not None and place.rank == 0 and wants_plan and not has_cuda:
             known = changed(recipe, sizing.values) if sizing is not None else recipe
@@ -115,10 +113,10 @@ def run_rank(
             start = partial(start_device, device, place)
             agree(start, meeting, store, partial(_unfit_devices, recipe, None if is_open else planned, devices))
         least = min(devices, key=lambda device: device.memory, default=None)
-        machine = machine_of(place.world_size, *((least.name, least.memory) if least else ("cpu", total_memory())))
+        machine = machine_of(place.world_size, *((least.name, least.memory) if least else (CPU, total_memory())))
         if is_open:
             free = min((device.free for device in devices if device.free is not None), default=None)
-            decide = partial(sizing_by_plan, recipe, place.local_world_size, machine, planned, least, free)
+            decide = partial(sizing_by_plan, recipe, place, machine, planned, least, free)
             recipe, lines = sized(recipe, meeting, store, lambda: sizing or decide())
             chosen += lines
         stack.enter_context(memory_errors(recipe, place, device))
@@ -139,36 +137,11 @@ def run_rank(
         dist.destroy_process_group()
 
 
-def sized(
-    recipe: Recipe, place: RankPlace, store: "dist.Store | None", decide: Callable[[], "Sizing"]
-) -> tuple[Recipe, tuple[str, ...]]:
-    """Return `recipe` with the values that `decide` gives on rank 0, and lines for the terminal. store: where the ranks
-    of several meet. Raises UserError on every rank where `decide` does."""
-    key, answer = f"sizes of attempt {place.attempt}", "null"
-    if place.rank == 0:
-        try:
-            sizing = decide()
-            answer = json.dumps({"values": dict(sizing.values), "lines": sizing.lines})
-        except UserError as error:
-            answer = json.dumps({"refusal": str(error)})
-        if store is not None:
-            store.set(key, answer)
-    else:
-        assert store is not None, "several ranks meet in a store"
-        answer = store.get(key).decode()
-    decided = json.loads(answer)
-    if "refusal" in decided:
-        raise UserError(decided["refusal"])
-    return changed(recipe, decided["values"]), tuple(decided["lines"])
-
-
 def _unfit_devices(
     recipe: Recipe, planned: Any, seen: list[DeviceFacts], devices: Sequence[DeviceFacts]
 ) -> Sequence[str]:
     """Return why the run cannot go on with the GPUs of its ranks, their memory included; remarks go to stderr. seen:
     gets the devices."""
-    from dtrain.run.sizing import PLAN_SECONDS
-
     seen += devices
     reasons = problems(devices, recipe.train.dtype)
     remarks = notes(devices)
@@ -273,10 +246,12 @@ def memory_errors(recipe: Recipe, place: RankPlace, device: "torch.device") -> I
 def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", first: str) -> str:
     import torch
 
-    from dtrain.run.metrics import memory_gib
-
-    is_cuda = device.type == "cuda"
-    total = torch.cuda.get_device_properties(device).total_memory if is_cuda else total_memory()
+    if device.type == "cuda":
+        peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        total = total_memory()
     micro, kept = recipe.train.micro, recipe.train.activation_checkpointing
     keys = [f"lower train.micro_batch (now {micro})"] if micro > 1 else []
     keys += [f"set train.activation_checkpointing=full (now {kept})"] if kept != "full" else []
@@ -286,9 +261,9 @@ def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", fir
         f"lower data.max_length (now {recipe.data.max_length})",
         f"share the model among more processes (launch.nproc, parallel.dp_shard; now {place.world_size})",
     ]
-    peak = f"{memory_gib(device):.2f} GiB of {total / 2**30:.2f} GiB"
     return (
-        f"out of memory on rank {place.rank} ({device}), at a peak of {peak}. What helps: {'; '.join(keys)}.\n({first})"
+        f"out of memory on rank {place.rank} ({device}), "
+        f"at a peak of {peak / 2**30:.2f} GiB of {total / 2**30:.2f} GiB. What helps: {'; '.join(keys)}.\n({first})"
     )
 
 

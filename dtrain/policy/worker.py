@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dtrain.base.memory import free_memory
+from dtrain.base.gpus import free_memory
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel import context

@@ -1,5 +1,6 @@
-"""Sizes of a run that its recipe leaves to `auto`: what a run chose before, what needs no plan, or by the plan beside
-the run (`commands.plan.choose`). `launch` asks here, on rank 0, before anything is built.
+"""Sizes of a run that its recipe leaves to `auto`: what a run chose before, and what needs no plan.
+
+`launch` asks here before it asks the plan beside the run (`commands.plan.choose`).
 """
 
 import json
@@ -11,17 +12,13 @@ from typing import Any
 from dtrain import models
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
-from dtrain.base.memory import host_memory
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
-from dtrain.recipe.automatic import AUTO, USUAL, as_overrides, changed, open_keys, value_of, without_auto
-from dtrain.recipe.world import dp_of
+from dtrain.recipe.automatic import AUTO, USUAL, as_overrides, changed, open_keys, value_of
 from dtrain.run.directory import ABOUT
-from dtrain.run.spec import RunSpec, World
+from dtrain.run.spec import RunSpec
 
-PLAN_SECONDS = 120.0  # that a run on GPUs waits for its plan, before it reads weights
 MACHINE = "machine"
 """Key of about.json: kind, memory and number of the devices that sizes were chosen for."""
-_LEAST = {"train.micro_batch": 1, "train.activation_checkpointing": "full", "parallel.reduce_each": True}
 _SURE = 0.25  # of the memory, within which a closed form needs no plan
 _FREE_KEYS = ("run.", "launch.", "metrics.", "checkpoint.", "eval.", "train.steps", "train.epochs")  # cost no memory
 _COPIES = 8  # of the weights in float64: masters, gradients, moments, gathered, a reference
@@ -39,41 +36,6 @@ class Sizing:
     def of(cls, values: Mapping[str, Any], why: str) -> "Sizing":
         """Return `values` with one line, that says `why` for all."""
         return cls(values, (f"{', '.join(as_overrides(values))} (auto): {why}",))
-
-
-def machine_of(world_size: int, device_name: str, memory: int) -> dict[str, Any]:
-    """Return what a choice of sizes depends on beside the recipe, as about.json keeps it."""
-    return {"device": device_name, "memory": memory, "world_size": world_size}
-
-
-def sizing_of_cpu(recipe: Any, per_host: int, machine: Mapping[str, Any]) -> Sizing | None:
-    """Return the sizes of a run on CPUs that needs no plan for them, or None. per_host: processes of this host."""
-    spec = RunSpec(recipe, World(machine["world_size"]))
-    return sizing_before(spec, machine) or usual_sizing(spec, host_memory(per_host))
-
-
-def sizing_by_plan(
-    recipe: Any, per_host: int, machine: Mapping[str, Any], planned: Any, device: Any = None, free: int | None = None
-) -> Sizing:
-    """Return the sizes of a run: on GPUs those that it chose before on such a machine, else by its plan.
-
-    per_host: processes of this host. planned: the plan beside the run, None where there can be none. device: the GPU
-    with the least memory, None on CPUs; free: its bytes, where others use it too. Raises UserError where nothing fits.
-    """
-    is_cpu, world_size = machine["device"] == "cpu", machine["world_size"]
-    before = None if is_cpu else sizing_before(RunSpec(recipe, World(world_size)), machine)
-    if before is not None:
-        if planned is not None:
-            planned.settle(before.values)
-        return before
-    why = "no plan" if recipe.metrics.plan is not False else "metrics.plan=false"
-    if planned is not None:
-        host = host_memory(per_host)
-        peak = planned.choose(host if is_cpu else free or machine["memory"], device, host, PLAN_SECONDS)
-        if peak.choice is not None:
-            return Sizing(peak.choice.values, peak.choice.lines)
-        why = peak.words
-    return Sizing.of(_without_plan(recipe, world_size), why)
 
 
 def sizing_before(spec: RunSpec, machine: Mapping[str, Any]) -> Sizing | None:
@@ -110,15 +72,3 @@ def usual_sizing(spec: RunSpec, memory: int) -> Sizing | None:
         return None
     values = {key: value_of(spec.recipe, key) for key in open_keys(spec.written)}
     return Sizing.of(values, "a small model")
-
-
-def _without_plan(recipe: Any, world_size: int) -> dict[str, Any]:
-    """Return values that take little memory, where no plan can choose them."""
-    usual = without_auto(recipe, dp_of(recipe, world_size))
-    values = {key: value_of(usual, key) for key in open_keys(recipe)}
-    if recipe.parallel.cpu_offload:
-        return values
-    values |= {key: value for key, value in _LEAST.items() if key in values}
-    if recipe.train.masters != "float32" and "parallel.reduce_each" in values:
-        values["parallel.reduce_each"] = False  # it would round their sums otherwise
-    return values

@@ -14,11 +14,11 @@ from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.step import Step
 from dtrain.launch.devices import with_processes
 from dtrain.launch.place import RankPlace
-from dtrain.launch.rank import sized
+from dtrain.launch.sizing import machine_of, sized, sizing_by_plan
 from dtrain.methods import load_recipe
 from dtrain.recipe.automatic import USUAL, changed, open_keys, without_auto
 from dtrain.run.directory import ABOUT
-from dtrain.run.sizing import MACHINE, Sizing, machine_of, sizing_before, sizing_by_plan, usual_sizing
+from dtrain.run.sizing import MACHINE, Sizing, sizing_before, usual_sizing
 from dtrain.run.spec import RunSpec, World
 from tests.tiny import tiny_recipe
 
@@ -147,7 +147,7 @@ def test_all_ranks_get_what_the_first_one_decides(tmp_path):
 
 def test_without_a_plan_little_memory_is_taken(tmp_path):
     recipe = tiny_recipe(tmp_path, *AUTO)
-    sizing = sizing_by_plan(recipe, 1, machine_of(1, "NVIDIA H100", 2**36), None)
+    sizing = sizing_by_plan(recipe, RankPlace(), machine_of(1, "NVIDIA H100", 2**36), None)
     assert sizing.values["train.micro_batch"] == 1 and sizing.values["train.activation_checkpointing"] == "full"
 
 
@@ -157,7 +157,7 @@ def test_a_run_on_little_memory_has_its_sizes_from_the_plan(tmp_path, monkeypatc
     recipe = tiny_recipe(tmp_path, *AUTO, "train.steps=2", "train.compile=auto")
     small = changed(without_auto(recipe), {"train.micro_batch": 1, "launch.device": "cpu"})
     peak = make_plan(small, 1, H100).step.peak
-    monkeypatch.setattr("dtrain.run.sizing.host_memory", lambda *_: memory_for(peak))
+    monkeypatch.setattr("dtrain.launch.sizing.host_memory", lambda *_: memory_for(peak))
     result = dtrain.run(recipe)
     assert "planned peak" in capfd.readouterr().err
     saved = load_recipe(result.directory / "config.yaml")

@@ -18,7 +18,7 @@ from math import inf
 from typing import Any
 
 from dtrain.base.errors import RecipeError, UserError
-from dtrain.base.memory import host_memory
+from dtrain.base.host_memory import host_memory
 from dtrain.commands.plan.hardware import GPUS, USABLE, Hardware, estimate
 from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan
 from dtrain.commands.plan.step import Step, plan_steps, traces_of

@@ -1,16 +1,11 @@
-"""Memory that a process may take: of this host, of a device. Imports no torch before it is asked of a device."""
+"""Memory of this host that a process may take. Imports no torch."""
 
 import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-
-OF_FREE = 0.8  # of a GPU's free memory
 _MEMINFO = Path("/proc/meminfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -58,14 +53,3 @@ def _limit(group: Path) -> Iterator[tuple[int, int]]:
             pages = re.search(rf"^{reclaimable} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
             most, now = (int((group / name).read_text()) for name in (limit, used))
             yield most, max(0, now - (int(pages[1]) if pages else 0))
-
-
-def free_memory(device: "torch.device", ranks: int = 1) -> int:
-    """Return the bytes that large buffers, keys and values say, may take on `device`; a CPU is shared by `ranks`."""
-    import torch
-
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int((free + reserved) * OF_FREE)
-    return total_memory() // 4 // ranks
