@@ -3,10 +3,8 @@
 import os
 
 import pytest
-import torch
 
 from dtrain.base import host_memory as memory
-from dtrain.base.gpus import free_memory
 
 LIMIT = 1 << 28
 
@@ -26,11 +24,10 @@ def group(tmp_path, monkeypatch):
 def test_a_group_limits_what_is_free(group):
     assert memory.total_memory() == LIMIT
     assert memory.host_memory(2) == (LIMIT - LIMIT // 2 + LIMIT // 8) // 2
-    assert free_memory(torch.device("cpu"), 2) == LIMIT // 4 // 2
 
 
 def test_without_a_group_it_is_the_host_s(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "none")
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert memory.total_memory() == total and free_memory(torch.device("cpu")) == total // 4
+    assert memory.total_memory() == total
     assert 0 < memory.host_memory() <= total

@@ -1,10 +1,9 @@
 """GPUs by their names, as gpus.toml has them, for `mfu` and `dtrain plan`; the free memory of a device."""
 
+import os
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
-
-from dtrain.base.host_memory import total_memory
 
 if TYPE_CHECKING:
     import torch
@@ -65,4 +64,4 @@ def free_memory(device: "torch.device", ranks: int = 1) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((free + reserved) * OF_FREE)
-    return total_memory() // 4 // ranks
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // ranks
